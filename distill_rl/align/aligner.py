@@ -65,6 +65,9 @@ class TokenAligner:
         student_stops: Sequence[int] = (),
         teacher_stops: Sequence[int] = (),
     ) -> None:
+        """Copies both tokenizers and reads their vocabularies, which encodes test strings; the class lists the
+        arguments.
+        """
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}; auto suits nearly all pairs")
         self.method, self.fast_ids, self.backend, self.band = method, fast_ids, backend, band
@@ -100,7 +103,14 @@ class TokenAligner:
     def align_batch(
         self, texts: Sequence[str], *, max_student_tokens: int | None = None, max_teacher_tokens: int | None = None
     ) -> list[Alignment]:
-        """`align` for each text, in order. The tokenizers may spread the texts over their own threads."""
+        """`align` for each text, in order, with both limits applied to every text.
+
+        The tokenizers may spread the texts over their own threads; a GPU backend solves all of them in one call. The
+        result is the same as that of `align`, also for an empty sequence (an empty list).
+
+        Raises:
+            ValueError: a text with a lone surrogate; a negative limit.
+        """
         normalized = [self.normalize(text) for text in texts]
         for text in normalized:
             encode(text)
@@ -116,13 +126,22 @@ class TokenAligner:
     def solve_ahead(self, pairs: Iterable[tuple[Tokenized, Tokenized]]) -> None:
         """Solves the dynamic programmes of many rows in one GPU call, before `pair` is called on each of them.
 
-        No result depends on it. With a CPU backend there is nothing to gain, and the call does nothing.
+        The solutions are kept until the next call of `solve_ahead`. No result depends on it. With a CPU backend, or a
+        method without dynamic programming, there is nothing to gain, and the call does nothing. Rows that cannot be
+        paired are ignored here, since `pair` raises their error again.
+
+        Args:
+            pairs: (student, teacher) of each row.
         """
         if self.backend == "cuda" and self.method in ("auto", "dp"):
             self._windows.solve_ahead(partial(self.pair, student, teacher) for student, teacher in pairs)
 
     def warm_up(self) -> None:
-        """Compiles, or loads from Numba's cache, what the first rows would otherwise wait for. Once per process."""
+        """Compiles, or loads from Numba's cache, what the first rows would otherwise wait for; it may use the GPU of a
+        GPU backend.
+
+        Takes seconds, once per process. Calling it is optional, and no result depends on it.
+        """
         no_ids = np.zeros(0, np.int32)
         self.align_ids(no_ids, no_ids)
         if self.method == "dp" or (self.method == "auto" and (self.student.lossy or self.teacher.lossy)):
@@ -133,9 +152,12 @@ class TokenAligner:
     ) -> Alignment:
         """Aligns ids without their text, by comparing the bytes that the two sides spell.
 
+        Chunks cover all given positions; a masked position is in none. Chunks of tokens whose bytes differ on the two
+        sides need the method auto or dp; with the others, only the equal bytes at the beginning are aligned.
+
         Args:
             student_ids, teacher_ids: integers [n], [m]: lists, numpy arrays, or torch tensors in host memory.
-            student_mask, teacher_mask: [n], [m], 0 at padding, whatever the id at that position.
+            student_mask, teacher_mask: [n], [m], 0 at padding, whatever the id at that position; None: no padding.
 
         Raises:
             ValueError: floats, bools, text or None instead of integers; an id that lies outside of the vocabulary and
@@ -150,7 +172,16 @@ class TokenAligner:
         return _alignment(ids, result.chunks, result.method, exact, pair_stops(*result.sides, *ids))
 
     def _read(self, i: int, ids: Any, mask: Any) -> tuple[np.ndarray, Side]:
-        """One side's ids, as int32 [n] and without those whose mask is 0."""
+        """One side's ids, checked: as int32 [n] with padding included, and as the `Side` without the tokens whose mask
+        is 0.
+
+        Args:
+            i: 0 for the student, 1 for the teacher.
+            mask: [n], 0 at padding; None: nothing is padding.
+
+        Raises:
+            ValueError: as for `align_ids`.
+        """
         name, vocabulary = f"{_SIDES[i]}_ids", self._vocabularies[i]
         row = read_ids(name, ids, vocabulary.size)
         if mask is not None:
@@ -169,8 +200,10 @@ class TokenAligner:
     ) -> Alignment:
         """Aligns a chat that each side renders with its own template. Tokens of the templates are in no chunk.
 
+        With limits, both sides are cut as in `align`.
+
         Raises:
-            ValueError: a tokenizer without a chat template; a negative limit.
+            ValueError: a tokenizer without a chat template; a text with a lone surrogate; a negative limit.
         """
         student, teacher = (self.tokenize_messages(messages, side) for side in _SIDES)
         return self.pair(student, teacher, max_student_tokens=max_student_tokens, max_teacher_tokens=max_teacher_tokens)
@@ -186,15 +219,16 @@ class TokenAligner:
     def tokenize_messages(self, messages: Sequence[Message], side: str, *, rendered: str | None = None) -> Tokenized:
         """Tokenises a chat rendered with the template of `side` (student | teacher).
 
-        Text in a message that looks like a special token is tokenised as text; what the template writes is not.
+        Contents and rendered text are normalised first; the messages are not modified. Text in a message that looks
+        like a special token is tokenised as text; what the template writes is not.
 
         Args:
-            rendered: the template's output for these messages, if the caller already has it.
+            rendered: the template's output for these messages; None: it is rendered here.
 
         Returns:
             the tokens with their offsets and the spans of the messages' contents.
         Raises:
-            ValueError: a tokenizer without a chat template; a text with a lone surrogate.
+            ValueError: a tokenizer without a chat template; a text with a lone surrogate; another name of a side.
         """
         i = _SIDES.index(side)
         tokenizer = self._tokenizers[i]
@@ -206,10 +240,19 @@ class TokenAligner:
         return Tokenized(ids, text, spans, offsets)
 
     def _normalized(self, message: Message) -> Mapping[str, Any]:
+        """The message with its content normalised, as a copy; the message itself if its content is not text."""
         content = message.get("content")
         return {**message, "content": self.normalize(content)} if isinstance(content, str) else message
 
     def _tokenize(self, i: int, text: str, end: bool) -> Tokenized:
+        """Normalises a text and tokenises it for the student (`i` = 0) or the teacher (1).
+
+        Offsets are filled in only for a lossy tokenizer. With `end`, eos is appended if the tokenizer has one and did
+        not write it as the last token; an eos that was appended covers no characters.
+
+        Raises:
+            ValueError: a lone surrogate.
+        """
         text = self.normalize(text)
         encode(text)
         vocabulary, encoder = self._vocabularies[i], self._encoders[i]
@@ -235,8 +278,12 @@ class TokenAligner:
     ) -> Alignment:
         """Aligns the two sides' tokens of one document. With spans, only text that both sides' i-th spans share.
 
+        Without spans both sides must have the same text. With limits, the result is cut as by `Alignment.cut`; None is
+        no limit on that side.
+
         Raises:
-            ValueError: only one side has spans, or the sides have different numbers of them; a negative limit.
+            ValueError: different texts without spans; only one side has spans, or the sides have different numbers of
+                them; ids with spans that are not those of their text; a lone surrogate; a negative limit.
         """
         if (student.spans is None) != (teacher.spans is None) or len(student.spans or ()) != len(teacher.spans or ()):
             counts = [None if side.spans is None else len(side.spans) for side in (student, teacher)]
@@ -256,7 +303,8 @@ class TokenAligner:
         )
 
     def _pair_texts(self, student: Tokenized, teacher: Tokenized, texts: tuple[bytes, bytes]) -> Alignment:
-        """Aligns two tokenizations of the same text, by the first of these steps that `self.method` allows and that works.
+        """Aligns two tokenizations of the same text, by the first of these steps that `self.method` allows and that
+        works.
 
         1. Both sides' tokens spell the text: chunks end where both sides end a token.
         2. The sides spell the same bytes, but not those of the text (two tokenizers that make the same change): as in
@@ -264,6 +312,12 @@ class TokenAligner:
         3. Positions from the tokenizers' offsets: chunks between shared positions where the tokens spell what they
            cover.
         4. Bytes at both ends and the dynamic programme in between, without chunks that the positions contradict.
+
+        Args:
+            texts: both sides' texts in UTF-8.
+
+        Raises:
+            ValueError: the two texts differ.
         """
         if texts[0] != texts[1]:
             raise ValueError(
@@ -311,7 +365,14 @@ class TokenAligner:
         return pair_stops_of_spans(self._vocabularies, ids, located.sides, spans)
 
     def _pair_spans(self, student: Tokenized, teacher: Tokenized, texts: tuple[bytes, bytes]) -> Alignment:
-        """Aligns only the text that both sides' spans have in common; the rest of the two texts may differ."""
+        """Aligns only the text that both sides' spans have in common; the rest of the two texts may differ.
+
+        Both sides must have equally many spans. Spans that read differently, even without the white space around them,
+        give no chunks and make the alignment inexact.
+
+        Raises:
+            ValueError: a side's tokens do not spell its text, and its ids are not those that its tokenizer makes of it.
+        """
         tokenized = student, teacher
         by_bytes = [
             place_by_bytes(vocabulary, side.ids, text, written_specials=True)
@@ -334,7 +395,10 @@ class TokenAligner:
     ) -> _Located | None:
         """Both sides' positions: those of `by_bytes` where there are any, otherwise from offsets.
 
-        None if a side needs offsets and has none.
+        With the method `offsets`, positions always come from offsets. None if a side needs offsets and has none.
+
+        Args:
+            by_bytes: for each side the result of `place_by_bytes`; None where the bytes do not spell the text.
         """
         sides, method = [], "bytes"
         for i, (side, positions) in enumerate(zip(tokenized, by_bytes)):
@@ -349,7 +413,15 @@ class TokenAligner:
     def _by_positions(
         self, ids: IdPair, located: _Located, equal: np.ndarray, spans: np.ndarray, exact: bool
     ) -> Alignment:
-        """Chunks inside the spans `equal`, stop pairs behind the spans `spans`."""
+        """The alignment of tokens whose positions are known: chunks inside the spans `equal`, stop pairs behind those
+        in `spans`.
+
+        Identical ids of two copies of one tokenizer match even where they do not spell the text.
+
+        Args:
+            equal, spans: int64 [k, 4], [l, 4], as from `equal_spans`: text that reads the same, and all spans.
+            exact: passed on to the alignment.
+        """
         sides = located.sides
         if self._same_tokenizer and np.array_equal(*ids):
             # Both sides lose the same text, so their tokens match even where they do not spell it.
@@ -359,7 +431,15 @@ class TokenAligner:
         return _alignment(ids, chunks, located.method, exact, stops)
 
     def _offsets(self, i: int, tokenized: Tokenized) -> np.ndarray | None:
-        """The characters that each token covers; None if the ids are not what the tokenizer makes of this text."""
+        """int64 [n, 2]: the characters that each token covers, computed by encoding the text again if the side has none
+        yet.
+
+        None if the ids are not what the tokenizer makes of this text, with or without its special tokens (for a chat:
+        of the rendered text). Ids may be cut short, or be followed by special tokens, which cover no characters.
+
+        Args:
+            i: 0 for the student, 1 for the teacher.
+        """
         if tokenized.offsets is not None:
             return tokenized.offsets
         encoder, ids = self._encoders[i], tokenized.ids
@@ -379,6 +459,7 @@ class TokenAligner:
 
 
 def _alignment(ids: Sequence[np.ndarray], chunks: Chunks, method: str, exact: bool, stop_pairs: StopPairs) -> Alignment:
+    """Puts ids (student, teacher), their chunks and stop pairs into an `Alignment`; an exact one has no `lossy_ends`."""
     return Alignment(
         student_ids=ids[0],
         teacher_ids=ids[1],

@@ -62,7 +62,7 @@ class Alignment:
 
     @cached_property
     def counts(self) -> Mapping[str, int]:
-        """Number of chunks of each kind, student tokens to teacher tokens: 1:1, 1:n, n:1, m:n."""
+        """Number of chunks by kind, student tokens to teacher tokens, under the keys "1:1", "1:n", "n:1" and "m:n"."""
         single_student, single_teacher = (size == 1 for size in self.chunk_sizes())
         one_to_one = int(np.count_nonzero(single_student & single_teacher))
         one_to_many = int(np.count_nonzero(single_student)) - one_to_one
@@ -71,12 +71,16 @@ class Alignment:
         return dict(zip(COUNTS, (one_to_one, one_to_many, many_to_one, many_to_many)))
 
     def cut(self, num_student_tokens: int, num_teacher_tokens: int | None = None) -> Alignment:
-        """The beginning of both sides, up to the last common boundary within the limits.
+        """The beginning of both sides, up to the last common boundary within the limits; the alignment itself if it
+        fits.
 
         Common boundaries are the ends of chunks, of lossy stretches and of paired special tokens. If a row is not exact
         and the last such boundary leaves more than half of a limit unused, each side is cut at its own limit instead:
         the student can still learn from text that the teacher's tokens do not match. A chunk that the cut divides
-        becomes no chunk.
+        becomes no chunk. What is cut off is counted in `dropped`.
+
+        Args:
+            num_student_tokens, num_teacher_tokens: most tokens of each side; None: no limit for the teacher.
 
         Raises:
             ValueError: a negative limit.
@@ -106,7 +110,12 @@ class Alignment:
         )
 
     def _where_to_cut(self, limits: tuple[int, int], chunk_ends: np.ndarray) -> tuple[int, int]:
-        """Number of tokens (student, teacher) to keep."""
+        """Number of tokens (student, teacher) to keep so that both limits hold; the rule is that of `cut`.
+
+        Args:
+            limits: most tokens (student, teacher).
+            chunk_ends: int64 [num_chunks, 2]: number of tokens (student, teacher) up to the end of each chunk.
+        """
         stop_ends = np.array(self.stop_pairs, np.int64).reshape(-1, 2) + 1
         boundary = 0, 0
         for ends in (chunk_ends, self.lossy_ends, stop_ends):
@@ -146,7 +155,7 @@ class Alignment:
         return replace(self, student_chunk=student, teacher_chunk=teacher, num_chunks=count, stop_pairs=[])
 
     def swapped(self) -> Alignment:
-        """The same alignment with student and teacher exchanged."""
+        """A copy with student and teacher exchanged: ids, chunks, dropped counts, stop pairs and lossy ends."""
         return replace(
             self,
             student_ids=self.teacher_ids,
@@ -159,7 +168,7 @@ class Alignment:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Chunks, counts, method and stop pairs as plain values for JSON; without the ids and `lossy_ends`."""
         return {
             "student_chunk": self.student_chunk.tolist(),
             "teacher_chunk": self.teacher_chunk.tolist(),
@@ -174,6 +183,7 @@ class Alignment:
 
 
 def _sizes(chunk: np.ndarray, count: int) -> np.ndarray:
+    """int64 [count]: number of tokens of each chunk; tokens in no chunk (−1) are not counted."""
     return np.bincount(chunk + 1, minlength=count + 1)[1:]
 
 
@@ -188,10 +198,13 @@ def _first_chunks(chunk: np.ndarray, count: int) -> np.ndarray:
 
 
 def outside_of_chunks(places: np.ndarray, student_chunk: np.ndarray, teacher_chunk: np.ndarray) -> np.ndarray:
-    """Those of the token counts int64 [k, 2] that divide no chunk.
+    """Those of the token counts `places`, int64 [k, 2] (student, teacher), that divide no chunk of either side.
 
     A place divides no chunk if all four of these counts are equal: chunks that have begun and chunks that have ended
     before it, on either side.
+
+    Args:
+        student_chunk, teacher_chunk: int32 [n], [m]: chunk index of each token, −1 for none.
     """
     count = int(student_chunk.max(initial=-1)) + 1
     passed = []

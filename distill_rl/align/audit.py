@@ -66,10 +66,12 @@ class CoverageReport:
 
 
 def audit(aligner: TokenAligner, texts: Iterable[str]) -> CoverageReport:
-    """Aligns the texts and reports statistics of the chunks.
+    """Aligns the texts, one after another, and reports how well the two tokenizers' chunks match.
+
+    The texts are read once, so a generator will do. The shares of a report without chunks are 0.
 
     Raises:
-        ValueError: no texts.
+        ValueError: no texts; a text with a lone surrogate.
     """
     lengths: Counter[tuple[int, int]] = Counter()
     methods: Counter[str] = Counter()
@@ -117,15 +119,26 @@ def audit(aligner: TokenAligner, texts: Iterable[str]) -> CoverageReport:
 
 
 def _count_unknown(vocabulary: Vocabulary, ids: np.ndarray) -> int:
+    """Number of unknown tokens among the ids; 0 for a tokenizer without one."""
     return 0 if vocabulary.unknown is None else int(np.count_nonzero(ids == vocabulary.unknown))
 
 
 def _coverage(row: list[float]) -> ClassCoverage:
+    """Divides the sums (chunks, 1:1 chunks, student tokens, teacher tokens) of a class by its number of chunks, at
+    least 1.
+    """
     chunks, single, student, teacher = row
     return ClassCoverage(int(chunks), single / chunks, student / chunks, teacher / chunks)
 
 
 def _suggest(share: float, chunks: int, common: int) -> tuple[str, str]:
+    """The loss that suits a pair of tokenizers (none | alm | hybrid), and why in one sentence for the report.
+
+    Args:
+        share: 1:1 chunks as a share of all chunks.
+        chunks: number of chunks; 0 gives "none".
+        common: number of ids that the vocabularies have in common.
+    """
     if not chunks:
         return "none", "no text could be aligned, so there is nothing to distil"
     if not common:
@@ -145,7 +158,10 @@ class _Classifier:
         self._class_of_id = np.full(vocabulary.size, -1, np.int8)
 
     def __call__(self, row: Alignment) -> np.ndarray:
-        """int64 [num_chunks]: index into `CLASSES`."""
+        """int64 [num_chunks]: for each chunk of an alignment an index into `CLASSES`, by what its student tokens spell.
+
+        Tokens of white space do not count beside others; a chunk whose other tokens differ in class is "mixed".
+        """
         inside = row.student_chunk >= 0
         ids = row.student_ids[inside]
         for token in np.unique(ids[self._class_of_id[ids] < 0]).tolist():
@@ -161,7 +177,11 @@ class _Classifier:
 
 
 def class_of(spelled: bytes) -> str:
-    """One of `CLASSES`, ignoring white space around the text."""
+    """The one of `CLASSES` that fits all characters of the decoded bytes, ignoring white space around them.
+
+    "mixed" if the characters are of several classes, "whitespace" if there are none, "parts of characters" if the bytes
+    are not UTF-8.
+    """
     try:
         text = spelled.decode()
     except UnicodeDecodeError:
@@ -173,6 +193,7 @@ def class_of(spelled: bytes) -> str:
 
 
 def _class_of_letter(letter: str) -> str:
+    """The one of `CLASSES` that a single character belongs to, by its Unicode category and name; never "mixed"."""
     category = unicodedata.category(letter)
     if category[0] == "N":
         return "digits"

@@ -12,10 +12,13 @@ Render = Callable[[list[dict[str, Any]]], str]
 
 
 def render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
-    """The chat template's text. Templates that print today's date get a fixed one, so that results do not depend on it.
+    """The text that the tokenizer's chat template makes of the messages, which are not modified.
+
+    Templates that print today's date get a fixed one (2024-07-26), so that results do not depend on the day.
 
     Args:
-        options: for the tokenizer's `apply_chat_template`.
+        options: for the tokenizer's `apply_chat_template`, above the defaults; with `tokenize=True` the result is what
+            that method then returns.
 
     Raises:
         ValueError: a tokenizer without a chat template.
@@ -31,7 +34,7 @@ def render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
 
 
 def content_spans(rendered: str, messages: Sequence[Message], render: Render | None = None) -> tuple[CharSpan, ...]:
-    """Where each message's content stands in a rendered chat, as it is or stripped.
+    """Where each message's content stands in a rendered chat, as it is or stripped; one span per message, in order.
 
     With `render`, the chat is rendered a second time with unique markers as contents. The text around the markers is
     what the template writes, so the contents of the original lie between the same pieces of text; a content of "user"
@@ -39,9 +42,11 @@ def content_spans(rendered: str, messages: Sequence[Message], render: Render | N
     content before it.
 
     Args:
-        render: messages → text with the same template.
+        rendered: the chat template's text for these messages.
+        render: messages → text with the same template; None: only the search is used.
     Returns:
-        Character spans in order; an empty one for a content that is empty or that the template does not write.
+        (start, stop) in characters of `rendered`; an empty span for a content that is empty, is not text, or that the
+            template does not write.
     """
     contents = [message.get("content") or "" for message in messages]
     contents = [content if isinstance(content, str) else "" for content in contents]
@@ -55,6 +60,10 @@ def _forms(content: str) -> list[str]:
 
 
 def _spans_by_search(rendered: str, contents: list[str]) -> tuple[CharSpan, ...]:
+    """The character span of each content, searched for in order, each behind the end of the one before it.
+
+    A content that is empty or does not occur gets an empty span at that place.
+    """
     spans, cursor = [], 0
     for content in contents:
         written = next((form for form in _forms(content) if form and rendered.find(form, cursor) >= 0), "")
@@ -67,7 +76,12 @@ def _spans_by_search(rendered: str, contents: list[str]) -> tuple[CharSpan, ...]
 def _spans_by_markers(
     rendered: str, messages: Sequence[Message], contents: list[str], render: Render
 ) -> tuple[CharSpan, ...] | None:
-    """The spans between the template's own text; None if the rendered chat does not have that text around them."""
+    """The contents' spans, by rendering the chat again with unique markers in place of the contents.
+
+    What surrounds the markers is the template's own text. A content that the template leaves out gets an empty span
+    behind the one before it. None if the template fails on the markers, or if the rendered chat does not have the same
+    text around the contents.
+    """
     markers = [f"\ue000{i}\ue001" for i in range(len(messages))]
     try:
         rest = render([{**message, "content": marker} for message, marker in zip(messages, markers)])

@@ -17,12 +17,15 @@ def same_bytes(left: Side, right: Side) -> bool:
 
 
 def _arrays(side: Side) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """What `_same` needs of a side: its vocabulary's bytes and their starts, the ids, and the bytes to take of each."""
     return side.vocabulary.flat, side.vocabulary.starts, side.ids, side.lengths
 
 
 @njit(cache=True, nogil=True)
 def _same(left, right):  # type: ignore[no-untyped-def]
-    """Takes the last `lengths[i]` bytes of each token, so a shorter length leaves out a leading dummy space.
+    """Whether two sides spell the same bytes; both must spell equally many.
+
+    Takes the last `lengths[i]` bytes of each token, so a shorter length leaves out a leading dummy space.
 
     Args:
         left, right: `_arrays` of both sides.

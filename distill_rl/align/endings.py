@@ -23,7 +23,11 @@ class Endings:
 
 
 def endings(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Sequence[Mapping[str, str]]] = ()) -> Endings:
-    """
+    """Aligns rows as a run reads them, and reports both sides' stop tokens and how many rows end in a pair of them.
+
+    Args:
+        chats: if there are any, they are aligned in place of the texts.
+
     Raises:
         ValueError: chats, and a tokenizer without a chat template.
     """
@@ -39,7 +43,12 @@ def endings(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Sequenc
 def align_training_rows(
     aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Sequence[Mapping[str, str]]] = ()
 ) -> list[Alignment]:
-    """Rows as a run reads them: chats with each side's template or, if there are none, texts followed by eos."""
+    """One alignment per row, as a run reads it: chats with each side's template or, if there are none, texts followed
+    by eos.
+
+    Raises:
+        ValueError: chats, and a tokenizer without a chat template; a lone surrogate.
+    """
     if chats:
         return [aligner.align_messages(chat) for chat in chats]
     return [
@@ -49,7 +58,7 @@ def align_training_rows(
 
 
 def ends_in_stop(aligner: TokenAligner, row: Alignment) -> bool:
-    """Whether a pair of stop tokens follows the last chunk."""
+    """Whether a pair of stop tokens follows the last chunk of an alignment; with no chunks, whether there is a pair."""
     last = int(np.flatnonzero(row.student_chunk >= 0).max(initial=-1))
     return any(
         student > last and int(row.student_ids[student]) in aligner.student.stops for student, _ in row.stop_pairs

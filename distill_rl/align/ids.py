@@ -48,7 +48,7 @@ class IdAligner:
         self._compiled, self._window = compiled, window
 
     def _equal(self, student: Side, teacher: Side) -> bool:
-        """Whether two sides with equal numbers of bytes spell the same bytes."""
+        """Whether two sides spell the same bytes; both must spell equally many."""
         if not self._compiled:
             return student.spell().tobytes() == teacher.spell().tobytes()
         from distill_rl.align.compare import same_bytes
@@ -58,7 +58,8 @@ class IdAligner:
     def align_same_bytes(self, student: Side, teacher: Side) -> IdAlignment | None:
         """Chunks of two sides that spell the same bytes; None if they do not.
 
-        Spaces that may be dummies are taken off in every combination, the likeliest first.
+        Spaces that may be dummies are taken off in every combination, the likeliest first; the `sides` of the result
+        are those that matched.
         """
         for sides in product(student.readings(), teacher.readings()):
             ends = sides[0].ends, sides[1].ends
@@ -71,7 +72,14 @@ class IdAligner:
         return None
 
     def align(self, student: Side, teacher: Side, *, everything_by_dp: bool = False) -> IdAlignment:
-        """Chunks by bytes, and by the window's solver where the bytes differ, or for all tokens if asked."""
+        """Chunks of two sides: by bytes and, where these differ, by the window's solver.
+
+        If the bytes differ and there is no solver, only the equal bytes at the beginning are aligned. The chunk arrays
+        cover all tokens of each side, padding and tokens without text included (−1).
+
+        Args:
+            everything_by_dp: give all tokens to the solver, even if the bytes are equal; ignored without a solver.
+        """
         same = self.align_same_bytes(student, teacher)
         if everything_by_dp and self._window is not None:
             solved = self._window(student.ids, teacher.ids)
@@ -80,7 +88,11 @@ class IdAligner:
         return same or self._align_different_bytes(student, teacher)
 
     def _align_different_bytes(self, student: Side, teacher: Side) -> IdAlignment:
-        """Chunks of the equal bytes at both ends, and of the window in between."""
+        """Chunks of the equal bytes at both ends and, by the window's solver, of the tokens in between.
+
+        Without a solver, or if one side's bytes are only the beginning of the other's, just the equal beginning is
+        aligned. Of the readings with and without dummy spaces, the one with the longest equal beginning is used.
+        """
         pairs = product(student.readings(), teacher.readings())
         readings = [(sides, [side.spell() for side in sides]) for sides in pairs]
         sides, spelled = max(readings, key=lambda reading: _common_prefix(*reading[1]))
@@ -110,21 +122,35 @@ class IdAligner:
 
 
 def _write_chunks(rows: list[np.ndarray], parts: Sequence[np.ndarray], starts: Sequence[int], count: int) -> int:
-    """Writes chunks counted from 0 into the rows at `starts`, after `count` chunks; returns the new count."""
+    """Writes chunks counted from 0 into both sides' `rows`, in place and renumbered to begin at `count`; returns the
+    new count.
+
+    Args:
+        rows, parts: (student, teacher): int32, chunk indices or −1.
+        starts: the token at which each part is written.
+        count: number of chunks that the rows have already.
+    """
     for row, part, start in zip(rows, parts, starts):
         row[start : start + len(part)] = np.where(part >= 0, part + count, -1)
     return count + _as_chunks(parts).count
 
 
 def _as_chunks(sides: Sequence[np.ndarray]) -> Chunks:
+    """`Chunks` of two sides' indices (student, teacher); their number is the highest index + 1."""
     return Chunks(sides[0], sides[1], max((int(side.max()) + 1 for side in sides if len(side)), default=0))
 
 
 def _window_stops(spelled: Sequence[np.ndarray], ends: Sequence[np.ndarray], starts: Sequence[int]) -> tuple[int, int]:
-    """Where the window ends on both sides: at the first shared boundary within the equal bytes at the end.
+    """Token counts (student, teacher) at which the window ends: the first shared boundary within the equal bytes at the
+    end.
 
-    Boundaries are counted in bytes from the end of the text, so that shared ones have equal numbers. Bytes that the
-    head has already used are not used again.
+    All tokens if the sides share no boundary there. Boundaries are counted in bytes from the end of the text, so that
+    shared ones have equal numbers. Bytes that the head has already used are not used again.
+
+    Args:
+        spelled: uint8: the bytes of each side.
+        ends: int64 [n], [m]: the byte at which each token ends.
+        starts: number of tokens in each side's head, which is aligned already.
     """
     sizes = [len(part) for part in spelled]
     unused = (size - (int(end[start - 1]) if start else 0) for size, end, start in zip(sizes, ends, starts))
@@ -152,10 +178,14 @@ def same_spelling(
     ids: tuple[np.ndarray, np.ndarray],
     chunks: tuple[np.ndarray, np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Removes chunks whose two sides spell different bytes, and renumbers the others.
+    """Chunk indices int32 [n], [m] without the chunks whose two sides spell different bytes, renumbered.
 
     One space at the start of a chunk may be missing on the side of a tokenizer that drops the space between words, or
     be present on the side of one that puts a dummy space before a text.
+
+    Args:
+        vocabularies, ids, chunks: of the student and of the teacher; chunks are −1 for a token in none, and must not
+            decrease otherwise.
     """
     count = _as_chunks(chunks).count
     sides = [_ChunkBytes.of(*side, count) for side in zip(vocabularies, ids, chunks)]
@@ -189,7 +219,13 @@ class _ChunkBytes:
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, count: int) -> _ChunkBytes:
-        """`chunks` must not decrease from token to token, apart from −1."""
+        """Collects the bytes of the chunks of one side's tokens.
+
+        Args:
+            ids: int [n].
+            chunks: int [n]: chunk of each token; must not decrease from token to token, apart from −1.
+            count: number of chunks, including any without tokens on this side.
+        """
         tokens = np.flatnonzero(chunks >= 0)
         token_ids = ids[tokens].astype(np.intp)
         lengths = vocabulary.lengths.take(token_ids).astype(np.int64)
@@ -199,12 +235,17 @@ class _ChunkBytes:
 
     @property
     def opens_with_space(self) -> np.ndarray:
-        """bool [count]"""
+        """bool [count]: whether the chunk's first byte is a space; False for a chunk without bytes."""
         padded = np.append(self.text, np.uint8(0))  # an empty last chunk begins past the end of the text
         return (self.sizes > 0) & (padded[self.begins] == SPACE)
 
     def of_chunks(self, chosen: np.ndarray, without_first: np.ndarray) -> np.ndarray:
-        """uint8: the bytes of the chosen chunks, without the first byte of those in `without_first`."""
+        """uint8: the bytes of the chosen chunks, one after another.
+
+        Args:
+            chosen: bool [count].
+            without_first: bool [count]: chunks whose first byte is left out; each must have one.
+        """
         kept = np.repeat(chosen, self.sizes)
         kept[self.begins[without_first]] = False
         return self.text[kept]

@@ -15,7 +15,7 @@ _WHITE_SPACE = re.compile(b"(?:%b)*" % b"|".join(re.escape(letter.encode()) for 
 
 
 def encode(text: str) -> bytes:
-    """UTF-8.
+    """The text's UTF-8 bytes.
 
     Raises:
         ValueError: a lone surrogate, which UTF-8 cannot encode.
@@ -88,11 +88,14 @@ def place_by_bytes(
 
 
 def _may_have_dummy(vocabulary: Vocabulary, section: int) -> bool:
+    """Whether the tokenizer may put a dummy space before the token at index `section`: 0, or behind a special token."""
     return vocabulary.dummy or (section > 0 and vocabulary.dummy_after_special)
 
 
 def _written_length(vocabulary: Vocabulary, token: int, text: bytes, cursor: int) -> int:
-    """Bytes of a special token written at `cursor`, including the white space that it strips; 0 if it is not there."""
+    """Bytes that a special token takes up if it is written at `cursor`, including the white space that it strips; 0 if
+    it is not there.
+    """
     strips_before, strips_behind = vocabulary.strips.get(token, (False, False))
     literal = vocabulary.literal(token)
     start = _skip_white_space(text, cursor) if strips_before else cursor
@@ -111,6 +114,7 @@ def strips_spans(vocabulary: Vocabulary, ids: np.ndarray, positions: TokenPositi
     """Whether a special token of the template has stripped white space at the beginning or end of one of the spans.
 
     Args:
+        ids: int32 [n]: the tokens that `positions` belongs to.
         spans: int64 [k, 2], ascending: start and stop in bytes.
     """
     special = vocabulary.special.take(ids.astype(np.intp)) & (positions.ends > positions.starts)
@@ -121,13 +125,15 @@ def strips_spans(vocabulary: Vocabulary, ids: np.ndarray, positions: TokenPositi
 
 
 def place_by_offsets(vocabulary: Vocabulary, ids: np.ndarray, text: str, offsets: np.ndarray) -> TokenPositions:
-    """Positions according to the tokenizer's offsets, checked against the text.
+    """Positions of the tokens in bytes, according to the tokenizer's offsets and checked against the text.
 
     1. Tokens whose offsets end at the same character (the bytes of one character, T5's ▁ before a word) form a group,
        because no boundary inside of it is known. Tokens before anything is covered join the first group.
     2. A group covers the text from the end of the group before it to its own end.
     3. A group is faithful if its bytes are those that it covers, give or take one leading space that the tokenizer adds
        itself or drops between words. A group with a special token, such as the unknown token, never is.
+
+    The result is never `exact`. Tokens that cover no text are placed at the end of the token before them.
 
     Args:
         ids: int32 [n].
@@ -173,8 +179,11 @@ def _check_groups(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compares each group's bytes with those that it covers, byte by byte and all groups at once.
 
+    One leading space may be added or missing where the tokenizer does that (`dummy`, `drops_spaces`).
+
     Args:
         ids, group: intp [n], int64 [n]: the tokens and their groups.
+        text: UTF-8.
         starts, stops: int64 [groups]: the bytes of the text that each group covers.
     Returns:
         bool [groups]: whether the group spells what it covers; bool [groups]: whether it does so behind a dummy space.
@@ -204,11 +213,15 @@ def _check_groups(
 
 
 def keep_same_place(chunks: Chunks, student: TokenPositions, teacher: TokenPositions) -> Chunks:
-    """Removes chunks whose two sides lie at different places of the text; the same object if there are none.
+    """Chunks without those whose two sides lie at different places of the text, renumbered; the same object if there
+    are none.
 
     Two tokens that spell the same may still be different occurrences. They are taken to be the same occurrence if the
     stretch that one side's chunk covers contains the other's: where a tokenizer drops letters that no token spells, it
     may count them as covered by a neighbouring token, so equality would be too strict.
+
+    Args:
+        student, teacher: the tokens' positions in one and the same text.
     """
     firsts, lasts = [], []
     for positions, chunk in ((student, chunks.student), (teacher, chunks.teacher)):
@@ -233,7 +246,7 @@ def keep_same_place(chunks: Chunks, student: TokenPositions, teacher: TokenPosit
 
 
 def byte_positions(text: str) -> np.ndarray:
-    """int64 [characters + 1]: number of bytes before each character and, last, of the whole text."""
+    """int64 [characters + 1]: number of bytes in UTF-8 before each character and, last, of the whole text."""
     if text.isascii():
         return np.arange(len(text) + 1)
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)

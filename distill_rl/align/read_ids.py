@@ -38,7 +38,11 @@ def read_ids(name: str, ids: Any, size: int) -> np.ndarray:
 
 
 def _as_array(name: str, ids: Any) -> np.ndarray:
-    """An array of integers of any width, or of Python integers as objects."""
+    """The ids as an array of integers of any width, or of Python integers as objects; its shape is not checked.
+
+    Raises:
+        ValueError: anything but integers, bools included.
+    """
     if ids is None or isinstance(ids, _TEXT):
         raise ValueError(_not_integers(name, ids))
     try:
@@ -58,11 +62,14 @@ def _as_array(name: str, ids: Any) -> np.ndarray:
 
 
 def _not_integers(name: str, ids: Any) -> str:
+    """The message of an error for ids that are not a row of integers."""
     return f"{name}: {_RULE}, got {_describe(ids)}; pass the tokenizer's input_ids"
 
 
 def _describe(value: Any) -> str:
-    """The type of a value, and as much of it as fits on a line."""
+    """The type of a value, its device unless that is the CPU, and as much of the value as fits on a line, for a
+    message.
+    """
     if value is None:
         return "None"
     dtype = getattr(value, "dtype", None)

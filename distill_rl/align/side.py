@@ -35,13 +35,14 @@ class Side:
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, ids: np.ndarray, mask: np.ndarray | None = None, *, name: str = "ids") -> Side:
-        """From int32 ids [n], leaving out those whose mask is 0.
+        """The side made of int32 ids [n], without those whose mask is 0.
 
         Args:
+            mask: [n], nonzero where there is a token; None: no padding.
             name: what to call the ids in an error.
 
         Raises:
-            ValueError: an id outside of the vocabulary.
+            ValueError: an id outside of the vocabulary that is not masked.
         """
         real = as_slice(mask.nonzero()[0]) if mask is not None else slice(0, len(ids))
         wide = ids[real].view(np.uint32).astype(np.intp)  # so that a negative id is out of range for `take`
@@ -64,9 +65,10 @@ class Side:
         return cls(vocabulary, len(ids), _select(real, spelling), wide[spelling], lengths[spelling], textless)
 
     def readings(self) -> Iterator[Side]:
-        """Variants of this side without spaces that may be dummies: before the text, and behind special tokens.
+        """Yields variants of this side without spaces that may be dummies: before the text, and behind special tokens.
 
-        The first variant lacks all of them, which is the likeliest case; the last one is the side unchanged.
+        The first variant lacks all of them, which is the likeliest case; the last one is the side unchanged. No variant
+        comes twice, so a side without such spaces is the only one.
         """
         first, later = self._possible_dummies()
         seen: list[tuple[int, ...]] = []
@@ -89,6 +91,12 @@ class Side:
         return first, later
 
     def _without_spaces(self, places: tuple[int, ...]) -> Side:
+        """This side with the leading space taken off the tokens at these indices into `ids`, whose bytes must begin
+        with one.
+
+        A token that was nothing but the space leaves the side, since it no longer spells text. Returns the side itself
+        if there are no indices.
+        """
         if not places:
             return self
         lengths = self.lengths.copy()
@@ -108,7 +116,7 @@ class Side:
         )
 
     def spell(self) -> np.ndarray:
-        """uint8: the bytes of all tokens, without dummy spaces taken off."""
+        """uint8: the bytes of all tokens that spell text, one after another, without dummy spaces taken off."""
         starts = self.vocabulary.starts.take(self.ids)
         starts[list(self.without_space)] += 1
         return gather_bytes(self.vocabulary.flat, starts, self.lengths, self.ends)
@@ -123,7 +131,11 @@ class Side:
         return spread(chunk, self.tokens, self.size)
 
     def bytes_before(self, tokens: np.ndarray) -> np.ndarray:
-        """int64: number of bytes before each of these textless tokens."""
+        """int64: number of bytes that the side spells before each of these textless tokens.
+
+        Args:
+            tokens: int [k]: positions among all tokens, of tokens that spell nothing.
+        """
         if isinstance(self.tokens, slice):
             before = np.clip(tokens - self.tokens.start, 0, len(self.ids))
         else:
@@ -132,7 +144,7 @@ class Side:
 
 
 def _select(positions: Indices, chosen: Indices) -> Indices:
-    """positions[chosen]; the result is a slice if both are slices."""
+    """positions[chosen], where `chosen` holds indices into `positions`; the result is a slice if both are slices."""
     if not isinstance(positions, slice):
         return positions[chosen]
     if isinstance(chosen, slice):

@@ -69,7 +69,10 @@ def gather_bytes(flat: np.ndarray, starts: np.ndarray, lengths: np.ndarray, ends
 
 
 def spread(part: np.ndarray, positions: np.ndarray | slice, size: int) -> np.ndarray:
-    """int32 [size]: chunk indices of the tokens at `positions`, among all tokens; −1 for the others."""
+    """int32 [size]: chunk indices of the tokens at `positions`, among all tokens; −1 for the others.
+
+    The array itself, not a copy, if it already has that size.
+    """
     if len(part) == size:
         return part
     row = np.full(size, -1, np.int32)
@@ -78,7 +81,10 @@ def spread(part: np.ndarray, positions: np.ndarray | slice, size: int) -> np.nda
 
 
 def as_slice(positions: np.ndarray) -> slice | np.ndarray:
-    """Ascending positions as a slice if they are contiguous: slicing an array makes a view, indexing makes a copy."""
+    """Ascending positions as a slice if they are contiguous, otherwise the array itself.
+
+    Slicing an array makes a view, indexing makes a copy.
+    """
     if not len(positions):
         return slice(0, 0)
     first, stop = int(positions[0]), int(positions[-1]) + 1
@@ -86,7 +92,12 @@ def as_slice(positions: np.ndarray) -> slice | np.ndarray:
 
 
 def shared_ends(student_ends: np.ndarray, teacher_ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """bool [n], bool [m]: which elements of two strictly increasing arrays of byte positions ≥ 1 are in both."""
+    """bool [n], bool [m]: which elements of each array are in the other one, too.
+
+    Args:
+        student_ends, teacher_ends: int64 [n], [m]: byte positions ≥ 1, strictly increasing; memory is linear in the
+            highest.
+    """
     if not len(student_ends) or not len(teacher_ends):
         return np.zeros(len(student_ends), bool), np.zeros(len(teacher_ends), bool)
     size = int(max(student_ends[-1], teacher_ends[-1])) + 1
@@ -114,7 +125,12 @@ def chunks_by_ends(student_ends: np.ndarray, teacher_ends: np.ndarray) -> tuple[
 
 
 def _chunk_of_token(closes: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """int32 [n]: number of chunks that have closed before each token; −1 after the last chunk."""
+    """int32 [n]: number of chunks that have closed before each token; −1 after the last chunk.
+
+    Args:
+        closes: bool [n]: which tokens end a chunk.
+        last: the indices of those tokens, ascending.
+    """
     if len(last) == len(closes):
         return np.arange(len(closes), dtype=np.int32)
     chunk = np.zeros(len(closes), np.int32)
@@ -124,13 +140,24 @@ def _chunk_of_token(closes: np.ndarray, last: np.ndarray) -> np.ndarray:
 
 
 def keep_chunks(keep: np.ndarray, student: np.ndarray, teacher: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Chunk indices int32 [n], int32 [m] without the chunks for which `keep`, bool [count], is False, renumbered."""
+    """Chunk indices int32 [n], int32 [m] without the chunks for which `keep` is False, renumbered without gaps.
+
+    Args:
+        keep: bool [count]: by chunk.
+        student, teacher: chunk index of each token, −1 for none; not modified.
+    """
     renumbered = np.append(np.where(keep, keep.cumsum() - 1, -1), -1).astype(np.int32)  # −1 reads the last entry
     return renumbered[student], renumbered[teacher]
 
 
 def chunk_bounds(chunk: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [count], int64 [count]: the first token of each chunk, and one past its last token."""
+    """int64 [count], int64 [count]: the first token of each chunk, and one past its last token.
+
+    Both are 0 for a chunk without tokens on this side.
+
+    Args:
+        chunk: int [n]: chunk index of each token, −1 for none; must not decrease otherwise.
+    """
     tokens = np.flatnonzero(chunk >= 0)
     firsts, stops = np.zeros(count, np.int64), np.zeros(count, np.int64)
     firsts[chunk[tokens[::-1]]] = tokens[::-1]  # of repeated assignments the last one stays
@@ -139,7 +166,10 @@ def chunk_bounds(chunk: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def chunks_of_places(student: TokenPositions, teacher: TokenPositions) -> Chunks:
-    """Chunks of two tokenizations of one text whose tokens all spell what they cover."""
+    """Chunks of two tokenizations of one text whose tokens all spell what they cover; no spans, and nothing is lossy.
+
+    Tokens that cover no text, and tokens past the last shared end, are in no chunk.
+    """
     sides = student, teacher
     tokens = [as_slice((side.ends > side.starts).nonzero()[0]) for side in sides]
     chunks, _, _ = chunks_by_ends(student.ends[tokens[0]], teacher.ends[tokens[1]])
@@ -151,7 +181,7 @@ def chunks_of_places(student: TokenPositions, teacher: TokenPositions) -> Chunks
 
 
 def chunks_by_spans(student: TokenPositions, teacher: TokenPositions, spans: np.ndarray) -> Chunks:
-    """Chunks inside spans of two texts that read the same.
+    """Chunks inside spans of two texts that read the same, and the lossy stretches in them.
 
     Steps:
 
@@ -204,10 +234,11 @@ def chunks_by_spans(student: TokenPositions, teacher: TokenPositions, spans: np.
 def _inside(
     positions: TokenPositions, first: np.ndarray, last: np.ndarray, bases: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The tokens that lie in one of the spans, and their starts and ends on the common axis.
+    """The tokens that cover text and lie in one of the spans, with their starts and ends on the common axis; int64 [t]
+    each.
 
     Args:
-        first, last: int64 [k]: where each span begins and ends in the side's text.
+        first, last: int64 [k], ascending: where each span begins and ends in the side's text.
         bases: int64 [k]: where each span begins on the common axis.
     """
     tokens = (positions.ends > positions.starts).nonzero()[0]

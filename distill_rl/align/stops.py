@@ -15,7 +15,15 @@ StopPairs = list[tuple[int, int]]
 
 
 def pair_stops(student: Side, teacher: Side, student_ids: np.ndarray, teacher_ids: np.ndarray) -> StopPairs:
-    """From ids alone: bos with bos before the first byte, and stop tokens that follow the same byte."""
+    """Pairs (student position, teacher position) from ids alone: bos with bos before the first byte, and stop tokens
+    that follow the same byte.
+
+    Of several stop tokens after one byte, the first is paired; none before the first byte, unless a side spells
+    nothing.
+
+    Args:
+        student_ids, teacher_ids: int32 [n], [m]: all ids, which `Side` holds only in part.
+    """
     if not len(student.textless) or not len(teacher.textless):
         return []
     (student_bos, left), (teacher_bos, right) = _stops(student, student_ids), _stops(teacher, teacher_ids)
@@ -26,7 +34,14 @@ def pair_stops(student: Side, teacher: Side, student_ids: np.ndarray, teacher_id
 
 
 def _stops(side: Side, ids: np.ndarray) -> tuple[int | None, dict[int, int]]:
-    """(the last bos before any byte, byte position → the first stop token at it)."""
+    """Position of the last bos before any byte, None if there is none; byte position → position of the first stop token
+    at it.
+
+    Stop tokens before the first byte count only if the side spells nothing, and never those up to that bos.
+
+    Args:
+        ids: int32: all ids of the side.
+    """
     roles = side.vocabulary.roles
     places = side.bytes_before(side.textless)
     textless_ids = ids[side.textless]
@@ -48,9 +63,13 @@ def pair_stops_of_spans(
     positions: tuple[TokenPositions, TokenPositions],
     spans: np.ndarray,
 ) -> StopPairs:
-    """bos with bos at the start, and the stop tokens that follow the i-th span on both sides.
+    """Pairs (student position, teacher position): bos with bos at the start, and the first stop tokens behind the i-th
+    spans.
+
+    A stop token belongs to a span if it stands before the text of the next one.
 
     Args:
+        vocabularies, ids, positions: of the student and of the teacher.
         spans: int64 [k, 4]: student start and stop, teacher start and stop in bytes of each side's text.
     """
     sides = zip(vocabularies, ids, positions, (spans[:, :2], spans[:, 2:]))
@@ -61,7 +80,13 @@ def pair_stops_of_spans(
 def _stops_of_spans(
     vocabulary: Vocabulary, ids: np.ndarray, positions: TokenPositions, spans: np.ndarray
 ) -> dict[int, int]:
-    """Span index → the first stop token between this span and the next one; −1 → bos."""
+    """Span index → position of the first stop token between this span's text and the next one's; −1 → position of bos.
+
+    Entries that do not exist are left out.
+
+    Args:
+        spans: int64 [k, 2], ascending: start and stop in bytes of this side's text.
+    """
     stop_of_span = {}
     textual = (positions.ends > positions.starts).nonzero()[0]
     until_text = ids[: 1 + (textual[0] if len(textual) else len(ids))]

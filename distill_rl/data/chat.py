@@ -23,16 +23,15 @@ def render_document(
     find_assistant: bool,
     whose: str = "the student's tokenizer",
 ) -> tuple[str, list[CharSpan]]:
-    """Render a whole chat and, with `find_assistant`, find the character spans of the assistant's turns in it.
+    """Renders a whole chat and, with `find_assistant`, finds the character spans of the assistant's turns in it.
 
-    A span runs from the first character that the model would generate to the last one of the end-of-turn token.
-
-    1. Look for each turn by rendering the chat up to it and through it (`_spans_by_prefix`). This works for any
-       template that writes a turn the same way whatever follows.
-    2. If that fails, use the template's {% generation %} blocks if it has any (`_spans_by_template`).
+    A span runs from the first character that the model would generate to the last one of the end-of-turn token. Turns
+    are found by rendering the chat up to each of them and through it, which works for any template that writes a turn
+    the same way whatever follows; if that fails, by the template's {% generation %} blocks if it has any.
 
     Args:
         row: of the data, for error messages.
+        find_assistant: with False, the list of spans is empty.
         whose: the tokenizer, for error messages.
 
     Raises:
@@ -63,10 +62,14 @@ def render_document(
 
 
 def _spans_by_prefix(tokenizer: Any, messages: Sequence[Message], whole: str) -> list[CharSpan] | None:
-    """Find each turn by rendering the chat up to it and through it; None if the template rewrites earlier turns.
+    """The span of each assistant turn in `whole`, by rendering the chat up to the turn and through it.
 
-    A turn starts where the generation prompt ends, or where the text departs from the prompt: some prompts open a
-    block of thought, or write an empty one, that the rendered turn does not have.
+    None if the template rewrites earlier turns, or refuses a part of the chat. A turn starts where the generation
+    prompt ends, or where the text departs from the prompt: some prompts open a block of thought, or write an empty one,
+    that the rendered turn does not have.
+
+    Args:
+        whole: the rendered chat.
     """
     from jinja2.exceptions import TemplateError
 
@@ -90,8 +93,12 @@ def _spans_by_prefix(tokenizer: Any, messages: Sequence[Message], whole: str) ->
 def _before_turn(tokenizer: Any, messages: Sequence[Message], through: str) -> tuple[str, str]:
     """The text of the chat before a turn, without and with the generation prompt.
 
-    transformers cannot render an empty chat, so before a first turn the prompt is searched for in `through`, the text
-    up to the end of that turn.
+    transformers cannot render an empty chat, so before a first turn the prompt is searched for in `through`, and both
+    texts are those up to its end; empty if it does not occur there.
+
+    Args:
+        messages: those before the turn.
+        through: the rendered text up to the end of the turn.
     """
     if messages:
         return render(tokenizer, messages), render(tokenizer, messages, add_generation_prompt=True)
@@ -102,10 +109,15 @@ def _before_turn(tokenizer: Any, messages: Sequence[Message], through: str) -> t
 
 
 def _turn_in(rest: str, last: str, content: str) -> str | None:
-    """The turn that `rest` starts with, or None; `last` is how the template renders it as the last turn of a chat.
+    """The assistant's turn that `rest` starts with, up to its end-of-turn token; None if it does not start with it.
 
     Some templates write more before the content of the last turn than of earlier ones (an empty block of thought), so
     the turn is also searched for without what precedes its content.
+
+    Args:
+        rest: the whole rendered chat from the turn on.
+        last: the turn as the template renders it at the end of a chat.
+        content: the turn's stripped content.
     """
     place = last.find(content)
     if place < 0:
@@ -122,12 +134,16 @@ def _turn_in(rest: str, last: str, content: str) -> str | None:
 
 
 def _has_generation_blocks(tokenizer: Any) -> bool:
+    """Whether the template, or the one named "default" of several, has {% generation %} blocks."""
     template = tokenizer.chat_template
     return bool(_GENERATION_BLOCK.search(template["default"] if isinstance(template, dict) else template))
 
 
 def _spans_by_template(tokenizer: Any, messages: Sequence[Message]) -> list[CharSpan]:
-    """The character spans of the template's {% generation %} blocks."""
+    """The character spans of the template's {% generation %} blocks, in order; adjoining blocks count as one.
+
+    The template must have such blocks. Tokenises the chat, because transformers reports them by token.
+    """
     encoded = render(
         tokenizer,
         messages,

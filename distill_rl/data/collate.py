@@ -54,6 +54,7 @@ class Tokenization:
     """
 
     def __init__(self, tokenizer: Any, *, format: str, loss_on: str, max_length: int):
+        """Refuses a slow tokenizer and settings that cannot be met by any document; the class lists the arguments."""
         if not tokenizer.is_fast:
             rule = "a fast tokenizer (tokenizer.json), which reports the offsets of its tokens"
             raise DataError("student.tokenizer", rule, type(tokenizer).__name__)
@@ -62,7 +63,14 @@ class Tokenization:
             raise self._no_assistant("rows of text")
 
     def encode(self, document: Mapping[str, Any]) -> Encoded:
-        """Tokenise one document, `{"row": int, "text": str}` or `{"row": int, "messages": [{role, content}]}`."""
+        """Tokenises one document, `{"row": int, "text": str}` or `{"row": int, "messages": [{role, content}]}`.
+
+        Cut at `max_length` tokens; `label_mask` is True for all tokens or, if only assistant turns are trained on, for
+        theirs.
+
+        Raises:
+            DataError: see the class; names the document's row.
+        """
         if "messages" in document:
             return self._encode_chat(document).cut(self.max_length)
         self.require_text_allowed(document)
@@ -73,6 +81,7 @@ class Tokenization:
         return _encoded(ids).cut(self.max_length)
 
     def _encode_chat(self, document: Mapping[str, Any]) -> Encoded:
+        """All tokens of a chat, not cut to `max_length`, with the mask of those to train on. Raises as `encode` does."""
         text, spans = render_document(
             self.tokenizer, document["messages"], document["row"], find_assistant=self.assistant_only
         )
@@ -89,7 +98,7 @@ class Tokenization:
         return _encoded(encoded["input_ids"], starts_within(spans, starts))
 
     def require_text_allowed(self, document: Mapping[str, Any]) -> None:
-        """Raise DataError for a text document if only assistant turns are trained on."""
+        """Raises DataError, naming the row, for a document of text if only assistant turns are trained on."""
         if self.assistant_only:
             raise self._no_assistant(f"text in row {document['row']}")
 
@@ -104,7 +113,7 @@ def starts_within(spans: Sequence[tuple[int, int]], starts: np.ndarray) -> np.nd
     """bool [n]: which tokens start inside one of the spans.
 
     Args:
-        spans: (first, stop), in characters of the text.
+        spans: (first, stop), in characters of the text, `stop` excluded.
         starts: int [n], each token's first character.
     """
     mask = np.zeros(len(starts), dtype=bool)
@@ -114,6 +123,7 @@ def starts_within(spans: Sequence[tuple[int, int]], starts: np.ndarray) -> np.nd
 
 
 def _encoded(ids: Sequence[int], mask: np.ndarray | None = None) -> Encoded:
+    """A document of these ids; without a mask, all of its tokens are trained on."""
     if mask is None:
         mask = np.ones(len(ids), dtype=bool)
     return Encoded(np.asarray(ids, dtype=np.int32), mask)
@@ -155,7 +165,15 @@ class BatchPlan:
 
     @classmethod
     def from_config(cls, config: Config, pad_id: int, *, padded: bool = False) -> BatchPlan:
-        """`padded` gives every document its own row, which teachers with another tokenizer need."""
+        """The plan for a run, with sub-batches if its targets do not all fit into the teachers' rings.
+
+        `on_gpu` is False until `for_device` sets it.
+
+        Args:
+            pad_id: see `pad_id`.
+            padded: gives every document its own row, whatever `data.packing` says; teachers with another tokenizer need
+                it.
+        """
         rings = ring_plan(config)
         return cls(
             student=BatchSharding(config.student.parallel.dp, config.train.micro_batch_size),
@@ -178,21 +196,30 @@ class BatchPlan:
 
 
 def pad_id(tokenizer: Any) -> int:
-    """The id to fill rows with. Any valid id will do: padding has no labels, and no labelled token attends to it."""
+    """The id to fill rows with: the tokenizer's padding token, otherwise eos, otherwise 0.
+
+    Any valid id will do: padding has no labels, and no labelled token attends to it.
+    """
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(candidate for candidate in candidates if candidate is not None)
 
 
 def lay_out(encoded: Sequence[Encoded], plan: BatchPlan, pad_id: int | None = None) -> TokenRows:
-    """Lay documents out as rows [R, S]: first fit with packing, otherwise one document per row.
+    """Lays documents out as rows [R, S]: first fit with packing, otherwise one document per row.
 
-    S is `row_width` of the fullest row; R is a multiple of `plan.row_multiple`. The rest of a row is padding without
-    labels. It continues the last document, positions too: causal attention hides it from the tokens before it, and a
-    row with one document is then plainly causal for the model, with no mask. A row without a document is padding
-    from position 0.
+    S is `row_width` of the fullest row; R is a multiple of `plan.row_multiple`, and at least that for no documents. The
+    label of a position is the next token, if that belongs to the same document and is trained on.
+
+    The rest of a row is padding without labels. It continues the last document, positions too: causal attention hides
+    it from the tokens before it, and a row with one document is then plainly causal for the model, with no mask. A row
+    without a document is padding from position 0.
 
     Args:
-        pad_id: default: the plan's, which is the student's.
+        encoded: documents of at most `plan.max_length` tokens; empty ones are allowed.
+        pad_id: None: the plan's, which is the student's.
+
+    Raises:
+        ValueError: with packing, a document that is too long.
     """
     lengths = [len(document.input_ids) for document in encoded]
     members = first_fit(lengths, plan.max_length) if plan.packing else [[i] for i in range(len(encoded))]
@@ -226,9 +253,20 @@ def divide(
     num_labels: int,
     chunks: Sequence[ChunkRows | None] = (),
 ) -> list[RankBatch]:
-    """Cut rows into contiguous parts, sub-batch by sub-batch, one part per data-parallel rank.
+    """Cuts rows into contiguous parts, sub-batch by sub-batch, one part per data-parallel rank.
 
-    The parts of a sub-batch have equal size; they are empty if earlier sub-batches took all rows.
+    The parts of a sub-batch have equal size; they are empty if earlier sub-batches took all rows. The number of rows
+    must be a multiple of `plan.row_multiple`, and the sub-batches must have room for all of them: others are dropped
+    silently.
+
+    Args:
+        sharding: of the model whose parts these are.
+        index: of the batch; each part carries it.
+        num_labels: in the whole batch; each part carries it.
+        chunks: one entry per teacher, cut like the rows; None for a teacher without chunks.
+
+    Returns:
+        One part per sub-batch and rank, rank by rank within a sub-batch.
     """
     parts = []
     total, step = rows.shape[0], plan.rows_per_sub_batch or rows.shape[0]

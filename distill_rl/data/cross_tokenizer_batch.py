@@ -65,7 +65,15 @@ class CrossTokenizerTeacher:
         student_stops: Sequence[int] = (),
         stops: Sequence[int] = (),
     ) -> CrossTokenizerTeacher:
-        """`student_stops` and `stops` are the student's and this teacher's stop tokens, as `TokenAligner` takes them."""
+        """A teacher with a new aligner between the student's tokenizer and its own.
+
+        Args:
+            tokenizer: the teacher's.
+            student_stops, stops: the student's and this teacher's stop tokens, as `TokenAligner` takes them.
+
+        Raises:
+            ValueError: a slow tokenizer; an unknown method.
+        """
         aligner = TokenAligner(
             student_tokenizer,
             tokenizer,
@@ -113,7 +121,7 @@ class BatchBuilder:
     def build(
         self, batch: DocumentBatch, skip: Collection[int] = ()
     ) -> tuple[BatchInfo, list[RankBatch], list[list[RankBatch]]]:
-        """Tokenise, align, pack or pad, and divide one global batch; deterministic.
+        """Tokenises, aligns, packs or pads, and divides one global batch; deterministic.
 
         A document that cannot be aligned is left out and reported in `BatchInfo.bad_rows`.
 
@@ -122,8 +130,9 @@ class BatchBuilder:
 
         Returns:
             A summary for the driver; the student's parts, sub-batch by sub-batch and one per data-parallel rank; the
-            same for each teacher. The student's parts carry the chunks. All parts are contiguous runs of equal size,
-            cut from the same rows; a teacher with its own tokenizer has its own rows, which hold the same documents.
+                same for each teacher. The student's parts carry the chunks. All parts of a sub-batch are contiguous
+                runs of equal size, cut from the same rows; a teacher with its own tokenizer has its own rows, which
+                hold the same documents.
 
         Raises:
             DataError: a document that the user has to fix; names its row.
@@ -168,10 +177,18 @@ class BatchBuilder:
     def _encode_and_align(
         self, batch: DocumentBatch, skip: Collection[int], bad_rows: list[BadRow]
     ) -> tuple[list[Encoded], dict[int, list[Alignment]]]:
-        """Steps 1 to 3 for all documents: the student's tokens, and each teacher's by its index.
+        """Steps 1 to 3 for all documents: the student's tokens, and each teacher's alignments by its index, in the
+        batch's order.
+
+        A document that is skipped or fails is empty (`NO_TOKENS`, `LEFT_OUT`), so that the lists keep one entry per
+        document.
 
         Args:
+            skip: row numbers of documents to leave out.
             bad_rows: documents that fail are added to it.
+
+        Raises:
+            DataError: a document that the user has to fix.
         """
         tokenized: list[TokenizedDocument | None] = []
         for document in batch.documents:
@@ -198,7 +215,14 @@ class BatchBuilder:
         return encoded, aligned
 
     def _tokenize(self, document: Mapping[str, Any]) -> TokenizedDocument:
-        """Step 1. All sides read the same text, so it is normalised for every aligner first."""
+        """Step 1: all tokens of a document on every side, not cut to `max_length`.
+
+        All sides read the same text, so it is normalised for every aligner first. Both sides of a text end in eos if
+        they have one.
+
+        Raises:
+            DataError: a document that the user has to fix.
+        """
         if "messages" in document:
             return self._tokenize_chat(document)
         self._tokenization.require_text_allowed(document)
@@ -211,6 +235,11 @@ class BatchBuilder:
         return TokenizedDocument(student, encoded, teachers)
 
     def _tokenize_chat(self, document: Mapping[str, Any]) -> TokenizedDocument:
+        """Step 1 for chat messages, which every side renders with its own template.
+
+        Only assistant turns are marked as trained on if `loss_on` says so, otherwise all tokens. The document is not
+        modified.
+        """
         messages = [dict(message) for message in document["messages"]]
         for teacher in self._teachers.values():
             for message in messages:
@@ -238,7 +267,11 @@ class BatchBuilder:
         return next(iter(self._teachers.values())).aligner
 
     def _align(self, document: TokenizedDocument) -> tuple[Encoded, dict[int, Alignment]]:
-        """Steps 2 and 3: the student's tokens up to the last boundary shared with every teacher, and each teacher's."""
+        """Steps 2 and 3: the student's tokens up to the last boundary shared with every teacher, and each teacher's
+        alignment, by index.
+
+        Both sides have at most `max_length` tokens; the alignments hold only chunks that can be trained on.
+        """
         max_length = self._tokenization.max_length
         alignments = {
             i: teacher.aligner.pair(
@@ -260,7 +293,12 @@ class BatchBuilder:
     ) -> tuple[TokenRows, ChunkRows]:
         """Steps 4 and 5: a teacher's rows, one document each like the student's, and the chunks of both sides.
 
-        Only tokens in chunks are labelled: a teacher computes nothing for the others.
+        Only tokens in chunks are labelled: a teacher computes nothing for the others. Chunk numbers, int32 [R, S] of
+        each side's rows, begin at 0 in every row, belong to predictions, and are −1 elsewhere.
+
+        Args:
+            documents: one alignment per document, in the order of the rows, after step 3.
+            student_rows: without packing, so that row i holds document i.
         """
         encoded = [Encoded(document.teacher_ids, document.teacher_chunk >= 0) for document in documents]
         teacher_rows = lay_out(encoded, self._plan, pad_id(teacher.tokenizer))
@@ -284,7 +322,10 @@ class BatchBuilder:
 
 @contextmanager
 def _recording_failure(document: Mapping[str, Any], bad_rows: list[BadRow]) -> Iterator[None]:
-    """Record a document that fails in the body and go on without it. Raise DataErrors: the user has to fix those."""
+    """Records a document that fails in the block in `bad_rows`, and suppresses the error.
+
+    DataErrors pass: the user has to fix those.
+    """
     try:
         yield
     except DataError:
@@ -294,6 +335,15 @@ def _recording_failure(document: Mapping[str, Any], bad_rows: list[BadRow]) -> I
 
 
 def _tokenize_for(teacher: CrossTokenizerTeacher, messages: Sequence[Mapping[str, str]], row: int) -> Tokenized:
+    """A chat rendered with the teacher's template and tokenised for it, with the spans of the messages' contents.
+
+    Args:
+        messages: normalised already.
+        row: of the data, for error messages.
+
+    Raises:
+        DataError: no chat template, or a chat that it refuses.
+    """
     whose = f"teacher {teacher.name}'s tokenizer"
     text, _ = render_document(teacher.tokenizer, messages, row, find_assistant=False, whose=whose)
     return teacher.aligner.tokenize_messages(messages, "teacher", rendered=text)
@@ -305,6 +355,10 @@ def _count_labels(rows: TokenRows) -> int:
 
 
 def _describe(teacher: CrossTokenizerTeacher, documents: Sequence[Alignment], chunks: ChunkRows) -> AlignmentInfo:
+    """The statistics of one teacher's alignments in a batch: chunks, exact documents, and documents by method.
+
+    Documents that were left out do not count. The method "dp" is reported with its backend.
+    """
     present = [document for document in documents if document is not LEFT_OUT]
     name_of_dp = f"dp/{teacher.aligner.backend}"
     methods = Counter(name_of_dp if document.method == "dp" else document.method for document in present)

@@ -34,7 +34,11 @@ _ROWS_PER_BATCH = 4096
 
 
 def column_names(path: Path) -> list[str]:
-    """The columns of a file; for JSON, those of the first row. Raises DataError for a damaged or empty file."""
+    """The columns of a file; for JSON, those of the first row.
+
+    Raises:
+        DataError: a damaged file, or one without rows (an Arrow or Parquet file only if it has no bytes).
+    """
     if path.stat().st_size == 0:
         raise _empty(path)
     if path.suffix in (".json", ".jsonl"):
@@ -48,7 +52,14 @@ def column_names(path: Path) -> list[str]:
 
 
 def open_file(path: Path, key: str, kind: Kind) -> datasets.Dataset:
-    """The column `key` of a file as a one-column data set. Rows of Parquet and JSON files are checked for `kind`."""
+    """The column `key` of a file, which must have it, as a one-column data set.
+
+    Rows of Parquet and JSON files are checked for `kind`; those of Arrow files are not. A large Parquet or JSON file is
+    converted once to a copy in the cache folder, which later calls reuse unchecked.
+
+    Raises:
+        DataError: a damaged or empty file; a row that is not of the kind.
+    """
     try:
         if path.suffix == ".arrow":
             return datasets.Dataset(_open_arrow(path).select([key]))
@@ -63,10 +74,11 @@ def open_file(path: Path, key: str, kind: Kind) -> datasets.Dataset:
 
 
 def content_hash(paths: Sequence[Path]) -> str:
-    """SHA-256 over the content of files in the given order; their names and locations do not matter.
+    """SHA-256 (hexadecimal) over the content of files in the given order; their names and locations do not matter.
 
-    Up to 1 GiB in total, every byte is hashed. Beyond that, each file contributes its size and 64 samples of 64 KiB,
-    including its first and last bytes: an edit that keeps the size and misses all samples is not noticed.
+    Up to 1 GiB in total, every byte is hashed, and sizes. Beyond that, files of more than 4 MiB contribute only their
+    size and 64 samples of 64 KiB, including their first and last bytes: an edit that keeps the size and misses all
+    samples is not noticed.
     """
     digest = hashlib.sha256()
     sizes = [path.stat().st_size for path in paths]
@@ -85,7 +97,12 @@ def content_hash(paths: Sequence[Path]) -> str:
 
 
 def _open_arrow(path: Path) -> pa.Table:
-    """Memory-map an Arrow file: the stream format that `datasets` writes, or the random-access file format."""
+    """The table of an Arrow file, memory-mapped: the stream format that `datasets` writes, or the random-access file
+    format.
+
+    Raises:
+        pyarrow.ArrowInvalid, OSError: a damaged or missing file.
+    """
     source = pa.memory_map(str(path))
     try:
         return pa.ipc.open_stream(source).read_all()
@@ -97,6 +114,14 @@ def _open_arrow(path: Path) -> pa.Table:
 
 
 def _batches(path: Path, key: str, kind: Kind) -> Iterator[pa.RecordBatch]:
+    """The column `key` of a Parquet or JSON file in batches of at most 4,096 rows, each checked for `kind` before it is
+    yielded.
+
+    Yields nothing for a file without rows.
+
+    Raises:
+        DataError: a row that is not of the kind; names file and row.
+    """
     if path.suffix == ".parquet":
         first_row = 0
         with pq.ParquetFile(path) as file:
@@ -111,7 +136,13 @@ def _batches(path: Path, key: str, kind: Kind) -> Iterator[pa.RecordBatch]:
 
 
 def _json_values(path: Path, key: str, kind: Kind) -> Iterator[Any]:
-    """The checked values of one column of a JSON file."""
+    """The values of one column of a JSON file, row by row, each checked for `kind`.
+
+    Messages are reduced to role and content.
+
+    Raises:
+        DataError: a row that is not a JSON object, has no such column, or holds another kind of value.
+    """
     for label, row in _json_rows(path):
         what = f"{path}: {label}"
         if key not in row:
@@ -120,7 +151,13 @@ def _json_values(path: Path, key: str, kind: Kind) -> Iterator[Any]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of JSON lines or of one JSON list of objects, each with a label for error messages."""
+    """The rows of JSON lines or of one JSON list of objects, each with a label for error messages.
+
+    Blank lines are skipped. Lines are read one by one, a list as a whole; only a `.json` file may be a list.
+
+    Raises:
+        DataError: text that is not UTF-8 or not JSON; a row that is not an object.
+    """
     with path.open("rb") as file:
         is_list = path.suffix == ".json" and file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
         file.seek(0)
@@ -139,6 +176,14 @@ def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _parse(text: bytes, what: str) -> Any:
+    """The value of a JSON text, with or without a byte-order mark.
+
+    Args:
+        what: file and row, for error messages.
+
+    Raises:
+        DataError: not UTF-8, or not complete, valid JSON.
+    """
     try:
         return json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -154,13 +199,21 @@ def _parse(text: bytes, what: str) -> Any:
 
 
 def _object(row: Any, what: str) -> dict[str, Any]:
+    """Returns a row that is a JSON object. Raises DataError for anything else."""
     if not isinstance(row, dict):
         raise DataError(what, "is a JSON object with the columns as its keys", type(row).__name__)
     return row
 
 
 def _convert(path: Path, key: str, kind: Kind) -> Path:
-    """The cached Arrow copy of a file, written atomically if it is missing; keyed by path, size, modification time."""
+    """The path of the cached Arrow copy of a file's column; it is written atomically if it is missing.
+
+    Copies are keyed by path, size, modification time, column and kind, so an edited file is converted again. The rows
+    are checked as they are written.
+
+    Raises:
+        DataError: a file without rows; a row that is not of the kind.
+    """
     status = path.stat()
     name = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{key}\0{kind}"
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "distill_rl"

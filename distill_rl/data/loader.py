@@ -28,10 +28,15 @@ class Rows(Protocol):
 
 
 def random_order(seed: int, stream: tuple[int, ...], n: int) -> np.ndarray:
-    """A permutation of 0…n-1 as int64 [n], determined by `seed` and `stream`; different streams are independent.
+    """A permutation of 0…n-1 as int64 [n], determined by `seed` and `stream` on every machine; different streams are
+    independent.
 
     Sorts the raw 64-bit output of Philox: numpy guarantees that output across versions, but not the output of
     `Generator.permutation`.
+
+    Args:
+        seed: any integer; taken modulo 2⁶⁴.
+        stream: what the order is for, such as (purpose, epoch).
     """
     bits = np.random.Philox(np.random.SeedSequence(seed % 2**64, spawn_key=stream)).random_raw(n)
     return np.argsort(bits, kind="stable").astype(np.int64, copy=False)
@@ -64,6 +69,9 @@ class Loader:
         epochs: float | None,
         start: TrainState,
     ):
+        """Finds where the run begins and ends; reads no rows. The class lists what the arguments mean and what is
+        raised.
+        """
         rows = len(source)
         if steps is None and epochs is None:
             raise ConfigError("train.steps, train.epochs", "at least one is set", "neither")
@@ -82,6 +90,11 @@ class Loader:
         """The step at which the run ends, counted from the start of its first attempt."""
 
     def __iter__(self) -> Iterator[DocumentBatch]:
+        """Yields the remaining batches, the first with the index `start.step`; each carries the cursor behind its last
+        document.
+
+        Only the last batch can be short. Nothing is yielded if the run has already ended.
+        """
         position = self._first
         for index in range(self._start.step, self.total_steps):
             stop = position + self._batch_size
@@ -98,7 +111,11 @@ class Loader:
 
 
 def validation_batches(source: Rows, batch_size: int, max_documents: int) -> Iterator[DocumentBatch]:
-    """The first `max_documents` documents in source order, in batches numbered from 0; the last one may be short."""
+    """Yields the first `max_documents` documents in source order, or all if there are fewer, in batches numbered from
+    0.
+
+    The last batch may be short. Batches are marked with the source "validation".
+    """
     end = min(len(source), max_documents)
     for index, first in enumerate(range(0, end, batch_size)):
         stop = min(first + batch_size, end)

@@ -48,7 +48,11 @@ class DataFile:
         return files.column_names(self.path)
 
     def open(self, key: str, kind: Kind) -> Loaded:
-        """The column `key`, checked for `kind` unless it is memory-mapped and larger than `CHECK_BYTES`."""
+        """The column `key`, checked for `kind` unless it is memory-mapped and larger than `CHECK_BYTES`.
+
+        Raises:
+            DataError: a damaged or empty file; a row that is not of the kind.
+        """
         loaded = Loaded(self.name, files.open_file(self.path, key, kind))
         return loaded.open(key, kind) if self.path.suffix == ".arrow" else loaded
 
@@ -69,7 +73,13 @@ class Loaded:
         return self.dataset.column_names
 
     def open(self, key: str, kind: Kind) -> Loaded:
-        """The column `key`, checked for `kind` unless it is memory-mapped and larger than `CHECK_BYTES`."""
+        """A data set with only the column `key`, checked for `kind`: its type always, its rows up to `CHECK_BYTES`.
+
+        The column must exist.
+
+        Raises:
+            DataError: a column of another type; a row that is not of the kind.
+        """
         dataset = self.dataset.select_columns([key])
         column, what = dataset.data.column(key), f"{self.name}, column {key!r}"
         check_type(column.type, kind, what)
@@ -79,9 +89,12 @@ class Loaded:
 
 
 def locate(path: str, splits: Sequence[str], setting: str) -> list[DataFile | Loaded]:
-    """Everything that `path` names, sorted by path.
+    """Everything that `path` names, sorted by path: files, Arrow folders, or one hub data set, which may be downloaded.
+
+    Files are not opened yet; folders and hub data sets are. Turns off the progress bars of `datasets`.
 
     Args:
+        path: a file, a folder of `datasets.save_to_disk`, a glob of either, or a hub name if nothing local has it.
         splits: if the data have splits, the first of these that exists is read.
         setting: the config key that holds `path`, for error messages.
 
@@ -97,7 +110,10 @@ def locate(path: str, splits: Sequence[str], setting: str) -> list[DataFile | Lo
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether `path` can only be a hub data set: it has the form of a hub name, and nothing local has that name."""
+    """Whether `path` can only be a hub data set: it has the form of a hub name, and nothing local has that name.
+
+    A name with an owner is not one if a folder with the owner's name exists here. Asks no hub.
+    """
     if not _HUB_NAME.fullmatch(path) or path.endswith(files.SUFFIXES) or Path(path).exists():
         return False
     owner, slash, _ = path.partition("/")
@@ -105,7 +121,16 @@ def is_hub_name(path: str) -> bool:
 
 
 def _local_paths(path: str, setting: str) -> list[Path]:
-    """The files and folders that `path` names, sorted; empty for a hub name."""
+    """The files and folders that `path` names, sorted; empty for a hub name.
+
+    A glob matches data files and Arrow folders, but not the files inside those folders.
+
+    Args:
+        setting: the config key that holds `path`, for error messages.
+
+    Raises:
+        DataError: nothing there, a glob without a match, or a file that is not a data file.
+    """
     if glob.has_magic(path) and not Path(path).exists():
         found = sorted(Path(entry) for entry in glob.glob(path, recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
         folders = {entry for entry in found if _is_arrow_folder(entry)}
@@ -126,20 +151,31 @@ def _local_paths(path: str, setting: str) -> list[Path]:
 
 
 def _is_data_file(path: Path) -> bool:
+    """Whether a path is an Arrow, Parquet or JSON file, and not one that describes an Arrow folder."""
     return path.is_file() and path.suffix in files.SUFFIXES and path.name not in _FOLDER_FILES
 
 
 def _is_arrow_folder(path: Path) -> bool:
+    """Whether a folder was written by `datasets.save_to_disk`, with or without splits."""
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def _nearby(path: Path) -> str:
+    """The remedy for a path that does not exist: the most similar name in its folder, if there is one."""
     names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)
     return f"did you mean {path.parent / close[0]}?" if close else "check the path"
 
 
 def _open_folder(path: Path, splits: Sequence[str], setting: str) -> Loaded:
+    """The data set in a folder written by `datasets.save_to_disk`; of several splits the first of `splits` that it has.
+
+    Args:
+        setting: the config key that names the folder, for error messages.
+
+    Raises:
+        DataError: another kind of folder, a damaged one, or none of the splits.
+    """
     if not _is_arrow_folder(path):
         inside = sorted({entry.suffix for entry in path.rglob("*") if entry.suffix in files.SUFFIXES})
         remedy = f"name its files with a glob: {path}/**/*{inside[0]}" if inside else "it holds no data files"
@@ -154,6 +190,15 @@ def _open_folder(path: Path, splits: Sequence[str], setting: str) -> Loaded:
 
 
 def _pick_split(loaded: Any, splits: Sequence[str], name: str) -> datasets.Dataset:
+    """The data set itself if it has no splits, otherwise the first of `splits` that it has.
+
+    Args:
+        loaded: a `Dataset` or `DatasetDict`.
+        name: of the data, for error messages.
+
+    Raises:
+        DataError: none of the splits.
+    """
     if isinstance(loaded, datasets.Dataset):
         return loaded
     for split in splits:
@@ -163,6 +208,19 @@ def _pick_split(loaded: Any, splits: Sequence[str], name: str) -> datasets.Datas
 
 
 def _open_hub(name: str, splits: Sequence[str], setting: str) -> Loaded:
+    """A hub data set, from the local cache if the hub library is offline, otherwise after a download if one is needed.
+
+    The hub is probed first, for at most 10 s.
+
+    Args:
+        name: as on the hub.
+        splits: the first of these that exists is taken, if there are splits.
+        setting: the config key that holds the name, for error messages.
+
+    Raises:
+        HubError: the hub cannot be reached or, offline, the data set is not in the cache.
+        DataError: no such data set or no right to read it; one that `datasets` cannot load; none of the splits.
+    """
     import huggingface_hub
     from huggingface_hub.errors import RepositoryNotFoundError
 

@@ -6,19 +6,20 @@ from collections.abc import Sequence
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put each document into the first row that has room for it; open a new row if none has.
+    """Puts each document, in order, into the first row that has room for it; opens a new row if none has.
 
     Needs at most 1.7 times as many rows as the best packing, plus one.
 
     Args:
-        lengths: tokens of each document, none above `capacity`.
+        lengths: tokens of each document, none above `capacity`; an empty document takes no room, but opens a row if it
+            is first.
         capacity: tokens per row.
 
     Returns:
         The indices of each row's documents, in the order of `lengths`; rows in the order in which they were opened.
 
     Raises:
-        ValueError: a document longer than a row.
+        ValueError: a document longer than a row, or of negative length.
     """
     rows: list[list[int]] = []
     room: list[int] = []

@@ -15,7 +15,7 @@ ARROW_TYPES: dict[str, pa.DataType] = {"text": pa.large_string(), "messages": pa
 
 
 def check_value(value: Any, kind: Literal["text", "messages"], what: str) -> Any:
-    """Check one value; return the text, or the messages reduced to role and content.
+    """Checks one value, and returns it: the text, or the messages as a new list, reduced to role and content.
 
     Args:
         what: file, row and column, for error messages.
@@ -39,6 +39,14 @@ def check_value(value: Any, kind: Literal["text", "messages"], what: str) -> Any
 
 
 def _check_text(value: Any, what: str) -> str:
+    """Returns a value that is text, unchanged; an empty text is allowed.
+
+    Args:
+        what: file, row and column, for error messages.
+
+    Raises:
+        DataError: anything but a string, or a string with a lone surrogate.
+    """
     if not isinstance(value, str):
         found = "null" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
         raise DataError(what, "text", found)
@@ -53,14 +61,14 @@ def _check_text(value: Any, what: str) -> str:
 def check_column(
     column: pa.Array | pa.ChunkedArray, kind: Literal["text", "messages"], what: str, first_row: int = 0
 ) -> None:
-    """Check a whole Arrow column without making a Python object per row.
+    """Checks a whole Arrow column without making a Python object per row.
 
     Args:
         what: file and column, for error messages.
         first_row: row number of the column's first value.
 
     Raises:
-        DataError: names the first row that `check_value` would refuse.
+        DataError: the column's type is wrong, or a row is one that `check_value` would refuse; names such a row.
     """
     if kind == "text":
         _require_string(column.type, what, first_row)
@@ -74,7 +82,14 @@ def check_column(
 
 
 def check_type(column_type: pa.DataType, kind: Literal["text", "messages"], what: str) -> None:
-    """Check the type of a column: text, or lists of structs whose role and content are text."""
+    """Checks the type of a column: text, or lists of structs whose role and content are text, further fields allowed.
+
+    Args:
+        what: file and column, for error messages.
+
+    Raises:
+        DataError: another type.
+    """
     if kind == "text":
         _require_string(column_type, what, 0)
         return
@@ -87,6 +102,16 @@ def check_type(column_type: pa.DataType, kind: Literal["text", "messages"], what
 
 
 def _check_messages(chunk: pa.Array, what: str, first_row: int) -> None:
+    """Checks one chunk of a column of messages: its type, and that every row is a list of at least one complete
+    message.
+
+    Args:
+        what: file and column, for error messages.
+        first_row: row number of the chunk's first value.
+
+    Raises:
+        DataError: names the first row that breaks a rule; the rules are checked one after another.
+    """
     check_type(chunk.type, "messages", what)
     _require_all(chunk.is_valid(), what, first_row, "a list of messages", "null")
     _require_all(pc.greater(pc.list_value_length(chunk), 0), what, first_row, "at least one message", "an empty list")
@@ -110,19 +135,33 @@ def _is_list(column_type: pa.DataType) -> bool:
 
 
 def _require_string(column_type: pa.DataType, what: str, first_row: int) -> None:
+    """Raises DataError, naming `first_row`, unless the type is one of Arrow's string types."""
     kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
     if not any(is_kind(column_type) for is_kind in kinds):
         raise DataError(f"{what}, row {first_row}", "text", f"the type {str(column_type)[:100]}")
 
 
 def _require_all(valid: Any, what: str, first_row: int, rule: str, found: str) -> None:
+    """Raises DataError for the first row that is not valid, if there is one.
+
+    Args:
+        valid: Arrow array of booleans, one per row.
+        what, rule, found: parts of the message: the column, what is required, and what the row has.
+        first_row: row number of the first value.
+    """
     bad = pc.index(valid, False).as_py()
     if bad >= 0:
         raise DataError(f"{what}, row {first_row + bad}", rule, found)
 
 
 def _require_utf8(column: Any, what: str, first_row: int, row_of: Any = None) -> None:
-    """`row_of` maps an index of `column` to a row of the data; default: `first_row` plus the index."""
+    """Raises DataError if text in an Arrow array is not UTF-8, naming its row, or if the array is damaged otherwise.
+
+    Args:
+        what: file and column, for error messages.
+        first_row: row number of the first value.
+        row_of: maps an index of `column` to a row of the data; None: `first_row` plus the index.
+    """
     try:
         column.validate(full=True)
     except pa.ArrowInvalid as error:

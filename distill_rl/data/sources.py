@@ -34,6 +34,7 @@ class Source:
     """
 
     def __init__(self, parts: Sequence[Loaded], *, kind: Kind, key: str, paths: Sequence[Path]):
+        """Sums up the parts' lengths; reads no rows. The selection is all rows until `select` makes a part."""
         self.parts, self.kind, self.key, self._paths = tuple(parts), kind, key, tuple(paths)
         self._ends = np.cumsum([len(part.dataset) for part in self.parts], dtype=np.int64)
         self._rows: np.ndarray | None = None
@@ -43,6 +44,14 @@ class Source:
         return int(self._ends[-1]) if self._rows is None else len(self._rows)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """Document `index` of this source, read and checked now; see the class for its form.
+
+        Its "row" is the number in the whole data, which differs from `index` in a part made by `select`.
+
+        Raises:
+            IndexError: an index below 0 or past the end.
+            DataError: a value that is not text or messages, or not UTF-8; names file and row.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         row = int(index if self._rows is None else self._rows[index])
@@ -65,7 +74,12 @@ class Source:
         return hashlib.sha256(f"{content}\0{self.kind}\0{self.key}\0{self._selection}".encode()).hexdigest()
 
     def select(self, rows: np.ndarray, description: str) -> Source:
-        """The part made of `rows` (int64 indices into this source); `description` enters the fingerprint."""
+        """The part made of `rows`; the files are shared, not copied.
+
+        Args:
+            rows: int64 indices into this source, in the order that the part is to have.
+            description: enters the fingerprint, so it must determine `rows`.
+        """
         chosen = Source(self.parts, kind=self.kind, key=self.key, paths=self._paths)
         chosen._rows = rows if self._rows is None else self._rows[rows]
         chosen._selection = f"{self._selection}\0{description}"
@@ -73,10 +87,11 @@ class Source:
 
 
 def open_source(data: DataConfig, *, split: Literal["train", "validation"] = "train") -> Source:
-    """Open `data.path`, or `data.validation.path` for split "validation".
+    """Opens `data.path`, or `data.validation.path` for split "validation", and finds the column to read.
 
     If the data have splits, training reads `data.split`; validation reads "validation" if there is one, otherwise
-    `data.split`.
+    `data.split`. With several files, the columns of the first decide between text and messages, and all must have that
+    column.
 
     Raises:
         HubError: a hub name that cannot be reached.
@@ -101,10 +116,14 @@ def open_source(data: DataConfig, *, split: Literal["train", "validation"] = "tr
 
 
 def split_validation(source: Source, data: DataConfig, seed: int) -> tuple[Source, Source | None]:
-    """The rows to train on, and the rows to validate on if there are any.
+    """The rows to train on, and the rows to validate on; None for the latter if validation is off.
 
     Opens `data.validation.path` if it is set. Otherwise holds out the fraction `data.validation.fraction` of the rows,
-    at least one and never all; only `seed` decides which. Both parts keep the order of the source.
+    at least one and never all; only `seed` decides which. Both parts keep the order of the source. A fraction of 0 or
+    less is off.
+
+    Raises:
+        DataError: a fraction of 1 or more, or fewer than two rows to divide; whatever `open_source` raises.
     """
     if data.validation.path:
         return source, open_source(data, split="validation")
@@ -123,12 +142,14 @@ def split_validation(source: Source, data: DataConfig, seed: int) -> tuple[Sourc
 
 
 def _choose_column(columns: Sequence[str], data: DataConfig) -> tuple[Kind, str]:
+    """The kind of document and its column, by `data.format`; "auto" prefers messages if `columns` has such a column."""
     automatic: Kind = "messages" if data.messages_key in columns else "text"
     kind: Kind = automatic if data.format == "auto" else data.format
     return kind, data.messages_key if kind == "messages" else data.text_key
 
 
 def _no_column(name: str, key: str, columns: Sequence[str], kind: Kind) -> DataError:
+    """The error for data without the column `key`, with the most similar one of `columns` as a hint; it is not raised."""
     close = difflib.get_close_matches(key, columns, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     setting = "data.messages_key" if kind == "messages" else "data.text_key"

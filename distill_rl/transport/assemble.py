@@ -30,10 +30,11 @@ class Piece:
 
 
 def readers_of(layout: Layout, first_row: int, num_rows: int, *, dp: int, tp: int) -> tuple[int, ...]:
-    """The student ranks that read some row of `layout`.
+    """The student ranks that read some row of `layout`, ascending.
 
-    The `num_rows` rows from `first_row` are divided evenly, in order, over `dp` data-parallel ranks. All tensor-parallel
-    ranks of a data-parallel rank read the same rows; rank = data-parallel rank · tp + tensor-parallel rank.
+    The `num_rows` rows from `first_row` are divided evenly, in order, over `dp` data-parallel ranks, so `num_rows` must
+    be a multiple of `dp`, and the layout's rows must lie among them. All tensor-parallel ranks of a data-parallel rank
+    read the same rows; rank = data-parallel rank · tp + tensor-parallel rank.
     """
     rows_per_rank = num_rows // dp
     start = layout.first_row - first_row
@@ -44,6 +45,10 @@ def readers_of(layout: Layout, first_row: int, num_rows: int, *, dp: int, tp: in
 
 def plan(layouts: Sequence[Layout], first_row: int, num_rows: int) -> list[Piece]:
     """The pieces that make up the `num_rows` rows from `first_row`, in row order.
+
+    Args:
+        layouts: of the sources, in any order; a piece names its source by the index here. Those without a needed row
+            are ignored.
 
     Raises:
         TransportError: a row is in no source, or in two.
@@ -72,10 +77,15 @@ def _not_once(row: int, sources: str) -> TransportError:
 def assemble(
     content: Callable[[Handle], Mapping[str, Tensor]], handles: Sequence[Handle], first_row: int, num_rows: int
 ) -> dict[str, Tensor]:
-    """The tensors of these global rows, `[num_rows · S, …]`. They are views if one slot holds all of the rows.
+    """The tensors of the `num_rows` global rows from `first_row`, by name, each `[num_rows · S, …]`.
+
+    They are views if one slot holds all of the rows, otherwise copies. All slots must have the same tensors and S.
 
     Args:
-        content: gives the tensors of an open slot.
+        content: gives the tensors of a handle's slot, which must stay open while the result is used if that is a view.
+
+    Raises:
+        TransportError: a row is in no slot, or in two.
     """
     parts = []
     for piece in plan([handle.layout for handle in handles], first_row, num_rows):

@@ -110,7 +110,7 @@ class Receipt:
 
 
 def describe(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
-    """The specs of named tensors, in their order."""
+    """The specs of named tensors, in their order; the layout of a slot follows from them."""
     return tuple(
         TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
         for name, tensor in tensors.items()
@@ -136,19 +136,25 @@ class Transport(Protocol):
         """Completes on the writer's side what `open` began on the reader's."""
 
     def publish(self, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> Handle:
-        """Copies the tensors into the slot. Never waits.
+        """Copies the tensors into the slot, replacing its content, and returns the handle by which readers fetch it.
+        Never waits.
+
+        Args:
+            slot: where to write; its generation must be even and larger than that of the slot's previous content.
+            layout: the rows that the tensors cover, and which readers must acknowledge them.
 
         Raises:
-            TransportError: a reader has not acknowledged the previous content, the generation is odd or not larger
-                than the previous one, or the tensors do not fit.
+            TransportError: a reader has not acknowledged the previous content, the generation is odd or not larger than
+                the previous one, or the tensors do not fit.
         """
 
     def fetch(self, handle: Handle) -> AbstractContextManager[dict[str, Tensor]]:
-        """The tensors, valid inside the block and read-only. A block that ends without an error is acknowledged.
+        """The tensors by name, valid inside the block and read-only. A block that ends without an error is
+        acknowledged.
 
         Raises:
-            TransportError: the slot's generation differs from the handle's, before or after the block; the ring was
-                not opened; or the block wrote to a tensor.
+            TransportError: the slot's generation differs from the handle's, before or after the block; the ring was not
+                opened; or the block wrote to a tensor.
         """
 
     def close(self) -> None:

@@ -28,10 +28,15 @@ class Choice:
 
 
 def choose(name: str, writer: Place, readers: Sequence[Place]) -> Choice:
-    """The transport from one teacher rank to the student ranks that read from it. Resolves `auto`.
+    """The transport from one teacher rank to the student ranks that read from it, and the reason. Resolves `auto`.
+
+    Args:
+        name: auto, or a transport by name. A name that does not exist is not noticed here, but by `make`.
+        writer: of the teacher rank.
+        readers: of the student ranks.
 
     Raises:
-        ConfigError: the requested transport cannot work between these places.
+        ConfigError: the requested transport cannot work between these places; `local` never can.
     """
     no_ipc = next(_obstacles_to_cuda_ipc(writer, readers), None)
     if name == "auto":
@@ -46,7 +51,8 @@ def choose(name: str, writer: Place, readers: Sequence[Place]) -> Choice:
 
 
 def require_between_nodes(name: str) -> None:
-    """Refuses a transport that cannot connect teachers and student on different nodes.
+    """Refuses a transport by name that cannot connect teachers and student on different nodes; other names, `auto` too,
+    pass.
 
     Raises:
         ConfigError: `name` works only within one node.
@@ -57,9 +63,10 @@ def require_between_nodes(name: str) -> None:
 
 
 def expected(name: str, *, gpus: int) -> Choice:
-    """What `choose` will probably decide, judged before any process of the run exists.
+    """What `choose` will probably decide, judged before any process of the run exists, by this process's environment.
 
     Args:
+        name: auto, or a transport by name.
         gpus: how many GPUs the run will use.
 
     Raises:
@@ -87,15 +94,20 @@ def make(
     device: str = "cpu",
     backing: Backing = "memfd",
 ) -> Transport:
-    """This process's side of a transport: it writes `ring`, or without one it reads.
+    """This process's side of a transport: it writes `ring`, or without one it reads. A ring's memory is allocated here.
 
     Args:
-        name: as in `Choice`.
-        deadline_s: how long a fetch may wait.
+        name: as in `Choice`, or `local`; not `auto`.
+        deadline_s: how long a fetch may wait, in seconds.
         node_id: node of this process, as Ray names it.
+        ring: the ring to write; None for a side that only reads.
         source: name of the ring, the same for every writer that replaces it.
         device: of this process's model.
         backing: of the memory of shared_memory.
+
+    Raises:
+        ConfigError: an unknown name.
+        TransportError: the ring cannot be allocated, or cuda_ipc has no GPU that it can use.
     """
     if name == "local":
         from distill_rl.transport.local import LocalTransport
@@ -117,16 +129,21 @@ def make(
 
 
 def _object_store(no_ipc: str) -> Choice:
+    """The choice of object_store, with what speaks against cuda_ipc as the reason."""
     return Choice("object_store", f"goes from any node to any node; no cuda_ipc: {no_ipc}")
 
 
 def _requested(name: str) -> Choice:
+    """The choice of a transport that was requested by name. Raises ConfigError for `local`, which no run can use."""
     if name == "local":
         raise ConfigError("transport", "local works inside one process, and a run has several", name, _REMEDY)
     return Choice(name, "requested by name")
 
 
 def _obstacles_to_sharing(writer: Place, readers: Sequence[Place]) -> Iterator[str]:
+    """Yields, for messages, why readers cannot map the writer's memory: another node, or another user. Nothing if all
+    can.
+    """
     for reader in readers:
         if reader.node_id != writer.node_id:
             yield f"the teacher is on node {writer.node_id}, a student on {reader.node_id}"
@@ -135,6 +152,11 @@ def _obstacles_to_sharing(writer: Place, readers: Sequence[Place]) -> Iterator[s
 
 
 def _obstacles_to_cuda_ipc(writer: Place, readers: Sequence[Place]) -> Iterator[str]:
+    """Yields, for messages, what speaks against cuda_ipc between a teacher rank and its readers; nothing if it can be
+    used.
+
+    CPUs, expandable segments, different nodes or users, and GPUs that do not reach each other.
+    """
     for role, place in [("teacher", writer), *(("student", reader) for reader in readers)]:
         if place.device == "cpu":
             yield f"the {role} is on a CPU"

@@ -88,10 +88,16 @@ class _Opened(OpenedRing):
     """File descriptor of the writer's process."""
 
     def streams(self, device: torch.device) -> list[torch.cuda.Stream]:
-        """Where kernels on the views run: the stream of the reader's GPU, and of the writer's if that is another."""
+        """The current streams that kernels on the views run on: of the reader's GPU and, if that is another, of the
+        writer's.
+
+        Args:
+            device: the reader's GPU.
+        """
         return [torch.cuda.current_stream(gpu) for gpu in dict.fromkeys((device, self.buffer.device))]
 
     def require_writer(self, slot: str, rule: str) -> None:
+        """Raises TransportError, with these parts of its message, if the writer's process has ended."""
         if has_ended(self.process):
             raise TransportError(slot, rule, "a writer that died")
 
@@ -125,6 +131,7 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         device: str = "cuda",
         deadline_s: float,
     ):
+        """Checks the GPU and, with a ring, allocates its slots on it; the class lists the arguments."""
         _check_device(torch.device(device))
         self._deadline_s = deadline_s
         index = torch.device(device).index
@@ -134,17 +141,39 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         super().__init__(written, source, node_id, gpu_uuid(index))
 
     def open(self, offer: Offer) -> Receipt:
+        """Maps the ring of an offer; the receipt carries the events that this reader records when it has read a slot.
+
+        An offer can be opened once. An earlier ring of the same source is closed.
+
+        Raises:
+            TransportError: another transport, node or user, or a GPU that is not visible; the writer is gone, or is
+                this process.
+        """
         super().open(offer)
         finished = self._opened[offer.source].finished
         return Receipt(offer.reader, (self._device_name, tuple(event.ipc_handle() for event in finished)))
 
     def accept(self, receipt: Receipt) -> None:
+        """Opens the events of a reader, so that later writes wait on the GPU until it has read.
+
+        Raises:
+            TransportError: the reader's GPU is not visible here, or this side writes no ring.
+        """
         uuid, handles = receipt.payload
         device = _local_device(uuid, f"events of reader {receipt.reader}")
         events = [torch.cuda.Event.from_ipc_handle(device, handle) for handle in handles]
         self._writing_side().finished[receipt.reader] = events
 
     def publish(self, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> Handle:
+        """Queues the copy of the tensors into the slot on the current stream of this GPU, and returns without waiting
+        for it.
+
+        On the GPU, the copy waits until the readers have read the slot's previous content.
+
+        Raises:
+            TransportError: as for `Transport.publish`; the receipt of a reader of the slot's previous content was not
+                accepted.
+        """
         written = self._writing_side()
         if unknown := set(written.writer.readers_of(slot.index)) - written.finished.keys():
             rule = "the receipts of its readers must be accepted before it is written again"
@@ -153,6 +182,14 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
 
     @contextmanager
     def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:
+        """The tensors on the writer's GPU, by name, valid inside the block and read-only, without a copy.
+
+        Waits on the CPU until the slot is written and, at the end of the block, until the GPU work that the block has
+        queued on the current streams is done. The slot is then acknowledged, unless the block fails.
+
+        Raises:
+            TransportError: as for `Transport.fetch`; the writer has died; a wait took longer than the deadline.
+        """
         opened, index = self._ring_of(handle), handle.slot.index
         slot = f"slot {index}"
         opened.require_writer(slot, _ALIVE)  # the driver may give a dead writer's memory to others at any time
@@ -170,8 +207,10 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
             opened.require_writer(slot, "its writer must live until it was read")  # or the views may have been reused
 
     def close(self) -> None:
-        """Closes all rings that this side has opened or writes. Readers must be closed before their writer, whose
-        memory must outlive their mappings of it."""
+        """Closes all rings that this side has opened or writes; the transport is unusable afterwards.
+
+        Readers must be closed before their writer, whose memory must outlive their mappings of it.
+        """
         for opened in self._opened.values():
             opened.close()
         if self._written is not None:
@@ -184,6 +223,12 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         return _Exported(written.control.address, written.ring, _export(written.buffer), events)
 
     def _attach(self, offer: Offer) -> _Opened:
+        """Maps the ring of an offer, after closing an earlier one of the same source.
+
+        Raises:
+            TransportError: the ring is this process's own, its GPU is not visible, its writer is gone, or the driver
+                refuses.
+        """
         exported: _Exported = offer.payload
         if exported.address.pid == os.getpid():
             rule = "its memory must be another process's"
@@ -198,6 +243,9 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
             raise TransportError(offer.ring_name, "its GPU memory must open here", reason) from error
 
     def _copy(self, written: _Written, index: int, views: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        """Queues the copy on this GPU's current stream, behind all accepted readers' use of the slot, and records the
+        event after it.
+        """
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream(self._device)
             for events in written.finished.values():
@@ -207,6 +255,13 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
 
 
 def _make_ring(ring: Ring, device: torch.device) -> _Written:
+    """Allocates the words of a ring in shared memory and its slots on the GPU; frees the words again if that fails.
+
+    Raises:
+        TransportError: expandable segments are on, there is too little shared memory, or the slots would share an
+            allocation with something else.
+        GpuMemoryError: the GPU has too little memory.
+    """
     if variable := expandable_segments(os.environ):
         raise TransportError(
             "transport cuda_ipc",
@@ -232,7 +287,15 @@ def _make_ring(ring: Ring, device: torch.device) -> _Written:
 
 @gpu_phase("transport ring")
 def _allocate(size: int, device: torch.device) -> tuple[torch.cuda.MemPool, Tensor]:
-    """An allocation that holds nothing else, because readers map all of it. The pool keeps it so."""
+    """A memory pool and its only content, a buffer of at least `size` bytes, uint8, that is an allocation of its own.
+
+    It must hold nothing else because readers map all of it; the pool, which must be kept as long as the buffer, keeps
+    it so. Empties the allocator's cache first.
+
+    Raises:
+        TransportError: the buffer is not a whole allocation.
+        GpuMemoryError: the GPU has too little memory.
+    """
     torch.cuda.empty_cache()  # if memory is short, a pool gives back only its own
     with torch.inference_mode(False), torch.cuda.device(device):
         pool = torch.cuda.MemPool()
@@ -245,7 +308,7 @@ def _allocate(size: int, device: torch.device) -> tuple[torch.cuda.MemPool, Tens
 def _open_ring(exported: _Exported, offer: Offer, gpu: torch.device, reader_gpu: torch.device) -> _Opened:
     """Maps a writer's ring, which is on `gpu`, and creates the events of a reader whose stream is on `reader_gpu`.
 
-    An export can be opened once per process.
+    An export can be opened once per process. If it fails, whatever was opened is closed again.
 
     Raises:
         TransportError, OSError, RuntimeError: the writer is gone, or the driver refuses.
@@ -277,14 +340,23 @@ def _export(buffer: Tensor) -> tuple[Any, ...]:
 
 
 def check_alone(segments: Sequence[Mapping[str, Any]], address: int) -> None:
-    """Raises TransportError unless the block at `address` is a whole segment of the allocator's `memory_snapshot`."""
+    """Raises TransportError unless the block at `address` is a whole segment of the allocator.
+
+    Args:
+        segments: `torch.cuda.memory_snapshot()`.
+        address: of the block's first byte.
+    """
     blocks = next((segment["blocks"] for segment in segments if segment["address"] == address), None)
     if blocks is None or len(blocks) > 1:
         raise _not_alone("a part of a larger one" if blocks is None else f"one of {len(blocks)} blocks")
 
 
 def check_export(arguments: Sequence[Any]) -> None:
-    """Raises TransportError unless the arguments describe a whole allocation that another process can map."""
+    """Raises TransportError unless the arguments describe a whole allocation that another process can map.
+
+    Args:
+        arguments: those that torch's `reduce_tensor` gives for a tensor on a GPU.
+    """
     if (kind := arguments[_HANDLE][1:2]) != b"c":  # "e": expandable segments, turned on inside the program
         raise TransportError(
             "transport cuda_ipc",
@@ -297,6 +369,7 @@ def check_export(arguments: Sequence[Any]) -> None:
 
 
 def _not_alone(value: str) -> TransportError:
+    """The error for a ring that shares its allocation; `value` says what it is instead. It is not raised here."""
     return TransportError(
         "transport cuda_ipc",
         "a ring must be an allocation of its own, because readers map the whole allocation",
@@ -306,13 +379,17 @@ def _not_alone(value: str) -> TransportError:
 
 
 def _import(arguments: tuple[Any, ...], device: torch.device) -> Tensor:
+    """The buffer of another process, rebuilt from `_export`'s arguments on the device that it has in this process."""
     here = (*arguments[:_DEVICE], device.index, *arguments[_DEVICE + 1 :])
     with torch.inference_mode(False), torch.cuda.device(device):
         return rebuild_cuda_tensor(*here)
 
 
 def _events(count: int, device: torch.device) -> list[torch.cuda.Event]:
-    """Events that other processes can wait for. They are recorded once, because an event has no handle before."""
+    """`count` events on this GPU that other processes can wait for.
+
+    They are recorded once on the current stream, because an event has no handle before.
+    """
     with torch.cuda.device(device):
         events = [torch.cuda.Event(interprocess=True) for _ in range(count)]
         for event in events:
@@ -321,6 +398,7 @@ def _events(count: int, device: torch.device) -> list[torch.cuda.Event]:
 
 
 def _check_device(device: torch.device) -> None:
+    """Raises TransportError unless the device is a GPU whose memory comes from torch's own allocator."""
     if device.type != "cuda" or not torch.cuda.is_available():
         raise TransportError("transport cuda_ipc", "needs a GPU", str(device), "use transport=auto")
     if (backend := torch.cuda.get_allocator_backend()) != "native":
@@ -340,13 +418,13 @@ def wait_for(event: torch.cuda.Event, writer: int, *, deadline_s: float, what: s
     """Returns once the GPU has reached `event`. Unlike `event.synchronize()`, it also ends if that never happens.
 
     Args:
-        writer: file descriptor (`os.pidfd_open`) of the process whose memory is read. If it dies, its GPU work ends, and
-            an event behind that work may never be reached.
-        deadline_s: how long to wait.
+        writer: file descriptor (`os.pidfd_open`) of the process whose memory is read. If it dies, its GPU work ends,
+            and an event behind that work may never be reached.
+        deadline_s: how long to wait, in seconds.
         what: what the event marks, for messages (`slot 3 is read`).
 
     Raises:
-        TransportError: the writer has ended, or the deadline has passed.
+        TransportError: the writer has ended, or the deadline has passed, before the event was reached.
     """
     deadline, pause = time.monotonic() + deadline_s, _FIRST_PAUSE_S
     while not event.query():
@@ -361,7 +439,14 @@ def wait_for(event: torch.cuda.Event, writer: int, *, deadline_s: float, what: s
 
 
 def _local_device(uuid: str, what: str) -> torch.device:
-    """The GPU with this UUID, by the index it has in this process."""
+    """The GPU with this UUID, by the index it has in this process.
+
+    Args:
+        what: what needs it, for messages.
+
+    Raises:
+        TransportError: it is not visible here.
+    """
     for index in range(torch.cuda.device_count()):
         if gpu_uuid(index) == uuid:
             return torch.device("cuda", index)

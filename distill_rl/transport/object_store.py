@@ -47,6 +47,14 @@ class ObjectStoreTransport:
         pass
 
     def publish(self, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> Handle:
+        """Puts the tensors into the object store, copied to host memory, and returns a handle with the reference.
+
+        The slot's previous object is let go of. Acknowledgements are not needed, and neither sizes nor readers are
+        checked.
+
+        Raises:
+            TransportError: no such slot, or a generation that is odd or not larger than the previous one.
+        """
         if self._ring is not None and not 0 <= slot.index < self._ring.num_slots:
             raise TransportError(f"slot {slot.index}", f"the ring has {self._ring.num_slots} slots")
         last, _ = self._kept.get(slot.index, (0, None))
@@ -58,6 +66,14 @@ class ObjectStoreTransport:
 
     @contextmanager
     def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:
+        """The tensors in host memory, by name, read-only and without a copy if the object is on this node.
+
+        Waits for the object, which may come from another node.
+
+        Raises:
+            TransportError: the object does not arrive within the deadline, its publisher has died, or the block wrote
+                to a tensor.
+        """
         what = f"slot {handle.slot.index}"
         try:
             arrays = ray.get(handle.payload, timeout=self._deadline_s)
@@ -76,12 +92,19 @@ class ObjectStoreTransport:
 
 
 def _to_numpy(tensor: Tensor) -> np.ndarray:
+    """The tensor in host memory, without its gradient; bfloat16, which numpy lacks, as int16 of the same bits."""
     tensor = tensor.detach().cpu().contiguous()
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def _to_tensor(array: np.ndarray, dtype: str) -> Tensor:
-    """A view of the object's memory: a write to it would change what other readers see."""
+    """The tensor of an array from `_to_numpy`, without a copy.
+
+    It is a view of the object's memory: a write to it would change what other readers see.
+
+    Args:
+        dtype: of the published tensor, such as "bfloat16".
+    """
     with warnings.catch_warnings(), torch.inference_mode(False):
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         tensor = torch.from_numpy(array)

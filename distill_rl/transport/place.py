@@ -26,7 +26,12 @@ class Place:
 
 
 def place_of(device: torch.device, node_id: str) -> Place:
-    """The place of the calling process, whose model is on `device`."""
+    """The place of the calling process, whose model is on `device`. For a GPU, this initialises CUDA.
+
+    Args:
+        device: without an index, the current GPU.
+        node_id: of this process's node, as Ray names it.
+    """
     expandable = expandable_segments(os.environ)
     if device.type != "cuda":
         return Place(node_id, "cpu", os.getuid(), expandable)
@@ -49,7 +54,11 @@ def gpu_uuid(index: int) -> str:
 
 
 def expandable_segments(environment: Mapping[str, str]) -> str:
-    """The environment variable that turns expandable segments on; empty if none does."""
+    """The environment variable that turns expandable segments of torch's allocator on; empty if none does.
+
+    Args:
+        environment: variables and their values, such as `os.environ`.
+    """
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         settings = environment.get(variable, "").replace(" ", "").lower().split(",")
         if "expandable_segments:true" in settings:

@@ -43,11 +43,15 @@ Words = MutableSequence[int] | memoryview
 
 
 def round_up(number: int, step: int) -> int:
+    """The smallest multiple of `step` that is at least `number`."""
     return -(-number // step) * step
 
 
 def place(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
-    """The offset of each tensor in a slot, and the size of all of them together."""
+    """The offset of each tensor in a slot, in bytes and in the order of `specs`, and the size of all of them together.
+
+    Offsets and size are multiples of `ALIGNMENT`.
+    """
     offsets, end = [], 0
     for spec in specs:
         offsets.append(end)
@@ -74,6 +78,11 @@ def state_bytes(ring: Ring) -> int:
 def unwritten(tensors: dict[str, Tensor], slot: Slot) -> Iterator[dict[str, Tensor]]:
     """Checks that the block does not write to the fetched tensors, which must have been made outside inference mode.
 
+    Yields `tensors` themselves. Nothing is checked if the block fails.
+
+    Args:
+        slot: for messages.
+
     Raises:
         TransportError: at the end of the block, if it wrote to a tensor or to a view of one.
     """
@@ -95,13 +104,14 @@ class _State:
         self._words, self._ring = words, ring
 
     def _word(self, index: int, reader: int | None = None) -> int:
-        """Position of a slot's generation, or of one reader's acknowledgement."""
+        """Index in the words of a slot's generation or, with `reader`, of that reader's acknowledgement."""
         line = 1 + index * (1 + len(self._ring.readers))
         if reader is not None:
             line += 1 + self._ring.readers.index(reader)
         return line * _WORDS_PER_LINE
 
     def generation(self, index: int) -> int:
+        """The slot's present generation; 0 before the first write, odd while it is written."""
         return self._words[self._word(index)]
 
 
@@ -118,10 +128,15 @@ class SlotWriter(_State):
 
     @contextmanager
     def writing(self, slot: Slot, specs: Sequence[TensorSpec], layout: Layout) -> Iterator[None]:
-        """The block writes the slot. If it fails, the generation stays odd, so that nobody can read the slot.
+        """The block writes the slot, which has the given generation afterwards. If it fails, the generation stays odd,
+        so that nobody can read the slot.
+
+        Args:
+            specs: the tensors to be written, in their order.
+            layout: names the readers that must acknowledge the content before the slot is written again.
 
         Raises:
-            TransportError: see `Transport.publish`.
+            TransportError: before the block, and nothing is changed; see `Transport.publish`.
         """
         readers = self._check(slot, specs, layout)
         word = self._word(slot.index)
@@ -132,6 +147,12 @@ class SlotWriter(_State):
         self._words[word] = slot.generation
 
     def _check(self, slot: Slot, specs: Sequence[TensorSpec], layout: Layout) -> tuple[int, ...]:
+        """The readers of the content to be written; changes nothing.
+
+        Raises:
+            TransportError: no such slot; a generation that is odd or not above the present one; a reader that has not
+                acknowledged the present content; tensors that do not fit; readers that are not the ring's.
+        """
         ring, what = self._ring, f"slot {slot.index}"
         if not 0 <= slot.index < ring.num_slots:
             raise TransportError(what, f"the ring has {ring.num_slots} slots")
@@ -163,7 +184,7 @@ class SlotReader(_State):
 
     @contextmanager
     def reading(self, handle: Handle) -> Iterator[None]:
-        """The block reads the slot. It is acknowledged if it ends without an error.
+        """The block reads the slot. It is acknowledged to the writer if it ends without an error.
 
         Raises:
             TransportError: the slot's generation is not the handle's, at the beginning or at the end of the block.
@@ -174,6 +195,7 @@ class SlotReader(_State):
         self._words[self._word(handle.slot.index, self._reader)] = handle.slot.generation
 
     def _check(self, handle: Handle) -> None:
+        """Raises TransportError if the slot's present generation is not the handle's."""
         current = self.generation(handle.slot.index)
         if current != handle.slot.generation:
             state = "being written, or left by a writer that died" if current % 2 else "written again"
@@ -192,7 +214,12 @@ class _Memory:
     """All slots: uint8 [slots · `slot_stride`], made outside inference mode."""
 
     def views(self, index: int, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
-        """The tensors of a slot, without a copy."""
+        """The tensors of a slot by name, without a copy; writing to one writes to the slot.
+
+        Args:
+            index: of the slot.
+            specs: those with which the slot was or will be written, in the same order.
+        """
         offsets, _ = place(specs)
         start = index * slot_stride(self.ring)
         # Tensors made in inference mode have no version counter for `unwritten`.
@@ -200,6 +227,7 @@ class _Memory:
             return {spec.name: self._view(start + offset, spec) for spec, offset in zip(specs, offsets)}
 
     def _view(self, offset: int, spec: TensorSpec) -> Tensor:
+        """A tensor of this spec at a byte offset of the buffer; a tensor without elements is a new one."""
         dtype = getattr(torch, spec.dtype)
         if not prod(spec.shape):
             return torch.empty(spec.shape, dtype=dtype, device=self.buffer.device)
@@ -238,19 +266,29 @@ class RingTransport(ABC, Generic[W, R]):
     name: str
 
     def __init__(self, written: W | None, source: str, node_id: str, device: str = "cpu"):
+        """Stores the arguments that the class lists; no ring of another process is open yet."""
         self._written, self._source, self._node_id, self._device_name = written, source, node_id, device
         self._opened: dict[str, R] = {}
         """By source."""
 
     @abstractmethod
     def _payload(self, written: W) -> Any:
-        """What a reader needs to open the ring."""
+        """What a reader needs to open the ring; small and, except within one process, picklable."""
 
     @abstractmethod
     def _attach(self, offer: Offer) -> R:
-        """Opens the ring of an offer."""
+        """Opens the ring of an offer, which has passed `check_offer`, for the reader that the offer names.
+
+        Raises:
+            TransportError: the ring is gone or cannot be reached from this process.
+        """
 
     def offer(self, reader: int) -> Offer:
+        """Describes the ring that this side writes, for one of its readers. Call it once per reader.
+
+        Raises:
+            TransportError: the ring is not for that reader, or this side writes none.
+        """
         written = self._writing_side()
         if reader not in written.ring.readers:
             what = f"ring of {self._source or 'a writer'}"
@@ -267,6 +305,12 @@ class RingTransport(ABC, Generic[W, R]):
         pass
 
     def publish(self, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> Handle:
+        """Copies the tensors into the slot, marks it with the slot's generation, and returns a handle on it. Never
+        waits.
+
+        Raises:
+            TransportError: see `Transport.publish`; this side writes no ring.
+        """
         written, specs = self._writing_side(), describe(tensors)
         with written.writer.writing(slot, specs, layout):
             self._copy(written, slot.index, written.views(slot.index, specs), tensors)
@@ -275,6 +319,13 @@ class RingTransport(ABC, Generic[W, R]):
 
     @contextmanager
     def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:
+        """The tensors of a slot by name, as views of its memory, valid inside the block and read-only.
+
+        A block that ends without an error is acknowledged to the writer.
+
+        Raises:
+            TransportError: see `Transport.fetch`.
+        """
         opened, slot = self._ring_of(handle), handle.slot
         with opened.reader.reading(handle), unwritten(opened.views(slot.index, handle.tensors), slot) as views:
             yield views
@@ -284,11 +335,17 @@ class RingTransport(ABC, Generic[W, R]):
         self._written = None
 
     def _copy(self, written: W, index: int, views: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-        """Copies tensors into a slot."""
+        """Copies tensors into a slot; from GPU to GPU without waiting for the copy.
+
+        Args:
+            index: of the slot.
+            views, tensors: by name: the slot's memory, and what to copy into it, on any device.
+        """
         for name, tensor in tensors.items():
             views[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda and written.buffer.is_cuda)
 
     def _writing_side(self) -> W:
+        """The ring that this side writes. Raises TransportError if it only reads, or is closed."""
         if self._written is None:
             raise TransportError(f"transport {self.name}", "this side has no ring to write, or has closed it")
         return self._written
@@ -312,7 +369,11 @@ class RingTransport(ABC, Generic[W, R]):
 
 
 def check_offer(offer: Offer, transport: str, node_id: str) -> None:
-    """Raises TransportError if the ring belongs to another transport or another node."""
+    """Raises TransportError if the ring of an offer belongs to another transport or another node.
+
+    Args:
+        transport, node_id: of the reader.
+    """
     if offer.transport != transport:
         raise TransportError(offer.ring_name, f"its transport is {offer.transport}", f"a reader of {transport}")
     if offer.node_id != node_id:

@@ -17,7 +17,7 @@ LEAST_OBJECT_STORE = 80 * 2**20
 
 
 def object_store_room() -> int:
-    """Bytes of /dev/shm that are available to the object store of a Ray instance started here.
+    """Bytes of /dev/shm that are free now, and so available to the object store of a Ray instance started here.
 
     Raises:
         ConfigError: fewer than `LEAST_OBJECT_STORE`.
@@ -34,9 +34,11 @@ def object_store_room() -> int:
 
 
 def available_bytes(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:
-    """Memory that this process may use: free or reclaimable on this machine, within the limits of its control groups.
+    """Bytes of memory that this process may use: free or reclaimable on this machine, within the limits of its control
+    groups.
 
-    The smallest amount counts of what the machine has and what each group leaves (limit − usage + pages of files).
+    The smallest amount counts of what the machine has and what each group leaves (limit − usage + pages of files);
+    never below 0.
 
     Args:
         membership: file in which the kernel lists the groups of this process.
@@ -47,7 +49,7 @@ def available_bytes(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:
 
 
 def _machine_bytes() -> int:
-    """The kernel's estimate of what programs can use before the machine swaps."""
+    """Bytes that programs can use before the machine swaps, by the kernel's estimate or, without Linux, by psutil's."""
     try:
         (line,) = (line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
         return int(line.split()[1]) * 1024
@@ -58,9 +60,14 @@ def _machine_bytes() -> int:
 
 
 def _groups(membership: Path, mount: Path) -> Iterator[Path]:
-    """The folders of this process's groups and of all their parents, because each may have a limit.
+    """Yields the folders of this process's memory control groups and of all their parents, because each may have a
+    limit.
 
-    In a container the listed path may be one of the machine's, while the container's group is the root of the mount.
+    In a container the listed path may be one of the machine's, while the container's group is the root of the mount; so
+    the folders need not exist. Nothing if the list cannot be read.
+
+    Args:
+        membership, mount: as for `available_bytes`.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -77,7 +84,10 @@ def _groups(membership: Path, mount: Path) -> Iterator[Path]:
 
 
 def _remaining(group: Path) -> int | None:
-    """What a group may still use. Pages of files count as free, because the kernel reclaims them first."""
+    """Bytes that a control group may still use, of version 1 or 2; None if it has no limit or cannot be read.
+
+    Pages of files count as free, because the kernel reclaims them first. Negative if the group is above its limit.
+    """
     for limit_name, usage_name, prefix in (
         ("memory.max", "memory.current", ""),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -92,7 +102,13 @@ def _remaining(group: Path) -> int | None:
 
 
 def _file_pages(group: Path, prefix: str) -> int:
-    """Bytes of cached files; 0 if unreadable. Shared memory does not count, because it has no file to be written to."""
+    """Bytes of cached files in a control group; 0 if unreadable.
+
+    Shared memory does not count, because it has no file to be written to.
+
+    Args:
+        prefix: of the counters' names: "total_" for version 1, empty for version 2.
+    """
     try:
         entries = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
         return sum(int(value) for name, value in entries if name in (f"{prefix}active_file", f"{prefix}inactive_file"))

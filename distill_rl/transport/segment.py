@@ -50,7 +50,12 @@ class Segment:
 
     @classmethod
     def create(cls, size: int, backing: Backing = "memfd") -> Segment:
-        """`size` bytes, all pages present, for this process to write.
+        """A new segment of `size` bytes, all pages present, for this process to write.
+
+        First removes the folders of segments whose owners are dead. The owner calls `close`.
+
+        Args:
+            backing: a memfd falls back to a file where other processes could not open it.
 
         Raises:
             TransportError: there is too little shared memory, or it cannot be created.
@@ -64,6 +69,12 @@ class Segment:
 
     @classmethod
     def _create(cls, size: int, backing: Backing) -> Segment:
+        """`create` without removing others' folders; leaves nothing behind if it fails.
+
+        Raises:
+            TransportError: there is too little shared memory.
+            OSError: it cannot be created otherwise.
+        """
         nonce, pid = secrets.token_bytes(NONCE_BYTES), os.getpid()
         with ExitStack() as undo:
             fd = _memfd() if backing == "memfd" else -1
@@ -86,10 +97,13 @@ class Segment:
 
     @classmethod
     def attach(cls, address: Address, what: str) -> Segment:
-        """Maps another process's segment.
+        """Maps another process's segment for reading and writing.
+
+        Args:
+            what: what the segment is, for messages.
 
         Raises:
-            TransportError: it is gone, cannot be reached from here, or is a different one.
+            TransportError: it is gone, its writer is dead, it cannot be reached from here, or it is a different one.
         """
         remedy = "use transport=object_store if its writer lives, as another user or in another PID namespace"
         try:
@@ -121,7 +135,11 @@ class Segment:
             self._folder = None
 
     def close(self) -> None:
-        """Frees the memory as soon as nobody holds a view of it."""
+        """Frees the memory as soon as nobody holds a view of it, and removes the file if it is one; may be called
+        again.
+
+        Nobody can attach the segment afterwards.
+        """
         self.forget_name()
         if self._fd >= 0:
             os.close(self._fd)
@@ -139,7 +157,9 @@ def _prefix() -> str:
 
 
 def _memfd() -> int:
-    """A memfd that other processes can open; -1 if that is not possible."""
+    """File descriptor of a new, empty memfd that other processes can open; -1 if that is not possible. The caller
+    closes it.
+    """
     try:
         fd = os.memfd_create("distill_rl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (AttributeError, OSError):
@@ -153,7 +173,14 @@ def _memfd() -> int:
 
 
 def _allocate(fd: int, size: int) -> None:
-    """Allocates all pages now. With `ftruncate` alone, a lack of memory would be a bus error at the first write."""
+    """Makes a new file `size` bytes long and allocates all pages now.
+
+    With `ftruncate` alone, a lack of memory would be a bus error at the first write.
+
+    Raises:
+        TransportError: there is too little memory or room in /dev/shm.
+        OSError: any other failure.
+    """
     free = available_bytes()  # nothing limits a memfd
     try:
         if size > free:

@@ -46,6 +46,7 @@ class SharedMemoryTransport(RingTransport[_Written, OpenedRing]):
     name = "shared_memory"
 
     def __init__(self, ring: Ring | None = None, *, source: str = "", node_id: str = "", backing: Backing = "memfd"):
+        """Allocates the ring's words and slots as one segment, if there is a ring; the class lists the arguments."""
         written = None
         if ring is not None:
             segment = Segment.create(state_bytes(ring) + ring.num_slots * slot_stride(ring), backing)
@@ -55,6 +56,7 @@ class SharedMemoryTransport(RingTransport[_Written, OpenedRing]):
         super().__init__(written, source, node_id)
 
     def accept(self, receipt: Receipt) -> None:
+        """Notes that a reader has the ring open. After the last one, nobody else can open a ring that is a file."""
         written = self._writing_side()
         written.unopened.discard(receipt.reader)
         if not written.unopened:
@@ -77,6 +79,9 @@ class SharedMemoryTransport(RingTransport[_Written, OpenedRing]):
 
 
 def _slots(segment: Segment, ring: Ring) -> Tensor:
-    """The segment behind the words. It stays mapped as long as the tensor, or a view of it, exists."""
+    """uint8: the slots of a ring, the part of the segment behind the words.
+
+    The segment stays mapped as long as the tensor, or a view of it, exists.
+    """
     with torch.inference_mode(False):
         return torch.frombuffer(segment.view, dtype=torch.uint8, offset=state_bytes(ring))

@@ -88,7 +88,13 @@ Solver = Callable[[list[Problem]], list[tuple[np.ndarray, np.ndarray, int]]]
 
 
 def load_backend(name: str) -> Solver:
-    """The solver of a backend, imported on this call.
+    """The function that solves problems with this backend; its module is imported on this call.
+
+    It takes a list of `Problem`s and returns (row marks, column marks, number of chunks) of each, as `trace_back`
+    defines them.
+
+    Args:
+        name: numba | numpy | cuda.
 
     Raises:
         ValueError: an unknown name; "cuda" where it cannot run (`device.require_cuda`).
@@ -108,10 +114,10 @@ def load_backend(name: str) -> Solver:
 
 
 def _orient(student: CanonicalTokens, teacher: CanonicalTokens) -> tuple[CanonicalTokens, CanonicalTokens, bool]:
-    """(rows, columns, whether the teacher is the rows).
+    """Decides which side is the rows of the dynamic programme: (rows, columns, whether the teacher is the rows).
 
-    Rows and columns are not treated alike when scores tie. The choice depends only on the tokens and not on which side
-    is called student, so swapping the sides swaps the result.
+    The shorter side is; of equally long ones it depends only on the tokens and not on which side is called student, so
+    swapping the sides swaps the result. Rows and columns are not treated alike when scores tie.
     """
     swapped = len(student) > len(teacher)
     if len(student) == len(teacher):

@@ -38,6 +38,7 @@ class ByteStrings:
     """int32 [n]: number of bytes that both sides are expected to spell: all, or without white space if a side is lossy"""
 
     def take(self, chosen: np.ndarray) -> ByteStrings:
+        """The strings at these indices, in that order; they share `flat` with this object."""
         return ByteStrings(
             self.flat, self.starts[chosen], self.lengths[chosen], self.inner[chosen], self.widths[chosen]
         )
@@ -89,6 +90,7 @@ class CanonicalTables:
     """
 
     def __init__(self, student: Vocabulary, teacher: Vocabulary, *, fast_ids: bool = True) -> None:
+        """Decides how strings are folded and, with `fast_ids`, computes both tables; the class lists the arguments."""
         self.student, self.teacher = student, teacher
         lossy = [side for side in (student, teacher) if side.normalization == "lossy"]
         self.fold = fold_of(lossy) if lossy else None
@@ -97,12 +99,20 @@ class CanonicalTables:
             self._tables = self._tabulate(np.arange(student.size + 1), np.arange(teacher.size + 1))
 
     def _tabulate(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> tuple[CanonicalTokens, CanonicalTokens]:
+        """Both sides' canonical tokens for these ids, int64; the ids of equal strings are equal across the two sides."""
         return _intern(
             _canonical(self.student, student_ids, self.fold), _canonical(self.teacher, teacher_ids, self.fold)
         )
 
     def look_up(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> tuple[CanonicalTokens, CanonicalTokens]:
-        """Both sides of a window. Ids outside the vocabulary (padding of a model's embedding) spell nothing."""
+        """The canonical tokens of both sides of a window, one per given id and in that order.
+
+        Canonical ids may be compared only within one call, unless the tables were built with `fast_ids`.
+
+        Args:
+            student_ids, teacher_ids: int [n], [m]. Ids outside the vocabulary (padding of a model's embedding) spell
+                nothing.
+        """
         student_ids, teacher_ids = _in_table(student_ids, self.student), _in_table(teacher_ids, self.teacher)
         if self._tables is not None:
             return self._tables[0].take(student_ids), self._tables[1].take(teacher_ids)
@@ -119,7 +129,12 @@ def _in_table(ids: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
 
 
 def _canonical(vocabulary: Vocabulary, ids: np.ndarray, fold: Callable[[str], str] | None) -> ByteStrings:
-    """The canonical strings of these ids; empty for the id `size`, one past the last."""
+    """The canonical strings of these ids; empty for the id `size`, one past the last.
+
+    Args:
+        ids: int64 [n], from 0 to `vocabulary.size`.
+        fold: applied to each token's text; None: the strings are the tokens' exact bytes.
+    """
     starts = vocabulary.starts[ids]
     lengths = np.append(vocabulary.lengths, 0)[ids].astype(np.int32)
     if fold is None:
@@ -136,10 +151,10 @@ def _canonical(vocabulary: Vocabulary, ids: np.ndarray, fold: Callable[[str], st
 
 
 def _fold_bytes(spelling: bytes, fold: Callable[[str], str]) -> tuple[bytes, bool]:
-    """The folded bytes, and whether the token may continue a join.
+    """The folded bytes of a token, and whether it may follow another token inside a join.
 
-    A space before a letter or digit is removed; the token then begins a new word (False). Bytes that are not UTF-8 are
-    returned as they are.
+    A space before a letter or digit is removed; the token then begins a new word and may not (False). Bytes that are
+    not UTF-8 are returned as they are.
     """
     try:
         text = fold(spelling.decode())
@@ -151,7 +166,15 @@ def _fold_bytes(spelling: bytes, fold: Callable[[str], str]) -> tuple[bytes, boo
 
 
 def fold_of(lossy: list[Vocabulary]) -> Callable[[str], str]:
-    """The composition of those folds that leave a lossy vocabulary's own tokens unchanged."""
+    """A function text → text that folds what lossy tokenizers may change: NFKC, accents and case.
+
+    It composes those of the three folds that leave every token of a given vocabulary unchanged, so that a tokenizer
+    that keeps capitals is not compared without them. Tokens that are not UTF-8 are not considered. Without vocabularies
+    it changes nothing.
+
+    Args:
+        lossy: the vocabularies; a fold is used if it suits any one of them.
+    """
     steps: list[Callable[[str], str]] = []
     for vocabulary in lossy:
         texts = []
@@ -183,11 +206,15 @@ def _nfkc(text: str) -> str:
 
 
 def _strip_accents(text: str) -> str:
+    """The text in NFD without its combining marks."""
     return "".join(letter for letter in _nfd(text) if unicodedata.category(letter) != "Mn")
 
 
 def _intern(*sides: ByteStrings) -> tuple[CanonicalTokens, CanonicalTokens]:
-    """Gives the strings of both sides common ids, and hashes them."""
+    """Gives the strings of two sides common ids, equal if and only if the strings are equal, and hashes them.
+
+    An empty string gets `NONE`. Takes exactly two sides, and returns them in the same order.
+    """
     index: dict[bytes, int] = {b"": NONE}
     tokens = []
     for strings in sides:
@@ -200,7 +227,10 @@ def _intern(*sides: ByteStrings) -> tuple[CanonicalTokens, CanonicalTokens]:
 
 
 def _hashes(strings: ByteStrings) -> tuple[np.ndarray, np.ndarray]:
-    """(hash, B^length) of every string. The hash is Σₖ (byteₖ + 1)·B^(length − 1 − k), mod 2⁶⁴."""
+    """uint64 [n], uint64 [n]: hash of every string, and B^length.
+
+    The hash is Σₖ (byteₖ + 1)·B^(length − 1 − k), mod 2⁶⁴; 0 for an empty string.
+    """
     lengths = strings.lengths.astype(np.int64)
     powers = np.full(int(lengths.max(initial=0)) + 1, _BASE, np.uint64)
     powers[0] = 1

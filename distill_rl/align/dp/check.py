@@ -20,13 +20,14 @@ _WHITE = np.isin(np.arange(256), list(b" \t\n\v\f\r"))
 
 
 def keep_verified(sides: Sides, row_marks: np.ndarray, column_marks: np.ndarray, count: int) -> Chunked:
-    """Chunk indices int32 [n], int32 [m], in the order of the text, from the marks of `trace_back`.
+    """Chunk indices int32 [n], int32 [m], in the order of the text and without chunks that fail verification.
 
     Removes joins whose hashes are equal but whose bytes are not, and chunks that pair two different occurrences of the
-    same string.
+    same string. What remains is renumbered from 0; −1 for a token in no chunk.
 
     Args:
         sides: the rows and the columns.
+        row_marks, column_marks, count: what `trace_back` writes and returns.
     """
     rows, columns = (np.where(marks < 0, -1, count - 1 - marks) for marks in (row_marks, column_marks))
     chunks = rows.astype(np.int32), columns.astype(np.int32)
@@ -39,7 +40,7 @@ def keep_verified(sides: Sides, row_marks: np.ndarray, column_marks: np.ndarray,
 
 
 def _equal_bytes(sides: Sides, chunks: Chunked, count: int) -> np.ndarray:
-    """bool [count]: whether both sides of the chunk spell the same bytes."""
+    """bool [count]: whether the canonical strings on both sides of the chunk, joined, are the same bytes."""
     left, right = (side.strings.take(np.flatnonzero(chunk >= 0)) for side, chunk in zip(sides, chunks))
     left_sizes = np.bincount(chunks[0][chunks[0] >= 0], left.lengths, count)
     right_sizes = np.bincount(chunks[1][chunks[1] >= 0], right.lengths, count)
@@ -92,9 +93,14 @@ def _in_place(sides: Sides, chunks: Chunked, count: int, *, spaces: bool = True)
 def _extents(
     side: CanonicalTokens, chunk: np.ndarray, count: int, spaces: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The window's bytes, uint8, and where each chunk begins and ends in them, int64 [count + 2] each.
+    """uint8: the bytes that the side spells in the window, and where each chunk begins and ends in them, int64 [count +
+    2] each.
 
-    The first entry is the window's beginning, the last one its end.
+    The first entry of the two arrays is the window's beginning, the last one its end; chunk i is entry i + 1.
+
+    Args:
+        chunk: int32 [n]: chunk index of each token.
+        spaces: False leaves ASCII white space out of the bytes and the positions.
     """
     text = side.strings.joined()
     ends_of_tokens = np.concatenate(([0], np.cumsum(side.strings.lengths, dtype=np.int64)))

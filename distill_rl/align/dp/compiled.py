@@ -51,7 +51,10 @@ def choose(equal, diagonal, above, left, join, join_move):  # type: ignore[no-un
 
 
 def _compiled(function: Any) -> Any:
-    """Compiles on first use and caches on disk if Numba finds a writable folder for that."""
+    """The function compiled by Numba, on its first call and without the GIL.
+
+    The result is cached on disk if Numba finds a writable folder for that.
+    """
     try:
         return numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:
@@ -74,8 +77,8 @@ def _score_at(scores, low, high, offsets, i, j):  # type: ignore[no-untyped-def]
 def _fill(row_ids, column_ids, row_joins, column_joins, low, high, offsets):  # type: ignore[no-untyped-def]
     """uint8 [cells]: the move into every cell of the strip, row by row.
 
-    The three neighbours `diagonal`, `above` and `left` are carried along the row; joins, which are rare, look their
-    predecessors up.
+    The arguments are the fields of a `Problem`. The three neighbours `diagonal`, `above` and `left` are carried along
+    the row; joins, which are rare, look their predecessors up.
     """
     n = len(row_ids)
     moves = np.empty(offsets[n + 1], np.uint8)
@@ -115,7 +118,11 @@ def _fill(row_ids, column_ids, row_joins, column_joins, low, high, offsets):  # 
 
 
 def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    """(row marks, column marks, number of chunks) of each problem; see `trace_back`."""
+    """For each problem the best alignment within its strip: row marks int32 [n], column marks int32 [m], number of
+    chunks.
+
+    Marks are those of `trace_back`. Every backend returns the same ones.
+    """
     solved = []
     for problem in problems:
         rows, columns = np.empty(len(problem.row_ids), np.int32), np.empty(len(problem.column_ids), np.int32)

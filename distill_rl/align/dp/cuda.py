@@ -51,11 +51,13 @@ def _align(  # type: ignore[no-untyped-def]
     column_marks,
     counts,
 ):
-    """Solves one window per block.
+    """The kernel: solves one window per block, and writes into `row_marks`, `column_marks` and `counts` what
+    `trace_back` gives.
 
-    All windows' arrays are concatenated; r0, c0, m0 and b0 are where this window's rows, columns, cells and strip bounds
-    begin. Rows `first` to `last` have a cell on the current anti-diagonal d. These are at most `width` consecutive rows,
-    so S[i, d − i] is kept at scores[window, d % DIAGONALS, i % width] without collisions.
+    All windows' arrays are concatenated; r0, c0, m0 and b0 are where this window's rows, columns, cells and strip
+    bounds begin. Rows `first` to `last` have a cell on the current anti-diagonal d. These are at most `width`
+    consecutive rows, so S[i, d − i] is kept at scores[window, d % DIAGONALS, i % width] without collisions. `scores`
+    and `moves` are scratch memory, whatever they hold before.
     """
     window = cuda.blockIdx.x
     r0, c0, m0 = row_starts[window], column_starts[window], cell_starts[window]
@@ -107,12 +109,19 @@ def _align(  # type: ignore[no-untyped-def]
 
 
 def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    """(row marks, column marks, number of chunks) of each problem; see `trace_back`."""
+    """For each problem the best alignment within its strip: row marks int32 [n], column marks int32 [m], number of
+    chunks.
+
+    Marks are those of `trace_back`. Every backend returns the same ones.
+    """
     return [result for group in _groups(problems) for result in _launch(group)]
 
 
 def _groups(problems: list[Problem]) -> Iterator[list[Problem]]:
-    """Groups of consecutive windows whose cells fit into SCRATCH_BYTES; a single window may exceed it."""
+    """Yields the problems in groups of consecutive ones, each for one launch, whose cells fit into SCRATCH_BYTES.
+
+    A single problem may exceed that, in a group of its own. No group is empty.
+    """
     group: list[Problem] = []
     cells = 0
     for problem in problems:
@@ -126,6 +135,12 @@ def _groups(problems: list[Problem]) -> Iterator[list[Problem]]:
 
 
 def _launch(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
+    """Solves the problems in one launch of the kernel, waits for it, and returns the solutions in order, as `solve`
+    does.
+
+    Needs at least one problem and device memory for all their cells.
+    """
+
     def joined(name: str) -> np.ndarray:
         return cuda.to_device(np.concatenate([getattr(problem, name) for problem in problems]))
 

@@ -16,10 +16,11 @@ _INSTALL = "pip install 'distill_rl[gpu]', or set aligner.dp.backend=numba"
 
 
 def missing_for_cuda() -> Missing | None:
-    """None if the backend can run: on a GPU, or in Numba's simulator (`NUMBA_ENABLE_CUDASIM=1`).
+    """What the CUDA backend needs and this machine lacks; None if the backend can run.
 
-    Kernels are compiled by NVVM, which PyTorch's wheels do not include. The package numba-cuda does, and replaces
-    Numba's own `numba.cuda`. This function initialises the CUDA driver but creates no context on any GPU.
+    It runs on a GPU, or in Numba's simulator (`NUMBA_ENABLE_CUDASIM=1`). Kernels are compiled by NVVM, which PyTorch's
+    wheels do not include. The package numba-cuda does, and replaces Numba's own `numba.cuda`. This function initialises
+    the CUDA driver but creates no context on any GPU.
     """
     try:
         import numba
@@ -41,9 +42,10 @@ def missing_for_cuda() -> Missing | None:
 
 
 def require_cuda() -> None:
-    """
+    """Returns if the CUDA backend can run on this machine; initialises the CUDA driver.
+
     Raises:
-        ValueError: the CUDA backend cannot run on this machine.
+        ValueError: it cannot; the message names what is missing and the remedy.
     """
     if missing := missing_for_cuda():
         raise ValueError(f"aligner.dp.backend: cuda {missing.rule}; {missing.remedy}")

@@ -10,7 +10,11 @@ from distill_rl.align.dp.problem import Problem, trace_back
 
 
 def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    """(row marks, column marks, number of chunks) of each problem; see `trace_back`."""
+    """For each problem the best alignment within its strip: row marks int32 [n], column marks int32 [m], number of
+    chunks.
+
+    Marks are those of `trace_back`. Every backend returns the same ones.
+    """
     solved = []
     for problem in problems:
         rows, columns = np.empty(len(problem.row_ids), np.int32), np.empty(len(problem.column_ids), np.int32)
@@ -20,7 +24,7 @@ def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
 
 
 def _fill(problem: Problem) -> np.ndarray:
-    """uint8 [cells]: the move into every cell of the strip.
+    """uint8 [cells]: the best move into every cell of the problem's strip, in the order of `Problem.offsets`.
 
     All moves but the column gap depend on rows above only, so a whole row takes them at once. The column gap depends on
     the cell to the left; with gap score g, S[i, j] = maxₖ≤ⱼ (best[k] − g·k) + g·j, which is a running maximum.
@@ -69,7 +73,12 @@ def _fill(problem: Problem) -> np.ndarray:
 
 
 def _better(best: np.ndarray, move: np.ndarray, where: np.ndarray | bool, score: np.ndarray, new_move: int) -> None:
-    """Replaces score and move of the cells in `where` in which `score` is higher than the best so far."""
+    """Replaces score and move, in place, of the cells in `where` in which `score` is higher than the best so far.
+
+    Args:
+        best, move, score: [cells of a row].
+        where: bool [cells of a row], or True for all.
+    """
     higher = where & (score > best)
     best[higher] = score[higher]
     move[higher] = new_move

@@ -43,7 +43,12 @@ class Problem(NamedTuple):
 
 
 def make_problems(rows: CanonicalTokens, columns: CanonicalTokens, band: int) -> list[Problem]:
-    """A window with at least one token on either side, once for each strip that is worth searching."""
+    """The problems of one window, one or two: it is posed once for each strip of cells that is worth searching.
+
+    Args:
+        rows, columns: at least one token each.
+        band: half-width of the strip in tokens, at least 1.
+    """
     joins = _joins(rows), _joins(columns)
     problems = []
     for middle in _expected_paths(rows, columns, band):
@@ -55,7 +60,11 @@ def make_problems(rows: CanonicalTokens, columns: CanonicalTokens, band: int) ->
 
 
 def _joins(side: CanonicalTokens) -> np.ndarray:
-    """uint64 [n, 4]: hash of a·b is h(a)·B^|b| + h(b), so each size follows from the size below it."""
+    """uint64 [n, 4]: hashes of the strings that the last 1, 2, 3, 4 tokens up to and including each one spell together.
+
+    0 where there is no such join: too few tokens before, one that spells nothing, or a later one that may not continue
+    a join.
+    """
     result = np.zeros((len(side), MAX_JOIN), np.uint64)
     exists = side.ids != NONE
     joined = side.hashes
@@ -97,11 +106,15 @@ def _expected_paths(rows: CanonicalTokens, columns: CanonicalTokens, band: int) 
 
 
 def _strip(middle: np.ndarray, m: int, band: int) -> tuple[np.ndarray, np.ndarray]:
-    """First and last column of each row, int32 [n + 1].
+    """First and last column of each row of cells, int32 [n + 1] each.
 
     A row extends from `band` columns before the middle of the row above to `band` columns after its own middle. So
     consecutive rows overlap whatever the two lengths are, a path of gaps always exists, and all rows together have at
     most (n + 1)·(2·band + 1) + m cells.
+
+    Args:
+        middle: int64 [n + 1]: the expected path, which never decreases.
+        m: number of columns.
     """
     low, high = middle - band, np.minimum(middle + band, m)
     low[1:] = low[:-1].copy()
@@ -110,7 +123,11 @@ def _strip(middle: np.ndarray, m: int, band: int) -> tuple[np.ndarray, np.ndarra
 
 
 def score_of(row_marks: np.ndarray, column_marks: np.ndarray, count: int) -> int:
-    """The doubled score of a solution; an unequal pair counts as two gaps, which have the same score."""
+    """The doubled score of a solution; an unequal pair counts as two gaps, which have the same score.
+
+    Args:
+        row_marks, column_marks, count: what `trace_back` writes and returns.
+    """
     sizes = [np.bincount(marks[marks >= 0], minlength=count) for marks in (row_marks, column_marks)]
     larger = np.maximum(*sizes)
     unpaired = int((row_marks < 0).sum() + (column_marks < 0).sum())
@@ -118,10 +135,15 @@ def score_of(row_marks: np.ndarray, column_marks: np.ndarray, count: int) -> int
 
 
 def trace_back(moves, low, offsets, row_marks, column_marks):  # type: ignore[no-untyped-def]
-    """Follows the moves from the last cell to (0, 0). Without types, because two of the backends compile it.
+    """Follows the moves from the last cell to (0, 0), and marks the tokens that are paired on the way.
 
-    Writes into int32 `row_marks` [n] and `column_marks` [m]: the index, counted from the END of the window, of the equal
-    pair or join that a token belongs to, or −1. Returns the number of pairs and joins.
+    Writes into int32 `row_marks` [n] and `column_marks` [m]: the index, counted from the END of the window, of the
+    equal pair or join that a token belongs to, or −1. Returns the number of pairs and joins. Without types, because two
+    of the backends compile it.
+
+    Args:
+        moves: uint8 [cells]: the move into each cell.
+        low, offsets: of the `Problem`.
     """
     i, j, count = len(row_marks), len(column_marks), 0
     while i > 0 or j > 0:

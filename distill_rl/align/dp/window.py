@@ -25,6 +25,7 @@ class WindowSolver:
     """
 
     def __init__(self, student: Vocabulary, teacher: Vocabulary, *, fast_ids: bool, backend: str, band: int) -> None:
+        """Stores the settings and the vocabularies; nothing is built, imported or checked before the first window."""
         self._vocabularies = student, teacher
         self._fast_ids, self._backend, self._band = fast_ids, backend, band
         self._tables: CanonicalTables | None = None
@@ -33,7 +34,17 @@ class WindowSolver:
         """The windows met while `solve_ahead` collects them, None at other times"""
 
     def __call__(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> IdPair:
-        """Chunk indices int32 [n], int32 [m]. The two sides of a chunk spell the same bytes, even if a side is lossy."""
+        """Chunk indices int32 [n], int32 [m] of a window; −1 for a token in no chunk.
+
+        The two sides of a chunk spell the same bytes, even if a side is lossy. While `solve_ahead` collects windows,
+        this one is only noted, and all tokens are in no chunk.
+
+        Args:
+            student_ids, teacher_ids: int [n], [m]; either may be empty.
+
+        Raises:
+            ValueError: the backend is unknown or cannot run here, or the band is below 1.
+        """
         window = student_ids, teacher_ids
         if self._collected is not None:
             self._collected.append(window)
@@ -44,11 +55,15 @@ class WindowSolver:
     def solve_ahead(self, rows: Iterable[Callable[[], object]]) -> None:
         """Solves the windows of all rows in one call of the backend, as a GPU needs it.
 
-        Aligns every row twice: here, to collect the windows that it asks for, and later by the caller, who then gets the
-        stored solutions. These are kept until the next call.
+        Aligns every row twice: here, to collect the windows that it asks for, and later by the caller, who then gets
+        the stored solutions. These are kept until the next call.
 
         Args:
-            rows: functions that each align one row. Exceptions are suppressed, since the caller's call raises them again.
+            rows: functions that each align one row by calling this object. Their exceptions are suppressed, since the
+                caller's call raises them again.
+
+        Raises:
+            ValueError: the backend is unknown or cannot run here, or the band is below 1.
         """
         self._collected, self._solved = [], {}
         try:
@@ -66,6 +81,13 @@ class WindowSolver:
         self._solve([(one_id, one_id)])
 
     def _solve(self, windows: list[IdPair]) -> list[IdPair]:
+        """The chunk indices (student, teacher) of each window, in order, in one call of the backend.
+
+        Builds the tables on the first call. Chunks whose sides spell different bytes are removed (`same_spelling`).
+
+        Raises:
+            ValueError: as for `align_windows`.
+        """
         from distill_rl.align.dp.backends import align_windows
         from distill_rl.align.dp.canonical import CanonicalTables
 

@@ -47,7 +47,8 @@ def build_projection(
     student_stops: Sequence[int] = (),
     teacher_stops: Sequence[int] = (),
 ) -> Projection:
-    """W and the common vocabulary of two fast tokenizers.
+    """Computes W and the common vocabulary of two fast tokenizers, by the rules above; takes seconds and writes no
+    file.
 
     Args:
         student_columns, teacher_columns: V_s and V_t, the models' `config.vocab_size`.
@@ -66,6 +67,15 @@ def build_projection(
 def _project(
     student: Vocabulary, teacher: Vocabulary, retokenizer: Retokenizer, student_columns: int, teacher_columns: int
 ) -> Projection:
+    """Computes W and the common vocabulary from two vocabularies.
+
+    Args:
+        retokenizer: spells bytes in the teacher's ids.
+        student_columns, teacher_columns: V_s and V_t.
+
+    Raises:
+        ValueError: a tokenizer with more ids than its model has columns.
+    """
     _check_columns("student", student, student_columns)
     _check_columns("teacher", teacher, teacher_columns)
     student_common, teacher_common = common_vocabulary(student, teacher)
@@ -102,9 +112,14 @@ def cached_projection(
     student_stops: Sequence[int] = (),
     teacher_stops: Sequence[int] = (),
 ) -> Path:
-    """The file in `folder` with this pair's W. It is built if it is missing, damaged, or for other stop tokens.
+    """The path of the file in `folder` with this pair's W. It is built if it is missing, damaged, or for other stop
+    tokens.
 
-    Several processes may call this at once: each that finds no file writes the same bytes and renames them into place.
+    The folder is created if needed. Several processes may call this at once: each that finds no file writes the same
+    bytes and renames them into place.
+
+    Args:
+        student_columns, teacher_columns, student_stops, teacher_stops: as for `build_projection`.
 
     Raises:
         ValueError: as for `build_projection`.
@@ -123,6 +138,10 @@ def cached_projection(
 def _is_current(
     path: Path, student: Vocabulary, teacher: Vocabulary, student_columns: int, teacher_columns: int
 ) -> bool:
+    """Whether an existing file holds this pair's W for both sides' present stop tokens.
+
+    A file that is damaged or of another pair is False as well, and its problem is logged as a warning.
+    """
     try:
         projection = load_projection(
             path,
@@ -143,6 +162,11 @@ def _stops(student: Vocabulary, teacher: Vocabulary) -> tuple[tuple[int, ...], t
 
 
 def _check_columns(side: str, vocabulary: Vocabulary, columns: int) -> None:
+    """Raises ValueError if a model has fewer columns than its tokenizer has ids.
+
+    Args:
+        side: student | teacher, for the message.
+    """
     if columns < vocabulary.size:
         raise ValueError(
             f"the {side} model must have a column for every id of its tokenizer: config.vocab_size is {columns}, "
@@ -153,7 +177,12 @@ def _check_columns(side: str, vocabulary: Vocabulary, columns: int) -> None:
 def _exact_rows(
     student: Vocabulary, teacher: Vocabulary, common: tuple[np.ndarray, np.ndarray], teacher_ids: dict[bytes, int]
 ) -> dict[int, dict[int, float]]:
-    """Student id → {teacher id: 1.0}, for student tokens with a teacher token of equal bytes or role."""
+    """Student id → {teacher id: 1.0}, for student tokens with a teacher token of equal bytes or role.
+
+    Args:
+        common: (student ids, teacher ids) of the common vocabulary, which take precedence.
+        teacher_ids: bytes → the teacher's id that spells them.
+    """
     rows = {left: {right: 1.0} for left, right in zip(*(side.tolist() for side in common))}
     for token in np.flatnonzero(student.lengths).tolist():
         teacher_id = teacher_ids.get(student.token_bytes(token))
@@ -167,6 +196,10 @@ def _exact_rows(
 
 
 def _weights(pieces: list[int]) -> dict[int, float]:
+    """Teacher id → weight, for a student token that the teacher spells in these pieces.
+
+    The first `MAX_PIECES` get weights that decrease tenfold from piece to piece and sum to 1; repeated pieces add up.
+    """
     weights = [FIRST_WEIGHT * DECAY**i for i in range(min(len(pieces), MAX_PIECES))]
     total = sum(weights)
     row: dict[int, float] = {}
@@ -176,7 +209,14 @@ def _weights(pieces: list[int]) -> dict[int, float]:
 
 
 def _to_csr(rows: dict[int, dict[int, float]], count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(indptr int64 [count + 1], indices int32, values float32), with ascending columns in every row."""
+    """The sparse matrix of these rows in CSR form, with ascending columns in every row.
+
+    Args:
+        rows: row → {column: value}; other rows are empty.
+        count: number of rows of the matrix.
+    Returns:
+        indptr int64 [count + 1], indices int32 [nnz], values float32 [nnz].
+    """
     lengths = np.zeros(count, np.int64)
     for token, row in rows.items():
         lengths[token] = len(row)

@@ -68,7 +68,14 @@ class Projection:
 
 
 def save_projection(projection: Projection, path: str | Path) -> None:
-    """Writes a temporary file beside the target, flushes it to disk and renames it. Equal W gives equal bytes."""
+    """Writes W to a safetensors file, atomically and durably; creates its folder, and replaces an existing file.
+
+    A temporary file beside the target is flushed to disk and then renamed. Equal W gives equal bytes. Nothing is
+    checked.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     from safetensors.numpy import save
 
     header = {
@@ -109,8 +116,8 @@ def load_projection(
     """Reads and checks a file written by `save_projection`.
 
     Args:
-        student_hash, teacher_hash: `Vocabulary.hash` of the tokenizers that W must be for, if known.
-        student_columns, teacher_columns: the models' `config.vocab_size`, if known.
+        student_hash, teacher_hash: `Vocabulary.hash` of the tokenizers that W must be for; None: any.
+        student_columns, teacher_columns: the models' `config.vocab_size`; None: any.
     Raises:
         ValueError: a missing file or one of another kind; a projection for another pair or other sizes; an array of the
             wrong dtype or length; an id out of range; a weight that is not positive and finite; a row that does not sum
@@ -148,6 +155,13 @@ def load_projection(
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The JSON header and the arrays of a file, by name; only the file's form is checked, not what the arrays hold.
+
+    Optional arrays that the file does not have are left out.
+
+    Raises:
+        ValueError: a missing or damaged file, or one that `save_projection` did not write.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -166,7 +180,12 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def _first_problem(projection: Projection, rows: int) -> str | None:
-    """The first rule that the arrays break, with the value that breaks it, or None."""
+    """The first rule that the arrays break, with the value that breaks it, as part of an error message; None if all
+    hold.
+
+    Args:
+        rows: V_s according to the file's header.
+    """
     for name, dtype in (_ARRAYS | _OPTIONAL).items():
         array = getattr(projection, name)
         if array.dtype != dtype or array.ndim != 1:

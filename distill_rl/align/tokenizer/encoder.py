@@ -41,6 +41,12 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        """Makes the copy of a fast tokenizer that reads special tokens as text; the other two are made when first
+        needed.
+
+        Raises:
+            ValueError: a slow tokenizer.
+        """
         self._backend = backend_of(tokenizer)
         serialized = self._backend.to_str()
         described = json.loads(serialized)
@@ -57,12 +63,16 @@ class Encoder:
 
     @cached_property
     def _with_specials(self) -> Any:
+        """A copy of the caller's tokenizer that reads special tokens wherever they are written."""
         copy = _copy(self._backend, self._backend.to_str())
         copy.encode_special_tokens = False
         return copy
 
     @cached_property
     def _after_special(self) -> Any:
+        """A copy that reads no special tokens, and puts no dummy space where a tokenizer puts one only before a whole
+        text.
+        """
         described = json.loads(self._plain.to_str())
         split = json.dumps(described["pre_tokenizer"])
         described["pre_tokenizer"] = json.loads(split.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"'))
@@ -72,11 +82,12 @@ class Encoder:
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str] | None:
+        """Matches any special token's text, the longest one first; None for a tokenizer without special tokens."""
         literals = sorted(filter(None, self.specials), key=lambda literal: (-len(literal), literal))
         return re.compile("|".join(map(re.escape, literals))) if literals else None
 
     def first_special(self, text: str) -> int | None:
-        """The id of the first special token that is written in a text."""
+        """The id of the first special token that is written in a text; None if there is none."""
         match = self._special_pattern.search(text) if self._special_pattern else None
         return self.specials[match[0]] if match else None
 
@@ -117,7 +128,14 @@ class Encoder:
         return np.concatenate(ids), np.concatenate(offsets)
 
     def _written_specials(self, text: str, contents: Sequence[CharSpan]) -> list[CharSpan]:
-        """Spans of the special tokens that the template writes, including the white space that they strip."""
+        """Character spans of the special tokens that the template writes, in order, with the white space that they
+        strip.
+
+        The tokenizer must have special tokens.
+
+        Args:
+            contents: spans of the messages' contents in `text`, in order; special tokens inside them are not reported.
+        """
         assert self._special_pattern is not None
         strips = self.description.strips()
         spans, outside, done = [], 0, 0
@@ -136,6 +154,7 @@ class Encoder:
 
 
 def _copy(backend: Any, serialized: str) -> Any:
+    """A new tokenizer of the same class from its serialized form, without padding and truncation."""
     copy = type(backend).from_str(serialized)
     copy.no_padding()
     copy.no_truncation()
@@ -143,6 +162,7 @@ def _copy(backend: Any, serialized: str) -> Any:
 
 
 def _arrays(encoding: Any) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [n], int64 [n, 2]: the ids and character offsets of an encoding."""
     ids = np.array(encoding.ids, np.int32)
     return ids, np.array(encoding.offsets, np.int64).reshape(len(ids), 2)
 
@@ -151,7 +171,12 @@ def _hide_specials(described: dict[str, Any], description: Description, special:
     """The serialized tokenizer with the model's special pieces renamed to strings that no text contains.
 
     Models that look up whole stretches of text (Unigram, WordPiece, BPE with `ignore_merges`) would otherwise produce a
-    special id for text that looks like it, however added tokens are matched. None if nothing has to be renamed.
+    special id for text that looks like it, however added tokens are matched. Renamed tokens are no longer added tokens;
+    pieces that merges mention are left alone. None if nothing has to be renamed.
+
+    Args:
+        described: the parsed tokenizer.json, not modified.
+        special: the texts of the special tokens.
     """
     model = described["model"]
     hidden = special & description.pieces.keys()

@@ -49,6 +49,7 @@ class Description:
 
     @classmethod
     def read(cls, described: Mapping[str, Any]) -> Description:
+        """From a parsed tokenizer.json, with nested sequences of normalizers, pre-tokenizers and decoders flattened."""
         return cls(
             described["model"],
             tuple(described.get("added_tokens") or ()),
@@ -65,14 +66,18 @@ class Description:
 
     @property
     def unknown(self) -> int | None:
-        """The id that the model produces for text that it has no piece for."""
+        """The id that the model produces for text that it has no piece for; None if it has no such id."""
         if self.model.get("unk_id") is not None:
             return int(self.model["unk_id"])
         return self.pieces.get(self.model.get("unk_token") or "")
 
     @property
     def family(self) -> str:
-        """byte_level | tiktoken | sentencepiece | bpe | unigram | wordpiece | wordlevel"""
+        """The tokenizer's family: byte_level | tiktoken | sentencepiece | bpe | unigram | wordpiece | wordlevel.
+
+        The first four are BPE: by bytes; by bytes and looking up whole words first; with ▁ or byte fallback; any other.
+        Files without a model type are classified by what the model holds.
+        """
         kind = self.model.get("type")
         if not kind:
             # Older files leave the type out: only BPE has merges, and only Unigram has a list of pieces.
@@ -88,11 +93,12 @@ class Description:
 
     @property
     def byte_level(self) -> bool:
+        """Whether pieces are written in GPT-2's byte map, one letter per byte."""
         return any(part["type"] == "ByteLevel" for part in (*self.normalizers, *self.pre_tokenizers, *self.decoders))
 
     @property
     def metaspace(self) -> str:
-        """The letter that stands for a space in this tokenizer's pieces; empty if there is none."""
+        """The letter that stands for a space in this tokenizer's pieces, usually ▁; empty if there is none."""
         for part in (*self.pre_tokenizers, *self.decoders):
             if part["type"] == "Metaspace":
                 return str(part.get("replacement") or METASPACE)
@@ -100,7 +106,11 @@ class Description:
         return METASPACE if replaces else ""
 
     def changes_text(self) -> str | None:
-        """The first part of the pipeline that changes or drops text, or None."""
+        """A name for the first part of the pipeline that changes or drops text, for messages; None if no part is known
+        to.
+
+        NFC does not count, nor does the replacement of spaces by ▁.
+        """
         for part in self.normalizers:
             if part["type"] in _CHANGING_NORMALIZERS:
                 return str(part["type"])
@@ -118,19 +128,29 @@ class Description:
         return {token: strips for token, strips in sides.items() if any(strips)}
 
     def composes(self) -> bool:
+        """Whether a normalizer brings the text into NFC."""
         return any(part["type"] == "NFC" for part in self.normalizers)
 
     def can_be_unknown(self) -> bool:
+        """Whether some text becomes the unknown token: pieces are not written in the byte map, and there is no byte
+        fallback.
+        """
         return not (self.byte_level or self.model.get("byte_fallback"))
 
     def speller(self) -> Callable[[str], tuple[bytes, bool]]:
-        """A function: piece of the model → (its bytes, whether it is a byte-fallback piece)."""
+        """A function: piece of the model → (the bytes that it stands for, whether it is a byte-fallback piece such as
+        <0x0A>).
+
+        It undoes the byte map or ▁, and takes off the marks of word parts (`##`) and word ends. It must not be used for
+        added tokens, which are written literally.
+        """
         prefix = self.model.get("continuing_subword_prefix") or ""
         suffix = self.model.get("end_of_word_suffix") or ""
         fallback, byte_level, metaspace = bool(self.model.get("byte_fallback")), self.byte_level, self.metaspace
         letters = _Letters(byte_of_letter())
 
         def spell(piece: str) -> tuple[bytes, bool]:
+            """The bytes of a piece, and whether it is a byte-fallback piece."""
             if fallback and (match := _FALLBACK.match(piece)):
                 return bytes([int(match[1], 16)]), True
             piece = piece.removeprefix(prefix).removesuffix(suffix)
@@ -154,7 +174,10 @@ class _Letters(dict[int, int]):
 
 
 def _parts(component: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """The parts of a normalizer, pre-tokenizer or decoder, with nested sequences flattened."""
+    """Yields the parts of a normalizer, pre-tokenizer or decoder, in order and with nested sequences flattened.
+
+    Nothing for None.
+    """
     if component is None:
         return
     inner = next((component[key] for key in ("normalizers", "pretokenizers", "decoders") if key in component), None)

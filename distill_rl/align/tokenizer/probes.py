@@ -26,15 +26,22 @@ _PROBES = (
 
 
 def _spell(encoder: Encoder, table: list[bytes], text: str) -> tuple[np.ndarray, bytes]:
+    """Encodes a text without the special tokens around it: the ids, int32 [n], and the bytes that they spell by the
+    table.
+    """
     ids = encoder.ids(text, add_special=False)
     return ids, b"".join(table[token] for token in ids.tolist())
 
 
 def probe_normalization(encoder: Encoder, table: list[bytes], unknown: int | None) -> tuple[str, str | None]:
-    """(`normalization`, `lossy`) of `Vocabulary`.
+    """The values of `Vocabulary.normalization` (none | nfc | lossy) and `Vocabulary.lossy`, by encoding test strings.
+
+    The second is why the tokens may not spell a text, or None. It may be set for a tokenizer that is not "lossy": if
+    its only loss are characters that it does not know.
 
     Args:
         table: bytes of each id.
+        unknown: id of the unknown token; test strings that contain it are skipped. None: there is none.
     """
     description = encoder.description
     composes = description.composes() or _spell(encoder, table, "e\u0301")[1].endswith("\u00e9".encode())
@@ -55,7 +62,14 @@ def probe_normalization(encoder: Encoder, table: list[bytes], unknown: int | Non
 
 
 def probe_spaces(encoder: Encoder, table: list[bytes]) -> tuple[bool, bool, bool]:
-    """(`dummy`, `dummy_after_special`, `drops_spaces`) of `Vocabulary`, tried with a letter that the tokenizer knows."""
+    """The values of `dummy`, `dummy_after_special` and `drops_spaces` of `Vocabulary`, tried with a letter that the
+    tokenizer knows.
+
+    All False if it knows none of a few letters of several scripts; only its first eight special tokens are tried.
+
+    Args:
+        table: bytes of each id.
+    """
     known_letters = (letter for letter in "ax1.e中" if _spell(encoder, table, letter)[1].strip() == letter.encode())
     letter = next(known_letters, None)
     if letter is None:
@@ -70,7 +84,10 @@ def probe_spaces(encoder: Encoder, table: list[bytes]) -> tuple[bool, bool, bool
 
 
 def _adds_space_after(encoder: Encoder, table: list[bytes], literal: str, letter: str) -> bool:
-    """Whether the tokenizer puts a dummy space between this special token and a letter behind it."""
+    """Whether the tokenizer puts a dummy space between the special token written as `literal` and a letter behind it.
+
+    False if the tokenizer does not read `literal` as that token.
+    """
     ids = encoder.chat(letter + literal + letter)[0].tolist()
     if encoder.specials[literal] not in ids:
         return False
@@ -79,7 +96,10 @@ def _adds_space_after(encoder: Encoder, table: list[bytes], literal: str, letter
 
 
 def end_of_turn(tokenizer: Any, encoder: Encoder) -> int | None:
-    """The first special token that the chat template writes after an assistant's answer."""
+    """The id of the first special token that the chat template writes after an assistant's answer.
+
+    None if there is none: no template, one that fails on a simple chat, or nothing special behind the answer.
+    """
     question, answer = "\ue000question\ue001", "\ue000answer\ue001"
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     try:

@@ -32,6 +32,7 @@ class Retokenizer:
     """
 
     def __init__(self, tokenizer: Any, vocabulary: Vocabulary, encoder: Encoder) -> None:
+        """Builds the tables that all lookups share; the three arguments must belong to one tokenizer."""
         self._encoder = encoder
         self._model = backend_of(tokenizer).model
         self._fold = fold_of([vocabulary]) if vocabulary.normalization == "lossy" else None
@@ -45,7 +46,11 @@ class Retokenizer:
         self._space = description.metaspace or " "
 
     def pieces(self, spellings: list[bytes]) -> Iterator[list[int]]:
-        """The ids of each byte string, in order; empty if the tokenizer cannot spell it. Deterministic."""
+        """Yields this tokenizer's ids of each byte string, in order; an empty list if it cannot spell one.
+        Deterministic.
+
+        The four ways of the class are tried for each. Strings are encoded in batches of `BATCH`.
+        """
         for begin in range(0, len(spellings), BATCH):
             batch = spellings[begin : begin + BATCH]
             texts = [_text(spelling) for spelling in batch]
@@ -73,9 +78,18 @@ class Retokenizer:
         return self._greedy(spelling)
 
     def _spell(self, ids: list[int]) -> bytes:
+        """The bytes that these ids spell together."""
         return b"".join(self._bytes[token] for token in ids)
 
     def _by_model(self, spelling: bytes, text: str | None) -> list[int]:
+        """The ids that the tokenizer's model alone makes of the bytes, without normaliser and pre-tokeniser.
+
+        [] if the model cannot take them: bytes that are not UTF-8 without a byte map, or text that it has no piece for.
+        Whether the ids spell the bytes is for the caller to check.
+
+        Args:
+            text: the decoded bytes; None if they are not UTF-8.
+        """
         if self._letters:
             model_input = "".join(self._letters[byte] for byte in spelling)
         elif text is not None:
@@ -88,6 +102,9 @@ class Retokenizer:
             return []
 
     def _greedy(self, spelling: bytes) -> list[int]:
+        """The ids found by repeatedly taking the longest token that the remaining bytes begin with; [] if none fits
+        somewhere.
+        """
         ids, done = [], 0
         while done < len(spelling):
             sizes = range(min(self._longest, len(spelling) - done), 0, -1)
@@ -100,6 +117,7 @@ class Retokenizer:
 
 
 def _text(spelling: bytes) -> str | None:
+    """The decoded bytes; None if they are not UTF-8."""
     try:
         return spelling.decode()
     except UnicodeDecodeError:

@@ -66,7 +66,10 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> Vocabulary:
-        """From a fast transformers tokenizer, or from a `tokenizers.Tokenizer`, whose roles are unknown.
+        """Reads a fast transformers tokenizer, or a `tokenizers.Tokenizer`, of which only the unknown token's role is
+        known.
+
+        It encodes test strings to see what the tokenizer does to a text. The tokenizer is not modified.
 
         Raises:
             ValueError: a slow tokenizer; a tokenizer without tokens.
@@ -74,17 +77,19 @@ class Vocabulary:
         return read_vocabulary(tokenizer, Encoder(tokenizer))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token spells; empty for a special token."""
+        """The bytes that a token spells; empty for a special token, and for an id below `size` that does not exist."""
         return self.flat[self.starts[token_id] : self.starts[token_id + 1]].tobytes()
 
     def spellings(self) -> list[bytes]:
-        """The bytes that each id spells."""
+        """The bytes that each id spells, by id; empty for special ids and for ids that do not exist."""
         flat = self.flat.tobytes()
         return [flat[start:stop] for start, stop in pairwise(self.starts.tolist())]
 
     def ids_by_bytes(self) -> dict[bytes, int]:
-        """Bytes → the id that spells them. Plain pieces take precedence over byte-fallback ones, then lower ids over
-        higher."""
+        """Bytes → the id that spells them, for all ids that spell any.
+
+        Of several ids, plain pieces take precedence over byte-fallback ones, then lower ids over higher.
+        """
         spellings = self.spellings()
         ids: dict[bytes, int] = {}
         for fallback in (False, True):
@@ -97,15 +102,21 @@ class Vocabulary:
         return self.literals.get(int(token_id), b"")
 
     def opens_with_space(self, token_id: int) -> bool:
+        """Whether the bytes that a token spells begin with a space."""
         return bool(self.lengths[token_id] and self.flat[self.starts[token_id]] == SPACE)
 
 
 def read_vocabulary(tokenizer: Any, encoder: Encoder, stops: Iterable[int] = ()) -> Vocabulary:
-    """`Vocabulary.from_tokenizer`, given the tokenizer's encoder.
+    """`Vocabulary.from_tokenizer`, given the tokenizer's encoder and, if known, further stop tokens.
 
     Args:
+        tokenizer: gives the roles, by its attributes `bos_token_id` etc., and the chat template; a
+            `tokenizers.Tokenizer` has neither.
         stops: further ids that end an answer, such as those of the model's generation config. Ids that spell text or do
-            not exist are ignored.
+            not exist are ignored, and so is the unknown token's.
+
+    Raises:
+        ValueError: a tokenizer without tokens.
     """
     description = encoder.description
     roles = {role: token for role in ROLES if (token := getattr(tokenizer, f"{role}_token_id", None)) is not None}
@@ -146,6 +157,13 @@ def read_vocabulary(tokenizer: Any, encoder: Encoder, stops: Iterable[int] = ())
 
 
 def _stops(roles: Mapping[str, int], special: np.ndarray, more: Iterable[int]) -> tuple[int, ...]:
+    """The ids that may end an answer, ascending: eos and end_of_turn, and those of `more` that are special and not
+    unknown.
+
+    Args:
+        special: bool [size].
+        more: any ids; the others are ignored.
+    """
     stops = {roles[role] for role in STOPS if role in roles}
     stops |= {token for token in more if 0 <= token < len(special) and special[token]} - {roles.get("unk", -1)}
     return tuple(sorted(stops))
@@ -156,8 +174,14 @@ def _read_table(
 ) -> tuple[list[bytes], np.ndarray, np.ndarray, dict[int, bytes]]:
     """(bytes of each id, bool: byte fallback, bool: special, special id → the text that it is written as).
 
+    An id is special if the tokenizer marks it so or if it is in `named`; a special id spells nothing. So does an id
+    below the highest one that no token has.
+
     Args:
         named: ids to treat as special because they have a role.
+
+    Raises:
+        ValueError: a tokenizer without tokens.
     """
     pieces = description.pieces
     size = 1 + max([*pieces.values(), *(added["id"] for added in description.added), *named], default=-1)
@@ -213,7 +237,7 @@ def common_vocabulary(student: Vocabulary, teacher: Vocabulary) -> tuple[np.ndar
 
 
 def _special_pairs(student: Vocabulary, teacher: Vocabulary) -> Iterator[tuple[int, int]]:
-    """Candidate pairs of tokens without bytes, best first."""
+    """Candidate pairs (student id, teacher id) of tokens without bytes, best first; an id may occur in several."""
     for role in (*STOPS, "bos"):
         if role in student.roles and role in teacher.roles:
             yield student.roles[role], teacher.roles[role]
