@@ -65,9 +65,6 @@ class TokenAligner:
         student_stops: Sequence[int] = (),
         teacher_stops: Sequence[int] = (),
     ) -> None:
-        """Copies both tokenizers and reads their vocabularies, which encodes test strings; the class lists the
-        arguments.
-        """
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}; auto suits nearly all pairs")
         self.method, self.fast_ids, self.backend, self.band = method, fast_ids, backend, band

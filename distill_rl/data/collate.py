@@ -54,7 +54,6 @@ class Tokenization:
     """
 
     def __init__(self, tokenizer: Any, *, format: str, loss_on: str, max_length: int):
-        """Refuses a slow tokenizer and settings that cannot be met by any document; the class lists the arguments."""
         if not tokenizer.is_fast:
             rule = "a fast tokenizer (tokenizer.json), which reports the offsets of its tokens"
             raise DataError("student.tokenizer", rule, type(tokenizer).__name__)

@@ -69,9 +69,6 @@ class Loader:
         epochs: float | None,
         start: TrainState,
     ):
-        """Finds where the run begins and ends; reads no rows. The class lists what the arguments mean and what is
-        raised.
-        """
         rows = len(source)
         if steps is None and epochs is None:
             raise ConfigError("train.steps, train.epochs", "at least one is set", "neither")

@@ -34,7 +34,6 @@ class Source:
     """
 
     def __init__(self, parts: Sequence[Loaded], *, kind: Kind, key: str, paths: Sequence[Path]):
-        """Sums up the parts' lengths; reads no rows. The selection is all rows until `select` makes a part."""
         self.parts, self.kind, self.key, self._paths = tuple(parts), kind, key, tuple(paths)
         self._ends = np.cumsum([len(part.dataset) for part in self.parts], dtype=np.int64)
         self._rows: np.ndarray | None = None

@@ -131,7 +131,6 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         device: str = "cuda",
         deadline_s: float,
     ):
-        """Checks the GPU and, with a ring, allocates its slots on it; the class lists the arguments."""
         _check_device(torch.device(device))
         self._deadline_s = deadline_s
         index = torch.device(device).index

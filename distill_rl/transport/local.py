@@ -37,7 +37,6 @@ class LocalTransport(RingTransport[WrittenRing, OpenedRing]):
     name = "local"
 
     def __init__(self, ring: Ring | None = None, *, source: str = "", node_id: str = "", device: str = "cpu"):
-        """Allocates the ring's words and slots, if there is a ring; the class lists the arguments."""
         written = None
         if ring is not None:
             self._words = array("Q", bytes(state_bytes(ring)))

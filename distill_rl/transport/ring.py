@@ -266,7 +266,6 @@ class RingTransport(ABC, Generic[W, R]):
     name: str
 
     def __init__(self, written: W | None, source: str, node_id: str, device: str = "cpu"):
-        """Stores the arguments that the class lists; no ring of another process is open yet."""
         self._written, self._source, self._node_id, self._device_name = written, source, node_id, device
         self._opened: dict[str, R] = {}
         """By source."""

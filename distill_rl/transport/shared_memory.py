@@ -46,7 +46,6 @@ class SharedMemoryTransport(RingTransport[_Written, OpenedRing]):
     name = "shared_memory"
 
     def __init__(self, ring: Ring | None = None, *, source: str = "", node_id: str = "", backing: Backing = "memfd"):
-        """Allocates the ring's words and slots as one segment, if there is a ring; the class lists the arguments."""
         written = None
         if ring is not None:
             segment = Segment.create(state_bytes(ring) + ring.num_slots * slot_stride(ring), backing)

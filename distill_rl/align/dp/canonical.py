@@ -90,7 +90,6 @@ class CanonicalTables:
     """
 
     def __init__(self, student: Vocabulary, teacher: Vocabulary, *, fast_ids: bool = True) -> None:
-        """Decides how strings are folded and, with `fast_ids`, computes both tables; the class lists the arguments."""
         self.student, self.teacher = student, teacher
         lossy = [side for side in (student, teacher) if side.normalization == "lossy"]
         self.fold = fold_of(lossy) if lossy else None

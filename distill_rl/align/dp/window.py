@@ -25,7 +25,6 @@ class WindowSolver:
     """
 
     def __init__(self, student: Vocabulary, teacher: Vocabulary, *, fast_ids: bool, backend: str, band: int) -> None:
-        """Stores the settings and the vocabularies; nothing is built, imported or checked before the first window."""
         self._vocabularies = student, teacher
         self._fast_ids, self._backend, self._band = fast_ids, backend, band
         self._tables: CanonicalTables | None = None

@@ -41,12 +41,6 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Makes the copy of a fast tokenizer that reads special tokens as text; the other two are made when first
-        needed.
-
-        Raises:
-            ValueError: a slow tokenizer.
-        """
         self._backend = backend_of(tokenizer)
         serialized = self._backend.to_str()
         described = json.loads(serialized)

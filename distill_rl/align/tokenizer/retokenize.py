@@ -32,7 +32,6 @@ class Retokenizer:
     """
 
     def __init__(self, tokenizer: Any, vocabulary: Vocabulary, encoder: Encoder) -> None:
-        """Builds the tables that all lookups share; the three arguments must belong to one tokenizer."""
         self._encoder = encoder
         self._model = backend_of(tokenizer).model
         self._fold = fold_of([vocabulary]) if vocabulary.normalization == "lossy" else None
