@@ -136,6 +136,7 @@ def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cell(value: object) -> str:
+    """A value as short text: four significant digits for floats, a dash for None, elements and named parts joined."""
     if value is None:
         return "–"
     if isinstance(value, Mapping):

@@ -28,6 +28,11 @@ def write_texts(path: Path, *, rows: int, words_per_row: int, vocabulary: int = 
 
 
 def _invent_text(draw: random.Random, words: Sequence[str], count: int) -> str:
+    """A text of `count` words drawn from `words`, separated by blanks: some replaced by numbers, some followed by a comma.
+
+    Args:
+        draw: the source of randomness, which the call advances.
+    """
     pieces = []
     for word in draw.choices(words, k=count):
         kind = draw.random()

@@ -74,6 +74,7 @@ CASES = (
 
 
 def configuration(case: Case, model: Path) -> Config:
+    """The configuration of a case: `model` is student and teacher, with the case's layout, dtype and rows; KD and CE."""
     parallel = ParallelConfig(dp=case.dp, tp=case.tp)
     student = StudentConfig(
         model=str(model),

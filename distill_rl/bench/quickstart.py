@@ -23,6 +23,7 @@ _HELP_RUNS = 11
 
 
 def measure(folder: Path) -> dict[str, Any]:
+    """Runs the quickstart once, and `--help` several times, as processes; returns time, peak memory, speed and scores."""
     help_s = [_seconds("-m", "distill_rl", "--help") for _ in range(_HELP_RUNS)]
     runs, material = folder / "runs", folder / "material"
     start = time.perf_counter()
@@ -46,6 +47,13 @@ def _seconds(*arguments: str) -> float:
 
 
 def _peak_pss(*arguments: str) -> int:
+    """Runs Python with these arguments and returns the peak memory in bytes of the process with all its descendants.
+
+    Memory is the proportional set size, sampled at intervals, so memory shared between processes counts once.
+
+    Raises:
+        SystemExit: with the process's exit code if it is not 0.
+    """
     process = psutil.Popen([sys.executable, *arguments])
     peak = 0
     while process.poll() is None:

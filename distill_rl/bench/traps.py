@@ -71,6 +71,12 @@ def _describe(gradient: Tensor, expected: Tensor) -> str:
 
 
 def spoilt(side: int) -> Case:
+    """The trap "an ignored row holds NaN": the error of a loss's gradient, as text.
+
+    Args:
+        side: which input gets the NaN: 0 the student's logits, 1 the teacher's.
+    """
+
     def run(loss: Loss) -> str:
         given = list(inputs())
         clean = [each.clone() for each in given]
@@ -84,6 +90,7 @@ def spoilt(side: int) -> Case:
 
 
 def no_rows(loss: Loss) -> str:
+    """The trap "no row counts": the value and the gradient of a loss whose labels are all ignored, as text."""
     student, teacher, labels = inputs()
     leaf = student.clone().requires_grad_()
     value = loss(leaf * 1, teacher, torch.full_like(labels, -100))
@@ -111,6 +118,7 @@ def mask_columns(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def overwritten(loss: Loss) -> str:
+    """The trap "the teacher's logits change between forward and backward": the error of the gradient, as text."""
     student, teacher, labels = inputs()
     _, right = truth(student, teacher, labels)
     leaf = student.clone().requires_grad_()
@@ -122,6 +130,7 @@ def overwritten(loss: Loss) -> str:
 
 
 def second_derivative(loss: Loss) -> str:
+    """The trap "a gradient is differentiated again": the error of the derivative of |gradient|², as text; "0" if it is all zero."""
     student, teacher, labels = inputs()
 
     def penalty(function: Loss, given: Tensor) -> Tensor:

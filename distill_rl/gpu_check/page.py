@@ -101,6 +101,7 @@ def headline(content: Mapping[str, Any]) -> str:
 
 
 def _machine(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the page's lines about machine, packages and code, as far as they were found out, and about the call itself."""
     machine, call = content["machine"], content["call"]
     if machine:
         for gpu in _gpu_lines(machine["gpus"]) or ["none in use"]:
@@ -141,6 +142,10 @@ def _labelled(label: str, text: str) -> str:
 
 
 def _summary(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields the table of parts as aligned lines: name, result, seconds, peak memory (if any part has one) and a note.
+
+    The note is the title of a part that is ok or waiting, and the reason of any other.
+    """
     rows = []
     for part in parts:
         peak = part.get("peak_gib")

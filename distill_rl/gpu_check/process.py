@@ -96,6 +96,12 @@ def adopt_orphans() -> None:
 
 
 def _command(part: Part, call: Call, result: Path, limit_s: float) -> list[str]:
+    """The command line of a part: its own command, or `gpu_check.part` with the function to call and its arguments as JSON.
+
+    Args:
+        result: file in which the part leaves its result.
+        limit_s: seconds that it may take.
+    """
     if part.command:
         return [word.format(device=call.device, out=call.out) for word in part.command]
     arguments = {

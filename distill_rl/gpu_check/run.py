@@ -99,6 +99,7 @@ def run_parts(record: Record, call: Call, began: float, budget_s: float) -> None
 
 
 def _parser() -> argparse.ArgumentParser:
+    """The command line of the GPU check; the help text lists the parts."""
     parser = argparse.ArgumentParser(
         prog="gpu_check", description="Shows what works on this GPU and how fast, and writes a page into a folder"
     )

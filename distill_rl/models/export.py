@@ -85,6 +85,7 @@ def _gather(model: PreTrainedModel, files: WeightFiles) -> dict[str, Tensor] | N
 
 
 def _write_weights(state: dict[str, Tensor], folder: Path) -> None:
+    """Writes the state dict as safetensors of at most MAX_FILE_BYTES each, with an index file if there are several."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 

@@ -165,6 +165,12 @@ def folder_problems(key: str, folder: Path, *, weights: bool = True) -> list[str
 
 
 def _code_problems(key: str, config: Mapping[str, Any]) -> list[str]:
+    """A model family that transformers does not have, as one line; empty if it has it.
+
+    Args:
+        key: the setting that names the model, for the line.
+        config: the content of its config.json.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     family = config.get("model_type")

@@ -145,6 +145,15 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
+    """Downloads the files of a hub model that match the patterns, or finds them in the cache; returns their folder.
+
+    Args:
+        revision: None: the newest.
+
+    Raises:
+        ConfigError: no such model or revision, or one that needs permission.
+        HubUnreachable: the hub does not answer, or offline mode is set, and the files are not in the cache.
+    """
     from huggingface_hub import errors, snapshot_download
 
     try:

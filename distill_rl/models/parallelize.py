@@ -125,6 +125,11 @@ def tie_again(model: PreTrainedModel) -> None:
 
 
 def _split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
+    """Splits a model over a tensor-parallel mesh in place, by the family's plans for its outer modules and its layers.
+
+    Raises:
+        ConfigError: sizes that do not divide by the number of ranks, or a parameter that the plans do not name.
+    """
     problems = tensor_parallel_problems(model.config, tp_mesh.size())
     if problems:
         raise ConfigError.many(problems)
@@ -150,6 +155,10 @@ def _apply_plan(module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str])
 
 
 def _style(kind: str, module: nn.Module) -> ParallelStyle:
+    """The parallel style that splits one module, by its kind in the family's plan (constants of `families`).
+
+    GPT-2's Conv1D, whose weight is transposed, needs a style of its own.
+    """
     from transformers.pytorch_utils import Conv1D
 
     if isinstance(module, Conv1D):

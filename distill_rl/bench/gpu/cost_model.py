@@ -133,6 +133,7 @@ def parts(pair: Pair, step: Step, card: Card) -> list[Part]:
 
 
 def _teacher(shape: Shape, step: Step, card: Card) -> list[Part]:
+    """The parts of the teacher's forward pass, per token: those of the model's body, then output layer and top k."""
     body, head, top_k = *PHASES[:2], shape.columns
     return [
         Part(body, "GEMM", "2 · body parameters", flops=2.0 * shape.body_parameters),
@@ -148,6 +149,10 @@ def _teacher(shape: Shape, step: Step, card: Card) -> list[Part]:
 
 
 def _student(shape: Shape, step: Step, card: Card) -> list[Part]:
+    """The parts of the student's step, per token: forward, loss, backward and optimizer.
+
+    What happens once per step or per micro-batch is divided by its tokens.
+    """
     forward, loss, backward, optimizer = PHASES[2:]
     multiplied = shape.body_parameters + shape.head_parameters
     per_step = shape.parameters / step.tokens
@@ -247,6 +252,7 @@ def page() -> str:
 
 
 def _section(pair: Pair, step: Step, card: Card) -> str:
+    """The Markdown section of a pair: the verdict, a table by kind of work, and a table with the formula of every part."""
     found = parts(pair, step, card)
     lines = [f"## {pair.name}", "", _verdict(pair, step, card, found), ""]
     lines += ["| kind | µs per token, ours | ideal |", "|---|---:|---:|"]
@@ -261,6 +267,11 @@ def _section(pair: Pair, step: Step, card: Card) -> str:
 
 
 def _verdict(pair: Pair, step: Step, card: Card, found: list[Part]) -> str:
+    """Predicted microseconds per token and tokens per second of a pair, ours and ideal, as one paragraph.
+
+    Args:
+        found: the parts of the pair.
+    """
     ours, ideal = (sum(microseconds(found, card, by="kind", ideal=each).values()) for each in (False, True))
     by_phase = microseconds(found, card, by="phase")
     teacher = sum(by_phase[phase] for phase in PHASES[:2])
@@ -301,6 +312,7 @@ def measure_card(device: torch.device) -> Card:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Prints the prediction for one or all pairs, or writes the page with --write. Returns 2 for sizes that do not fit."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--card", choices=(*CARDS, "cpu"), default="h200", help="cpu: its rates are measured first")
     parser.add_argument("--pair", choices=tuple(PAIRS), help="by its teacher; default: all")

@@ -79,6 +79,11 @@ def measure(
 
 
 def _try_pair(pair: Pair, step: Step, card: Card, world: World, budget_s: float) -> dict[str, Any]:
+    """Figures of a pair with `status: ok`, or only a status: out of memory, no time left, or the error with its traceback.
+
+    Args:
+        budget_s: seconds left for this pair.
+    """
     if budget_s <= 0:
         return {"status": "no time left"}
     try:
@@ -167,6 +172,11 @@ def report(measured: dict[str, Any]) -> str:
 
 
 def _pair_lines(found: dict[str, Any]) -> list[str]:
+    """One pair's figures as lines of text: a headline, speed and memory, then measured and predicted time of each phase.
+
+    Args:
+        found: what `_try_pair` returned, with the pair's name.
+    """
     if found["status"] != "ok":
         return [f"{found['pair']}: {found['status']}"]
     memory = "" if found["peak_gib"] is None else f", peak {found['peak_gib']:.1f} GiB"
@@ -184,6 +194,10 @@ def _pair_lines(found: dict[str, Any]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Measures one or all pairs, prints and records the figures.
+
+    Returns 1 if a pair failed, 2 for options that do not fit the machine or each other.
+    """
     parser = harness.parser(__doc__)
     harness.add_sizes(parser, {"cuda": asdict(Step()), "cpu": asdict(TINY)})
     parser.add_argument("--tiny", action="store_true", help="tiny models, as on a CPU, which takes no others")

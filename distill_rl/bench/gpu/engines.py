@@ -143,6 +143,7 @@ def _marked(engines: Engines, clock: Clock) -> Iterator[None]:
 
 
 def _config(folder: Path, step: Step) -> Config:
+    """The configuration of both engines: models in `folder`, rows of the step's length without packing, top-k targets."""
     return Config(
         student=StudentConfig(model=str(folder / "student")),
         teachers=[TeacherConfig(model=str(folder / "teacher"))],

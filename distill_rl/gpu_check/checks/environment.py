@@ -82,6 +82,11 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
 
 
 def _run_out_of_memory(device: torch.device) -> None:
+    """Requires that an impossible allocation ends in a GpuMemoryError that gives all amounts.
+
+    Raises:
+        AssertionError: it did not.
+    """
     message = "no error: 64 TiB were granted"
     try:
         with gpu_phase("forward"):
@@ -97,6 +102,7 @@ def _relative(values: Tensor, truth: Tensor) -> float:
 
 
 def _gpu(index: int) -> dict[str, Any]:
+    """Name, memory, number of multiprocessors, compute capability and L2 cache of the GPU with this index."""
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
     return {

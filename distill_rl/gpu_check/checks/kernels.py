@@ -76,6 +76,14 @@ def measure(device: torch.device, tiny: bool) -> dict[str, Any]:
 
 
 def _row(kernel: Kernel, device: torch.device, bandwidth: float, rate: float) -> dict[str, Any]:
+    """Runs one kernel and compares its median time with the bound that memory or arithmetic sets; one row of the table.
+
+    A kernel that runs out of memory gets a row that says so. Frees the cached GPU memory.
+
+    Args:
+        bandwidth: bytes per second of copies on this device.
+        rate: FLOP/s of matrix products on this device.
+    """
     row: dict[str, Any] = {"kernel": kernel.name, "shape": kernel.shape}
     try:
         run = kernel.make()
@@ -104,6 +112,7 @@ def _host_bandwidth(device: torch.device) -> float:
 
 
 def _kernels(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Kernel]:
+    """The kernels to be timed, with the bytes or FLOPs that each needs at least; their tensors are made only by `Kernel.make`."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     tokens, columns, hidden, item = sizes.tokens, sizes.columns, sizes.hidden, dtype.itemsize

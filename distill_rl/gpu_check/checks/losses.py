@@ -46,6 +46,14 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
 def _same_vocabulary(
     device: torch.device, rows: int, columns: int, draw: torch.Generator
 ) -> Iterator[tuple[str, str, float]]:
+    """(input, case, error) of every divergence with dense and top-k targets, from logits and fused, in bf16.
+
+    The error is that of the gradient, relative to the fp64 reference on the same rounded inputs.
+
+    Args:
+        rows, columns: of the logits.
+    """
+
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw).to(device)
 
@@ -71,6 +79,10 @@ def _plain_fused(states: Tensor, layer: Tensor, target: Teacher, **keywords: Any
 
 
 def _two_vocabularies(device: torch.device, tiny: bool, draw: torch.Generator) -> Iterator[tuple[str, str, float]]:
+    """(input, case, error) of every cross-tokenizer method with both chunk averages, in fp32 against the fp64 reference.
+
+    The reference runs on the CPU, the loss on `device`.
+    """
     columns, repeats = ((53, 71), 2) if tiny else ((2003, 3001), 8)
     lengths = ((1, 1), (2, 3), (5, 1), (1, 1), (1, 4)) * repeats
     sides = [torch.repeat_interleave(torch.tensor(side)) for side in zip(*lengths)]

@@ -136,6 +136,11 @@ def _refusal(action: Any) -> str:
 
 
 def _ask(reader: Connection, method: str, *arguments: Any) -> Any:
+    """Calls a method of the reader process and returns its result.
+
+    Raises:
+        AssertionError: the reader does not reply within REPLY_S, dies, or reports an error.
+    """
     reader.send((method, arguments))
     assert reader.poll(REPLY_S), f"the reader did not reply to {method!r} within {REPLY_S:.0f} s"
     try:

@@ -40,6 +40,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def wrapped(ctx: Any, *grads: Tensor | None) -> Any:
+        """Runs `backward` without a graph; if one is being built (create_graph), the results refuse to be differentiated again."""
         device = next((each.device.type for each in grads if each is not None), "cpu")
         with torch.no_grad(), _without_autocast(device):
             found = backward(ctx, *grads)

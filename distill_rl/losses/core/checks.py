@@ -67,6 +67,14 @@ def inplace(inplace_backward: bool, logits: Tensor) -> None:
 
 
 def floating(name: str, tensor: Tensor, dims: tuple[int, ...]) -> None:
+    """Requires a float tensor whose number of dimensions is one of `dims`, and that is not inside a torch.func transform.
+
+    Args:
+        name: of the argument, for the message.
+
+    Raises:
+        ValueError: in one line that names the argument.
+    """
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise ValueError(f"{name}: torch.func's transforms are not supported; use torch.autograd")
     if tensor.ndim not in dims or not tensor.is_floating_point():
@@ -96,6 +104,17 @@ def looked_at(validate: bool | None, tensor: Tensor) -> bool:
 
 
 def labels(name: str, values: Tensor, valid: Tensor, vocabulary: int, ignore_index: int, validate: bool | None) -> None:
+    """Requires integer labels that are ids of the vocabulary wherever `valid`.
+
+    Values are looked at as `looked_at` decides: on a CPU by default, on a GPU only with `validate`, because that waits for it.
+
+    Args:
+        values, valid: [N], the labels and which of them count; those that do not may hold anything.
+        vocabulary: number of ids.
+
+    Raises:
+        ValueError: another dtype, or the first id out of range.
+    """
     if values.is_floating_point() or values.dtype == torch.bool:
         raise ValueError(f"{name}: must be integers; got {values.dtype}")
     if not looked_at(validate, values):
@@ -107,6 +126,18 @@ def labels(name: str, values: Tensor, valid: Tensor, vocabulary: int, ignore_ind
 
 
 def top_k(teacher: TopKLogprobs, num_rows: int, vocabulary: int, temperature: float, validate: bool | None) -> None:
+    """Requires top-k targets that fit the student: dtypes, shapes, k, temperature, and ids that are distinct and in range.
+
+    The ids' values are looked at as `looked_at` decides: on a CPU by default, on a GPU only with `validate`.
+
+    Args:
+        num_rows: N of the student.
+        vocabulary: number of ids.
+        temperature: at which the loss compares; the targets must have been made at the same one.
+
+    Raises:
+        ValueError: in one line that names the field.
+    """
     ids, logprobs = teacher.ids, teacher.logprobs
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"teacher.ids: must be int32 or int64; got {ids.dtype}")
@@ -131,6 +162,11 @@ def top_k(teacher: TopKLogprobs, num_rows: int, vocabulary: int, temperature: fl
 
 
 def _distinct_ids(ids: Tensor, vocabulary: int) -> None:
+    """Requires ids [N, k] that lie in the vocabulary and occur once per row. Waits for the device.
+
+    Raises:
+        ValueError: with the offending id, and its row if it occurs twice.
+    """
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or highest >= vocabulary:
         raise ValueError(f"teacher.ids: must lie in [0, {vocabulary}); got {lowest if lowest < 0 else highest}")

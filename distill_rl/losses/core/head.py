@@ -59,6 +59,7 @@ class Head:
         return total
 
     def _product(self, hidden: Tensor, out: Tensor) -> None:
+        """Writes hidden · Wᵀ into `out` [n, Vl], which is fp32 (fp64 for fp64 weights), accumulated in that dtype."""
         if self.weight.dtype == out.dtype:
             torch.mm(hidden.to(out.dtype), self.weight.T, out=out)
         elif self.weight.is_cuda:  # bf16 or fp16 inputs, fp32 accumulation and output
@@ -92,6 +93,11 @@ class HiddenChunks:
         self.hidden, self.head = hidden, head
 
     def load(self, rows: slice, buffers: Buffers, centre: Centre, *, first: bool) -> Tensor:
+        """The teacher's centred logits u of these rows, [n, width], in the buffer `teacher`; computed only if it does not hold them.
+
+        Args:
+            first: during the first pass, before the ranks agree on a common centre. Afterwards the same rows are only shifted.
+        """
         if buffers.held.get("teacher") != (rows, first):
             again = buffers.held.get("teacher") == (rows, True)
             buffer = buffers.buffer("teacher", rows.stop - rows.start)

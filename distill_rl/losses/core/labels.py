@@ -178,6 +178,7 @@ class LabelRows(RowFunction):
             self.values[1][rows] = self.entropy[rows]
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
+        """The gradient of log-probability and entropy (class docstring) for a chunk's logits, [n, width]; u is overwritten."""
         label, entropy = (weight_of(grads, number, u) / self.temperature for number in (0, 1))
         log_q = u.sub_(self.lse[rows, None])
         if self.with_entropy:

@@ -72,6 +72,7 @@ class FusedRows(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx, *grads: Tensor | None):
+        """Gradients of hidden, weight and bias: those made in forward times the loss's gradient, or computed now from the saved inputs."""
         if ctx.rest is None:
             factor, made, anchors = grads[0], ctx.saved_tensors[:3], ctx.saved_tensors[3:]
             assert factor is not None
@@ -108,6 +109,14 @@ def _forward(
     gradients: _Gradients | None,
     weights: Sequence[Tensor | None] | None,
 ) -> None:
+    """Streams all rows through the function's passes, and adds each chunk's gradients while its logits exist.
+
+    With tensor parallelism, u is moved to the ranks' common centre after the first pass.
+
+    Args:
+        gradients: sums to add to, or None. Used only together with `weights`.
+        weights: ∂loss/∂value per row of each differentiable value; None within for a value without weight.
+    """
     buffers = _buffers(hidden, head.weight, chunk)
     for rows in chunks(hidden.shape[0], chunk):
         u = head.load("student", hidden[rows], buffers, function.centre, rows, first=True)
@@ -128,6 +137,7 @@ def _backward(
     gradients: _Gradients,
     grads: Sequence[Tensor | None],
 ) -> None:
+    """Computes each chunk's logits again and adds its gradients, given `grads` of the differentiable values, to `gradients`."""
     buffers = _buffers(hidden, head.weight, chunk)
     for rows in chunks(hidden.shape[0], chunk):
         u = head.load("student", hidden[rows], buffers, function.centre, rows)
@@ -163,6 +173,12 @@ class _Gradients:
         head: Head,
         buffers: Buffers,
     ) -> None:
+        """Adds one chunk to the gradients that are asked for; u is overwritten.
+
+        Args:
+            u: the chunk's centred logits.
+            grads: [N] per differentiable value of `function`, or None.
+        """
         cap_slope = head.cap_slope(u, function.centre, rows, buffers)
         gradient = function.gradient(rows, u, [part(grad, rows) for grad in grads], buffers)
         if cap_slope is not None:
@@ -178,6 +194,12 @@ class _Gradients:
             self._add_to_weight(gradient, chunk)
 
     def _add_to_weight(self, gradient: Tensor, chunk: Tensor) -> None:
+        """Adds Gᵀ · hidden of one chunk to the weight's gradient, or sets it if all rows are one chunk.
+
+        Args:
+            gradient: G, [n, Vl].
+            chunk: the hidden states, [n, H].
+        """
         assert self.weight is not None
         wide = accumulator(self.weight.dtype)
         if self.at_once and self.weight.dtype != wide:

@@ -133,6 +133,13 @@ class _OwnPart(torch.autograd.Function):
 
 
 def _dtensor_shard(tensor: DTensor, dim: int, name: str) -> VocabularyShard:
+    """Which part of the vocabulary this rank holds of a DTensor that is sharded over dimension `dim`, and its group.
+
+    A tensor that no rank splits, or a mesh dimension of one rank, gives a shard without a group.
+
+    Raises:
+        ValueError: a Partial tensor, or a vocabulary sharded over several mesh dimensions.
+    """
     placements, mesh = tensor.placements, tensor.device_mesh
     if any(isinstance(placement, Partial) for placement in placements):
         raise ValueError(f"{name}: a Partial DTensor must be reduced first; got {placements}")

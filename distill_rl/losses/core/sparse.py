@@ -90,6 +90,7 @@ class TopKRows(RowFunction):
         self.teacher = TopKLogprobs(ids, logprobs, rest[0] if rest else None, self.teacher.temperature)
 
     def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+        """Gathers the logits at S into `top` (0 where another rank has the column) and sums those of R. Leaves u as it was."""
         if self.label is not None:
             self.label.collect(rows, u)
         columns = self.shard.columns(self.teacher.ids[rows])
@@ -99,6 +100,7 @@ class TopKRows(RowFunction):
         u.scatter_(1, columns, top)
 
     def _complete(self, rows: slice) -> None:
+        """Sums over the ranks; computes the normalisers, the divergence and, with labels, their cross-entropy and log-probability."""
         picked = [(self.top, self.shard.columns(self.teacher.ids[rows]))]
         all_reduce_sums(self.shard, rows, [self.rest], picked + ([self.label.picked(rows)] if self.label else []))
         top = torch.where(self.teacher.ids[rows] < 0, floor_of(self.top.dtype), self.top[rows])
@@ -164,6 +166,7 @@ class TopKRows(RowFunction):
         return self.teacher.rest_logprob[rows].to(log_p.dtype).clamp_min(floor_of(log_p.dtype))
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
+        """The gradient (module docstring) plus that of the label terms, [n, width]; u is overwritten."""
         label = LabelGradient(self.label, rows, u, given(grads, 1), buffers, given(grads, 2))
         kd = weight_of(grads, 0, u) * self.temperature
         columns = self.shard.columns(self.teacher.ids[rows])
@@ -175,6 +178,12 @@ class TopKRows(RowFunction):
         return label.add_to(gradient)
 
     def _gradient_at_top(self, rows: slice, top: Tensor, kd: Tensor, ce: Tensor) -> Tensor:
+        """∂(Σ kd · D + ce · cross-entropy)/∂u at the columns of S, without the label's own column, [n, k].
+
+        Args:
+            top: the student's u at S, [n, k].
+            kd, ce: weights per row, [n]. `ce` is what all columns share; see `LabelGradient.shared`.
+        """
         log_p = self._teacher_logprobs(rows, top.dtype)
         if self.tail == "renormalize":
             log_p = log_p - log_p.logsumexp(1, keepdim=True)

@@ -389,6 +389,11 @@ class StreamingLoss(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx, *grads: Tensor | None):
+        """The gradient of the logits, chunk by chunk, in their dtype; 0 for rows that are not streamed. Then those of the parameters.
+
+        Raises:
+            RuntimeError: a second backward with `inplace`, which has overwritten the logits.
+        """
         if ctx.spent:
             raise RuntimeError("inplace_backward: the gradient has overwritten the logits, a second backward has none")
         logits, *saved = ctx.saved_tensors

@@ -190,6 +190,11 @@ def local_teacher(teacher: Teacher | None, task: Task) -> TopKLogprobs | Teacher
 
 
 def _hidden_teacher(teacher: TeacherHidden, task: Task) -> HiddenChunks:
+    """The teacher's logits as chunks computed from its hidden states and this rank's rows of its output layer.
+
+    Raises:
+        ValueError: wrong dtypes, or shapes that do not fit the student's rows or each other.
+    """
     checks.floating("teacher.hidden", teacher.hidden, (2, 3))
     checks.floating("teacher.lm_head_weight", teacher.lm_head_weight, (2,))
     weight = local_like(teacher.lm_head_weight.detach(), task.shard, dim=0, name="teacher.lm_head_weight")

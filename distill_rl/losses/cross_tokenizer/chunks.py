@@ -163,6 +163,15 @@ def pair(chunks: Chunks, num_student: int, num_teacher: int, validate: bool | No
 
 
 def _check_numbers(name: str, numbers: Tensor, count: int) -> None:
+    """Requires chunk numbers of one side's rows in [-1, count): every chunk has a row, and its rows follow one another.
+
+    Args:
+        name: of the side, for the message.
+        numbers: [N] integers, -1 for a row in no chunk. Their values are read, which waits for a GPU.
+
+    Raises:
+        ValueError: with the offending number.
+    """
     if numbers.numel() and not -1 <= int(numbers.min()) <= int(numbers.max()) < count:
         extreme = int(numbers.min()) if int(numbers.min()) < -1 else int(numbers.max())
         raise ValueError(f"chunks.{name}: must lie in [-1, {count}), count being {count}; got {extreme}")

@@ -128,6 +128,10 @@ class DistributionRows(LabelLogprobRows):
             ).clamp_max(0)
 
     def _collect_chunks(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+        """Second pass: this rank's part of D and of Σ s·ρ for the chunks whose rows these are. Nothing for rows in no chunk.
+
+        Keeps which columns the sorted distance counted, so that backward counts the same.
+        """
         group = self.groups.get(rows.start) if rows.start < self.labelled.num_first else None
         if group is None:
             return
@@ -143,6 +147,7 @@ class DistributionRows(LabelLogprobRows):
         student[group] = log_q[:, self.comparison.columns].exp().sum(1)
 
     def _complete_chunks(self, rows: slice) -> None:
+        """Sums the parts over the ranks and adds what all ranks share; with `chain`, also the outcome "what is missing to one"."""
         self.shard.sum_(self.divergence, self.mean, *self.mass)
         self.divergence += self.shared_part
         if self.task.options.chain:
@@ -188,6 +193,7 @@ class DistributionRows(LabelLogprobRows):
         return values.repeat_interleave(self.task.pairing.student.length[group], 0, output_size=stop - start)
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
+        """The gradient (module docstring) of a chunk's D plus that of the label terms, [n, width]; u is overwritten."""
         group = self.groups.get(rows.start) if rows.start < self.labelled.num_first else None
         grad = given(grads, 2)
         if group is None or grad is None:
@@ -212,6 +218,11 @@ def hkl(task: ChunkTask) -> Terms:
 
 
 def _by_parts(task: ChunkTask, *, balanced: bool) -> Terms:
+    """`gold` and `hkl`: divergence over the common vocabulary plus sorted L1 over at most `uncommon_top_k` other columns.
+
+    Args:
+        balanced: True for gold, False for hkl (module docstring).
+    """
     student, teacher = task.projection.matches(task.options.relaxed)
     of_student, of_teacher = _others(student, task.shard.total), _others(teacher, task.projection.num_teacher)
     length = min(len(of_student), len(of_teacher), task.options.uncommon_top_k)
@@ -232,6 +243,7 @@ def uld(task: ChunkTask) -> Terms:
 
 
 def _compared(task: ChunkTask, comparison: Comparison) -> Terms:
+    """Runs a comparison over all chunks: the value of each chunk, the cross-entropy of each row, and the mass of the pairs."""
     side = task.pairing.student
     cuts = None if task.options.chain else [task.ends[0][group.stop] for group in task.groups]
     labelled = task.labelled_rows(side.first if task.options.chain else side.rows, cuts)

@@ -70,6 +70,7 @@ def common_top_k(task: ChunkTask, rows: Tensor) -> TopKLogprobs:
 
 
 def _top_k_of(teacher: DenseLogits, rows: Tensor, task: ChunkTask) -> TopKLogprobs:
+    """The top k log-probabilities of these rows of dense teacher logits, with the rest, chunk by chunk; empty for no rows."""
     logits = teacher.logits
     k = min(task.options.top_k, logits.shape[1])
     parts = [

@@ -115,6 +115,11 @@ class VocabularyProjection:
         return self.once("relaxed", self._relaxed_matches)
 
     def _relaxed_matches(self) -> tuple[Tensor, Tensor]:
+        """The common pairs (student ids, teacher ids), and beside them near-certain pairs of the projection, one to one.
+
+        A pair is added if its weight is at least `RELAXED_WEIGHT` and neither id is in a common pair; of several students of one
+        teacher id, the heaviest wins, then the lowest student id.
+        """
         rows, values = self.entry_rows, self.values.detach()
         taken = torch.zeros(self.num_student, dtype=torch.bool, device=rows.device)
         taken[self.student_common] = True

@@ -180,6 +180,7 @@ def _coins(x: Tensor, y: Tensor, settings: _Settings) -> Tensor:
 
 
 def _common_top_k(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
+    """`hybrid` for one chunk of one row: the teacher's top k that are common ids, every other one added to the rest; in fp64."""
     if isinstance(teacher, DenseLogits):
         log_p = (teacher.logits.double() / settings.temperature).log_softmax(1)
         top, ids = log_p.topk(min(settings.top_k, log_p.shape[1]), 1)
@@ -230,6 +231,7 @@ def _projected(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
 
 
 def _matches(settings: _Settings) -> tuple[list[int], list[int]]:
+    """The pairs (student ids, teacher ids) of `gold` and `hkl`, by the definition of `VocabularyProjection.matches`."""
     bridge = settings.bridge
     matches = dict(zip(bridge.student_common.tolist(), bridge.teacher_common.tolist()))
     if settings.relaxed:

@@ -75,6 +75,7 @@ class LabelLogprobRows(RowFunction):
         self.collect(rows, u, buffers)
 
     def complete(self, rows: slice) -> None:
+        """Sums over the ranks and sets the values of these rows: the cross-entropy and, if asked for, the label's log-probability."""
         all_reduce_sums(
             self.shard, rows, [self.sums, *([self.others] if self.others else [])], [self.label.picked(rows)]
         )
@@ -99,6 +100,12 @@ class Compared(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, log_q: Tensor, log_p: Tensor, divergence: Divergence, balanced: bool) -> Tensor:
+        """D per row, [n].
+
+        Args:
+            log_q, log_p: [n, m] log-probabilities of student and teacher; only log_q gets a gradient.
+            balanced: add κ·(q − p) to every term, and clamp D at 0.
+        """
         p, q = Distribution(log_p), Distribution(log_q)
         value, slope = divergence.value(p, q), divergence.slope(p, q)
         if balanced:
@@ -123,6 +130,11 @@ class Bernoulli(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, y: Tensor, divergence: Divergence) -> Tensor:
+        """D per row, [n], at least 0.
+
+        Args:
+            x, y: [n] log-probabilities of student and teacher; only x gets a gradient.
+        """
         x, y = (side.to(x.dtype).clamp(floor_of(x.dtype), _CERTAIN) for side in (x, y))
         other_x, other_y = log1mexp(x), log1mexp(y)
         value, slope = torch.zeros_like(x), torch.zeros_like(x)

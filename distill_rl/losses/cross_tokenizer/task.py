@@ -252,6 +252,11 @@ def _check_teacher(
 def _check_projection(
     options: CrossTokenizerOptions, method: Method, projection: VocabularyProjection, columns: int
 ) -> None:
+    """Requires a projection with a row per student column, and with the pairs or entries that the method needs.
+
+    Raises:
+        ValueError: in one line, under the public name of the argument (`bridge`).
+    """
     if projection.num_student != columns:
         raise ValueError(
             f"bridge: must have a row for each of the student's {columns} columns; got {projection.num_student}"

@@ -65,6 +65,7 @@ class ProjectedRows(LabelLogprobRows, LearningFunction):
         return (*values, self.projected.detach()), constants
 
     def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+        """Collects the sums of a chunk and, for its rows that belong to a chunk of text, Q at their columns and Q_rest."""
         exponentials = self.collect(rows, u, buffers)
         slots = self.slots[rows]
         if not len(slots):
@@ -78,6 +79,7 @@ class ProjectedRows(LabelLogprobRows, LearningFunction):
         self.projected /= self.sums.totals[0][:, None]
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
+        """The gradient (module docstring) plus that of the label terms, [n, width]; u is overwritten. Adds W's gradient if it is learned."""
         slots, grad = self.slots[rows], given(grads, 2)
         if grad is None or not len(slots):
             return super().gradient(rows, u, grads, buffers)
