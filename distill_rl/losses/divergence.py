@@ -32,7 +32,7 @@ class Distribution:
         return self.log.exp()
 
     def mixed(self, other: Distribution, share: float) -> Distribution:
-        """share · self + (1 − share) · other, for a share strictly between 0 and 1."""
+        """The mixture share · self + (1 − share) · other, in log space, for a share strictly between 0 and 1."""
         key = id(other), share
         if key not in self._mixtures:
             # The smallest normal number keeps the log finite where both underflow. Elsewhere it is below rounding.

@@ -138,7 +138,7 @@ class Layer:
     def rows(
         self, hidden: Tensor, function: RowFunction, weights: Sequence[Tensor | None] | None = None
     ) -> tuple[Tensor, ...]:
-        """The row function's values of hidden [N, H], as `FusedRows` returns them."""
+        """The row function's values of hidden [N, H], as `FusedRows` returns them: with `weights` the loss comes first."""
         given = (hidden, self.weight, *([] if self.bias is None else [self.bias]))
         anchors = [Anchor.apply(each) for each in given if each.requires_grad and torch.is_grad_enabled()]
         return FusedRows.apply(
@@ -149,7 +149,11 @@ class Layer:
 def _inputs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, tp_group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor | None, VocabularyShard]:
-    """The local parts of the inputs, checked."""
+    """The local parts of hidden [N, H], weight [Vl, H] and bias [Vl], and this rank's part of the vocabulary; all checked.
+
+    Raises:
+        ValueError: shapes, dtypes or shardings that do not fit each other.
+    """
     if softcap is not None:
         checks.positive("softcap", softcap)
     checks.floating("hidden", hidden, (2, 3))
@@ -170,9 +174,14 @@ def _inputs(
 
 
 def _require_same_rows(hidden: Tensor, weight: DTensor, shard: VocabularyShard, tp_group: ProcessGroup | None) -> None:
-    """Checks that the ranks that share a DTensor weight work on the same rows: hidden states replicated over the same group,
-    a mesh dimension called "tp", or a `tp_group` from the caller say so. FSDP shards a weight in the same way, but its ranks
-    have different rows."""
+    """Checks that the ranks that share a DTensor weight work on the same rows.
+
+    FSDP shards a weight in the same way, but its ranks have different rows. So one of these must say it: hidden states that
+    are replicated over the same group, a mesh dimension called "tp", or a `tp_group` from the caller.
+
+    Raises:
+        ValueError: none of them does.
+    """
     if shard.group is None:
         return
     name = shard.group.group_name

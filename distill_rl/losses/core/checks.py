@@ -38,7 +38,13 @@ def at_least_one(name: str, value: int) -> None:
 
 
 def count(name: str, value: int | float | Tensor | None) -> None:
-    """A denominator. The value of a GPU tensor is not read."""
+    """Requires a denominator: one constant number that is 0 or at least 1, or None.
+
+    The value of a GPU tensor is not read, since that would wait for it; only its shape and dtype are checked.
+
+    Raises:
+        ValueError: in one line that names the argument.
+    """
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.dtype == torch.bool:
             raise ValueError(f"{name}: must be one number; got {value.dtype} {list(value.shape)}")
@@ -85,7 +91,14 @@ def floating(name: str, tensor: Tensor, dims: tuple[int, ...]) -> None:
 
 
 def rows(name: str, tensor: Tensor, leading: torch.Size) -> Tensor:
-    """The tensor as [N], given that the logits have the leading dimensions [N] or [B, S]."""
+    """The tensor flattened to [N].
+
+    Args:
+        leading: the leading dimensions of the logits, [N] or [B, S]; the tensor must have this shape.
+
+    Raises:
+        ValueError: it has another shape.
+    """
     if isinstance(tensor, DTensor):
         raise ValueError(f"{name}: must be a plain tensor, this rank's rows; got a DTensor, give its local part")
     count = math.prod(leading)

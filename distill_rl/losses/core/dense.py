@@ -121,7 +121,10 @@ class DenseRows(RowFunction):
         self.teacher.restore(tensors)
 
     def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
-        """Both sides' normalisers, and Σ e·(x − y) of a leading side."""
+        """First pass over a chunk: adds both sides' normalisers, and for a plain KL Σ e·(x − y) of the side that leads it.
+
+        x and y are the two sides' logits and e = exp(x). Reads u; loads the teacher's chunk.
+        """
         w = self.teacher.load(rows, buffers, self.teacher_centre, first=True)
         if self.label is not None:
             self.label.collect(rows, u)
@@ -140,7 +143,10 @@ class DenseRows(RowFunction):
             self.values[1][rows] = self.label.cross_entropy(rows, self.student_sums.log(rows, -1))
 
     def _complete_kl(self, rows: slice) -> None:
-        """D and H of the plain KLs, in closed form."""
+        """Sums over the ranks, and sets divergence and slope sum of these rows in closed form, for the two plain KLs.
+
+        A plain KL needs no second pass: with the means of the first one, D = Σ p·(log p − log q) is known.
+        """
         self._complete(rows)
         difference = self.student_lse[rows] - self.teacher_lse[rows]
         if self.divergence.leads == "teacher":
@@ -176,7 +182,13 @@ class DenseRows(RowFunction):
         return Distribution(w - self.teacher_lse[rows, None]), Distribution(log_q)
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
-        """T·g·(slope_v − q_v·H) with g = ∂loss/∂(T²·D), plus the cross-entropy's g'·(q_v − 1[v = label])."""
+        """The gradient of a chunk's logits, [n, width]; u is overwritten.
+
+        T·g·(slope_v − q_v·H) with g = ∂loss/∂(T²·D), plus the cross-entropy's g'·(q_v − 1[v = label]).
+
+        Args:
+            grads: g and g' [n]; None for one that nothing uses.
+        """
         label = LabelGradient(self.label, rows, u, given(grads, 1), buffers)
         kd = weight_of(grads, 0, u) * self.temperature
         p, q = self._distributions(rows, u, buffers, out=u)

@@ -22,14 +22,23 @@ class Head:
     def load(
         self, name: str, hidden: Tensor, buffers: Buffers, centre: Centre, rows: slice, *, first: bool = False
     ) -> Tensor:
-        """Logits of these rows, centred and scaled, in the buffer of that name, [n, width]."""
+        """Computes the logits of these rows and centres and scales them as `Buffers.load` does, [n, width].
+
+        Args:
+            name: of the buffer that receives them.
+            hidden: the rows' hidden states [n, H].
+            first: during the first pass, which measures the centre.
+        """
         buffer = buffers.buffer(name, hidden.shape[0])
         logits = buffer[:, : buffers.columns]
         self.logits(hidden, logits)
         return buffers.finish(buffer, logits, centre, rows, first=first)
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:
-        """Writes the logits into `out`, [n, Vl] in fp32 (fp64 for fp64)."""
+        """Writes softcap(scale · hidden · Wᵀ + bias) into `out`, [n, Vl] in fp32 (fp64 for fp64 weights).
+
+        Columns whose bias is −inf are masked and stay −inf under a softcap.
+        """
         self._product(hidden, out)
         if self.scale != 1:
             out.mul_(self.scale)
@@ -49,7 +58,11 @@ class Head:
         return slope.square_().neg_().add_(1).clamp_min_(0)  # a masked column is at −inf
 
     def hidden_gradient(self, gradient: Tensor) -> Tensor:
-        """This rank's part of ∂/∂hidden [n, H], from that of the logits [n, Vl]. fp32 (fp64 for fp64)."""
+        """This rank's part of the hidden states' gradient, [n, H] in fp32 (fp64 for fp64 weights): gradient · W.
+
+        Args:
+            gradient: of the logits before softcap and scale, [n, Vl]. The caller sums the parts over the ranks.
+        """
         wide = accumulator(self.weight.dtype)
         if self.weight.is_cuda or self.weight.dtype == wide:
             return multiply(gradient, self.weight, self.weight.dtype)

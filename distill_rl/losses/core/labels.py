@@ -47,16 +47,16 @@ class LabelTerm:
         self.logit[rows] = torch.where(columns < self.size, u.gather(1, columns), 0)[:, 0]
 
     def cross_entropy(self, rows: slice, lse: Tensor) -> Tensor:
-        """CE at T = 1, [n].
+        """The cross-entropy of the labels at temperature 1, [n]. Keeps `lse` for the gradient.
 
         Args:
-            lse: [n], the logsumexp of the undivided logits.
+            lse: [n], the logsumexp over the whole vocabulary of the logits that are not divided by T.
         """
         self.lse[rows] = lse
         return lse - self.logit[rows] * self.temperature
 
     def logprob(self, rows: slice, others: Tensor) -> Tensor:
-        """The label's log-probability at T, [n].
+        """The label's log-probability at T, [n]. Keeps 1 − q(label) for the gradient (`others`).
 
         Computed from the other columns, because it keeps its digits where q(label) is close to 1, and so does 1 − q(label).
 
@@ -109,7 +109,13 @@ class LabelGradient:
             self._apart = logits.sub_(term.lse[rows, None]).exp_().mul_(self._ce[:, None])
 
     def add_to(self, gradient: Tensor) -> Tensor:
-        """Adds everything that is not covered by `shared`, in place."""
+        """Adds, in place, the parts of the label terms that the caller has not added with `shared`; returns the gradient.
+
+        These are the label's own column, and for a cross-entropy at T ≠ 1 all columns.
+
+        Args:
+            gradient: [n, width], to which `shared` · softmax(z/T) has been added already.
+        """
         if self.term is None:
             return gradient
         self.term.subtract(self.rows, gradient, self.shared)

@@ -46,8 +46,13 @@ class FusedRows(torch.autograd.Function):
         weights: Sequence[Tensor | None] | None,
         *anchors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """
+        """The row function's values, streamed over the rows; with `weights` preceded by the loss (class docstring).
+
         Args:
+            softcap: see `Head`.
+            function: its outputs become the outputs here, differentiable ones first.
+            chunk: rows at a time.
+            weights: ∂loss/∂value [N] per differentiable value; None within for a value that does not enter the loss.
             anchors: empty tensors connected to the inputs that require a gradient, so that a second derivative is refused.
         """
         needs = ctx.needs_input_grad[:3]

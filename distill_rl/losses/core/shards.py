@@ -49,10 +49,13 @@ class VocabularyShard:
         self.require_equal(sizes)
 
     def require_equal(self, sizes: Tensor) -> None:
-        """Checks that all shards are equally wide. Waits for a GPU once per group and size.
+        """Checks that all ranks' shards are equally wide. Waits for a GPU once per group and size; later calls return at once.
 
         Args:
             sizes: [2], the largest shard size of any rank, and minus the smallest.
+
+        Raises:
+            ValueError: they are not, on all ranks alike.
         """
         known = (self.group.group_name, self.size) if self.group is not None else None
         if sizes.device.type != "cpu" and known in _EQUAL:

@@ -118,11 +118,11 @@ class TopKRows(RowFunction):
                 self.values[2][rows] = self.label.logprob(rows, others)
 
     def _compare(self, rows: slice, top: Tensor, lse: Tensor, rest_lse: Tensor) -> None:
-        """D, H and the factor of R's columns.
+        """Sets T²·D, both sides' mass in S, and what backward needs, for these rows.
 
         Args:
-            top: [n, k], the student's logits at S.
-            lse, rest_lse: [n], their logsumexp over all columns and over R.
+            top: [n, k], the student's u at S, at the floor for absent entries.
+            lse, rest_lse: [n], the logsumexp of u over all columns and over R.
         """
         log_p, log_q = self._teacher_logprobs(rows, top.dtype), top - lse[:, None]
         self.masses[0][rows], self.masses[1][rows] = log_p.exp().sum(1), log_q.exp().sum(1)

@@ -84,7 +84,11 @@ class RowPlan:
         return logits[rows] if self.order is None else logits.index_select(0, self.order[rows])
 
     def put(self, out: Tensor, rows: slice, gradient: Tensor) -> None:
-        """Writes a chunk's gradient [n, Vl] into `out` [N, Vl]."""
+        """Writes a chunk's gradient [n, Vl] into its rows of `out` [N, Vl], in the dtype of `out`; 0 for rows that do not count.
+
+        Args:
+            rows: the chunk, as positions in the order of streaming.
+        """
         if self.order is not None:
             out.index_copy_(0, self.order[rows], gradient.to(out.dtype))
             return
@@ -145,7 +149,13 @@ class Buffers:
         return self.finish(buffer, logits, centre, rows, first=first)
 
     def finish(self, buffer: Tensor, logits: Tensor, centre: Centre, rows: slice, *, first: bool) -> Tensor:
-        """`load` for logits that may already be in the buffer. Narrow logits are widened on the way."""
+        """Centres and scales logits into a buffer (`load`), which may already hold them; narrow logits are widened on the way.
+
+        Args:
+            buffer: [n, width]; its dummy columns are set to the floor.
+            logits: [n, columns].
+            first: during the first pass, which measures the centre of these rows.
+        """
         if first:
             centre.measure(rows, logits)
         torch.sub(logits, centre.of(rows, first=first)[:, None], out=buffer[:, : self.columns])
@@ -227,7 +237,11 @@ class LogSums:
         self.table = None if columns is None else like.new_zeros(num_rows, columns)
 
     def add(self, rows: slice, x: Tensor, work: Tensor) -> Tensor:
-        """Computes the totals of a chunk x [n, width]. Returns exp(x − m), which is stored in `work`."""
+        """Computes the totals of a chunk x [n, width]. Returns exp(x − m), which is stored in `work`; x is left as it is.
+
+        Args:
+            work: [n, width], overwritten.
+        """
         if not self._whole:
             self.max[rows] = x.amax(1)
             x = torch.sub(x, self.max[rows, None], out=work)
@@ -259,7 +273,7 @@ class LogSums:
         return [*zip(self.powers, self.totals), *more]
 
     def move(self, rows: slice, largest: Tensor) -> None:
-        """Rescales the totals to the common centre and to the common maximum.
+        """Rescales this rank's totals of these rows to the common centre and the common maximum, so that ranks can be added up.
 
         Args:
             largest: [n], the common maximum of the logits before centring, times 1/T.
@@ -284,7 +298,10 @@ columns of the rows at hand, [n] or [n, k], `VocabularyShard.size` where another
 def all_reduce_sums(shard: VocabularyShard, rows: slice, sums: Sequence[LogSums], picked: Sequence[Picked]) -> None:
     """Turns this rank's totals of these rows into totals over the whole vocabulary, with one MAX and one SUM.
 
+    All ranks of the group must call it alike. Without a group nothing is done.
+
     Args:
+        sums: changed in place, together with their centres.
         picked: gathered from the logits of `sums[0]`; summed over the ranks in place.
     """
     if shard.group is None:
@@ -366,8 +383,10 @@ class StreamingLoss(torch.autograd.Function):
     def forward(
         ctx, logits: Tensor, function: RowFunction, plan: RowPlan, inplace: bool, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        """
+        """The row function's differentiable values and then its constants, each [N] of the plan's rows.
+
         Args:
+            logits: [N, Vl].
             inplace: write the gradient over the logits.
             parameters: of a `LearningFunction`, which already holds them. Passed so that autograd asks for their gradients.
         """

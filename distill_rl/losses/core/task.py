@@ -67,7 +67,10 @@ class Task:
     reduction: Reduction
 
     def without_ignored(self) -> tuple[Task, Tensor | None]:
-        """The same task without its ignored rows, and the row numbers that remain (None if all do)."""
+        """The same task without its ignored rows, and the row numbers that remain; (itself, None) if all rows count.
+
+        Counts the rows, which waits for a GPU.
+        """
         if self.labels is None:
             return self, None
         kept = self.reduction.valid.nonzero()[:, 0]
@@ -77,9 +80,10 @@ class Task:
         return replace(self, num_rows=len(kept), reduction=reduction, labels=self.labels[kept]), kept
 
     def rows(self, teacher: TopKLogprobs | TeacherChunks | None, like: Tensor) -> RowFunction:
-        """What is computed per row.
+        """The row function that computes the values of this task: KD with or without cross-entropy, or label log-probabilities.
 
         Args:
+            teacher: None for cross-entropy alone.
             like: any tensor with the device and dtype of the arithmetic.
         """
         if teacher is None:
@@ -93,7 +97,10 @@ class Task:
         return DenseRows(teacher, self.shard, divergence, options.temperature, label, self.num_rows, like)
 
     def row_weights(self, dtype: torch.dtype, has_teacher: bool) -> tuple[Tensor | None, ...]:
-        """∂ loss/∂ (each value of the row function), each [N]; None for a value that does not enter the loss."""
+        """∂loss/∂value [N] of each differentiable value of the row function; None for a value that does not enter the loss.
+
+        Without a teacher the value is the label's log-probability, so its weight is negative. Only for "sum" and "mean".
+        """
         weights, ratio = self.reduction.row_weights(dtype), self.options.kd_ratio
         ce = weights * (1 - ratio) if ratio < 1 else None
         if not has_teacher:
@@ -102,10 +109,11 @@ class Task:
         return (weights * ratio if ratio > 0 else None, ce)
 
     def output(self, values: Sequence[Tensor], has_teacher: bool, loss: Tensor | None = None) -> KDOutput:
-        """Reduces the row function's values.
+        """Reduces the row function's values to the result of a loss call.
 
         Args:
-            loss: the reduced loss, if it has been computed already.
+            values: as the row function returns them, [N] each, differentiable ones first.
+            loss: the reduced loss, if it has been computed already; None: computed here from the values.
         """
         if has_teacher:
             kd, *ce, teacher_mass, student_mass = values
@@ -142,10 +150,14 @@ def spread(values: Sequence[Tensor], kept: Tensor | None, num_rows: int) -> Sequ
 def make_task(
     options: KDOptions, batch: Batch, leading: torch.Size, shard: VocabularyShard, device: torch.device
 ) -> Task:
-    """Checks the batch.
+    """Checks labels, weights and counts of a call against its rows, and returns them as a task.
 
     Args:
         leading: the dimensions of the rows, [N] or [B, S].
+        shard: this rank's part of the student's vocabulary.
+
+    Raises:
+        ValueError: in one line that names the argument.
     """
     checks.count("num_items_in_batch", batch.num_items_in_batch)
     checks.constant("token_weights", batch.token_weights)
@@ -169,7 +181,13 @@ def make_task(
 
 
 def local_teacher(teacher: Teacher | None, task: Task) -> TopKLogprobs | TeacherChunks | None:
-    """The targets in the form that row functions take, checked against the student's rows and columns."""
+    """The targets in the form that row functions take, checked against the student's rows and columns.
+
+    Top-k targets as they are; logits and hidden states as chunks of this rank's columns; None for cross-entropy alone.
+
+    Raises:
+        ValueError: no teacher although kd_ratio is above 0, or targets that do not fit.
+    """
     options = task.options
     if teacher is None:
         if options.kd_ratio > 0:

@@ -76,7 +76,16 @@ class ChunkOutput:
 
 
 def _in_rows(name: str, found: list[Tensor], length: int | None) -> Tensor:
-    """int64 [R·S]: the numbers of each text, then −1."""
+    """The chunk numbers of one side for rows [R, S] of logits, flattened: int64 [R·S], −1 after the end of each text.
+
+    Args:
+        name: of the side, for the message.
+        found: the numbers of each text's rows.
+        length: S; None: the longest text.
+
+    Raises:
+        ValueError: a text is longer than `length`.
+    """
     longest = max((len(each) + 1 for each in found), default=0)
     width = longest if length is None else length
     if longest > width:
@@ -145,7 +154,10 @@ class Pairing:
 
 
 def pair(chunks: Chunks, num_student: int, num_teacher: int, validate: bool | None) -> Pairing:
-    """The chunks, checked against the rows of both sides.
+    """The chunks as a `Pairing`, checked against the numbers of rows of both sides.
+
+    Args:
+        validate: whether chunk numbers are looked at; None: only on a CPU.
 
     Raises:
         ValueError: shapes or types; and where values are looked at: numbers out of range, chunks without a row on one

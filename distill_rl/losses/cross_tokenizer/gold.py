@@ -184,7 +184,7 @@ class DistributionRows(LabelLogprobRows):
         return log_p + self.teacher.continuation[group, None] if self.task.options.chain else log_p
 
     def _by_row(self, values: Tensor, group: slice) -> Tensor:
-        """[n chunks, …] → [n rows, …]"""
+        """Repeats the values of each chunk of a group for every student row of that chunk: [n chunks, …] → [n rows, …]."""
         if self.task.options.chain:
             return values
         start, stop = (self.task.ends[0][number] for number in (group.start, group.stop))

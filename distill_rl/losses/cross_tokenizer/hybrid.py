@@ -36,7 +36,10 @@ def alm(task: ChunkTask) -> Terms:
 
 
 def hybrid(task: ChunkTask) -> Terms:
-    """1:1 chunks: T²·D over the teacher's top k tokens of the common vocabulary and a bucket. Other chunks: as `alm`."""
+    """The terms of `hybrid`: a value per chunk and the cross-entropy per row.
+
+    1:1 chunks: T²·D over the teacher's top k tokens of the common vocabulary and a bucket. Other chunks: as `alm`.
+    """
     labelled, pairing = task.labelled_rows(), task.pairing
     paired = pairing.one_to_one
     teacher = common_top_k(task, pairing.teacher.first[paired])
@@ -85,7 +88,11 @@ def _top_k_of(teacher: DenseLogits, rows: Tensor, task: ChunkTask) -> TopKLogpro
 
 
 def translated(teacher: TopKLogprobs, projection: VocabularyProjection, dtype: torch.dtype) -> TopKLogprobs:
-    """Teacher ids → student ids (−1 without a counterpart, whose mass joins the rest), log-probabilities in `dtype`."""
+    """The teacher's top k in the student's ids; those without a counterpart get −1, and their mass joins the rest.
+
+    Args:
+        dtype: of the returned log-probabilities.
+    """
     floor = floor_of(dtype)
     ids = projection.to_student[teacher.ids.long()]
     logprobs = teacher.logprobs.to(dtype).clamp_min(floor)
@@ -97,7 +104,15 @@ def translated(teacher: TopKLogprobs, projection: VocabularyProjection, dtype: t
 
 
 def _spread(teacher: TopKLogprobs, places: Tensor, labels: Tensor) -> TopKLogprobs:
-    """[M] rows: `teacher`'s at `places`; all others have their label as the only entry, for its log-probability."""
+    """Targets for all M labelled rows: those of `teacher` at the rows `places`, and at all others the label as the only entry.
+
+    The latter rows then yield the label's log-probability (`TopKRows`).
+
+    Args:
+        teacher: [m, k].
+        places: int64 [m].
+        labels: int64 [M].
+    """
     assert teacher.rest_logprob is not None
     rest = teacher.rest_logprob
     half = -math.log(2)  # any value will do: these rows have no KD

@@ -59,7 +59,13 @@ class VocabularyProjection:
         student_stops: Any = (),
         teacher_stops: Any = (),
     ) -> VocabularyProjection:
-        """Of arrays or lists, copied."""
+        """A projection from arrays or lists in compressed-row form, copied into tensors of the right dtypes.
+
+        Args:
+            indptr, indices, values: row s holds `values[indptr[s]:indptr[s + 1]]` at the teacher ids `indices[…]`.
+            student_common, teacher_common: pairs of ids that spell the same.
+            student_stops, teacher_stops: stop tokens of either side.
+        """
 
         def ids(of: Any) -> Tensor:
             return torch.tensor(of, dtype=torch.int64)
@@ -233,7 +239,7 @@ class LearnableProjection(nn.Module):
         """[nnz]"""
 
     def forward(self) -> VocabularyProjection:
-        """The bridge with the present weights, differentiable."""
+        """The projection with the present weights, through which gradients reach the parameters."""
         projection = self._projection
         rows = projection.entry_rows
         places = torch.arange(len(rows), device=rows.device) - projection.indptr[rows]

@@ -104,9 +104,12 @@ def _select(teacher: TopKLogprobs | DenseLogits, rows: Tensor) -> TopKLogprobs |
 def _chunk(
     method: str, student: Tensor, label_logprobs: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings
 ) -> Tensor | None:
-    """D of one chunk, None where the method skips it.
+    """D of one chunk at temperature T without the factor T², or None where the method skips it.
 
-    student: [n, V_s] log-probabilities at T; label_logprobs: [n], those of the labels.
+    Args:
+        student: [n, V_s] log-probabilities at T.
+        label_logprobs: [n], those of the labels.
+        teacher: the chunk's rows.
     """
     single = len(student) == 1 and (teacher.label_logprob is None or len(teacher.label_logprob) == 1)
     single &= len(teacher.ids if isinstance(teacher, TopKLogprobs) else teacher.logits) == 1
@@ -158,7 +161,7 @@ def _label_logprobs(teacher: TopKLogprobs | DenseLogits) -> Tensor:
 
 
 def _stops(method: str, log_q: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
-    """Does the text stop here: for the teacher by any of its stop tokens, for the student by the one that stands here?"""
+    """D between two coins: does the text stop here? For the teacher by any of its stop tokens, for the student by its label."""
     ends = settings.bridge.teacher_stops
     if isinstance(teacher, DenseLogits):
         log_p = (teacher.logits[0].double() / settings.temperature).log_softmax(0)[ends].logsumexp(0)
@@ -209,7 +212,10 @@ def _dense_projection(bridge: VocabularyProjection) -> Tensor:
 
 
 def _projected(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
-    """P-KL: the student in the teacher's vocabulary; columns into which nothing is projected are part of the rest."""
+    """`xtoken` for one chunk: D between the teacher and the student projected into its vocabulary, over its top k and the rest.
+
+    Columns into which nothing is projected are part of the rest.
+    """
     (p, other_p, _), (q, other_q, _) = teacher, student
     matrix = _dense_projection(settings.bridge)
     projected = q @ matrix
@@ -264,7 +270,7 @@ def _hkl(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
 
 
 def _rest(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
-    """Sorted L1 of what has no counterpart. Padding of an output layer, which is masked, is no column."""
+    """Sorted L1 of the columns that have no counterpart, at most `uncommon_top_k` of them. Masked padding is no column."""
     left = []
     for side, taken in zip((student, teacher), _matches(settings)):
         others = _others(len(side.prob), taken)
@@ -275,7 +281,7 @@ def _rest(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
 
 
 def _uld(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
-    """Sorted L1 of all; the shorter side is filled up with zeros."""
+    """Sorted L1 over all columns of both sides, at most `uncommon_top_k`; the shorter side is filled up with zeros."""
     length = min(max(len(teacher.prob), len(student.prob)), settings.uncommon_top_k)
     filled = [
         torch.cat([side.sort(descending=True).values, side.new_zeros(max(0, length - len(side)))])[:length]
@@ -285,7 +291,10 @@ def _uld(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
 
 
 def _strict(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
-    """Reverse KL, both sides conditioned on the common vocabulary: the student's first columns and the rest of it."""
+    """`strict` for one 1:1 chunk: reverse KL, both sides conditioned on the common vocabulary.
+
+    Over the student's most likely k columns of it and the rest.
+    """
     logits = _dense(teacher).logits
     bridge = settings.bridge
     q = student[0, bridge.student_common].softmax(0)

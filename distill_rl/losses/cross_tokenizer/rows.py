@@ -62,7 +62,7 @@ class LabelLogprobRows(RowFunction):
         return values, ()
 
     def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> Tensor:
-        """Collects the sums of a chunk. Returns exp(u − its maximum)."""
+        """First pass over a chunk: adds its sums and gathers the labels' logits. Returns exp(u); u is left as it was."""
         self.label.collect(rows, u)
         if self.others is not None:
             columns = self.label.columns[rows, None]

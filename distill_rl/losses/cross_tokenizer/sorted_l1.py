@@ -26,9 +26,14 @@ class SortedL1:
         """how many a rank may have among the largest"""
 
     def compare(self, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum [n], the same on every rank, and [n, m] int32: which of this rank's columns count, and on which side.
+        """The distance of each row's sorted probabilities, and which columns it counted. Called by all ranks alike.
 
-        log_q: [n, width], log-probabilities of this rank's columns. log_p: [n, any], those of the teacher.
+        Args:
+            log_q: [n, width], the student's log-probabilities of this rank's columns.
+            log_p: [n, any], those of the teacher.
+
+        Returns:
+            The sum [n], the same on every rank, and [n, m] int32: which of this rank's columns count, and on which side.
         """
         own = self._own(log_q)
         values, places = own.exp().sort(dim=1, descending=True, stable=True)

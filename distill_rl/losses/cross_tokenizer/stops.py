@@ -29,7 +29,14 @@ from distill_rl.losses.targets import DenseLogits
 
 
 def with_stops(task: ChunkTask, method: str, terms_of: Callable[[ChunkTask], Terms]) -> Terms:
-    """The method's terms for chunks of text, and coins for stop tokens: 1:1 chunks whose label is a stop token."""
+    """The terms of all chunks: the method's own for chunks of text, and coins for stop tokens (does the text stop here or not?).
+
+    A stop token is a 1:1 chunk whose label is a stop token of the student. Waits for a GPU, to count them.
+
+    Args:
+        method: its name; the coins are compared in its terms.
+        terms_of: computes the method's terms of a task; called once, on the task without the stop tokens.
+    """
     are_stops = _are_stops(task)
     count = 0 if are_stops is None else int(are_stops.sum())  # a GPU is waited for
     if are_stops is None or not count:
@@ -60,7 +67,12 @@ def _are_stops(task: ChunkTask) -> Tensor | None:
 
 
 def _without(pairing: Pairing, stops: Tensor, kept: Tensor) -> Pairing:
-    """The chunks `kept`, renumbered. `stops`: bool [count], the others, which have one row on either side."""
+    """The pairing with only the chunks `kept`, renumbered from 0.
+
+    Args:
+        stops: bool [count], the other chunks, which have one row on either side.
+        kept: int64, the numbers of the chunks that stay.
+    """
     number = kept.new_zeros(pairing.count)
     number[kept] = torch.arange(len(kept), device=kept.device)
     dropped = pairing.count - len(kept)
@@ -80,8 +92,13 @@ def _own_tokens(task: ChunkTask) -> Tensor:
 
 
 def _coins(task: ChunkTask, method: str, ours: Tensor, theirs: Tensor) -> Tensor:
-    """[n], D between the two coins in the method's own terms: `strict` is reverse KL, `uld` is L1 (twice the total
-    variation of two coins), `alm` applies 1/τ."""
+    """D between the two coins of each stop chunk, [n], in the method's own terms.
+
+    `strict` is reverse KL, `uld` is L1 (twice the total variation of two coins), `alm` applies 1/τ.
+
+    Args:
+        ours, theirs: [n], log-probabilities at T that student and teacher stop.
+    """
     if method == "strict":
         return Bernoulli.apply(ours, theirs, resolve("reverse_kl", 0.0))
     if method == "uld":

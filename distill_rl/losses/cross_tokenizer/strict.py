@@ -85,7 +85,10 @@ class StrictRows(LabelLogprobRows):
 
 
 def strict(task: ChunkTask) -> Terms:
-    """Reverse KL over the student's top columns of the shared vocabulary and its rest. Other chunks are skipped."""
+    """The terms of `strict`: per 1:1 chunk the reverse KL, both sides conditioned on the common vocabulary; 0 for other chunks.
+
+    Over the student's TOP_K most likely columns of the common vocabulary and the rest of it.
+    """
     pairing, projection = task.pairing, task.projection
     paired = pairing.one_to_one
     rows = pairing.student.first[paired]
@@ -102,7 +105,12 @@ def strict(task: ChunkTask) -> Terms:
 
 @torch.no_grad()
 def _student_top(task: ChunkTask, rows: Tensor, unshared: Tensor) -> Tensor:
-    """[n, k], the student's most likely shared ids."""
+    """The student's TOP_K most likely common ids in each of these rows (all, if there are fewer), int64 [n, k]; equal on all
+    ranks.
+
+    Args:
+        unshared: this rank's columns without a counterpart.
+    """
     k = min(TOP_K, len(task.projection.student_common))
     parts = []
     for part in [*chunks(len(rows), task.piece)] or [slice(0, 0)]:
@@ -114,7 +122,12 @@ def _student_top(task: ChunkTask, rows: Tensor, unshared: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _teacher_at(task: ChunkTask, rows: Tensor, ids: Tensor) -> TopKLogprobs:
-    """The teacher's log-probabilities of the student's ids and of the rest, conditioned on the shared vocabulary."""
+    """The teacher's log-probabilities of the student's ids and of the rest, conditioned on the common vocabulary.
+
+    Args:
+        rows: rows of the teacher.
+        ids: int64 [n, k], student ids that have a counterpart.
+    """
     projection, logits, floor = task.projection, task.dense_teacher().logits, floor_of(task.dtype)
     place = projection.student_common.new_full((projection.num_student,), -1)
     place[projection.student_common] = torch.arange(len(projection.student_common), device=place.device)

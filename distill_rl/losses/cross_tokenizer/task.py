@@ -72,7 +72,7 @@ class ChunkTask:
 
     @cached_property
     def groups(self) -> list[slice]:
-        """Consecutive chunks with at most `piece` rows on either side in all, or a single larger chunk."""
+        """Slices of consecutive chunks that tile all chunks; each has at most `piece` rows on either side, or is one larger chunk."""
         count = self.pairing.count
         if self.options.chain:
             return list(chunks(count, self.piece))
@@ -98,9 +98,10 @@ class ChunkTask:
         return self.teacher
 
     def labelled_rows(self, first: Tensor | None = None, cuts: list[int] | None = None) -> LabelledRows:
-        """All labelled rows, with the rows `first` before the others.
+        """The labelled rows of the student in the order of streaming: the rows `first`, then the others.
 
         Args:
+            first: int64, row numbers; None: no row comes first.
             cuts: where pieces within `first` end. None: pieces of equal length.
         """
         count = self.label_rows.shape[0]
@@ -188,7 +189,11 @@ def make_task(
     labels: Tensor,
     tp_group: ProcessGroup | None,
 ) -> ChunkTask:
-    """Checks the arguments of `chunk_kd_loss`."""
+    """Checks the arguments of `chunk_kd_loss` against each other and returns them as a task.
+
+    Raises:
+        ValueError: in one line that names the argument.
+    """
     checks.floating("student_logits", student_logits, (2, 3))
     logits, shard = split(student_logits, tp_group, dim=-1, name="student_logits")
     num_rows, validate = logits.shape[:-1].numel(), options.validate
@@ -226,7 +231,11 @@ def _check_teacher(
     teacher: TopKLogprobs | DenseLogits,
     projection: VocabularyProjection,
 ) -> int:
-    """Returns the teacher's number of rows."""
+    """Checks kind, shape and vocabulary of the targets; returns the teacher's number of rows.
+
+    Raises:
+        ValueError: in one line that names the field.
+    """
     if isinstance(teacher, DenseLogits):
         checks.floating("teacher.logits", teacher.logits, (2,))
         num_rows, columns = teacher.logits.shape

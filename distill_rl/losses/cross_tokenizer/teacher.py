@@ -38,7 +38,11 @@ class TeacherDistributions:
         (self._logits,) = tensors
 
     def of(self, group: slice) -> Tensor:
-        """Log-probabilities [n, V_t] of a group of chunks, at least the floor."""
+        """The teacher's log-probabilities of each chunk of a group, [n, V_t], at least the floor (class docstring).
+
+        Args:
+            group: consecutive chunk numbers.
+        """
         floor = floor_of(self._task.dtype)
         if self._task.options.chain:
             return self._rows(self._side.first[group]).clamp_min(floor)

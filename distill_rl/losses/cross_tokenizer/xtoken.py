@@ -99,7 +99,10 @@ class ProjectedRows(LabelLogprobRows, LearningFunction):
 
 
 def xtoken(task: ChunkTask) -> Terms:
-    """T²·D between the teacher's chunk and the projected student's, over the teacher's top k columns and the rest."""
+    """The terms of `xtoken`: per chunk T²·D between the teacher and the projected student, and the cross-entropy per row.
+
+    Over the teacher's top k columns of the chunk and the rest.
+    """
     student = task.pairing.student
     teacher = TeacherDistributions(task)
     top = _top_columns(task, teacher)
@@ -126,7 +129,10 @@ def xtoken(task: ChunkTask) -> Terms:
 
 @torch.no_grad()
 def _top_columns(task: ChunkTask, teacher: TeacherDistributions) -> Top:
-    """Leaves out columns that no student token is projected into: the student can have no mass there."""
+    """The teacher's top k columns of every chunk, without columns that no student token is projected into.
+
+    The student can have no mass in those, so they count to the rest.
+    """
     unreachable = (~task.projection.reachable).nonzero()[:, 0]
     k = min(task.options.top_k, task.projection.num_teacher - len(unreachable))
     floor = floor_of(task.dtype)
@@ -145,7 +151,11 @@ def _top_columns(task: ChunkTask, teacher: TeacherDistributions) -> Top:
 
 
 def _compare(task: ChunkTask, top: Top, q: Tensor) -> Tensor:
-    """[count], D from the student's probabilities q [count, k + 1]."""
+    """D of every chunk, [count].
+
+    Args:
+        q: [count, k + 1], the student's probabilities at the columns of `top`, then the rest's.
+    """
     log_q = q.clamp_min(_LEAST[task.dtype]).log()
     if task.options.tail != "bucket":
         log_p, log_q = top.logprobs, log_q[:, :-1]
