@@ -74,7 +74,7 @@ def export_model(
 
 
 def _gather(model: PreTrainedModel, files: WeightFiles) -> dict[str, Tensor] | None:
-    """All tensors in the files' dtype on rank 0's CPU; None on every other rank."""
+    """All tensors under their names in the files and in the files' dtype, on rank 0's CPU; None on every other rank. Collective."""
     state: dict[str, Tensor] = {}
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, (file_name, *_) in names_in_files(model, files).items():
@@ -117,7 +117,7 @@ def _common_dtype(state: dict[str, Tensor]) -> torch.dtype:
 
 
 def _commit(unfinished: Path, out_dir: Path) -> None:
-    """Flushes every file to disk, then moves the folder to its place."""
+    """Flushes every file to disk, then gives the folder its final name; a folder that has it already is replaced."""
     sync_tree(unfinished)
     replaced = unfinished.with_name(f".{out_dir.name}.tmp-old-{os.getpid()}")
     if out_dir.exists():

@@ -52,7 +52,7 @@ def head(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 def scale_and_cap(hf_config: PreTrainedConfig) -> tuple[float, float | None]:
-    """(factor on the output layer's result, soft cap of the product or None)."""
+    """The family's factor on the result of the output layer (1 if none), and the soft cap of the product (None if none)."""
     config: Any = hf_config
     scale = 1.0
     if getattr(config, "logits_scaling", None):  # Granite

@@ -236,10 +236,12 @@ class GradientReduction:
         self.once = once or self._resident
 
     def before_micro_batch(self, last: bool) -> None:
-        """Call it before each forward that is followed by a backward.
+        """Sets what FSDP2 does in the next backward: whether gradients are reduced over the ranks, and gathered weights freed.
+
+        Call it before each forward that is followed by a backward.
 
         Args:
-            last: whether this is the last micro-batch of the optimizer step.
+            last: whether this is the last micro-batch of the optimizer step. With one reduction per step, only this one reduces.
         """
         for unit in self._units:
             if self.once:

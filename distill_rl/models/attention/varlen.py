@@ -57,7 +57,8 @@ class Documents:
 
     @classmethod
     def of(cls, position_ids: np.ndarray, device: torch.device) -> Documents:
-        """
+        """The documents of packed rows, as the kernels want them, on `device`.
+
         Args:
             position_ids: integers [R, S], 0 where a document begins and nowhere else.
 
@@ -105,7 +106,13 @@ def reads_documents(hf_config: PreTrainedConfig) -> bool:
 
 
 def needs_documents(hf_config: PreTrainedConfig, width: int, *, one_per_row: bool) -> bool:
-    """Whether the boundaries matter: a causal kernel over whole rows of `width` positions would give another result."""
+    """Whether the boundaries of documents must be known: without them, attention over whole rows would give another result.
+
+    Args:
+        width: positions of a row.
+        one_per_row: no row holds more than one document. Then boundaries matter only for our own kernels with a soft cap,
+            or with a window shorter than a row.
+    """
     if not one_per_row:
         return True
     if hf_config._attn_implementation not in VARLEN.values():
@@ -188,7 +195,10 @@ def per_document(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, long
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """One document [1, heads, n, E], with all scores in memory."""
+    """Causal attention of one document with all scores in memory: query [1, H, n, E], key and value [1, K, n, E] → [1, H, n, E].
+
+    Scores are computed in fp32.
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scores = query.float() @ key.float().transpose(-1, -2) * scoring.scale
