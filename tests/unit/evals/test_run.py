@@ -47,7 +47,9 @@ def test_known_prompts_score_one_and_others_zero(parrot: Path, questions: Path) 
 def test_data_hash_covers_questions_and_answers(parrot: Path, questions: Path) -> None:
     first = evaluate(parrot, ["exact_match"], questions)["exact_match"]["data_sha256"]
     rows = questions.read_text().splitlines()
-    questions.write_text("\n\n".join(rows) + "\n")
+    questions.write_text(
+        "".join(json.dumps(json.loads(row), indent=None, separators=(" ,", " : ")) + "\n" for row in rows)
+    )
     assert evaluate(parrot, ["exact_match"], questions)["exact_match"]["data_sha256"] == first
     questions.write_text("\n".join(rows[:3]))
     assert evaluate(parrot, ["exact_match"], questions)["exact_match"]["data_sha256"] != first
