@@ -72,7 +72,10 @@ def write_model(folder: Path, items: Sequence[Item], *, vocabulary: int, hidden:
 
 @torch.inference_mode()
 def per_letter(backend: HfBackend, items: Sequence[Item]) -> Logprobs:
-    """One forward pass over the whole text per letter, with the output layer at the needed positions only."""
+    """Log-probabilities of the choices, computed as a simple implementation would: what the backend is compared with.
+
+    One forward pass over the whole text per letter, with the output layer at the needed positions only.
+    """
     results = []
     for item in items:
         choices, sums = backend.encoder.choices(item), []
@@ -115,7 +118,7 @@ def compare(backend: HfBackend, items: Sequence[Item], batch_size: int, rounds: 
 
 
 def verdict(results: dict[str, Any]) -> list[str]:
-    """One line per violated bound."""
+    """The missed targets of the figures, one line each; empty if all are met."""
     speedup = results[SHARED]["times_as_fast"]
     differences = {name: result["greatest_difference"] for name, result in results.items()}
     return harness.missed(

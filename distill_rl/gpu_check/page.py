@@ -84,7 +84,7 @@ def render(content: Mapping[str, Any]) -> str:
 
 
 def headline(content: Mapping[str, Any]) -> str:
-    """The verdict in one line."""
+    """The verdict in one line: how many parts are ok, failed (with their names), skipped and not done, and the seconds so far."""
     parts, failures = content["parts"], content["failures"]
     done = [part for part in parts if part["status"] != "waiting"]
     num_ok = sum(part["status"] == "ok" for part in parts)
@@ -127,7 +127,7 @@ def _machine(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _gpu_lines(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line per kind of GPU, with their number."""
+    """One line for each different GPU (name, memory and so on), with the number of those that are alike."""
     texts = [
         f"{gpu['name']}, {gpu['gib']} GiB ({gpu['free_gib']} free), {gpu['multiprocessors']} multiprocessors, "
         f"compute capability {gpu['capability']}, L2 {gpu['l2_mib']} MiB"
@@ -160,7 +160,7 @@ def _summary(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _figures(figures: Mapping[str, Any], indent: str) -> Iterator[str]:
-    """Numbers as lines, mappings as sections, lists of mappings as tables."""
+    """Yields the figures of a part as lines: numbers under each other, a mapping as a section, a list of mappings as a table."""
     plain = {name: value for name, value in figures.items() if not isinstance(value, Mapping | list)}
     yield from _numbers([(name, _text(value)) for name, value in plain.items()], indent)
     for name, value in figures.items():
@@ -212,7 +212,7 @@ def _aligned(rows: Sequence[Sequence[str]], indent: str, right: set[int]) -> Ite
 
 
 def _text(value: Any) -> str:
-    """Whole numbers as they are; others with at most four digits."""
+    """A value as text: whole numbers as they are, other numbers with at most four digits."""
     if value is None:
         return "–"
     if isinstance(value, bool) or not isinstance(value, int | float):

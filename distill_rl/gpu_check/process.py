@@ -133,7 +133,10 @@ def _environment(part: Part, call: Call, folder: str) -> dict[str, str]:
 
 
 def _run(command: list[str], environment: dict[str, str], log: IO[bytes], limit_s: float, part: Part) -> int | None:
-    """The exit code; None if the limit was reached."""
+    """Runs a command for at most `limit_s` seconds, with its output in `log`. Returns its exit code; None if it was too slow.
+
+    Nothing of it is left when this returns.
+    """
     before, process = _children(), None
     try:
         process = subprocess.Popen(

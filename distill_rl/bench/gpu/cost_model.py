@@ -291,7 +291,7 @@ def _rows(found: list[Part], card: Card, *, by: str) -> list[tuple[str, float, f
 
 
 def table(pair: Pair, step: Step, card: Card) -> str:
-    """For a terminal: by phase, by kind, and the verdict."""
+    """A pair's prediction as text for a terminal: times by phase and by kind of work, and the verdict."""
     found = parts(pair, step, card)
     lines = [f"{pair.name} on one {card.name} ({card.source}), µs per token"]
     for by in ("phase", "kind"):

@@ -136,7 +136,13 @@ def _measure_pair(pair: Pair, step: Step, card: Card, world: World, folder: Path
 
 
 def _figures(pair: Pair, step: Step, card: Card, seconds: float, phases: dict[str, float]) -> dict[str, Any]:
-    """Of `seconds` per step and seconds per phase, with the prediction at the rates of `card`."""
+    """Speed, share of the card's matrix-product rate, and measured beside predicted time by phase, of a pair.
+
+    Args:
+        card: with the rates measured before, by which times are predicted.
+        seconds: per step, timed as a whole.
+        phases: seconds per step of each phase.
+    """
     flops = pair.flops_per_token(step.length) * step.tokens / seconds
     predicted = microseconds(parts(pair, step, card), card, by="phase")
     return {
@@ -160,7 +166,7 @@ def problems(measured: Mapping[str, Any]) -> list[str]:
 
 
 def report(measured: dict[str, Any]) -> str:
-    """What `measure` returned, for people."""
+    """What `measure` returned as text for people: the card's rates, then a block per pair."""
     card, step = measured["card"], measured["step"]
     lines = [
         f"{card['name']}: copies {card['bandwidth'] / 1e12:.3g} TB/s, matrix product {card['matmul'] / 1e12:.3g} TFLOP/s; "

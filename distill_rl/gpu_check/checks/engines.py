@@ -55,7 +55,10 @@ error of fp32."""
 
 
 def check_student(device: torch.device, tiny: bool) -> dict[str, float]:
-    """The largest errors over all models, relative to fp64.
+    """Compares the student engine with plain fp64 code on every model: losses and gradient of a step, and four whole steps.
+
+    Returns:
+        The largest relative error over all models, by what was compared.
 
     Raises:
         AssertionError: an error above its bound; TF32 is on.
@@ -65,7 +68,11 @@ def check_student(device: torch.device, tiny: bool) -> dict[str, float]:
 
 
 def _student_errors(folder: Path, shape: Shape, world: World) -> Iterator[tuple[str, float, float]]:
-    """(what, error, bound)"""
+    """Yields (what, error, bound) for one model: fp32 on padded and on packed rows, the gradient in bf16, and several steps.
+
+    Args:
+        folder: an empty folder, in which a student and a teacher of this shape are written.
+    """
     student = write_model(folder / "student", shape, seed=1, tied=True)
     teacher = write_model(folder / "teacher", shape, seed=2)
     config = settings(student, teacher)
@@ -87,7 +94,7 @@ def _student_errors(folder: Path, shape: Shape, world: World) -> Iterator[tuple[
 def _first_gradient(
     config: Config, world: World, texts: Sequence[Encoded], *, packing: bool
 ) -> tuple[tuple[float, float], dict[str, Tensor]]:
-    """(KD, CE) and the gradient of the first step."""
+    """(KD, CE) and the gradient of the first step of new engines, with the texts in packed rows or one per row."""
     batch = batch_of(texts, 96, packing=packing)
     teacher, engine = _engines(config, world)
     metrics = engine.forward_backward(batch, targets_from(teacher, batch))
@@ -102,7 +109,12 @@ def _engines(config: Config, world: World) -> tuple[TeacherEngine, StudentEngine
 def _steps(
     config: Config, world: World, texts: Sequence[Sequence[Encoded]], plain: PlainStudent
 ) -> Iterator[tuple[str, float, float]]:
-    """Errors over a few steps on packed rows; `plain` already holds the gradient of the first step."""
+    """Yields (what, error, bound) of the losses and of the change of weights after a few steps on packed rows.
+
+    Args:
+        texts: the documents of each step.
+        plain: the fp64 student; it already holds the gradient of the first step, and is trained on here.
+    """
     teacher, engine = _engines(config, world)
     before, worst = weights(plain.model), 0.0
     for step, step_texts in enumerate(texts):
@@ -119,7 +131,10 @@ def _steps(
 
 
 def check_teacher(device: torch.device, tiny: bool) -> dict[str, float]:
-    """The largest errors over all models and exports.
+    """Compares the targets of the teacher engine, in every kind of export, with plain fp64 code on every model.
+
+    Returns:
+        The largest error over all models, by what was compared.
 
     Raises:
         AssertionError: an error above its bound; probability on a padded column; top-k that are not the best k.
@@ -128,7 +143,11 @@ def check_teacher(device: torch.device, tiny: bool) -> dict[str, float]:
 
 
 def _teacher_errors(folder: Path, shape: Shape, world: World) -> Iterator[tuple[str, float, float]]:
-    """(what, error, bound)"""
+    """Yields (what, error, bound) for one model: top-k in fp32 and fp16, logits, hidden states, label log-probabilities.
+
+    Args:
+        folder: an empty folder, in which a model of this shape is written.
+    """
     path = write_model(folder / "model", shape, seed=3)
     texts = documents(5, 60)
     batch = batch_of(texts, 128, packing=True)
