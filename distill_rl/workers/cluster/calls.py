@@ -150,10 +150,16 @@ class Calls:
         if self.monitor is not None:
             self.monitor.update()
 
-    def dead(self) -> list[str]:
-        """Returns the names of registered actors whose process is gone, as far as Ray knows; waits up to 2 s for their
-        answers."""
-        return [self.names[_actor_id(error)] for error in self._deaths().values() if _actor_id(error) in self.names]
+    def dead(self, what: str = "the run") -> dict[str, DistillError]:
+        """Returns the registered actors whose process is gone, as far as Ray knows, by name, with the error to report.
+
+        Waits up to 2 s for their answers.
+
+        Args:
+            what: what they were doing, for the messages.
+        """
+        deaths = {self.names.get(_actor_id(error), ""): error for error in self._deaths().values()}
+        return {name: self._explain(error, name, what) for name, error in deaths.items() if name}
 
     def _deaths(self) -> dict[ray.ObjectRef, BaseException]:
         """Returns the errors of registered actors that are dead, by reference of a call made now to find out.

@@ -102,8 +102,8 @@ class WorkerGroup:
             self._calls.processes[name] = process
 
     def renew(self, ranks: Sequence[int], timeout_s: float) -> None:
-        """Kills ranks, creates new actors in their placements, and waits until these run. The caller must then `start`
-        them.
+        """Kills ranks, creates new actors in their placements, and waits until these run. Actors that have to be started
+        must then be started by the caller.
 
         Unfinished calls of the old actors fail. The old processes remain in `processes`, for their logs.
 
@@ -123,7 +123,7 @@ class WorkerGroup:
             self._processes[rank] = self._calls.processes[self.names[rank]] = process
 
     def replace(self, rank: int, timeout_s: float) -> None:
-        """Kills a rank that belongs to no process group and puts a new actor in its place, ready for calls on return.
+        """Kills a rank that belongs to no process group, puts a new actor in its place, and starts it.
 
         Raises:
             DistillError: the new actor does not come up, or its `start` fails or is late (`timeout_s` seconds for

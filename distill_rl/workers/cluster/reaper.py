@@ -1,8 +1,9 @@
 """Ends the Ray processes of a driver that was killed: after `kill -9` none of its own handlers runs.
 
 A small process of its own waits for the end of a pipe that only the driver holds. If the driver closes the pipe without
-a word, it is dead: the reaper kills Ray's root processes with all their descendants and removes Ray's directory. A driver
-that has ended Ray itself says so first.
+a word, it is dead: the reaper kills Ray's processes and removes Ray's directory. A driver that has ended Ray itself says so
+first. Ray's processes are those that name the directory in their command line, with all their descendants; so the reaper
+can be there before Ray starts.
 
 The reaper runs this file as a script, with the standard library and psutil only, so that it starts fast and stays small.
 """
@@ -28,14 +29,14 @@ _POLL_S = 0.05
 
 
 @contextmanager
-def reaper(directory: Path, roots: Collection[psutil.Process]) -> Iterator[None]:
+def reaper(directory: Path) -> Iterator[None]:
     """Starts a guard process: if this process dies while the block runs, even by SIGKILL, the guard cleans up after it.
 
-    It kills `roots` with all their descendants and removes `directory`. When the block ends in any other way, it ends
-    without doing anything.
+    It kills the Ray processes that use `directory`, with all their descendants, and removes `directory`. When the block
+    ends in any other way, it ends without doing anything.
     """
     process = subprocess.Popen(
-        [sys.executable, "-I", __file__, str(directory), *(str(root.pid) for root in roots)],
+        [sys.executable, "-I", __file__, str(directory)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -86,26 +87,29 @@ def end(processes: Collection[psutil.Process], patience_s: float, *, kill: bool 
     return family
 
 
-def main(directory: str, *roots: str) -> None:
-    """Waits for the driver to close stdin; if it did so without a word, kills the roots' processes and removes the
-    directory.
+def ray_processes(directory: str) -> set[psutil.Process]:
+    """Returns the processes of Ray's that name the directory in their command line. Actors, which rename themselves, do
+    not, but their parent does."""
+    found = set()
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or ()
+        if any(f"{directory}/" in word for word in words) and any("/ray/" in word for word in words):
+            found.add(process)
+    return found
 
-    Args:
-        directory: Ray's directory.
-        roots: process ids; those that do not exist are ignored.
-    """
-    family: set[psutil.Process] = set()
-    for pid in roots:
-        with suppress(psutil.NoSuchProcess):
-            family.add(psutil.Process(int(pid)))
+
+def main(directory: str) -> None:
+    """Waits for the driver to close stdin; if it did so without a word, kills Ray's processes and removes Ray's
+    directory."""
     # Look again and again while the driver lives. When it dies, one of its processes may end by itself first, and the
     # children of that one are then nobody's descendants.
-    family = with_descendants(family)
+    family: set[psutil.Process] = set()
     while not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0]:
-        family = with_descendants(family)
+        family = with_descendants(family | ray_processes(directory))
     if sys.stdin.buffer.read():
         return
-    end(family, math.inf)
+    while family := with_descendants(family | ray_processes(directory)):
+        end(family, math.inf)
     shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -92,7 +92,8 @@ def ray_session(
             yield
     else:
         say("starting  Ray on this machine")
-        with _local_ray(settings, num_cpus, _object_store_bytes(target_bytes), started):
+        store = _object_store_bytes(target_bytes)
+        with reaper(_private_directory()), _local_ray(settings, num_cpus, store, started):
             yield
 
 
@@ -122,7 +123,6 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
         access.require_token()
     others = set(psutil.Process().children())
     roots: set[psutil.Process] = set()
-    after_kill = ExitStack()
     try:
         with signals_blocked(), _allowed_environment():
             try:
@@ -144,7 +144,6 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
             finally:
                 roots = set(psutil.Process().children()) - others
                 started()
-        after_kill.enter_context(reaper(_private_directory(), roots))
         yield
     finally:
         family = with_descendants(roots)
@@ -155,7 +154,6 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
             log.info("killing %s, left over by Ray", ", ".join(str(process.pid) for process in left))
         end(left, _END_S)
         shutil.rmtree(directory, ignore_errors=True)
-        after_kill.close()
 
 
 @contextmanager

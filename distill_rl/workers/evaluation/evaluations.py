@@ -200,7 +200,7 @@ class Evaluations:
         """Replaces the evaluator, which may be dead or hang, and waits for the new one. A failure is only logged."""
         assert self._group is not None
         try:
-            self._group.replace(0, self._config.ray.start_timeout_s)
+            self._group.renew([0], self._config.ray.start_timeout_s)
         except DistillError as error:
             log.warning("%s", error)
 

@@ -173,11 +173,11 @@ class StudentGroup:
                 itself failed); otherwise whatever went wrong during recovery.
         """
         with self._timer.part("recovery"):
-            self._recovery.find_dead(error)
+            self._recovery.find_dead(error, progress.what)
             for sub_batch in progress.running:
                 if sub_batch.state is State.TRAINING and self._is_done(progress, sub_batch, error):
                     sub_batch.finish()
-            self._recovery.replace_dead(error)
+            self._recovery.replace_dead()
             for sub_batch in progress.running:
                 if sub_batch.state is State.TRAINING:
                     self._call_student(progress, sub_batch)

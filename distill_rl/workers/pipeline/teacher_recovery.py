@@ -41,8 +41,8 @@ class TeacherRecovery:
     _connector: Connector
     _pipeline: Pipeline
     _restarts: int = 0
-    _dead: list[tuple[TeacherConfig, WorkerGroup, range]] = field(default_factory=list)
-    """Replicas with a dead rank, each with its ranks."""
+    _dead: list[tuple[TeacherConfig, WorkerGroup, range, DistillError]] = field(default_factory=list)
+    """Replicas with a dead rank, each with its ranks and why it died."""
 
     def counts(self) -> dict[str, Metric]:
         """Returns the metrics of restarts and losses since the run began; those that are 0 are left out.
@@ -58,11 +58,14 @@ class TeacherRecovery:
             log.warning("this step had no targets from %s", ", ".join(sorted(self._pipeline.lost)))
         return {name: Metric(float(count), "last") for name, count in counts.items() if count}
 
-    def find_dead(self, error: DistillError) -> None:
+    def find_dead(self, error: DistillError, what: str) -> None:
         """Finds the teacher replicas with a dead rank and kills their other ranks, after a call has failed with
         `error`.
 
         Waits a few seconds for a death to become known. An overdue teacher counts as dead. `replace_dead` must follow.
+
+        Args:
+            what: what was being done, for messages.
 
         Raises:
             DistillError: `error`, if the user has to fix its cause, no teacher is dead, or a rank of the student is
@@ -73,47 +76,48 @@ class TeacherRecovery:
             raise error
         overdue = set(error.actors) if isinstance(error, Overdue) else set()
         deadline = time.monotonic() + _KNOWN_WITHIN_S
-        dead = set(self._calls.dead()) | overdue
+        deaths = self._calls.dead(what)
+        dead = set(deaths) | overdue
         while not dead & (teacher_ranks | self._student) and time.monotonic() < deadline:
             self._calls.poll()
             time.sleep(_POLL_S)
-            dead = set(self._calls.dead()) | overdue
+            deaths = self._calls.dead(what)
+            dead = set(deaths) | overdue
         if not dead & teacher_ranks or dead & self._student:
             raise error
         self._dead = [
-            (teacher, group, ranks)
+            (teacher, group, ranks, next((deaths[group.names[i]] for i in ranks if group.names[i] in deaths), error))
             for teacher, group in self._teachers
             for ranks in _replicas(teacher)
             if dead & {group.names[rank] for rank in ranks}
         ]
-        for _, group, ranks in self._dead:
+        for _, group, ranks, _ in self._dead:
             for rank in ranks:
                 group.end(rank)  # the survivors would wait for the dead rank, and the student for them
 
-    def replace_dead(self, error: DistillError) -> None:
+    def replace_dead(self) -> None:
         """Replaces the replicas that `find_dead` has noted and calls them again on open sub-batches, or gives their
         teacher up.
-
-        Args:
-            error: the failure that led here, for messages.
 
         Raises:
             WorkerError: the budget `faults.teacher_restarts` is spent, and `faults.lost_teacher` is `fail` or no other
                 teacher is left.
             DistillError: a replacement failed for a cause that the user has to fix, or because the student died.
         """
-        for teacher, group, ranks in self._dead:
+        for teacher, group, ranks, cause in self._dead:
             if teacher.name not in self._pipeline.lost:
-                self._replace(teacher, group, ranks, error)
+                self._replace(teacher, group, ranks, cause)
 
-    def _replace(self, teacher: TeacherConfig, group: WorkerGroup, ranks: range, error: DistillError) -> None:
+    def _replace(self, teacher: TeacherConfig, group: WorkerGroup, ranks: range, cause: DistillError) -> None:
         """Starts a replica again, as often as the run's budget of restarts allows, and resubmits its calls; else gives
         up its teacher.
+
+        Args:
+            cause: why the replica died, for messages.
 
         Raises:
             DistillError: as for `replace_dead`.
         """
-        cause = error
         while self._restarts < self._config.faults.teacher_restarts:
             self._restarts += 1
             budget = f"{self._restarts} of faults.teacher_restarts={self._config.faults.teacher_restarts}"

@@ -13,43 +13,43 @@ import psutil
 import pytest
 
 DRIVER = """
-import os, subprocess, sys
-import psutil
+import subprocess, sys
 from pathlib import Path
 from distill_rl.workers.cluster.reaper import reaper
 
 directory = Path(sys.argv[1])
 directory.mkdir()
-child = subprocess.Popen(["sh", "-c", "sleep 1000 & wait"], start_new_session=True)
-with reaper(directory, [psutil.Process(child.pid)]):
-    print(child.pid, flush=True)
+shell = ["sh", "-c", "sleep 1000 & wait"]
+with reaper(directory):
+    raylet = subprocess.Popen([*shell, "/lib/ray/raylet", f"{directory}/session"], start_new_session=True)
+    bystander = subprocess.Popen([*shell, f"{directory}/session"], start_new_session=True)
+    print(raylet.pid, bystander.pid, flush=True)
     sys.stdin.read()
-if sys.argv[2] == "ends Ray itself":
-    child.kill()
 """
 
 
 @pytest.fixture
-def driver(tmp_path: Path, request: pytest.FixtureRequest):
-    """A driver with a process that has a child of its own: (driver, its two descendants, directory)."""
+def driver(tmp_path: Path):
+    """A driver whose processes have a child each: (driver, Ray's processes, others that name Ray's directory, directory)."""
+    folder = tmp_path / "drl"
     process = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(tmp_path / "ray"), request.param],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    root = psutil.Process(int(process.stdout.readline()))
-    deadline = time.monotonic() + 30
-    while not (children := root.children()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    yield process, [root, *children], tmp_path / "ray"
+        [sys.executable, "-c", DRIVER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    families = []
+    for pid in process.stdout.readline().split():
+        root, deadline = psutil.Process(int(pid)), time.monotonic() + 30
+        while not (children := root.children()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        families.append([root, *children])
+    yield process, *families, folder
     process.kill()
-    for relative in [root, *children]:
+    for relative in [*families[0], *families[1]]:
         if relative.is_running():
             relative.kill()
 
 
-@pytest.mark.parametrize("driver", ["is killed"], indirect=True)
 def test_a_killed_driver_leaves_no_process_and_no_directory(driver) -> None:
-    process, family, directory = driver
+    process, family, others, directory = driver
     os.kill(process.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(family, timeout=30)
     assert alive == []
@@ -57,12 +57,12 @@ def test_a_killed_driver_leaves_no_process_and_no_directory(driver) -> None:
     while directory.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not directory.exists()
+    assert all(other.is_running() for other in others)
 
 
-@pytest.mark.parametrize("driver", ["leaves them running"], indirect=True)
 def test_a_driver_that_ends_in_order_is_not_reaped(driver) -> None:
-    process, family, directory = driver
+    process, family, others, directory = driver
     process.stdin.close()
     assert process.wait(30) == 0
-    assert all(relative.is_running() for relative in family)
+    assert all(relative.is_running() for relative in [*family, *others])
     assert directory.is_dir()
