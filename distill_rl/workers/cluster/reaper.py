@@ -17,23 +17,24 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 _TIMEOUT_S = 10.0
-_LOOK_EVERY_S = 5.0
+_LOOK_EVERY_S, _LOOK_WHILE_STARTING_S = 5.0, 0.2
+_STARTED, _ENDED = b"started\n", b"ended\n"
 _POLL_S = 0.05
 
 
 @contextmanager
-def reaper(directory: Path) -> Iterator[None]:
+def reaper(directory: Path) -> Iterator[Callable[[], None]]:
     """Starts a guard process: if this process dies while the block runs, even by SIGKILL, the guard cleans up after it.
 
     It kills the Ray processes that use `directory`, with all their descendants, and removes `directory`. When the block
-    ends in any other way, it ends without doing anything.
+    ends in any other way, it ends without doing anything. Yields a function to call once Ray has started.
     """
     process = subprocess.Popen(
         [sys.executable, "-I", __file__, str(directory)],
@@ -43,11 +44,17 @@ def reaper(directory: Path) -> Iterator[None]:
         start_new_session=True,  # Ctrl-C reaches the whole foreground group
         env={name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"},  # no secrets
     )
+    assert process.stdin is not None
+
+    def started() -> None:
+        with suppress(OSError):
+            os.write(process.stdin.fileno(), _STARTED)  # type: ignore[union-attr]
+
     try:
-        yield
+        yield started
     finally:
         with suppress(OSError, subprocess.TimeoutExpired):
-            process.communicate(b"ended", timeout=_TIMEOUT_S)
+            process.communicate(_ENDED, timeout=_TIMEOUT_S)
 
 
 def with_descendants(roots: Collection[psutil.Process]) -> set[psutil.Process]:
@@ -101,13 +108,17 @@ def ray_processes(directory: str) -> set[psutil.Process]:
 def main(directory: str) -> None:
     """Waits for the driver to close stdin; if it did so without a word, kills Ray's processes and removes Ray's
     directory."""
-    # Look again and again while the driver lives. When it dies, one of its processes may end by itself first, and the
-    # children of that one are then nobody's descendants.
+    # Look again and again while the driver lives, more often while Ray starts. When the driver dies, one of its processes
+    # may end by itself first, and the children of that one are then nobody's descendants.
     family: set[psutil.Process] = set()
-    while not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0]:
+    interval_s, word = _LOOK_WHILE_STARTING_S, b"?"
+    while word:
+        if select.select([sys.stdin], [], [], interval_s)[0]:
+            word = os.read(sys.stdin.fileno(), 100)
+            if _ENDED in word:
+                return
+            interval_s = _LOOK_EVERY_S
         family = with_descendants(family | ray_processes(directory))
-    if sys.stdin.buffer.read():
-        return
     while family := with_descendants(family | ray_processes(directory)):
         end(family, math.inf)
     shutil.rmtree(directory, ignore_errors=True)

@@ -93,7 +93,8 @@ def ray_session(
     else:
         say("starting  Ray on this machine")
         store = _object_store_bytes(target_bytes)
-        with reaper(_private_directory()), _local_ray(settings, num_cpus, store, started):
+        with reaper(_private_directory()) as ray_runs, _local_ray(settings, num_cpus, store, started):
+            ray_runs()
             yield
 
 
