@@ -1,6 +1,6 @@
 """The protocol of a suite.
 
-To add one, write a class like `exact_match.ExactMatch` and list it in `registry.SUITES`; or keep it in a file of your own
+To add one, write a class like `exact_match.ExactMatch` and list it in `registry._ALL`; or keep it in a file of your own
 that ends with `SUITE = MySuite()`, and pass the path of that file in place of a suite's name.
 """
 
