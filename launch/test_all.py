@@ -17,9 +17,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from distill_rl.observe.terminal import open_console
 
 ROOT = Path(__file__).parents[1]
 MAX_REASONS = 3
@@ -85,9 +86,7 @@ def main() -> int:
     parser.add_argument("groups", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.logs.mkdir(parents=True, exist_ok=True)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 160)
+    console = open_console(160)
     results = []
     for group in options.groups:
         with console.status(f"{group} (log: {options.logs / group}.log)"):

@@ -116,9 +116,8 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
     """
     directory = _private_directory() / secrets.token_hex(2)
     if access.required():
-        if os.environ.get(
-            "RAY_AUTH_TOKEN"
-        ):  # Ray's processes get a file instead, because environments are easily printed
+        # Ray's processes get the token as a file, because environments are easily printed.
+        if os.environ.get("RAY_AUTH_TOKEN"):
             os.environ["RAY_AUTH_TOKEN_PATH"] = str(_token_file())
         os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(_token_file()))
         access.require_token()
