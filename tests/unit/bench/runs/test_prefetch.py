@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from distill_rl.bench import prefetch
+from distill_rl.bench.runs import prefetch
 from distill_rl.config.load import load_config
 from distill_rl.config.validate import problems
 
-RECORD = Path(__file__).parents[3] / "docs/benchmarks/prefetch.json"
+RECORD = Path(__file__).parents[4] / "docs/benchmarks/prefetch.json"
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.bench import harness
-from distill_rl.bench.quickstart_cross import SEEDS, train
+from distill_rl.bench.runs.quickstart_cross import SEEDS, train
 from distill_rl.observe.sinks.sinks import read_records
 from distill_rl.quickstart.material import make_material
 from distill_rl.quickstart.recipe import CROSS

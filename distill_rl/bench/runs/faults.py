@@ -22,7 +22,7 @@ import psutil
 
 from distill_rl.bench import harness
 from distill_rl.bench.material import write_config
-from distill_rl.bench.prefetch import write_material
+from distill_rl.bench.runs.prefetch import write_material
 
 PROMISE_S = 30.0
 """Most seconds from a teacher's death to the next step, or from a student's death to the end of the run."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from distill_rl.bench.quickstart_cross import COLUMNS, SEEDS
+from distill_rl.bench.runs.quickstart_cross import COLUMNS, SEEDS
 
-RECORD = json.loads((Path(__file__).parents[3] / "docs/benchmarks/quickstart_cross.json").read_text())
+RECORD = json.loads((Path(__file__).parents[4] / "docs/benchmarks/quickstart_cross.json").read_text())
 
 
 def test_all_chunks_beat_no_teacher_and_one_to_one_chunks_alone_do_not() -> None:
@@ -29,7 +29,7 @@ def test_a_teacher_with_two_stop_tokens_teaches_as_many_answers_to_end() -> None
 
 
 def test_the_pages_say_what_was_recorded() -> None:
-    page = (Path(__file__).parents[3] / "docs/losses.md").read_text()
+    page = (Path(__file__).parents[4] / "docs/losses.md").read_text()
     for one in RECORD["seeds"]:
         cells = []
         for name in COLUMNS.values():
