@@ -66,4 +66,5 @@ def ends_in_stop(aligner: TokenAligner, row: Alignment) -> bool:
 
 
 def _literal(vocabulary: Vocabulary, token: int) -> str:
+    """A token's text for a message, or its id if it spells nothing."""
     return vocabulary.literal(token).decode(errors="replace") or f"id {token}"

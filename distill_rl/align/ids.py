@@ -170,6 +170,7 @@ def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
 
 
 def _total(ends: np.ndarray) -> int:
+    """The number of bytes that tokens spell, from where each of them ends."""
     return int(ends[-1]) if len(ends) else 0
 
 

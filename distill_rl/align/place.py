@@ -106,6 +106,7 @@ def _written_length(vocabulary: Vocabulary, token: int, text: bytes, cursor: int
 
 
 def _skip_white_space(text: bytes, start: int) -> int:
+    """Where the white space that begins at `start` ends; `start` if there is none."""
     match = _WHITE_SPACE.match(text, start)
     return match.end() if match else start
 

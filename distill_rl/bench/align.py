@@ -183,6 +183,7 @@ def medians(runs: dict[str, Run], rounds: int) -> dict[str, float]:
 
 
 def _seconds(run: Run) -> float:
+    """The wall-clock time of one call."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start

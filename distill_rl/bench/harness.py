@@ -79,6 +79,7 @@ def program(
 
 
 def _require_device(device: str) -> None:
+    """Raises Refused if `device` is cuda and there is none."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
@@ -207,6 +208,7 @@ def best_times(
 
 
 def train_command(config: Path, *arguments: str) -> list[str]:
+    """The command that trains with `config`, in this interpreter."""
     return [sys.executable, "-m", "distill_rl", "train", "-c", str(config), *arguments]
 
 

@@ -15,6 +15,7 @@ _SYLLABLES = ["ka", "lo", "mi", "ter", "an", "sol", "be", "ru", "ing", "est", "u
 
 
 def invent_words(draw: random.Random, count: int, most_syllables: int = 4) -> list[str]:
+    """`count` made-up words of one to `most_syllables` syllables each."""
     return ["".join(draw.choices(_SYLLABLES, k=draw.randint(1, most_syllables))) for _ in range(count)]
 
 

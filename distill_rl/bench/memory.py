@@ -92,6 +92,7 @@ def configuration(case: Case, model: Path) -> Config:
 
 
 def estimate(case: Case, config: Config, facts: ModelFacts) -> WorkerMemory:
+    """The estimate of `distill-rl check` for the worker that the case measures."""
     if case.role == "student":
         return student_memory(config, facts)
     return teacher_memory(config, config.teachers[0], facts)

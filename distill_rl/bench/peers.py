@@ -40,6 +40,7 @@ def plain_torch(divergence: str = "forward_kl") -> Loss:
 
 
 def _kl(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """The terms of KL(p ‖ q) per token, from log-probs."""
     return F.kl_div(log_q, log_p, reduction="none", log_target=True)
 
 
@@ -135,6 +136,7 @@ class StreamedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor, chunk: int) -> Tensor:
+        """The labels' log-probs [n] from logits [n, V], `chunk` rows at a time."""
         ctx.save_for_backward(logits, labels)
         ctx.chunk = chunk
         parts = [
@@ -145,6 +147,7 @@ class StreamedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
+        """The gradient of the logits, computed again from them, `chunk` rows at a time."""
         logits, labels = ctx.saved_tensors
         out = torch.empty_like(logits)
         for target, rows, ids, weight in zip(*(each.split(ctx.chunk) for each in (out, logits, labels, grad))):

@@ -57,6 +57,7 @@ def commit() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
+    """The processor's name as Linux reports it, or its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -65,6 +66,7 @@ def cpu_name() -> str:
 
 
 def _version(name: str) -> str:
+    """The version of an installed package, or `not installed`."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -72,6 +74,7 @@ def _version(name: str) -> str:
 
 
 def _git(*arguments: str) -> str:
+    """The output of a git command in the repository; empty if git is missing or fails."""
     try:
         result = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True)
     except OSError:  # git is not installed

@@ -95,6 +95,7 @@ class Reader:
 
 
 def _node_id() -> str:
+    """The id of the Ray node this process runs on."""
     return ray.get_runtime_context().get_node_id()
 
 

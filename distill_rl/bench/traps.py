@@ -113,6 +113,7 @@ def changed(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Case:
 
 
 def mask_columns(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """Masks the last 8 columns on both sides, as for padded vocabularies."""
     student[:, -8:] = teacher[:, -8:] = -torch.inf
     return student, teacher
 
@@ -151,6 +152,7 @@ def second_derivative(loss: Loss) -> str:
 
 
 def autocast(loss: Loss) -> str:
+    """What the gradient is when the loss is called under autocast in bfloat16."""
     student, teacher, labels = inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return gradient_of(loss, student, teacher, labels)
@@ -171,6 +173,7 @@ CASES: dict[str, Case] = {
 
 
 def contenders() -> dict[str, Loss]:
+    """This package, plain torch, and the peers that are installed, by name."""
     found: dict[str, Loss] = {"distill_rl": ours, "plain torch": plain_torch()}
     for peer in (trl(), liger(), automodel()):
         if peer is not None:
@@ -179,6 +182,7 @@ def contenders() -> dict[str, Loss]:
 
 
 def answer(case: Case, loss: Loss) -> str:
+    """What a loss returns in a case, or the first line of its refusal."""
     try:
         return case(loss)
     except Exception as error:  # whatever a foreign loss raises is its answer
@@ -186,6 +190,7 @@ def answer(case: Case, loss: Loss) -> str:
 
 
 def measure(_: Path) -> dict[str, Any]:
+    """The answers of all contenders in all cases."""
     losses = contenders()
     return {"cases": {name: {by: answer(case, loss) for by, loss in losses.items()} for name, case in CASES.items()}}
 

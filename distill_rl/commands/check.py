@@ -86,6 +86,7 @@ def _transport(config: Config, facts: Facts) -> str:
 
 
 def _steps(derived: DerivedSizes) -> str:
+    """The number of steps and epochs, in words."""
     if derived.total_steps is None:
         return "number of steps not known until the data are read"
     epochs = "" if derived.epochs is None else f" = {derived.epochs:.2f} epochs"

@@ -216,6 +216,7 @@ def _add_resume(add: Callable[..., Any]) -> None:
 
 
 def _names(text: str) -> list[str]:
+    """The names of a comma-separated list."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 

@@ -172,6 +172,7 @@ def _withdraw(service: Service, file: Path) -> None:
 
 
 def _service(address: str | None) -> Service:
+    """The service at an address, imported only here since it needs Ray's job client."""
     from distill_rl.service.client import Service
 
     return Service(address)
@@ -236,6 +237,7 @@ def _follow(service: Service, run: Run) -> int:
 
 
 def _show(text: str) -> None:
+    """Prints text from elsewhere without control characters, and flushes it."""
     for line in text.splitlines():
         print(printable(line.expandtabs()))
     sys.stdout.flush()

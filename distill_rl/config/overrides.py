@@ -87,6 +87,7 @@ def _place(raw: dict[str, Any], key: str, value: Any, findings: Findings) -> Non
 
 
 def _get(node: Any, slot: Any) -> Any:
+    """The child of a node: of a list by position, of a mapping by key; None if a mapping has no such key."""
     return node[slot] if isinstance(node, list) else node.get(slot)
 
 

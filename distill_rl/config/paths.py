@@ -32,6 +32,7 @@ def absolute(config: Config) -> Config:
 
 
 def _absolute(text: _Text) -> _Text:
+    """A path or glob pattern made absolute if it exists or is a pattern; other text, such as a hub id, unchanged."""
     if not text:
         return text
     path = Path(text).expanduser()

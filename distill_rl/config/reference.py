@@ -124,6 +124,7 @@ def _type(kind: Any) -> str:
 
 
 def _foreign_row(foreign_key: str, our_key: str, remark: str) -> str:
+    """One row of the table that maps another framework's keys to ours."""
     counterpart = f"`{our_key.replace('teachers.0.', 'teachers[].')}`" if our_key else "–"
     return f"| `{foreign_key}` | {counterpart} | {remark} |\n"
 

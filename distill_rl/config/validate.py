@@ -77,6 +77,7 @@ def values(config: Config, pattern: str) -> Iterator[tuple[str, Any]]:
 
 
 def _get(node: Any, path: str) -> Any:
+    """The value at a dotted path of attributes."""
     for part in path.split("."):
         node = getattr(node, part)
     return node

@@ -42,6 +42,7 @@ class Findings:
 
 
 def join(path: str, key: object) -> str:
+    """The dotted path of `key` below `path`."""
     return f"{path}.{key}" if path else str(key)
 
 

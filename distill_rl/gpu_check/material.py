@@ -42,6 +42,7 @@ def small(family: str, hidden: int = 32, layers: int = 2, heads: int = 4) -> Sha
 
 
 def middle(family: str) -> Shape:
+    """A model of a family that is large enough to keep a GPU busy, and small enough for fp32 checks."""
     return small(family, hidden=384, layers=4, heads=6)
 
 
@@ -195,6 +196,7 @@ class PlainStudent:
         return float(output.kd_loss), float(output.ce_loss)
 
     def update(self) -> None:
+        """One optimizer step after clipping, in plain torch."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -137,6 +137,7 @@ def _gpu_lines(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _labelled(label: str, text: str) -> str:
+    """A text wrapped beside its label."""
     lines = wrap(text, WIDTH - _LABEL, break_on_hyphens=False) or [""]
     return f"\n{' ' * _LABEL}".join([f"{label:<{_LABEL}}{lines[0]}", *lines[1:]])
 
@@ -205,6 +206,7 @@ def _table(rows: Sequence[Mapping[str, Any]], indent: str) -> Iterator[str]:
 
 
 def _aligned(rows: Sequence[Sequence[str]], indent: str, right: set[int]) -> Iterator[str]:
+    """The rows of a table as lines, with columns of equal width; those in `right` are right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         padded = [f"{cell:>{w}}" if i in right else f"{cell:<{w}}" for i, (cell, w) in enumerate(zip(row, widths))]

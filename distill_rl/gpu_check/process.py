@@ -192,6 +192,7 @@ def _kill(pids: set[int]) -> set[int]:
 
 
 def _children() -> set[int]:
+    """The pids of this process's children."""
     own = os.getpid()
     return {pid for pid, parent in _parents().items() if parent == own}
 
@@ -206,6 +207,7 @@ def _parents() -> dict[int, int]:
 
 
 def _figures_of(part: Part, call: Call) -> Mapping[str, Any]:
+    """The figures that a part wrote to its file; empty if it wrote none."""
     if not part.figures_file:
         return {}
     path = Path(part.figures_file.format(out=call.out))
@@ -213,6 +215,7 @@ def _figures_of(part: Part, call: Call) -> Mapping[str, Any]:
 
 
 def _last_line(log: IO[bytes], start: int) -> str:
+    """The last line that a process has written to its log since the byte `start`, cut to 300 characters."""
     log.seek(0, os.SEEK_END)
     log.seek(max(start, log.tell() - 8192))
     lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]

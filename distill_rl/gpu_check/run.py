@@ -143,6 +143,7 @@ def _writable(out: Path) -> Path:
 
 
 def _refuse(line: str) -> int:
+    """Prints an error in one line and returns the exit code for bad input, 2."""
     print(f"gpu_check: error: {line}", file=sys.stderr)
     return 2
 

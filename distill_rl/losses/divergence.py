@@ -51,9 +51,11 @@ class Divergence:
         self.beta = beta
 
     def value(self, p: Distribution, q: Distribution) -> Tensor:
+        """The divergence's term per token; its sum over the vocabulary is the divergence."""
         raise NotImplementedError
 
     def slope(self, p: Distribution, q: Distribution) -> Tensor:
+        """The derivative of the sum of terms with respect to log q, per token, with p held fixed."""
         raise NotImplementedError
 
     @cached_property
@@ -73,6 +75,7 @@ class Divergence:
 
 
 def _constant(log: float) -> Distribution:
+    """A distribution's entry with a fixed log-prob."""
     return Distribution(torch.tensor(log, dtype=torch.float64, device="cpu"))
 
 

@@ -41,6 +41,7 @@ LOG_DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 
 
 def _of_probabilities(terms: Callable[[Tensor, Tensor, float], Tensor]) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """Adapts terms of log-probs to callers that have probabilities."""
     return lambda p, q, beta: terms(p.log(), q.log(), beta)
 
 
@@ -138,6 +139,7 @@ def _rows(
 
 
 def _limit(divergence: str, beta: float) -> str:
+    """The divergence that `divergence` equals at this `beta`; itself away from 0 and 1."""
     if beta == 0 and divergence in ("jsd", "skewed_forward_kl"):
         return "forward_kl"
     if (beta == 0 and divergence == "skewed_reverse_kl") or (beta == 1 and divergence == "jsd"):

@@ -135,6 +135,7 @@ def _split_sizes(hf_config: PreTrainedConfig, *, by_heads: bool) -> dict[str, in
 
 
 def intermediate_size(hf_config: PreTrainedConfig) -> int:
+    """The width of a model's MLP, under whichever name its config has it."""
     config: Any = hf_config
     return int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size)
 

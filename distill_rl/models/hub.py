@@ -122,6 +122,7 @@ def configured_stops(path: str | Path, revision: str | None = None) -> tuple[int
 
 
 def stops_of(model: StudentConfig | TeacherConfig) -> tuple[int, ...]:
+    """The ids that end an answer according to the model's generation config."""
     return configured_stops(model.model, model.revision)
 
 

@@ -196,6 +196,7 @@ def head_is_known(model: PreTrainedModel) -> bool:
 
 
 def _two_documents(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Made-up ids and positions [1, n] of two packed documents: positions start again at 0 in the second."""
     device = model.device
     ids = torch.arange(3, 3 + _FIRST + _SECOND, device=device) % model.config.get_text_config().vocab_size
     positions = torch.cat([torch.arange(_FIRST, device=device), torch.arange(_SECOND, device=device)])

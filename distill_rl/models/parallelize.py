@@ -45,6 +45,7 @@ class Replicated(ParallelStyle):
     """Every rank holds the whole module and sees the same whole input. Inputs and outputs are plain tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Makes the module's parameters replicated DTensors, and converts its input and output to match."""
         for name, parameter in list(module.named_parameters(recurse=False)):
             whole = DTensor.from_local(parameter.detach(), device_mesh, [Replicate()], run_check=False)
             module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
@@ -68,6 +69,7 @@ class TransposedLinear(ParallelStyle):
         self.leaves: Placement = Shard(-1) if kind == families.COLUMN else Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Splits weight and bias over the mesh, and converts the input and output of the module to match."""
         for name, place in (("weight", self.weight), ("bias", self.bias)):
             parameter = module.get_parameter(name)
             split = distribute_tensor(parameter, device_mesh, [place], src_data_rank=None)
@@ -150,6 +152,7 @@ def _split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
 
 
 def _apply_plan(module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+    """Applies a plan of tensor-parallel styles, by the names of submodules."""
     styles = {name: _style(kind, module.get_submodule(name)) for name, kind in plan.items()}
     parallelize_module(module, tp_mesh, styles, src_data_rank=None)
 
@@ -253,4 +256,5 @@ class GradientReduction:
 
 
 def _num_shards(mesh: DeviceMesh) -> int:
+    """The size of the mesh's last dimension, over which FSDP shards."""
     return mesh.size(mesh.ndim - 1)

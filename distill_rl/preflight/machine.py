@@ -123,4 +123,5 @@ def space_problems(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def _size(count: int) -> str:
+    """A number of bytes in GiB or MiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -298,6 +298,7 @@ def _require_trust(path: Path, within: Path | None) -> None:
 
 
 def _step(path: Path) -> int:
+    """The step a checkpoint's folder is named after; -1 if it has another name."""
     number = path.name.removeprefix("step-")
     return int(number) if number.isdecimal() else -1
 

@@ -75,6 +75,7 @@ class Service:
             return [job for job in self._client.list_jobs() if job.submission_id]
 
     def job(self, submission_id: str) -> JobDetails:
+        """What Ray knows of a job. Raises ConfigError if the service does not answer."""
         with self._as_our_errors():
             return self._client.get_job_info(submission_id)
 

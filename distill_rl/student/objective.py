@@ -317,6 +317,7 @@ class LossSums:
         self._sums = torch.zeros(3 + num_teachers, dtype=torch.float64, device=device)
 
     def add(self, output: ObjectiveOutput) -> None:
+        """Adds a micro-batch's sums, in fp64 and without waiting for the device."""
         self._sums += torch.stack([output.kd, output.ce, output.teacher_mass, *output.kd_per_teacher]).to(torch.float64)
 
     @property

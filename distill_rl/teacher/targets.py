@@ -148,4 +148,5 @@ def entropy(target: TopKLogprobs | DenseLogits, temperature: float, chunk: int) 
 
 
 def _entropy_of(logprobs: Tensor) -> Tensor:
+    """The entropy in nats of each row of log-probs [n, V]; -inf contributes nothing."""
     return -torch.where(logprobs == -torch.inf, 0, logprobs.exp() * logprobs).sum(1)

@@ -71,6 +71,7 @@ def plan(layouts: Sequence[Layout], first_row: int, num_rows: int) -> list[Piece
 
 
 def _not_once(row: int, sources: str) -> TransportError:
+    """The error for a row of which teachers sent no or several targets."""
     return TransportError(f"row {row} of a batch", "must come from exactly one teacher micro-batch", sources)
 
 

@@ -218,6 +218,7 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         torch.cuda.ipc_collect()
 
     def _payload(self, written: _Written) -> _Exported:
+        """What a reader needs to open the ring: its control words, its layout, the buffer's IPC handle and the events' handles."""
         events = tuple(event.ipc_handle() for event in written.written)
         return _Exported(written.control.address, written.ring, _export(written.buffer), events)
 

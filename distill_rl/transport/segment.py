@@ -153,6 +153,7 @@ def sweep(root: Path = SHM) -> list[Path]:
 
 
 def _prefix() -> str:
+    """What the names of this user's segments begin with."""
     return f"distill_rl-{os.getuid()}-"
 
 

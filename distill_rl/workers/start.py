@@ -132,6 +132,7 @@ class _Actors:
 
     @property
     def groups(self) -> list[WorkerGroup]:
+        """All groups of actors."""
         groups = [self.student, *(group for _, group in self.teachers), self.aligners]
         return groups if self.evaluator is None else [*groups, self.evaluator]
 
@@ -167,6 +168,7 @@ def _create(
 
 
 def _aligner_arguments(job: Job) -> tuple[Any, ...]:
+    """The arguments of each aligner actor."""
     other_tokenizer = tuple(spec is not None for spec in job.cross_tokenizer_specs)
     return job.config, job.data_format, job.plan, other_tokenizer
 

@@ -65,6 +65,7 @@ class CanonicalTokens:
         return len(self.ids)
 
     def take(self, chosen: np.ndarray) -> CanonicalTokens:
+        """The chosen tokens, in the given order."""
         return CanonicalTokens(self.strings.take(chosen), self.ids[chosen], self.hashes[chosen], self.powers[chosen])
 
 

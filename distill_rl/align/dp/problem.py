@@ -77,6 +77,7 @@ def _joins(side: CanonicalTokens) -> np.ndarray:
 
 
 def _not_zero(hashes: np.ndarray) -> np.ndarray:
+    """The hashes with 0 replaced by 1, as 0 stands for no hash."""
     return np.maximum(hashes, np.uint64(1))
 
 

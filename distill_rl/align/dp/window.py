@@ -97,4 +97,5 @@ class WindowSolver:
 
 
 def _key(window: IdPair) -> tuple[bytes, bytes]:
+    """What identifies a window among solved ones: the bytes of both sides' ids."""
     return window[0].tobytes(), window[1].tobytes()

@@ -120,6 +120,7 @@ class Part:
     ideal_bytes: float = 0.0
 
     def seconds(self, card: Card) -> float:
+        """The time of this part's arithmetic and of its memory traffic on `card`, one after the other."""
         return self.flops / (self.share * card.matmul) + self.bytes / card.bandwidth
 
     def ideal_seconds(self, card: Card) -> float:
@@ -186,6 +187,7 @@ def _student(shape: Shape, step: Step, card: Card) -> list[Part]:
 
 
 def _elementwise(phase: str, shape: Shape, backward: int) -> Part:
+    """The part of a layer that is bound by memory: norms, rotary embedding, SwiGLU and sums. `backward`: 0 forward, 1 backward."""
     ours = [NORM[backward], ROTARY[backward], SWIGLU[backward], RESIDUAL[backward]]
     ideal = [FUSED_NORM[backward], FUSED_ROTARY[backward], FUSED_SWIGLU[backward], FUSED_RESIDUAL[backward]]
     formula = "norms {}, rotary {}, SwiGLU {}, sums {} bytes per element; ideal {}, {}, {}, {}".format(*ours, *ideal)
@@ -285,6 +287,7 @@ def _verdict(pair: Pair, step: Step, card: Card, found: list[Part]) -> str:
 
 
 def _rows(found: list[Part], card: Card, *, by: str) -> list[tuple[str, float, float]]:
+    """Per phase or kind of work its name, our time and the ideal time in microseconds; last, their sums."""
     ours, ideal = (microseconds(found, card, by=by, ideal=each) for each in (False, True))
     rows = [(name, ours[name], ideal[name]) for name in (KINDS if by == "kind" else PHASES)]
     return [*rows, ("all", sum(ours.values()), sum(ideal.values()))]

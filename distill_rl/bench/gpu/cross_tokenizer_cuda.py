@@ -41,6 +41,7 @@ ONE_TOKENIZER = "kd_loss, one tokenizer"
 
 
 def _chunks(rows: int, device: str) -> Chunks:
+    """Made-up chunks of mixed lengths over `rows` rows on each side; student rows that are left over are in no chunk."""
     sides = fill_chunks((rows, sys.maxsize))
     count = sides[0][-1] + 1
     sides[0].extend([-1] * (rows - len(sides[0])))

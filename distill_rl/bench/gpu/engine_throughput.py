@@ -157,6 +157,7 @@ def _figures(pair: Pair, step: Step, card: Card, seconds: float, phases: dict[st
 
 
 def _compared(measured: float, predicted: float) -> dict[str, float]:
+    """Measured and predicted time, and their ratio."""
     return {"measured": measured, "predicted": predicted, "ratio": measured / predicted}
 
 

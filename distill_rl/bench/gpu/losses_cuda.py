@@ -120,6 +120,7 @@ def cases(student: Side, teacher: Side) -> Iterator[tuple[Sequence[Tensor], list
 
 
 def _ours(loss: Callable[..., Any], teacher: Teacher, divergence: str, *leaves: Tensor) -> Tensor:
+    """The scalar loss of one of this package's losses."""
     return loss(*leaves, teacher, divergence=divergence, beta=BETA).loss
 
 
@@ -160,6 +161,7 @@ def _liger_case(package: str, divergence: str, classes: dict[str, dict[str, Any]
 
 
 def failure(error: Exception) -> str:
+    """One short line for an error that takes a figure's place in the table."""
     return f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
 
 
@@ -206,6 +208,7 @@ def compare(_: Path, *, device: str, sizes: Mapping[str, int], repeats: int = 7)
 
 
 def with_ratio(line: Figures, base: float | None) -> Figures:
+    """The figures with their time divided by `base` in milliseconds; unchanged if either is missing."""
     return replace(line, ratio=round(line.milliseconds / base, 3)) if line.milliseconds and base else line
 
 
@@ -217,6 +220,7 @@ def recorded(figures: Sequence[Figures], *, sizes: Mapping[str, int], device: st
 
 
 def _liger_version() -> str:
+    """The version of liger-kernel, or `not installed`."""
     try:
         return importlib.metadata.version("liger-kernel")
     except importlib.metadata.PackageNotFoundError:

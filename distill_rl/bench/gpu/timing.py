@@ -31,6 +31,7 @@ class Clock:
         return self._marks[-1][0] if self._marks else ""
 
     def mark(self, name: str = "") -> None:
+        """Ends the interval called `name`. Does not wait for a GPU."""
         if not self._cuda:
             self._marks.append((name, time.perf_counter()))
             return
@@ -77,6 +78,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
 
 
 def synchronize(device: torch.device) -> None:
+    """Waits for all work on a CUDA device; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

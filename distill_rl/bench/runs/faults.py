@@ -86,6 +86,7 @@ def strike(process: subprocess.Popen[bytes], metrics: Path, fault: Fault) -> flo
 
 
 def _started(config: Path, *more: str) -> subprocess.Popen[bytes]:
+    """Starts a training run on one thread, with its output discarded."""
     environment = os.environ | harness.ONE_THREAD
     command = harness.train_command(config, *more)
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -77,6 +77,7 @@ def write_model(folder: Path, tokenizer: PreTrainedTokenizerBase, layers: int, l
 
 
 def configuration(root: Path, name: str, depth: int, **sizes: Any) -> Path:
+    """Writes the configuration of a run with prefetch.depth = `depth` and returns its path."""
     return write_config(root, name, **sizes, top_k=32, lr=1e-4, prefetch={"depth": depth})
 
 

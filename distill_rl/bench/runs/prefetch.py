@@ -35,6 +35,7 @@ def write_material(root: Path, *, rows: int, words_per_row: int, length: int) ->
 
 
 def configuration(root: Path, depth: int, **sizes: Any) -> Path:
+    """Writes the configuration of a run with prefetch.depth = `depth` and returns its path."""
     return write_config(root, f"depth-{depth}", micro_batch=sizes["batch"], **sizes, prefetch={"depth": depth})
 
 

@@ -34,6 +34,7 @@ def measure_seed(seed: int, root: Path, *, learnable: bool) -> dict[str, Any]:
 
 
 def measure(folder: Path, *, seeds: tuple[int, ...] = SEEDS) -> dict[str, Any]:
+    """Trains both ways with each seed below `folder` and returns their scores."""
     rows = []
     for seed in seeds:
         root = folder / str(seed)

@@ -41,6 +41,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def _seconds(*arguments: str) -> float:
+    """The wall-clock time of a Python process with these arguments."""
     start = time.perf_counter()
     subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
     return time.perf_counter() - start

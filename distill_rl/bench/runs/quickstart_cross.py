@@ -72,10 +72,12 @@ def train(name: str, material: Path, seed: int, runs: Path, *overrides: str) -> 
 
 
 def _scores(run: Path, model: str) -> dict[str, Any]:
+    """What a run's evaluation of `model` (student | baseline) recorded."""
     return json.loads((run / "evals" / model / "exact_match.json").read_text())
 
 
 def measure(folder: Path, *, seeds: tuple[int, ...] = SEEDS) -> dict[str, Any]:
+    """Measures the quickstart with each seed below `folder`."""
     return {"seeds": [measure_seed(seed, folder / str(seed)) for seed in seeds]}
 
 

@@ -218,10 +218,12 @@ def _one_form(files: Iterator[Path] | Sequence[Path]) -> list[Path]:
 
 
 def _numeric_order(file: Path) -> tuple[Path, int, str]:
+    """Sort key: by folder, then by the number a file is named with; files with other names first."""
     return file.parent, int(file.stem) if file.stem.isdecimal() else -1, file.name
 
 
 def _folders(folder: Path) -> list[Path]:
+    """The folders in a folder, sorted, without hidden ones."""
     return sorted(child for child in _entries(folder) if child.is_dir() and not child.name.startswith("."))
 
 

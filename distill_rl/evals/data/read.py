@@ -182,6 +182,7 @@ class ContentIds:
 
 
 def _digest(texts: Sequence[str], *, exact: bool = False) -> str:
+    """SHA-256 of texts; unless `exact`, runs of white space count as one space."""
     hashed = [text if exact else " ".join(text.split()) for text in texts]
     return hashlib.sha256(json.dumps(hashed).encode()).hexdigest()
 

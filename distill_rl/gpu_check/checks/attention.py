@@ -80,6 +80,7 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
 
 
 def _shapes(tiny: bool) -> list[Shape]:
+    """The attention shapes to compare, small ones with `tiny`: (query heads, key-value heads, head dimension, window or None)."""
     if tiny:
         return [(4, 2, 16, None), (4, 4, 8, None), (4, 1, 16, 40)]
     return [(32, 8, 64, None), (32, 8, 128, None), (16, 16, 96, None), (8, 4, 256, None), (32, 8, 128, 700)]
@@ -153,6 +154,7 @@ def _with_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], weig
 
 
 def _error(values: Tensor, truth: Tensor) -> float:
+    """The relative error of `values`: |values - truth| / |truth| in fp64."""
     return ((values.double() - truth.double()).norm() / truth.double().norm()).item()
 
 

@@ -102,6 +102,7 @@ def _first_gradient(
 
 
 def _engines(config: Config, world: World) -> tuple[TeacherEngine, StudentEngine]:
+    """A teacher and a student engine of one configuration, on this rank."""
     teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
     return teacher, StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
 
@@ -210,4 +211,5 @@ def _document_order(batch: RankBatch, texts: Sequence[Encoded]) -> Tensor:
 
 
 def _largest(values: Tensor, truth: Tensor) -> float:
+    """The largest absolute difference."""
     return float((values.double() - truth).abs().max())

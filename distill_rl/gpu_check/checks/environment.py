@@ -98,6 +98,7 @@ def _run_out_of_memory(device: torch.device) -> None:
 
 
 def _relative(values: Tensor, truth: Tensor) -> float:
+    """The relative error of `values`: |values - truth| / |truth| in fp64."""
     return float((values.double() - truth).norm() / truth.norm())
 
 
@@ -132,6 +133,7 @@ def _dotted(number: int | None) -> str | None:
 
 
 def _version(package: str) -> str | None:
+    """A package's version, `installed` if it has none, None if it is not installed."""
     if importlib.util.find_spec(package) is None:
         return None
     with suppress(PackageNotFoundError):

@@ -78,6 +78,7 @@ def _same_vocabulary(
 
 
 def _plain_fused(states: Tensor, layer: Tensor, target: Teacher, **keywords: Any) -> reference.KDOutput:
+    """The reference of the fused loss: logits first, then the plain loss."""
     return reference.kd_loss(states @ layer.T, target, **keywords)
 
 

@@ -165,6 +165,7 @@ def _waits(world: World, student: Path) -> float:
 
 
 def _liger(world: World, student: Path) -> float:
+    """Compares the gradients of one step with and without Liger's kernels; returns their relative difference."""
     results = []
     for kernels in ("torch", "liger"):
         engine = _engine(world, student, dtype="bf16", kernels=kernels)
@@ -174,6 +175,7 @@ def _liger(world: World, student: Path) -> float:
 
 
 def _engine(world: World, student: Path, **options: str) -> StudentEngine:
+    """A student engine whose weights are those of `student`."""
     return StudentEngine(settings(student, student, **options), world, vocabulary_size=VOCABULARY, total_steps=8)
 
 
@@ -197,6 +199,7 @@ def _targets(seed: int) -> Any:
 
 
 def _at_most(value: float, bound: float, rule: str) -> float:
+    """Returns `value`; raises AssertionError with `rule` if it is above `bound`."""
     assert value <= bound, f"{rule}: {value:.3g} is above {bound:.3g}"
     return float(value)
 
@@ -257,6 +260,7 @@ def _saved_and_resumed(new: Callable[[], StudentEngine], teacher: TeacherEngine,
 
 
 def _train(engine: StudentEngine, teacher: TeacherEngine, steps: Sequence[int]) -> Run:
+    """Trains on the given steps; returns each step's loss and the final weights."""
     losses = []
     for step in steps:
         batch = batch_of(documents(6, 48, seed=step), 128, packing=True, index=step)
@@ -265,6 +269,7 @@ def _train(engine: StudentEngine, teacher: TeacherEngine, steps: Sequence[int]) 
 
 
 def _same(what: str, run: Run, expected: Run) -> None:
+    """Raises AssertionError unless two runs have the same losses and weights, to the bit."""
     for step, (loss, truth) in enumerate(zip(run[0], expected[0], strict=True)):
         assert loss == truth, f"{what}: the loss of step {step + 1} is {loss!r} instead of {truth!r}"
     assert run[1].keys() == expected[1].keys(), f"{what}: other parameters"

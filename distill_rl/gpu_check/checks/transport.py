@@ -124,10 +124,12 @@ def _bytes(tensor: Tensor) -> np.ndarray:
 
 
 def _slot(turn: int) -> Slot:
+    """The slot of the `turn`-th message: the indices take turns, the generation rises."""
     return Slot(turn % SLOTS, 2 * turn + 2)
 
 
 def _refusal(action: Any) -> str:
+    """The message of the TransportError that `action` raises; empty if it raises none."""
     try:
         action()
     except TransportError as error:
@@ -183,6 +185,7 @@ class _Reader:
         self.open, self.close = self._transport.open, self._transport.close
 
     def refusal(self, handle: Handle) -> str:
+        """Why this handle cannot be read; empty if it can."""
         return _refusal(lambda: self.read(handle))
 
     def mean_later(self, handle: Handle) -> None:
@@ -192,6 +195,7 @@ class _Reader:
             self._means.append(tensors["x"].mean())
 
     def means(self) -> list[float]:
+        """The means of everything that was read, in order."""
         return [float(mean) for mean in self._means]
 
     def read(self, handle: Handle) -> tuple[Mapping[str, np.ndarray], float]:

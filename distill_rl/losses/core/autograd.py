@@ -59,6 +59,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_autocast(device: str) -> torch.autocast:
+    """Autocast switched off on `device`, so that sums stay in the accumulator's dtype."""
     known = torch.amp.is_autocast_available(device)  # not on the meta device
     return torch.autocast(device if known else "cpu", enabled=False)
 
@@ -66,10 +67,12 @@ def _without_autocast(device: str) -> torch.autocast:
 class _Refusing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gradient: Tensor, *sources: Tensor) -> Tensor:
+        """A copy of the gradient, whose own derivative is refused."""
         return gradient.clone()  # a view could not be modified in place downstream
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
+        """Raises RuntimeError: a second derivative was asked for."""
         raise RuntimeError(
             "second derivative: the losses of this package have first derivatives only; take it of "
             "losses.reference, which is plain autograd in fp64"

@@ -16,16 +16,19 @@ from distill_rl.losses.targets import TopKLogprobs
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raises ValueError unless `value` is among `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name}: must be one of {', '.join(allowed)}; got {value!r}")
 
 
 def in_unit_interval(name: str, value: float) -> None:
+    """Raises ValueError unless 0 <= value <= 1."""
     if not 0 <= value <= 1:
         raise ValueError(f"{name}: must lie in [0, 1]; got {value!r}")
 
 
 def positive(name: str, value: float) -> None:
+    """Raises ValueError unless `value` is one positive, finite number: a float or a tensor with one element."""
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{name}: must be one number for all rows; got a tensor {list(value.shape)}")
     if not (value > 0 and math.isfinite(value)):
@@ -33,6 +36,7 @@ def positive(name: str, value: float) -> None:
 
 
 def at_least_one(name: str, value: int) -> None:
+    """Raises ValueError unless value >= 1."""
     if value < 1:
         raise ValueError(f"{name}: must be at least 1; got {value!r}")
 
@@ -58,16 +62,19 @@ def count(name: str, value: int | float | Tensor | None) -> None:
 
 
 def constant(name: str, tensor: Tensor | None) -> None:
+    """Raises ValueError if the tensor requires a gradient, which no argument but the student's gets."""
     if tensor is not None and tensor.requires_grad:
         raise ValueError(f"{name}: are constants and get no gradient; got a tensor that requires one, detach it")
 
 
 def chunk_size(value: int | None) -> None:
+    """Raises ValueError unless `value` is None or at least 1."""
     if value is not None:
         at_least_one("chunk_size", value)
 
 
 def inplace(inplace_backward: bool, logits: Tensor) -> None:
+    """Raises ValueError if the gradient would overwrite a leaf."""
     if inplace_backward and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace_backward: overwrites the logits, which must be the output of something; got a leaf")
 
@@ -113,6 +120,7 @@ def readable(tensor: Tensor) -> bool:
 
 
 def looked_at(validate: bool | None, tensor: Tensor) -> bool:
+    """Whether values are checked: as the caller says or, by default (None), where reading them does not wait for a GPU."""
     return readable(tensor) if validate is None else validate
 
 

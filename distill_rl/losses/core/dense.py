@@ -135,6 +135,7 @@ class DenseRows(RowFunction):
                 sums.weigh(rows, exponentials, x - y)
 
     def _complete(self, rows: slice) -> None:
+        """Sums the chunk's exponentials over the shards and stores both sides' log-sum-exp; with labels also the cross-entropy."""
         picked = [self.label.picked(rows)] if self.label else []
         all_reduce_sums(self.shard, rows, [self.student_sums, self.teacher_sums], picked)
         self.student_lse[rows] = self.student_sums.log(rows)
@@ -164,6 +165,7 @@ class DenseRows(RowFunction):
         self.slope_sum[rows] = row_sum(self.divergence.slope(p, q))
 
     def _complete_terms(self, rows: slice) -> None:
+        """Sums the chunk's divergence and its slopes over the shards and stores the value."""
         self.shard.sum_(self.values[0][rows], self.slope_sum[rows])
         # A NaN must reach the gradient, too: the sign in TVD's slope would hide it.
         self.slope_sum[rows].masked_fill_(self.values[0][rows].isnan(), torch.nan)

@@ -43,6 +43,7 @@ class LabelTerm:
         return (1.0,) if self.temperature == 1 else (1.0, self.temperature)
 
     def collect(self, rows: slice, u: Tensor) -> None:
+        """Stores the labels' logits, 0 where the label lies on another shard. `u`: [n, columns of the shard]."""
         columns = self.columns[rows, None]
         self.logit[rows] = torch.where(columns < self.size, u.gather(1, columns), 0)[:, 0]
 
@@ -170,12 +171,14 @@ class LabelRows(RowFunction):
         return values, ()
 
     def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+        """First half of the vocabulary pass: this shard's label logits and sums of exponentials."""
         self.label.collect(rows, u)
         exponentials = self.sums.add(rows, u, buffers.buffer("work", u.shape[0]))
         if self.sums.weighted is not None:
             self.sums.weigh(rows, exponentials, u)
 
     def _complete(self, rows: slice) -> None:
+        """Second half: sums over the shards, from which the label's log-prob and, if asked for, the entropy follow."""
         all_reduce_sums(self.shard, rows, [self.sums], [self.label.picked(rows)])
         self.lse[rows] = self.sums.log(rows)
         self.values[0][rows] = self.label.logit[rows] - self.lse[rows]

@@ -218,6 +218,7 @@ class _Gradients:
             self.weight.addmm_(gradient.T, chunk.to(wide))
 
     def finish(self) -> tuple[Tensor | None, ...]:
+        """The finished gradients of hidden states, weight and bias, in the dtypes of the inputs; None where none is needed."""
         if self.hidden is not None:
             self.shard.sum_(self.hidden)
         made = zip((self.hidden, self.weight, self.bias), self.inputs)
@@ -225,4 +226,5 @@ class _Gradients:
 
 
 def _buffers(hidden: Tensor, weight: Tensor, chunk: int) -> Buffers:
+    """Buffers for the logits of one chunk, of at most `chunk` rows."""
     return Buffers(min(chunk, max(hidden.shape[0], 1)), weight.shape[0], accumulator(weight.dtype), hidden.device)

@@ -55,5 +55,6 @@ class Reduction:
         return total if self.name == "sum" else total / self._denominator()
 
     def _denominator(self) -> Tensor | float:
+        """What a mean divides by: `num_items_in_batch` if given, otherwise the number of tokens here, and at least 1."""
         count = self.num_tokens if self.num_items_in_batch is None else self.num_items_in_batch
         return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)

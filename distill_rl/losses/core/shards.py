@@ -81,6 +81,7 @@ class VocabularyShard:
         return parts
 
     def _all_reduce(self, tensors: tuple[Tensor, ...], op: dist.ReduceOp.RedOpType) -> None:
+        """Reduces all tensors in place in one collective, packed into one buffer. Without a group, does nothing."""
         if self.group is None or not tensors:
             return
         packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -124,12 +125,14 @@ class _OwnPart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tensor: DTensor) -> Tensor:
+        """The local part of a DTensor, as a tensor of its own."""
         ctx.mesh, ctx.placements = tensor.device_mesh, tensor.placements
         ctx.shape, ctx.stride = tensor.shape, tensor.stride()
         return tensor.to_local().view_as(tensor.to_local())
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> DTensor:
+        """The gradient as a DTensor with the placements of the input."""
         return DTensor.from_local(
             gradient, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
         )
@@ -155,6 +158,7 @@ def _dtensor_shard(tensor: DTensor, dim: int, name: str) -> VocabularyShard:
 
 
 def _shards(placement: object, dim: int, ndim: int) -> bool:
+    """Whether a placement splits dimension `dim` of a tensor with `ndim` dimensions."""
     return isinstance(placement, Shard) and placement.dim % ndim == dim
 
 

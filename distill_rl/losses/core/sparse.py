@@ -151,12 +151,16 @@ class TopKRows(RowFunction):
         self.rest_factor[rows] = 0 if self.tail == "renormalize" else rest_slope - rest_q.prob * slope
 
     def _terms(self, p: Distribution, q: Distribution) -> tuple[Tensor, Tensor]:
+        """Per compared token the divergence's term and its slope with respect to log q, with the masses' difference if
+        `balance` is set.
+        """
         value, slope = self.divergence.value(p, q), self.divergence.slope(p, q)
         if self.balance:
             value, slope = value + self.balance * (q.prob - p.prob), slope + self.balance * q.prob
         return value, slope
 
     def _teacher_logprobs(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """The chunk's teacher log-probs in `dtype`, held above its floor so that -inf gives no NaN."""
         return self.teacher.logprobs[rows].to(dtype).clamp_min(floor_of(dtype))
 
     def _rest_logprob(self, rows: slice, log_p: Tensor) -> Tensor:

@@ -435,6 +435,7 @@ class StreamingLoss(torch.autograd.Function):
 
 
 def _buffers_for(logits: Tensor, plan: RowPlan) -> Buffers:
+    """Buffers for the largest chunk of the plan, in the dtype in which sums of these logits are taken."""
     return Buffers(plan.largest, logits.shape[1], accumulator(logits.dtype), logits.device)
 
 

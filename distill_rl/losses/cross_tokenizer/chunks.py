@@ -114,6 +114,9 @@ class Side:
 
     @classmethod
     def of(cls, numbers: Tensor, count: int) -> Side:
+        """Sorts one side's tokens by chunk. `numbers`: int [n], each token's chunk, -1 outside of chunks; `count`: the
+        number of chunks.
+        """
         rows = (numbers >= 0).nonzero()[:, 0]
         chunk, order = numbers[rows].long().sort(stable=True)
         length = torch.zeros(count, dtype=torch.int64, device=numbers.device)

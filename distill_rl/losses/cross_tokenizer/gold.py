@@ -121,6 +121,7 @@ class DistributionRows(LabelLogprobRows):
         self.teacher.restore(tensors)
 
     def _complete_first(self, rows: slice) -> None:
+        """Completes the log-probs of the labels; with `chain` also the log-probs of each chunk's tokens after its first."""
         self.complete(rows)
         if self.task.options.chain:
             self.continuation = self.task.pairing.student.after_first(
@@ -180,6 +181,7 @@ class DistributionRows(LabelLogprobRows):
         return largest + (total / length[:, None]).log_(), share, log_q
 
     def _teacher(self, group: slice) -> Tensor:
+        """The teacher's log-probs of the chunks of a group, [n, V_t]; with `chain`, its continuation's are added."""
         log_p = self.teacher.of(group)
         return log_p + self.teacher.continuation[group, None] if self.task.options.chain else log_p
 

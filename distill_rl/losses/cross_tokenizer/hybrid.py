@@ -50,6 +50,7 @@ def hybrid(task: ChunkTask) -> Terms:
 
 
 def _rows(task: ChunkTask, labelled: LabelledRows, teacher: TopKLogprobs, places: Tensor) -> TopKRows:
+    """The top-k comparison at the given places, with the log-prob of the label beside it."""
     label = LabelTerm(labelled.labels, task.shard, task.like, task.temperature)
     spread = _spread(teacher, places, labelled.labels)
     return TopKRows(

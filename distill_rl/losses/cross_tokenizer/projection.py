@@ -91,6 +91,7 @@ class VocabularyProjection:
         return self.indptr.shape[0] - 1
 
     def to(self, device: torch.device | str) -> VocabularyProjection:
+        """A copy whose tensors are on `device`."""
         moved = {
             each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("num_teacher", "_made")
         }

@@ -95,6 +95,7 @@ def chunk_kd_loss(
 
 
 def _select(teacher: TopKLogprobs | DenseLogits, rows: Tensor) -> TopKLogprobs | DenseLogits:
+    """The teacher's targets at the given rows."""
     if isinstance(teacher, TopKLogprobs):
         return teacher.select(rows)
     given = teacher.label_logprob
@@ -140,6 +141,9 @@ class _Side(NamedTuple):
 
 
 def _teacher_side(teacher: DenseLogits, settings: _Settings) -> _Side:
+    """The teacher's distribution over one chunk from its rows [n, V_teacher]: at the first row times the continuation's
+    probability (`chain`), otherwise the normalised geometric mean of all rows.
+    """
     log_p = (teacher.logits.double() / settings.temperature).log_softmax(1)
     present = ~log_p.isneginf().all(0)
     if settings.chain:
@@ -149,12 +153,14 @@ def _teacher_side(teacher: DenseLogits, settings: _Settings) -> _Side:
 
 
 def _dense(teacher: TopKLogprobs | DenseLogits) -> DenseLogits:
+    """The targets, which must be dense; raises ValueError otherwise."""
     if not isinstance(teacher, DenseLogits):
         raise ValueError(f"teacher: must be DenseLogits for this method; got {type(teacher).__name__}")
     return teacher
 
 
 def _label_logprobs(teacher: TopKLogprobs | DenseLogits) -> Tensor:
+    """The teacher's log-probs of its labels in fp64; raises ValueError if there are none."""
     if teacher.label_logprob is None:
         raise ValueError("teacher.label_logprob: needed by this method; got None")
     return teacher.label_logprob.double()
@@ -178,6 +184,7 @@ def _stops(method: str, log_q: Tensor, teacher: TopKLogprobs | DenseLogits, sett
 
 
 def _coins(x: Tensor, y: Tensor, settings: _Settings) -> Tensor:
+    """D between two coins that show heads with log-probs x (student) and y (teacher), each divided by tau."""
     q, p = (x / settings.tau).exp(), (y / settings.tau).exp()
     return settings.compare(torch.stack([p, 1 - p]), torch.stack([q, 1 - q]))
 
@@ -253,6 +260,7 @@ def _matches(settings: _Settings) -> tuple[list[int], list[int]]:
 
 
 def _others(size: int, taken: list[int]) -> Tensor:
+    """The indices below `size` that are not in `taken`, in order."""
     return torch.tensor(sorted(set(range(size)) - set(taken)), dtype=torch.int64)
 
 

@@ -85,9 +85,11 @@ class LabelLogprobRows(RowFunction):
             self.values[1][rows] = self.label.logprob(rows, self.others.log(rows))
 
     def label_gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> LabelGradient:
+        """The part of the gradient that comes from the label's cross-entropy and, if it was asked for, its log-prob."""
         return LabelGradient(self.label, rows, u, given(grads, 0), buffers, given(grads, 1) if self.others else None)
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
+        """The gradient with respect to the chunk's logits, written over `u`."""
         label = self.label_gradient(rows, u, grads, buffers)
         return label.add_to(u.sub_(self.lse[rows, None]).exp_().mul_(label.shared[:, None]))
 

@@ -68,9 +68,11 @@ class SortedL1:
             slope.scatter_add_(1, columns, counted.sign() * log_q.gather(1, columns).exp())
 
     def _own(self, log_q: Tensor) -> Tensor:
+        """The columns of log q that count, among those of this shard."""
         return log_q[:, : self.shard.size] if self.columns is None else log_q[:, self.columns]
 
     def _padded(self, values: Tensor) -> Tensor:
+        """The values with zeros appended, up to the length of the longer vocabulary."""
         missing = self.length - values.shape[1]
         return torch.nn.functional.pad(values, (0, missing)) if missing > 0 else values
 

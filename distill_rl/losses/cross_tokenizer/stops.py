@@ -135,6 +135,7 @@ class RowsApart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits, and beside them a copy of the given rows."""
         ctx.save_for_backward(rows, logits)
         ctx.set_materialize_grads(False)
         return logits.view_as(logits), logits.index_select(0, rows)
@@ -142,6 +143,7 @@ class RowsApart(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx, whole: Tensor | None, apart: Tensor | None):
+        """The gradient of the whole logits, plus that of the copied rows at their places."""
         rows, logits = ctx.saved_tensors
         if whole is None:
             whole = torch.zeros_like(logits)

@@ -62,6 +62,7 @@ class StrictRows(LabelLogprobRows):
         self.top.restore(tensors)
 
     def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+        """First half of the vocabulary pass: the label's sums and, for rows in 1:1 chunks, the top-k comparison's."""
         self.collect(rows, u, buffers)
         if rows.start < self.num_first:
             ((collect, _),) = self.top.passes
@@ -80,6 +81,7 @@ class StrictRows(LabelLogprobRows):
         return of_label if gradient is None else of_label.add_(gradient)
 
     def _masked(self, u: Tensor, buffers: Buffers) -> Tensor:
+        """A copy of the logits in which columns that the teacher's vocabulary lacks have no probability."""
         masked = buffers.buffer("masked", u.shape[0]).copy_(u)
         return masked.index_fill_(1, self.unshared, floor_of(u.dtype))
 

@@ -94,6 +94,7 @@ class ChunkTask:
         return bare
 
     def dense_teacher(self) -> DenseLogits:
+        """The teacher's targets, for methods that need dense logits."""
         assert isinstance(self.teacher, DenseLogits), "checked on entry"
         return self.teacher
 

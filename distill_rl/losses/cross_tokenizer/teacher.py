@@ -55,10 +55,12 @@ class TeacherDistributions:
         return rows.clamp_min(floor)
 
     def _rows(self, rows: Tensor) -> Tensor:
+        """The teacher's log-probs at the loss's temperature, [rows, V_teacher]."""
         return self._logits.index_select(0, rows).to(self._task.dtype).mul_(1 / self._task.temperature).log_softmax(1)
 
     @property
     def _starts(self) -> list[int]:
+        """For each chunk, where its teacher tokens begin."""
         return self._task.ends[1]
 
     @cached_property

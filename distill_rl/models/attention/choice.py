@@ -87,6 +87,7 @@ def choose(
 
 
 def _without_kernels(hf_config: PreTrainedConfig) -> Choice:
+    """The implementation to use where no kernel of ours fits: eager for models with a soft cap, otherwise sdpa."""
     if softcap_of(hf_config) is not None:
         return Choice("eager", "eager: sdpa has no soft cap on attention scores")
     return Choice("sdpa", "sdpa")
@@ -131,5 +132,6 @@ def window_of(hf_config: PreTrainedConfig) -> int | None:
 
 
 def dropout_of(hf_config: PreTrainedConfig) -> float:
+    """The dropout probability on attention weights that a model's config asks for; 0 if none."""
     names = ("attention_dropout", "attn_pdrop")
     return next((value for name in names if (value := getattr(hf_config, name, None))), 0.0)

@@ -90,11 +90,13 @@ class StudentWorker(RankWorker):
 
     @reporting
     def _open_ring(self, offer: Offer) -> Receipt:
+        """Opens a teacher's ring; the first of a transport also opens the transport."""
         transport = self._transports.get(offer.transport) or self._open_transport(offer.transport)
         return transport.open(offer)
 
     @reporting
     def _read_probe(self, handle: Handle) -> None:
+        """Reads a known tensor through the transport. Raises TransportError if it arrives changed."""
         with self._transports[handle.transport].fetch(handle) as tensors:
             if not bool((tensors["probe"].cpu() == probe_tensors()["probe"]).all()):
                 raise TransportError(f"transport {handle.transport}", "the probe must arrive as it was sent")
@@ -189,6 +191,7 @@ class StudentWorker(RankWorker):
             return self._engine.evaluate(batch, targets, self._scores(batch, teacher_sizes, published))
 
     def _fetched_targets(self, teacher_sizes: Sequence[int], published: Sequence[Published]) -> _FetchedTargets:
+        """The targets of one sub-batch, fetched from every teacher that published some."""
         node_id = ray.get_runtime_context().get_node_id()
         return _FetchedTargets(self._transports, node_id, self._config.loss.temperature, teacher_sizes, published)
 
@@ -210,9 +213,11 @@ class StudentWorker(RankWorker):
         return [math.inf if is_lost else total / max(count, 1) for is_lost, total, count in zip(lost, sums, tokens)]
 
     def save(self, directory: str, marker: str | None) -> None:
+        """Starts saving weights and state to a folder, as `StudentEngine.save`."""
         self._engine.save(directory, marker)
 
     def finish_saving(self) -> None:
+        """Waits until what `save` started is on disk."""
         self._engine.finish_saving()
 
     def checkpoint_bytes(self) -> int:

@@ -70,6 +70,7 @@ class Gauges:
 
     @cached_property
     def _tags(self) -> dict[str, str]:
+        """The labels of every gauge: run, actor, node, and what it is of."""
         context = ray.get_runtime_context()
         actor = context.get_actor_name() if context.get_actor_id() else None
         return {"run": self._run, "actor": actor or "driver", "node": ray.util.get_node_ip_address(), "of": ""}

@@ -94,6 +94,7 @@ class Node:
 
     @property
     def ports(self) -> dict[str, int]:
+        """The ports of Ray's services on this node, apart from those of other nodes on one machine."""
         start = self.first_port + 10 * (self.index % 10)
         return {name: start + i for i, name in enumerate(_PORTS) if self.is_head or name not in _HEAD_ONLY}
 
@@ -106,6 +107,7 @@ class Node:
         return self.logs / f"ray-{self.name}.log"
 
     def say(self, what: str, text: str = "") -> None:
+        """Tells the other nodes something: a file in the shared folder, named after this node."""
         write_atomic(self.shared / f"{what}-{self.name}", f"{text}\n")
 
 

@@ -74,6 +74,7 @@ def actor_names(config: Config, num_aligners: int = 1) -> tuple[list[str], dict[
 
 
 def _rank_names(parallel: ParallelConfig) -> list[str]:
+    """The names of a group's ranks, such as dp0-tp1, with tp changing fastest."""
     return [f"dp{dp_rank}-tp{tp_rank}" for dp_rank in range(parallel.dp) for tp_rank in range(parallel.tp)]
 
 
@@ -146,6 +147,7 @@ def _colocated(groups: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def _bundle(num_cpus: int, num_gpus: float) -> dict[str, float]:
+    """The resources of one bundle of a Ray placement group."""
     return {"CPU": float(num_cpus)} | ({"GPU": num_gpus} if num_gpus else {})
 
 

@@ -266,6 +266,7 @@ def _end(actor: Any) -> None:
 
 
 def _this_node() -> str:
+    """The id of the Ray node this process runs on."""
     return ray.get_runtime_context().get_node_id()
 
 
@@ -306,4 +307,5 @@ def _read(path: str, start: int) -> str:
 
 
 def _without_noise(text: str) -> str:
+    """The text without the lines that tell a user nothing."""
     return "\n".join(line for line in text.splitlines() if not _NOISE.match(line))

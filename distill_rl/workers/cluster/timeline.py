@@ -66,6 +66,7 @@ def trace(events: Iterable[Mapping[str, Any]], rows: Mapping[str, str]) -> dict[
 
 
 def _metadata(name: str, process: int, thread: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A metadata event of the trace format: names a process or thread."""
     return {"name": name, "ph": "M", "pid": process, "tid": thread, "args": dict(arguments)}
 
 

@@ -205,6 +205,7 @@ class Evaluations:
             log.warning("%s", error)
 
     def _weights(self, step: int) -> Path:
+        """Where the weights of a step are exported for evaluation."""
         return self._folder / f"{_WEIGHTS}{step}"
 
 

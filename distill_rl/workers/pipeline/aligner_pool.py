@@ -285,6 +285,7 @@ class AlignerPool:
                 self._bad_rows.add(pending.documents.source, BadRow(row, str(error)))
 
     def _not_known_bad(self, batch: DocumentBatch) -> list[Mapping[str, Any]]:
+        """The batch's documents without rows that could not be aligned before."""
         bad = self._bad_rows.of(batch)
         return [document for document in batch.documents if int(document["row"]) not in bad]
 

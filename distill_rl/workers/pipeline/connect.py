@@ -118,6 +118,7 @@ class Connector:
         self._used |= {route.source: route for route in retries}
 
     def _places(self, group: WorkerGroup, ranks: Sequence[int] | None = None) -> list[Place]:
+        """Where the ranks of a group run."""
         return self._gather(group.submit("place", ranks=ranks))
 
     def _route(self, teacher: TeacherConfig, group: WorkerGroup, replica: int, places: Sequence[Place]) -> Route:
@@ -232,4 +233,5 @@ class Connector:
 
 
 def _node_and_device(place: Place) -> str:
+    """A place, for messages."""
     return f"node {place.node_id} ({place.device})"

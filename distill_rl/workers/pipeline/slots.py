@@ -48,6 +48,7 @@ class SlotLedger:
         return tuple(Slot(i, self._generations[i]) for i in taken)
 
     def give_back(self, slots: Sequence[Slot]) -> None:
+        """Frees slots whose readers are done."""
         self._free.extend(slot.index for slot in slots)
 
     def occupancy(self) -> float:
