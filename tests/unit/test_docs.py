@@ -1,4 +1,4 @@
-"""What the pages in docs show is run as it stands; what they print must be what stands below it."""
+"""What the pages in docs show is run as it stands and prints what stands below it; the files that they name exist."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$\n?", re.MULTILINE | re.DOTALL)
+NAMED_FILE = re.compile(r"(?<![\w./*-])(?:[\w.-]+/)*[\w-]+\.(?:py|sh|sbatch)\b")
+FILES_OF_USERS = {"capitals.py", "my_suite.py", "runs/my/submit.sbatch", "submit.sbatch"}
+FOLDERS = ("distill_rl", "tests", "launch", "configs")
 MUST_RUN = {"alignment.md", "library.md", "losses.md"}
 
 
@@ -64,3 +68,17 @@ def test_library_pages_have_snippets_with_their_output() -> None:
 def test_snippets_are_distinguished_from_other_blocks() -> None:
     page = "# T\n\n```python\nprint(1)\n```\n\n```text\n1\n```\n\n```text\nx\n```\n\n```python\na = 2\n```\nwords\n```text\n2\n```\n"
     assert snippets(page) == [Snippet(4, "print(1)\n", "1\n"), Snippet(16, "a = 2\n", None)]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    files = [f"/{file.relative_to(ROOT)}" for folder in FOLDERS for file in (ROOT / folder).rglob("*.*")]
+    named = set(NAMED_FILE.findall(page.read_text("utf-8"))) - FILES_OF_USERS
+    assert {name for name in named if not any(file.endswith(f"/{name}") for file in files)} == set()
+
+
+def test_architecture_names_every_folder_of_the_package() -> None:
+    package = ROOT / "distill_rl"
+    folders = {f"`{file.parent.relative_to(package)}/`" for file in package.rglob("*/__init__.py")} - {"`./`"}
+    page = (DOCS / "architecture.md").read_text("utf-8")
+    assert {folder for folder in folders if folder not in page} == set()
