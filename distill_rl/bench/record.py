@@ -27,7 +27,7 @@ def environment() -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         **commit(),
     }
-    facts |= {name: _version(name) for name in ("torch", "transformers", "ray")}
+    facts |= {name: package_version(name) for name in ("torch", "transformers", "ray")}
     import torch
 
     if torch.cuda.is_available():
@@ -65,7 +65,7 @@ def cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _version(name: str) -> str:
+def package_version(name: str) -> str:
     """The version of an installed package, or `not installed`."""
     try:
         return version(name)

@@ -12,7 +12,6 @@ Liger-Kernel is measured where it is installed. Its chunked losses compute a cro
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import math
 import sys
@@ -26,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill_rl.bench import harness
+from distill_rl.bench import harness, record
 from distill_rl.bench.gpu.timing import median_seconds, peak_bytes
 from distill_rl.losses import DenseLogits, TeacherHidden, fused_linear_kd_loss, kd_loss, vocab_parallel_topk
 from distill_rl.losses.targets import Teacher
@@ -204,7 +203,7 @@ def compare(_: Path, *, device: str, sizes: Mapping[str, int], repeats: int = 7)
         measured += (measure(figures, step, inputs, repeats) for figures, step in group)
     base = {(line.inputs, line.divergence): line.milliseconds for line in measured if line.by == PLAIN}
     compared = [with_ratio(line, base[line.inputs, line.divergence]) for line in measured]
-    return recorded(compared, device=device, sizes=sizes, repeats=repeats, liger=_liger_version())
+    return recorded(compared, device=device, sizes=sizes, repeats=repeats, liger=record.package_version("liger-kernel"))
 
 
 def with_ratio(line: Figures, base: float | None) -> Figures:
@@ -217,14 +216,6 @@ def recorded(figures: Sequence[Figures], *, sizes: Mapping[str, int], device: st
     dtype = "bfloat16" if device == "cuda" else "float32"
     settings = {**sizes, "device": device, "dtype": dtype, **settings}
     return {"settings": settings, "results": [asdict(line) for line in figures]}
-
-
-def _liger_version() -> str:
-    """The version of liger-kernel, or `not installed`."""
-    try:
-        return importlib.metadata.version("liger-kernel")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 main = harness.program("losses_cuda", compare, sizes=SIZES)
