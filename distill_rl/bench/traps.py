@@ -17,6 +17,7 @@ from torch import Tensor
 
 from distill_rl.bench import harness
 from distill_rl.bench.peers import Loss, automodel, liger, plain_torch, trl
+from distill_rl.errors import first_line
 from distill_rl.losses import DenseLogits, kd_loss
 
 ROWS, COLUMNS = 6, 200
@@ -26,11 +27,12 @@ Case = Callable[[Loss], str]
 
 
 def ours(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+    """This package's forward KL."""
     return kd_loss(student, DenseLogits(teacher), labels=labels).loss
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
-    """fp32 logits [N, V] of student and teacher, labels [N] of which some are ignored."""
+    """fp32 logits [N, V] of student and teacher, and labels [N], some -100. New tensors, always the same values."""
     draw = torch.Generator().manual_seed(0)
     student, teacher = (2 * torch.randn(ROWS, COLUMNS, generator=draw) for _ in range(2))
     labels = torch.randint(0, COLUMNS, (ROWS,), generator=draw)
@@ -39,7 +41,10 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def truth(student: Tensor, teacher: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Value and gradient in fp64, of the rows that count and the columns that are not masked."""
+    """The forward KL and its gradient [N, V] for the student's logits in fp64; the gradient is 0 where nothing counts.
+
+    Only rows whose label is not -100 count, and only columns that are not −inf in all rows of the student.
+    """
     rows, columns = labels != -100, ~student.isneginf().all(0)
     leaf = student[rows][:, columns].double().requires_grad_()
     p, q = teacher[rows][:, columns].double().log_softmax(-1), leaf.log_softmax(-1)
@@ -52,7 +57,7 @@ def truth(student: Tensor, teacher: Tensor, labels: Tensor) -> tuple[Tensor, Ten
 
 
 def gradient_of(loss: Loss, student: Tensor, teacher: Tensor, labels: Tensor) -> str:
-    """The gradient's error relative to its norm, beside a loss that is none."""
+    """The error of a loss's gradient on these inputs, as text; the loss's value comes first if it is not finite."""
     leaf = student.clone().requires_grad_()
     value = loss(leaf * 1, teacher, labels)
     value.backward()
@@ -62,7 +67,11 @@ def gradient_of(loss: Loss, student: Tensor, teacher: Tensor, labels: Tensor) ->
 
 
 def _describe(gradient: Tensor, expected: Tensor) -> str:
-    """The gradient's error relative to the norm of the expected one."""
+    """The gradient's error relative to the norm of the expected one, as text.
+
+    Says instead in how many rows the gradient is not finite, if there are any, or "gradient 0" if the expected one is
+    0.
+    """
     broken = int((~gradient.isfinite()).any(1).sum())
     if broken:
         return f"gradient NaN in {broken} of {len(gradient)} rows"
@@ -71,7 +80,7 @@ def _describe(gradient: Tensor, expected: Tensor) -> str:
 
 
 def spoilt(side: int) -> Case:
-    """The trap "an ignored row holds NaN": the error of a loss's gradient, as text.
+    """The trap "an ignored row holds NaN": a case that returns the error of a loss's gradient, as text.
 
     Args:
         side: which input gets the NaN: 0 the student's logits, 1 the teacher's.
@@ -103,7 +112,11 @@ def no_rows(loss: Loss) -> str:
 
 
 def changed(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Case:
-    """The gradient on changed logits of student and teacher."""
+    """A case that returns the error of a loss's gradient on changed logits, as text.
+
+    Args:
+        change: takes and returns the logits of student and teacher.
+    """
 
     def run(loss: Loss) -> str:
         student, teacher, labels = inputs()
@@ -113,7 +126,7 @@ def changed(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Case:
 
 
 def mask_columns(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Masks the last 8 columns on both sides, as for padded vocabularies."""
+    """Sets the last 8 columns of both to −inf, in place, as for padded vocabularies; returns both."""
     student[:, -8:] = teacher[:, -8:] = -torch.inf
     return student, teacher
 
@@ -131,7 +144,10 @@ def overwritten(loss: Loss) -> str:
 
 
 def second_derivative(loss: Loss) -> str:
-    """The trap "a gradient is differentiated again": the error of the derivative of |gradient|², as text; "0" if it is all zero."""
+    """The trap "a gradient is differentiated again": the error of the derivative of |gradient|², as text.
+
+    It is "0" if the derivative is all zero, which is wrong.
+    """
     student, teacher, labels = inputs()
 
     def penalty(function: Loss, given: Tensor) -> Tensor:
@@ -152,7 +168,7 @@ def second_derivative(loss: Loss) -> str:
 
 
 def autocast(loss: Loss) -> str:
-    """What the gradient is when the loss is called under autocast in bfloat16."""
+    """The error of the gradient of a loss that is called under autocast in bfloat16, as text."""
     student, teacher, labels = inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return gradient_of(loss, student, teacher, labels)
@@ -182,15 +198,15 @@ def contenders() -> dict[str, Loss]:
 
 
 def answer(case: Case, loss: Loss) -> str:
-    """What a loss returns in a case, or the first line of its refusal."""
+    """What a loss returns in a case, or "refused: " and the start of its error message. The error is not raised."""
     try:
         return case(loss)
     except Exception as error:  # whatever a foreign loss raises is its answer
-        return f"refused: {str(error).splitlines()[0][:60]}"
+        return f"refused: {first_line(error)[:60]}"
 
 
 def measure(_: Path) -> dict[str, Any]:
-    """The answers of all contenders in all cases."""
+    """The answers as text of all contenders in all cases: by case, then by contender."""
     losses = contenders()
     return {"cases": {name: {by: answer(case, loss) for by, loss in losses.items()} for name, case in CASES.items()}}
 

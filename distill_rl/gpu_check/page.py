@@ -40,14 +40,14 @@ class Record:
 
     @property
     def failures(self) -> list[str]:
-        """Parts that failed, timed out or were not run."""
+        """Names of the parts that failed, timed out or had no time left to run, in the order in which they ended."""
         return [name for name, outcome in self.outcomes.items() if outcome.status in (FAILED, TIMED_OUT, NOT_RUN)]
 
     def as_json(self) -> dict[str, Any]:
         """The content of gpu_check.json.
 
-        `parts` has one entry per part, in order: name, title, status (`waiting` if it has not run yet), reason, seconds,
-        figures, and peak_gib on a GPU.
+        `parts` has one entry per part, in order: name, title and status (`waiting` if it is not done yet), and for a
+        part that is done the other fields of `Outcome` as well.
         """
         done = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
         parts = [{"name": p.name, "title": p.title, **done.get(p.name, {"status": "waiting"})} for p in self.parts]
@@ -63,7 +63,11 @@ class Record:
         }
 
     def write(self) -> None:
-        """Write both files. Raises OSError if the folder cannot be created or written to."""
+        """Writes both files, each atomically, and creates the folder if it is missing.
+
+        Raises:
+            OSError: the folder cannot be created or written to.
+        """
         content = self.as_json()
         self.out.mkdir(parents=True, exist_ok=True)
         write_atomic(self.out / JSON, json.dumps(content, indent=2, allow_nan=False) + "\n")
@@ -71,7 +75,11 @@ class Record:
 
 
 def render(content: Mapping[str, Any]) -> str:
-    """The page: verdict, machine, one line per part, then the figures of each part."""
+    """The page as text: verdict, machine, one line per part, then the figures of each part, or its text if it has one.
+
+    Args:
+        content: what `Record.as_json` returns.
+    """
     lines = [headline(content), "", *_machine(content), "", *_summary(content["parts"])]
     for part in content["parts"]:
         if part.get("text"):
@@ -84,7 +92,13 @@ def render(content: Mapping[str, Any]) -> str:
 
 
 def headline(content: Mapping[str, Any]) -> str:
-    """The verdict in one line: how many parts are ok, failed (with their names), skipped and not done, and the seconds so far."""
+    """The verdict in one line: numbers of parts that are ok, not ok (with names), skipped and not done; seconds; state.
+
+    Numbers that are 0 are left out, except for that of ok parts, and so is the state `done`.
+
+    Args:
+        content: what `Record.as_json` returns.
+    """
     parts, failures = content["parts"], content["failures"]
     done = [part for part in parts if part["status"] != "waiting"]
     num_ok = sum(part["status"] == "ok" for part in parts)
@@ -101,7 +115,10 @@ def headline(content: Mapping[str, Any]) -> str:
 
 
 def _machine(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the page's lines about machine, packages and code, as far as they were found out, and about the call itself."""
+    """Yields the page's lines about machine, packages and code, and one about the call and its start.
+
+    Without facts about the machine, only the last one.
+    """
     machine, call = content["machine"], content["call"]
     if machine:
         for gpu in _gpu_lines(machine["gpus"]) or ["none in use"]:
@@ -127,7 +144,10 @@ def _machine(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _gpu_lines(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line for each different GPU (name, memory and so on), with the number of those that are alike."""
+    """One line for each different GPU (name, memory, free memory and so on), with the number of those that are alike.
+
+    Empty without GPUs.
+    """
     texts = [
         f"{gpu['name']}, {gpu['gib']} GiB ({gpu['free_gib']} free), {gpu['multiprocessors']} multiprocessors, "
         f"compute capability {gpu['capability']}, L2 {gpu['l2_mib']} MiB"
@@ -137,13 +157,13 @@ def _gpu_lines(gpus: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _labelled(label: str, text: str) -> str:
-    """A text wrapped beside its label."""
+    """The label, and beside it the text, wrapped to WIDTH: one string, in which every line of the text is indented."""
     lines = wrap(text, WIDTH - _LABEL, break_on_hyphens=False) or [""]
     return f"\n{' ' * _LABEL}".join([f"{label:<{_LABEL}}{lines[0]}", *lines[1:]])
 
 
 def _summary(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the table of parts as aligned lines: name, result, seconds, peak memory (if any part has one) and a note.
+    """Yields the table of parts as aligned lines: name, result, seconds, peak GiB (if any part has one) and a note.
 
     The note is the title of a part that is ok or waiting, and the reason of any other.
     """
@@ -161,7 +181,10 @@ def _summary(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _figures(figures: Mapping[str, Any], indent: str) -> Iterator[str]:
-    """Yields the figures of a part as lines: numbers under each other, a mapping as a section, a list of mappings as a table."""
+    """Yields figures as lines: first single values, then each mapping as a section and each list.
+
+    A list of mappings becomes a table, any other list a wrapped line of its values.
+    """
     plain = {name: value for name, value in figures.items() if not isinstance(value, Mapping | list)}
     yield from _numbers([(name, _text(value)) for name, value in plain.items()], indent)
     for name, value in figures.items():
@@ -181,7 +204,10 @@ def _figures(figures: Mapping[str, Any], indent: str) -> Iterator[str]:
 
 
 def _numbers(pairs: Sequence[tuple[str, str]], indent: str) -> Iterator[str]:
-    """Names and numbers, one per line; many of them in as many columns as fit, in column-major order."""
+    """Yields lines of names and numbers, one pair per line; more than _FEW pairs in as many columns as fit.
+
+    Columns are filled from top to bottom, one after the other.
+    """
     if not pairs:
         return
     width, digits = (max(len(pair[i]) for pair in pairs) for i in (0, 1))
@@ -194,7 +220,10 @@ def _numbers(pairs: Sequence[tuple[str, str]], indent: str) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]], indent: str) -> Iterator[str]:
-    """A table with the columns in order of first appearance, without columns that have no value at all."""
+    """Yields a header and one line per row, with the columns in order of first appearance and `–` for a missing value.
+
+    Columns without any value are left out; columns without text are right-aligned.
+    """
     names = [
         name
         for name in dict.fromkeys(name for row in rows for name in row)
@@ -206,7 +235,12 @@ def _table(rows: Sequence[Mapping[str, Any]], indent: str) -> Iterator[str]:
 
 
 def _aligned(rows: Sequence[Sequence[str]], indent: str, right: set[int]) -> Iterator[str]:
-    """The rows of a table as lines, with columns of equal width; those in `right` are right-aligned."""
+    """Yields the rows of a table as lines, each column as wide as its longest cell.
+
+    Args:
+        rows: at least one, all of the same length.
+        right: indices of the columns that are right-aligned; the others are left-aligned.
+    """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         padded = [f"{cell:>{w}}" if i in right else f"{cell:<{w}}" for i, (cell, w) in enumerate(zip(row, widths))]
@@ -214,7 +248,11 @@ def _aligned(rows: Sequence[Sequence[str]], indent: str, right: set[int]) -> Ite
 
 
 def _text(value: Any) -> str:
-    """A value as text: whole numbers as they are, other numbers with at most four digits."""
+    """A value as text: a rounded number, `–` for None, `str` of anything else.
+
+    Whole numbers are shown in full. Other numbers are rounded by size: from 1,000 on to whole ones, from 1 on to four
+    significant digits, from 0.001 on to three, below to two with an exponent. Thousands are separated by commas.
+    """
     if value is None:
         return "–"
     if isinstance(value, bool) or not isinstance(value, int | float):

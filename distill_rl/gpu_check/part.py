@@ -39,7 +39,17 @@ def main(
     takes_budget: bool,
     parent: int,
 ) -> None:
-    """Call the function and write its outcome to the file `result`; end when the process `parent` does."""
+    """Calls a part's function and writes the outcome that `call` returns, as JSON, to a file.
+
+    On Linux this process is killed when its parent dies. Shortly before the limit the stacks of all threads are written
+    to stderr; stopping the process at the limit is left to the parent.
+
+    Args:
+        result: the file to write.
+        limit_s: seconds after which the parent kills this process.
+        takes_budget: passes the function the seconds it may use, the limit less a margin.
+        parent: process id of the parent; the process exits with 1 if that is no longer its parent.
+    """
     _die_with(parent)
     # If the part is about to be killed, its stacks show where it hangs.
     faulthandler.dump_traceback_later(max(limit_s - _STACKS_BEFORE_END_S, 0.1), exit=False)
@@ -50,11 +60,16 @@ def main(
 
 
 def call(module: str, function: str, device: str, tiny: bool, budget_s: float | None) -> dict[str, Any]:
-    """Call the function; return fields of `process.Outcome`: `status` (ok, failed or skipped), `reason`, `figures`, `text`
-    and on a GPU `peak_gib`.
+    """Calls `module`.`function` and returns its outcome as fields of `process.Outcome`.
 
-    The module may define `problems(figures)`, which returns lines that turn the result into a failure, and
-    `report(figures)`, which returns text that the page shows instead of the figures.
+    The function gets the device, `tiny`, and `budget_s` unless that is None. Its module may define `problems(figures)`,
+    which returns lines that turn the result into a failure, and `report(figures)`, which returns text that the page
+    shows instead of the figures.
+
+    Returns:
+        `status` (ok, failed or skipped), `reason`, `text`, `figures` as JSON types, and `peak_gib` if CUDA was used. An
+        exception, also from importing the module, becomes a failure, and its traceback goes to stderr;
+        `unittest.SkipTest` becomes `skipped`.
     """
     import torch
 
@@ -86,7 +101,10 @@ def call(module: str, function: str, device: str, tiny: bool, budget_s: float | 
 
 
 def one_line(error: BaseException) -> str:
-    """The message on one line; with the type of the error, unless it is an assertion or a skip."""
+    """The message on one line, cut to _LONGEST_REASON characters.
+
+    The type of the error comes first, unless it is an assertion or a skip that has a message.
+    """
     text = " ".join(str(error).split())
     if not isinstance(error, AssertionError | unittest.SkipTest) or not text:
         text = f"{type(error).__name__}: {text}"
@@ -94,7 +112,11 @@ def one_line(error: BaseException) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON types: numpy and torch scalars become numbers, and numbers that are not finite become text."""
+    """The value as JSON types, at any depth.
+
+    Keys become text, tuples lists, numpy and torch scalars floats, and numbers that are not finite text, such as `nan`.
+    Anything else goes through `float`, whose errors are passed on.
+    """
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -106,7 +128,11 @@ def plain(value: Any) -> Any:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies (Linux)."""
+    """Has the kernel kill this process when its parent dies (only on Linux).
+
+    Raises:
+        SystemExit: with code 1, if the parent is not the process `parent`: it has died already.
+    """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:

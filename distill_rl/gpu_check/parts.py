@@ -36,7 +36,12 @@ class Part:
 
 
 def _check(name: str, title: str, module: str = "", limit_s: float = 90.0) -> Part:
-    """A part whose function is `check` in its own module, or `check_NAME` in a module that it shares."""
+    """A part whose function is `check` in its own module, or `check_NAME` in a module that it shares.
+
+    Args:
+        module: the shared module of `checks/`; empty: the part has its own, called `name`.
+        limit_s: seconds after which the part is killed.
+    """
     return Part(name, title, f"{HERE}.{module or name}", f"check_{name}" if module else "check", limit_s)
 
 
@@ -89,10 +94,10 @@ RAY_PARTS = (
 
 
 def named(names: list[str], parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """The parts with these names, in the order of `parts`.
+    """The parts with these names, each once, in the order of `parts`.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name; the message, meant for the user of `--only`, lists the known ones.
     """
     known = [part.name for part in parts]
     if unknown := [name for name in names if name not in known]:

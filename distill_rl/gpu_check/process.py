@@ -3,7 +3,7 @@
 The steps of `run_part`:
 
 1. Start the part in a new session, with its output in the log and its result in a temporary file.
-2. Wait until the limit. A command that overruns it first gets SIGTERM and `_GRACE_S`, to stop what it has started itself.
+2. Wait until the limit. A command that overruns it first gets SIGTERM and `_GRACE_S`, to stop what it has started.
 3. SIGKILL the part and its descendants. Descendants whose parent has died become children of this process
    (`adopt_orphans`), so any child that was not there before the part is one of them.
 4. Remove the shared-memory files that killed processes leave behind.
@@ -66,7 +66,15 @@ class Call:
 
 
 def run_part(part: Part, call: Call, limit_s: float) -> Outcome:
-    """Run one part for at most `limit_s` seconds. When this returns, none of its processes is left."""
+    """Runs one part under a time limit and returns its outcome; a part that fails raises nothing here.
+
+    A part is skipped without being started if a package that it needs is missing, or if it needs a GPU and the device
+    is the CPU. Its output is appended to `call.log`. When this returns, none of its processes is left, except for those
+    that even SIGKILL does not end in time (`_end`).
+
+    Args:
+        limit_s: seconds until it is killed, or, if it is a command, until it is asked to stop.
+    """
     if missing := [name for name in part.needs if importlib.util.find_spec(name) is None]:
         return Outcome(SKIPPED, f"needs {', '.join(missing)}, not installed here")
     if part.gpu_only and call.device != "cuda":
@@ -90,17 +98,19 @@ def run_part(part: Part, call: Call, limit_s: float) -> Outcome:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of orphaned descendants, so that `run_part` finds them (Linux)."""
+    """Makes this process the parent of its orphaned descendants, so that `run_part` finds them (only on Linux)."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _command(part: Part, call: Call, result: Path, limit_s: float) -> list[str]:
-    """The command line of a part: its own command, or `gpu_check.part` with the function to call and its arguments as JSON.
+    """The command line of a part: its own command with `{device}` and `{out}` filled in, or a call of `gpu_check.part`.
+
+    The latter gets one argument, the keywords of `gpu_check.part.main` as JSON.
 
     Args:
-        result: file in which the part leaves its result.
-        limit_s: seconds that it may take.
+        result: file in which the part leaves its result; a command does not use it.
+        limit_s: seconds that the part may take; a command is not told.
     """
     if part.command:
         return [word.format(device=call.device, out=call.out) for word in part.command]
@@ -118,9 +128,14 @@ def _command(part: Part, call: Call, result: Path, limit_s: float) -> list[str]:
 
 
 def _environment(part: Part, call: Call, folder: str) -> dict[str, str]:
-    """The environment of a part.
+    """The environment of a part: this process's, with some defaults and overrides.
 
-    Process groups use the loopback interface: without a network, the machine's own name may not resolve.
+    Unless set already, the Hugging Face Hub is offline, and process groups use the loopback interface: without a
+    network, the machine's own name may not resolve. Always, this repository comes first in PYTHONPATH, output is
+    unbuffered, Python's fault handler is on, and on a CPU no GPU is visible.
+
+    Args:
+        folder: for temporary files, unless the part is a command.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     defaults = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
@@ -133,9 +148,13 @@ def _environment(part: Part, call: Call, folder: str) -> dict[str, str]:
 
 
 def _run(command: list[str], environment: dict[str, str], log: IO[bytes], limit_s: float, part: Part) -> int | None:
-    """Runs a command for at most `limit_s` seconds, with its output in `log`. Returns its exit code; None if it was too slow.
+    """Runs a command with its output in `log`, and returns its exit code, or None if it did not end within `limit_s`.
 
-    Nothing of it is left when this returns.
+    A negative code is the number of the signal that killed it. What is left of its processes is killed in any case; see
+    `_end`.
+
+    Args:
+        part: if it has a command of its own, that gets SIGTERM and `_GRACE_S` to stop when the time is over.
     """
     before, process = _children(), None
     try:
@@ -154,11 +173,13 @@ def _run(command: list[str], environment: dict[str, str], log: IO[bytes], limit_
 
 
 def _end(process: subprocess.Popen[bytes] | None, before: set[int]) -> None:
-    """Kill what is left of a part: its process, its descendants, and orphans that this process has adopted.
+    """Kills what is left of a part: its process, its descendants, and orphans that this process has adopted.
 
-    A process that the kernel cannot kill (stuck in a driver call) is given up after `_DEATH_S`.
+    Then removes the shared-memory files of torch that the killed processes leave behind. A process that the kernel
+    cannot kill (stuck in a driver call) is given up after `_DEATH_S`.
 
     Args:
+        process: None if it is unknown whether the part was started.
         before: the children of this process before the part was started.
     """
     own = set() if process is None else {process.pid}
@@ -180,7 +201,10 @@ def _end(process: subprocess.Popen[bytes] | None, before: set[int]) -> None:
 
 
 def _kill(pids: set[int]) -> set[int]:
-    """Send SIGKILL to these processes and all their descendants; return their pids."""
+    """Sends SIGKILL to these processes and all their descendants, and returns the pids of all of them.
+
+    Processes that are gone or may not be killed are passed over, but their pids are returned too.
+    """
     parents = _parents()
     family = generation = pids
     while generation := {pid for pid, parent in parents.items() if parent in generation} - family:
@@ -198,7 +222,7 @@ def _children() -> set[int]:
 
 
 def _parents() -> dict[int, int]:
-    """Process → parent, for all visible processes of this machine."""
+    """The parent's pid by pid, for all processes visible in /proc; empty where there is no /proc."""
     parents = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError, IndexError):
@@ -207,7 +231,7 @@ def _parents() -> dict[int, int]:
 
 
 def _figures_of(part: Part, call: Call) -> Mapping[str, Any]:
-    """The figures that a part wrote to its file; empty if it wrote none."""
+    """The `results` in the JSON file of a command's figures; empty if the part names no file or did not write it."""
     if not part.figures_file:
         return {}
     path = Path(part.figures_file.format(out=call.out))
@@ -215,7 +239,7 @@ def _figures_of(part: Part, call: Call) -> Mapping[str, Any]:
 
 
 def _last_line(log: IO[bytes], start: int) -> str:
-    """The last line that a process has written to its log since the byte `start`, cut to 300 characters."""
+    """The last line with text that was written to the log since the byte `start`, cut to 300 characters; "" if none."""
     log.seek(0, os.SEEK_END)
     log.seek(max(start, log.tell() - 8192))
     lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
@@ -223,6 +247,11 @@ def _last_line(log: IO[bytes], start: int) -> str:
 
 
 def _death(code: int, last: str) -> str:
-    """How a process ended that left no result."""
+    """How a process ended that left no result: the signal's name or the exit code, then its last output if any.
+
+    Args:
+        code: exit code; negative: the number of the signal that killed it.
+        last: its last line of output, or "".
+    """
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return f"{how}; {last}" if last else how

@@ -34,7 +34,19 @@ class Stopped(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code. 0: no part failed; 1: a part failed or was not run in time; 2: bad input; 130 or 143: stopped."""
+    """Runs the chosen parts, prints each result as it comes, writes the record, and returns the exit code.
+
+    Args:
+        argv: the command line without the program's name; None: that of this process.
+
+    Returns:
+        0: no part failed; 1: a part failed, timed out or was not run in time; 2: bad input, a required package is
+        missing, or `--device cuda` without a GPU; 130 or 143: stopped by SIGINT or SIGTERM.
+
+    Raises:
+        SystemExit: from argparse, after `--help` (code 0) or for an option that it cannot parse (code 2).
+        OSError: the record cannot be written.
+    """
     options = _parser().parse_args(argv)
     try:
         parts = _chosen(options)
@@ -74,12 +86,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_parts(record: Record, call: Call, began: float, budget_s: float) -> None:
-    """Run the parts of a record that have no outcome yet, and write the record after each.
+    """Runs the parts of a record that have no outcome yet; prints a line about each, and writes the record after each.
 
     Args:
         began: the `time.monotonic` at which the GPU check started.
         budget_s: seconds for all parts together. A part gets the smaller of its own limit and what is left of the
-            budget after the reserves of later parts.
+            budget after the reserves of later parts; if less than `_LEAST_S` is left, it is recorded as not run.
+
+    Raises:
+        OSError: the record cannot be written.
     """
     waiting = [part for part in record.parts if part.name not in record.outcomes]
     width = max((len(part.name) for part in record.parts), default=0)
@@ -99,7 +114,7 @@ def run_parts(record: Record, call: Call, began: float, budget_s: float) -> None
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The command line of the GPU check; the help text lists the parts."""
+    """The parser of the GPU check's command line; its help text lists the parts."""
     parser = argparse.ArgumentParser(
         prog="gpu_check", description="Shows what works on this GPU and how fast, and writes a page into a folder"
     )
@@ -121,7 +136,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _chosen(options: argparse.Namespace) -> tuple[Part, ...]:
-    """The parts to run. Raises ValueError with one line for the user."""
+    """The parts to run, in order: those of `--only`, otherwise all; those that need Ray only with `--ray`.
+
+    Raises:
+        ValueError: a budget that is not above 0, or an unknown part; the message is one line for the user.
+    """
     if not options.budget_s > 0:
         raise ValueError(f"--budget-s: must be above 0 seconds; got {options.budget_s:g}")
     parts = PARTS + RAY_PARTS if options.ray else PARTS
@@ -131,7 +150,11 @@ def _chosen(options: argparse.Namespace) -> tuple[Part, ...]:
 
 
 def _writable(out: Path) -> Path:
-    """The output folder, created. Raises ValueError with one line for the user."""
+    """The output folder as an absolute path; it is created if missing.
+
+    Raises:
+        ValueError: it cannot be created or written to; the message is one line for the user.
+    """
     out = out.absolute()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -143,14 +166,17 @@ def _writable(out: Path) -> Path:
 
 
 def _refuse(line: str) -> int:
-    """Prints an error in one line and returns the exit code for bad input, 2."""
+    """Prints an error in one line to stderr and returns the exit code for bad input, 2."""
     print(f"gpu_check: error: {line}", file=sys.stderr)
     return 2
 
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Raise `Stopped` on the first SIGINT or SIGTERM, then ignore both: the clean-up is bounded and must finish."""
+    """Raises `Stopped` in the block on the first SIGINT or SIGTERM, then ignores both until the block ends.
+
+    Ignoring them lets the clean-up finish, whose time is bounded. Afterwards the previous handlers are back.
+    """
 
     def stop(signal_number: int, _: FrameType | None) -> None:
         for handled_signal in handled:

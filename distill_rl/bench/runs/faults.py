@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +34,8 @@ _DEADLINE_S = 600.0
 
 @dataclass(frozen=True)
 class Fault:
+    """A signal for a worker; `ends_the_run`: the run stops with it, and has to be resumed."""
+
     worker: str
     """Class of the actor."""
     number: signal.Signals
@@ -49,17 +52,32 @@ FAULTS = {
 
 
 def train(root: Path, name: str, steps: int, fault: Fault | None = None) -> dict[str, Any]:
-    """Run once, with a fault after the first steps; return the seconds that the fault cost and the losses."""
+    """Runs once and returns the losses and, with a fault, the seconds that it cost.
+
+    A run that the fault ends is resumed to its last step.
+
+    Args:
+        name: of the run and its configuration.
+        fault: what happens after the first `STRIKE_AFTER` steps; None: nothing.
+
+    Returns:
+        `losses` of all steps; with a fault also `seconds_without_a_step`, the longest time between two steps, and
+        `seconds_to_the_end`, from the fault to the end of the process, if the fault ends the run.
+
+    Raises:
+        SystemExit: the run, or the resumed one, failed, or `strike` did.
+        subprocess.TimeoutExpired: the run took too long; it is killed.
+    """
     config = write_config(root, name, steps=steps, batch=16, micro_batch=16, length=128, checkpoint={"every": 5})
     folder = root / "runs" / name
     metrics = folder / "metrics.jsonl"
     figures: dict[str, Any] = {}
-    with _started(config) as process:
+    with _running(config) as process:
         struck = strike(process, metrics, fault) if fault else 0.0
         code = process.wait(_DEADLINE_S)
         if fault and fault.ends_the_run:
             figures["seconds_to_the_end"] = time.time() - struck
-            with _started(config, "--resume") as again:
+            with _running(config, "--resume") as again:
                 code = again.wait(_DEADLINE_S)
     if code:
         raise SystemExit(f"exit code {code}; {harness.failure(folder)}")
@@ -71,7 +89,15 @@ def train(root: Path, name: str, steps: int, fault: Fault | None = None) -> dict
 
 
 def strike(process: subprocess.Popen[bytes], metrics: Path, fault: Fault) -> float:
-    """Send the signal after STRIKE_AFTER steps; return the time."""
+    """Waits for `STRIKE_AFTER` steps and sends the fault's signal to one such worker; returns the time since the epoch.
+
+    Args:
+        process: the driver, whose children are searched.
+        metrics: the run's metrics.jsonl.
+
+    Raises:
+        SystemExit: the run ended or took too long before that step, or has no such worker.
+    """
     deadline = time.monotonic() + _DEADLINE_S
     while len(harness.step_records(metrics)) < STRIKE_AFTER:
         if process.poll() is not None or time.monotonic() > deadline:
@@ -85,15 +111,26 @@ def strike(process: subprocess.Popen[bytes], metrics: Path, fault: Fault) -> flo
     raise SystemExit(f"no {fault.worker} process was found")
 
 
-def _started(config: Path, *more: str) -> subprocess.Popen[bytes]:
-    """Starts a training run on one thread, with its output discarded."""
+@contextmanager
+def _running(config: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A training run, one thread per process, with its output discarded; killed if it still runs when the block ends.
+
+    Args:
+        more: further arguments of the command.
+    """
     environment = os.environ | harness.ONE_THREAD
     command = harness.train_command(config, *more)
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # does nothing to one that has ended
 
 
 def measure(root: Path, *, steps: int = 60, repeats: int = 3) -> dict[str, Any]:
-    """Medians over the repeats, and whether the losses equal those of an undisturbed run bit for bit.
+    """By fault, median and maximum seconds over the repeats, and whether all losses equal those of an undisturbed run.
+
+    Losses are compared bit for bit.
 
     Args:
         steps: optimizer steps per run.

@@ -2,7 +2,7 @@
 
 On a CPU a reference implementation stands in for the variable-length kernels, with the same registration and arguments.
 
-1. Each kernel (`_kernel`): outputs and gradients of `varlen.attend` against a softmax over whole score matrices in fp64.
+1. Each kernel (`_kernel`): outputs and gradients of `varlen.attend` against softmax of whole score matrices in fp64.
 2. Each model family (`_model`): first, packed rows with a mask against every document alone, both in fp32, which shows
    that documents do not see each other. Then every path in the dtype of the device against that fp32 result; it may be
    at most twice as far from it as the plain masked path in the same dtype.
@@ -52,16 +52,17 @@ Shape = tuple[int, int, int, int | None]
 
 
 def check(device: torch.device, tiny: bool) -> dict[str, float]:
-    """Compare the values and gradients of all paths that this device supports.
+    """Compares the values and gradients of all attention paths that this device supports.
 
     Args:
-        tiny: small sizes, for a CPU.
+        tiny: uses small sizes for the kernels, for a CPU; the models have one size.
 
     Returns:
-        Relative L2 errors by name.
+        Relative L2 errors by name, of kernels and of models.
 
     Raises:
-        AssertionError: an error is above its bound, or a forward pass waited for the GPU.
+        AssertionError: an error is above its bound, a forward pass waited for the GPU, or a GPU has no variable-length
+            kernel.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     missing = varlen.no_kernel(device)
@@ -80,14 +81,17 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
 
 
 def _shapes(tiny: bool) -> list[Shape]:
-    """The attention shapes to compare, small ones with `tiny`: (query heads, key-value heads, head dimension, window or None)."""
+    """The attention shapes to compare, small ones with `tiny`."""
     if tiny:
         return [(4, 2, 16, None), (4, 4, 8, None), (4, 1, 16, 40)]
     return [(32, 8, 64, None), (32, 8, 128, None), (16, 16, 96, None), (8, 4, 256, None), (32, 8, 128, 700)]
 
 
 def _positions(rows: int, width: int, seed: int = 0) -> np.ndarray:
-    """int64 [rows, width]: positions of five random documents per row, and a last row of one document."""
+    """int64 [rows, width]: the position of each token in its document.
+
+    The last row is a single document; every other row is filled by five documents of random lengths.
+    """
     draw, positions = np.random.default_rng(seed), np.tile(np.arange(width), (rows, 1))
     for row in range(rows - 1):
         for start in np.sort(draw.choice(np.arange(1, width), size=4, replace=False)):
@@ -96,7 +100,15 @@ def _positions(rows: int, width: int, seed: int = 0) -> np.ndarray:
 
 
 def _kernel(package: str, shape: Shape, dtype: torch.dtype, device: torch.device, tiny: bool) -> dict[str, float]:
-    """`varlen.attend` on packed rows and on whole rows against an fp64 oracle."""
+    """Relative errors of `varlen.attend` against an fp64 oracle, by name: the output and the gradients of q, k and v.
+
+    Rows are packed with several documents and, for a shape without a window, also whole: one document per row. The
+    errors are returned whatever their size.
+
+    Args:
+        package: whose kernels to use, a key of `VARLEN`.
+        tiny: fewer and shorter rows.
+    """
     heads, groups, size, window = shape
     name = f"{package} {heads}/{groups} heads of {size}{f', window {window}' if window else ''}"
     rows, width = (3, 128) if tiny else (4, 2048)
@@ -128,7 +140,13 @@ def _kernel(package: str, shape: Shape, dtype: torch.dtype, device: torch.device
 
 
 def _oracle(query: Tensor, key: Tensor, value: Tensor, positions: np.ndarray, window: int | None) -> Tensor:
-    """Attention [R, S, H, E] by its definition, with whole score matrices, one row at a time."""
+    """Causal attention [R, S, H, E] within documents by its definition, with whole score matrices, one row at a time.
+
+    Args:
+        query: [R, H, S, E]; `key` and `value` are [R, K, S, E], with H a multiple of K.
+        positions: int [R, S], 0 at the first token of each document.
+        window: how many tokens a token sees, itself included; None: all up to itself.
+    """
     width, size = query.shape[2], query.shape[3]
     document = torch.from_numpy((positions == 0).cumsum(-1)).to(query.device)
     index = torch.arange(width, device=query.device)
@@ -145,7 +163,10 @@ def _oracle(query: Tensor, key: Tensor, value: Tensor, positions: np.ndarray, wi
 
 
 def _with_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], weight: Tensor) -> list[Tensor]:
-    """The output, or the first of several outputs, and the gradients of the inputs."""
+    """The output of `function(*inputs)`, then the gradient of sum(output · weight) for each input.
+
+    If the function returns a tuple, its first item is the output. The inputs are copied.
+    """
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     out = function(*leaves)
     if isinstance(out, tuple):
@@ -154,12 +175,24 @@ def _with_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], weig
 
 
 def _error(values: Tensor, truth: Tensor) -> float:
-    """The relative error of `values`: |values - truth| / |truth| in fp64."""
+    """The relative L2 error of `values`: ‖values - truth‖ / ‖truth‖ in fp64."""
     return ((values.double() - truth.double()).norm() / truth.double().norm()).item()
 
 
 def _model(family: str, package: str, *, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Errors of the logits and gradients of a small random model on all paths; see the steps above."""
+    """Checks a small random model on all paths; returns relative errors of its logits and gradients, by name.
+
+    The steps are described under 2. at the top of this module.
+
+    Args:
+        family: a key of `_FAMILIES`.
+        package: whose variable-length kernels to use, a key of `VARLEN`.
+        dtype: in which the paths are compared.
+
+    Raises:
+        AssertionError: documents see each other, a path is too far from the fp32 result, or a forward pass waited for
+            the GPU.
+    """
     exact = _path(family, "eager", torch.float32, device)
     alone = _path(family, "eager", torch.float32, device, separately=True)
     errors = {f"{family}, documents alone: {what}": _error(alone[what], exact[what]) for what in exact}
@@ -180,9 +213,18 @@ def _model(family: str, package: str, *, dtype: torch.dtype, device: torch.devic
 def _path(
     family: str, implementation: str, dtype: torch.dtype, device: torch.device, *, separately: bool = False
 ) -> dict[str, Tensor]:
-    """Logits of real tokens, and the gradient of all weights as one vector; the model and the rows are always the same.
+    """`logits` [N, 256] of all N tokens that are not padding, and the `gradient` of all weights as one vector, in fp32.
 
-    `separately` gives every document a forward pass of its own.
+    The gradient is that of a randomly weighted sum of these logits. For a family, the model and the rows are always the
+    same up to their dtype.
+
+    Args:
+        family: a key of `_FAMILIES`.
+        implementation: transformers' name of the attention function.
+        separately: gives every document a forward pass of its own.
+
+    Raises:
+        AssertionError: a forward pass of a variable-length path waited for the GPU.
     """
     import transformers
 
@@ -215,7 +257,7 @@ def _path(
 
 
 def _documents_of(positions: np.ndarray) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of every single document."""
+    """Yields the rows and columns of each document, one by one; a document starts where `positions` [R, S] is 0."""
     for row, row_positions in enumerate(positions):
         for start, stop in itertools.pairwise([*np.flatnonzero(row_positions == 0), len(row_positions)]):
             yield slice(row, row + 1), slice(int(start), int(stop))
@@ -223,7 +265,7 @@ def _documents_of(positions: np.ndarray) -> Iterator[tuple[slice, slice]]:
 
 @contextmanager
 def _no_synchronisation(device: torch.device, enabled: bool) -> Iterator[None]:
-    """Raise AssertionError if the host waits for the GPU."""
+    """Raises AssertionError if the host waits for the GPU inside the block. Does nothing on a CPU or if not enabled."""
     if device.type != "cuda" or not enabled:
         yield
         return

@@ -22,11 +22,14 @@ TEACHER = ("b", "a", "", "ca", "bb", "cab", "abc", "aaaa", "c", "aab", " ")
 def check(device: torch.device, tiny: bool) -> dict[str, float]:
     """Aligns random windows of tokens with Numba's kernel for this device and with NumPy, and requires equal chunks.
 
+    Every window is aligned with three widths of the band. `tiny` uses fewer and shorter windows.
+
     Returns:
-        The number of windows compared and of tokens that were aligned.
+        `windows`, the number of comparisons, and `tokens_matched`, the number of student tokens in chunks; both over
+        all bands.
 
     Raises:
-        AssertionError: a window's chunk numbers differ from NumPy's.
+        AssertionError: a window's chunk numbers differ from NumPy's, or no window has a chunk.
         SkipTest: Numba is missing, or has no CUDA target for a GPU.
     """
     if find_spec("numba") is None:
@@ -52,7 +55,7 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
 
 
 def vocabulary(tokens: Sequence[str | bytes]) -> Vocabulary:
-    """A vocabulary whose token i spells the i-th string; "" is a special token."""
+    """A vocabulary whose token i spells the i-th string, in UTF-8, or bytes; an empty one is a special token."""
     spellings = [token.encode() if isinstance(token, str) else token for token in tokens]
     lengths = np.array([len(token) for token in spellings], np.int32)
     return Vocabulary(

@@ -18,6 +18,7 @@ from distill_rl.gpu_check.material import (
     documents,
     exported,
     gradients,
+    largest,
     on_every_model,
     on_host,
     plain_hidden,
@@ -55,7 +56,10 @@ error of fp32."""
 
 
 def check_student(device: torch.device, tiny: bool) -> dict[str, float]:
-    """Compares the student engine with plain fp64 code on every model: losses and gradient of a step, and four whole steps.
+    """Compares the student engine with plain fp64 code on every model: losses and gradient of a step, and four steps.
+
+    Args:
+        tiny: only the small models.
 
     Returns:
         The largest relative error over all models, by what was compared.
@@ -68,7 +72,9 @@ def check_student(device: torch.device, tiny: bool) -> dict[str, float]:
 
 
 def _student_errors(folder: Path, shape: Shape, world: World) -> Iterator[tuple[str, float, float]]:
-    """Yields (what, error, bound) for one model: fp32 on padded and on packed rows, the gradient in bf16, and several steps.
+    """Yields (what, error, bound) for one model; the errors are relative, and the caller compares them with the bounds.
+
+    Compared are loss and gradient in fp32 on padded and on packed rows, the gradient in bf16, and STEPS whole steps.
 
     Args:
         folder: an empty folder, in which a student and a teacher of this shape are written.
@@ -83,7 +89,7 @@ def _student_errors(folder: Path, shape: Shape, world: World) -> Iterator[tuple[
     true_gradient = gradients(plain.model)
     for rows, packing in (("padded", False), ("packed", True)):
         losses, gradient = _first_gradient(config, world, texts[0], packing=packing)
-        yield "loss", max(abs(loss / expected - 1) for loss, expected in zip(losses, truth)), LOSS_BOUND
+        yield "loss", largest(abs(loss / expected - 1) for loss, expected in zip(losses, truth)), LOSS_BOUND
         yield f"gradient, {rows}", relative_error(gradient, true_gradient), GRADIENT_BOUND
     half = settings(student, teacher, dtype="bf16")
     _, gradient = _first_gradient(half, world, texts[0], packing=True)
@@ -94,7 +100,11 @@ def _student_errors(folder: Path, shape: Shape, world: World) -> Iterator[tuple[
 def _first_gradient(
     config: Config, world: World, texts: Sequence[Encoded], *, packing: bool
 ) -> tuple[tuple[float, float], dict[str, Tensor]]:
-    """(KD, CE) and the gradient of the first step of new engines, with the texts in packed rows or one per row."""
+    """(KD, CE) and the gradient by parameter of the first step of new engines; updates no weight.
+
+    Args:
+        packing: packs several texts into a row; otherwise one text per row.
+    """
     batch = batch_of(texts, 96, packing=packing)
     teacher, engine = _engines(config, world)
     metrics = engine.forward_backward(batch, targets_from(teacher, batch))
@@ -102,7 +112,7 @@ def _first_gradient(
 
 
 def _engines(config: Config, world: World) -> tuple[TeacherEngine, StudentEngine]:
-    """A teacher and a student engine of one configuration, on this rank."""
+    """A new teacher and a new student engine of one configuration, on this rank."""
     teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
     return teacher, StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
 
@@ -110,7 +120,10 @@ def _engines(config: Config, world: World) -> tuple[TeacherEngine, StudentEngine
 def _steps(
     config: Config, world: World, texts: Sequence[Sequence[Encoded]], plain: PlainStudent
 ) -> Iterator[tuple[str, float, float]]:
-    """Yields (what, error, bound) of the losses and of the change of weights after a few steps on packed rows.
+    """Trains a new engine and the plain student on packed rows; yields two (what, error, bound).
+
+    The first is the largest relative error of the KD losses after the first step, the second the relative error of the
+    change of the weights over all steps.
 
     Args:
         texts: the documents of each step.
@@ -128,27 +141,37 @@ def _steps(
         plain.update()
     expected = {name: weight - before[name] for name, weight in weights(plain.model).items()}
     change = {name: weight.double() - before[name] for name, weight in weights(engine.model).items()}
-    yield "loss, later steps", float(torch.tensor(errors).max()), WEIGHTS_BOUND  # a NaN stays one
+    yield "loss, later steps", largest(errors), WEIGHTS_BOUND
     yield "change of weights", relative_error(change, expected), WEIGHTS_BOUND
 
 
 def check_teacher(device: torch.device, tiny: bool) -> dict[str, float]:
     """Compares the targets of the teacher engine, in every kind of export, with plain fp64 code on every model.
 
+    Args:
+        tiny: only the small models.
+
     Returns:
-        The largest error over all models, by what was compared.
+        The largest error over all models, by what was compared: relative for hidden states and for log-probabilities in
+        fp16, absolute otherwise.
 
     Raises:
-        AssertionError: an error above its bound; probability on a padded column; top-k that are not the best k.
+        AssertionError: an error above its bound, probability on a padded column, or a wrong number of columns.
     """
     return on_every_model(device, tiny, _teacher_errors)
 
 
 def _teacher_errors(folder: Path, shape: Shape, world: World) -> Iterator[tuple[str, float, float]]:
-    """Yields (what, error, bound) for one model: top-k in fp32 and fp16, logits, hidden states, label log-probabilities.
+    """Yields (what, error, bound) for one model, of every export; the caller compares the errors with the bounds.
+
+    The exports are top-k in fp32 and in fp16, logits, and hidden states; label log-probabilities are compared for top-k
+    in fp32 and for hidden states.
 
     Args:
         folder: an empty folder, in which a model of this shape is written.
+
+    Raises:
+        AssertionError: a padded column is among the top k or above −inf, or the logits have a wrong number of columns.
     """
     path = write_model(folder / "model", shape, seed=3)
     texts = documents(5, 60)
@@ -191,7 +214,13 @@ def _teacher_errors(folder: Path, shape: Shape, world: World) -> Iterator[tuple[
 
 
 def _exported(path: Path, world: World, batch: RankBatch, order: Tensor, **export: str) -> dict[str, Tensor]:
-    """An engine's targets for the documents' tokens, on the CPU, document by document."""
+    """The targets of a new teacher engine for the documents' tokens, by name, on the CPU, document by document.
+
+    Args:
+        path: folder of the teacher's model.
+        order: int64 [N]: positions of the documents' tokens in the flattened rows (`_document_order`).
+        export: fields of `TeacherConfig` and their values.
+    """
     config = settings(path, path)
     (teacher,) = config.teachers
     for name, value in export.items():
@@ -201,7 +230,11 @@ def _exported(path: Path, world: World, batch: RankBatch, order: Tensor, **expor
 
 
 def _document_order(batch: RankBatch, texts: Sequence[Encoded]) -> Tensor:
-    """The positions of all documents' tokens in the flattened rows, document by document."""
+    """int64 [N]: the positions of all documents' tokens in the flattened rows, document by document.
+
+    Raises:
+        ValueError: the ids of a document occur in the rows more than once, or not at all.
+    """
     flat = batch.rows.input_ids.reshape(-1)
     positions = []
     for text in texts:
@@ -212,5 +245,5 @@ def _document_order(batch: RankBatch, texts: Sequence[Encoded]) -> Tensor:
 
 
 def _largest(values: Tensor, truth: Tensor) -> float:
-    """The largest absolute difference."""
+    """The largest absolute difference of two tensors of one shape, in fp64."""
     return float((values.double() - truth).abs().max())

@@ -32,7 +32,14 @@ the kernel adds partial results in bf16."""
 
 
 def facts(device: torch.device, tiny: bool) -> dict[str, Any]:
-    """Facts for the head of the page. If torch sees no GPU, `gpus` is empty and `why_no_gpu` gives the reason."""
+    """Facts for the head of the page, as JSON types: software, CPU, environment variables, commit, and GPUs on CUDA.
+
+    For a CPU device `gpus` is empty. If torch sees no GPU for a CUDA device, `gpus` is empty and `why_no_gpu` gives the
+    reason. `tiny` is not used.
+
+    Raises:
+        PackageNotFoundError: a package of PACKAGES is not installed.
+    """
     machine: dict[str, Any] = {
         "python": platform.python_version(),
         "packages": {name: version(name) for name in PACKAGES},
@@ -58,11 +65,17 @@ def facts(device: torch.device, tiny: bool) -> dict[str, Any]:
 
 
 def check(device: torch.device, tiny: bool) -> dict[str, float]:
-    """Check matrix products against fp64, copies to the device and back, and the error of a GPU out of memory.
+    """Checks matrix products against fp64, copies to the device and back, and on a GPU the error of lack of memory.
+
+    Args:
+        tiny: smaller matrices.
+
+    Returns:
+        The relative errors of an fp32 and of a bf16 product.
 
     Raises:
-        AssertionError: a product is worse than its dtype allows, TF32 is on, a copy changes its content, or torch's
-            out-of-memory message is not parsed.
+        AssertionError: a product is worse than its dtype allows (fp32: also if TF32 is on), a copy changes its content,
+            or the out-of-memory error does not give all amounts.
     """
     size = 128 if tiny else 1024
     draw = torch.Generator().manual_seed(0)
@@ -82,10 +95,10 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
 
 
 def _run_out_of_memory(device: torch.device) -> None:
-    """Requires that an impossible allocation ends in a GpuMemoryError that gives all amounts.
+    """Requires that an allocation of 64 TiB ends in a GpuMemoryError that gives all amounts.
 
     Raises:
-        AssertionError: it did not.
+        AssertionError: the memory was granted, or the error lacks an amount.
     """
     message = "no error: 64 TiB were granted"
     try:
@@ -98,7 +111,7 @@ def _run_out_of_memory(device: torch.device) -> None:
 
 
 def _relative(values: Tensor, truth: Tensor) -> float:
-    """The relative error of `values`: |values - truth| / |truth| in fp64."""
+    """The relative L2 error of `values`: ‖values - truth‖ / ‖truth‖; `truth` is fp64."""
     return float((values.double() - truth).norm() / truth.norm())
 
 
@@ -117,7 +130,7 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """The driver's version, from nvidia-smi or, if that is missing, from the kernel."""
+    """The driver's version, from nvidia-smi or, if that fails, from the kernel module; None if neither gives it."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -128,12 +141,16 @@ def _driver() -> str | None:
 
 
 def _dotted(number: int | None) -> str | None:
-    """cuDNN's version, 91002, as 9.10.2."""
+    """cuDNN's version number as text, such as 9.10.2 for 91002; None for None. For cuDNN 9 and later."""
     return None if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def _version(package: str) -> str | None:
-    """A package's version, `installed` if it has none, None if it is not installed."""
+    """A package's version; `installed` if it has no metadata under this name; None if it cannot be found.
+
+    Args:
+        package: the name by which it is imported.
+    """
     if importlib.util.find_spec(package) is None:
         return None
     with suppress(PackageNotFoundError):

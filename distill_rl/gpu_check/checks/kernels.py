@@ -61,9 +61,10 @@ class Kernel:
 
 
 def measure(device: torch.device, tiny: bool) -> dict[str, Any]:
-    """The ceilings `copy, GB/s` and `product, TFLOP/s`, and `kernels`, a table of all kernels against them.
+    """Measures the ceilings `copy, GB/s` and `product, TFLOP/s`, and `kernels`, a table of all kernels against them.
 
-    A kernel that runs out of memory gets a row that says so.
+    On a GPU also `copy to pinned host memory, GB/s`. A kernel that runs out of memory gets a row that says so. Sizes
+    are small with `tiny` and on a CPU. The dtype is bf16 on a GPU and fp32 on a CPU; AdamW always runs in fp32.
     """
     sizes = SMALL if tiny or device.type != "cuda" else LARGE
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -76,9 +77,9 @@ def measure(device: torch.device, tiny: bool) -> dict[str, Any]:
 
 
 def _row(kernel: Kernel, device: torch.device, bandwidth: float, rate: float) -> dict[str, Any]:
-    """Runs one kernel and compares its median time with the bound that memory or arithmetic sets; one row of the table.
+    """Times one kernel and compares its median time with the bound that memory or arithmetic sets; a row of the table.
 
-    A kernel that runs out of memory gets a row that says so. Frees the cached GPU memory.
+    A kernel that runs out of memory gets a row that says so. Empties torch's cache of GPU memory afterwards.
 
     Args:
         bandwidth: bytes per second of copies on this device.
@@ -105,14 +106,20 @@ def _row(kernel: Kernel, device: torch.device, bandwidth: float, rate: float) ->
 
 
 def _host_bandwidth(device: torch.device) -> float:
-    """Bytes per second from the device into page-locked memory."""
+    """Bytes per second of a copy from the GPU into page-locked host memory."""
     source = torch.ones(HOST_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty(source.shape, dtype=torch.uint8, pin_memory=True)
     return source.numel() / median_seconds(lambda: target.copy_(source, non_blocking=True), device, REPEATS)
 
 
 def _kernels(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Kernel]:
-    """The kernels to be timed, with the bytes or FLOPs that each needs at least; their tensors are made only by `Kernel.make`."""
+    """Yields the kernels to be timed, with the bytes or FLOPs that each needs at least.
+
+    Their inputs are allocated only by `Kernel.make`.
+
+    Args:
+        dtype: of all kernels but AdamW, which is fp32.
+    """
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     tokens, columns, hidden, item = sizes.tokens, sizes.columns, sizes.hidden, dtype.itemsize
@@ -153,6 +160,8 @@ def _kernels(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator
         num_bytes: float = 0.0,
         flops: float = 0.0,
     ) -> Kernel:
+        """A kernel that runs forward and backward of `function` on random inputs of these shapes."""
+
         def make() -> Run:
             leaves = [randn(*shape).requires_grad_() for shape in shapes]
             gradient = torch.randn_like(function(*leaves))
@@ -176,7 +185,12 @@ def _kernels(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator
 
 
 def _loss_step(loss: Callable[..., Any], *inputs: Tensor) -> Run:
-    """Forward and backward of a loss; the gradients of the last call stay allocated."""
+    """Returns a function that runs forward and backward of a loss; the gradients of its last call stay allocated.
+
+    Args:
+        loss: called with `inputs`; its result has the scalar `loss`.
+        inputs: made to require gradients, in place.
+    """
     leaves = [tensor.requires_grad_() for tensor in inputs]
 
     def run() -> None:
@@ -188,11 +202,15 @@ def _loss_step(loss: Callable[..., Any], *inputs: Tensor) -> Run:
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, element by element, in plain torch."""
     return F.silu(gate) * up
 
 
 def _adamw(sizes: Sizes, device: torch.device) -> Run:
-    """A step of the student's optimizer on one matrix."""
+    """Returns a function that takes one step of foreach AdamW on an fp32 matrix with a random gradient.
+
+    The matrix has `sizes.parameters` elements; every call uses the same gradient.
+    """
     model = nn.Linear(1 << 7, sizes.parameters >> 7, bias=False, device=device)
     model.weight.grad = torch.randn_like(model.weight)
     return build_optimizer(model, OptimizerConfig()).step

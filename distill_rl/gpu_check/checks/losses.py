@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.bench.gpu.engines import random_projection
+from distill_rl.gpu_check.material import largest
 from distill_rl.losses import (
     METHODS,
     Chunks,
@@ -31,6 +32,9 @@ BOUNDS = {"logits": 3e-3, "fused": 1e-2, "chunks": 1e-5}
 def check(device: torch.device, tiny: bool) -> dict[str, float]:
     """Compares the gradients of all losses on this device with the fp64 references.
 
+    Args:
+        tiny: small vocabularies and few rows.
+
     Returns:
         The largest relative error by kind of loss; in fp32 for cross-tokenizer losses, in bf16 for the others.
 
@@ -49,12 +53,14 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
 def _same_vocabulary(
     device: torch.device, rows: int, columns: int, draw: torch.Generator
 ) -> Iterator[tuple[str, str, float]]:
-    """(input, case, error) of every divergence with dense and top-k targets, from logits and fused, in bf16.
+    """Yields (kind, case, error) of every divergence with dense and top-k targets, from logits and fused, in bf16.
 
-    The error is that of the gradient, relative to the fp64 reference on the same rounded inputs.
+    The error is that of the gradient, relative to the fp64 reference on the same rounded inputs. The kind is `logits`
+    or `fused`, a key of BOUNDS.
 
     Args:
         rows, columns: of the logits.
+        draw: generator of the random inputs.
     """
 
     def normal(*shape: int) -> Tensor:
@@ -83,9 +89,14 @@ def _plain_fused(states: Tensor, layer: Tensor, target: Teacher, **keywords: Any
 
 
 def _two_vocabularies(device: torch.device, tiny: bool, draw: torch.Generator) -> Iterator[tuple[str, str, float]]:
-    """(input, case, error) of every cross-tokenizer method with both chunk averages, in fp32 against the fp64 reference.
+    """Yields (`chunks`, case, error) of every cross-tokenizer method with both chunk averages, in fp32.
 
-    The reference runs on the CPU, the loss on `device`.
+    The error is that of the gradient, relative to the fp64 reference. The reference runs on the CPU, the loss on
+    `device`.
+
+    Args:
+        tiny: smaller vocabularies and fewer chunks.
+        draw: generator of the random logits and labels.
     """
     columns, repeats = ((53, 71), 2) if tiny else ((2003, 3001), 8)
     lengths = ((1, 1), (2, 3), (5, 1), (1, 1), (1, 4)) * repeats
@@ -114,7 +125,11 @@ def _two_vocabularies(device: torch.device, tiny: bool, draw: torch.Generator) -
 
 
 def _gradients(loss: Callable[..., Any], inputs: Sequence[Tensor], *arguments: Any, **keywords: Any) -> list[Tensor]:
-    """The gradients of `inputs` for the loss of one vocabulary, or for KD + CE across tokenizers."""
+    """The gradients of copies of `inputs` for the loss of one vocabulary, or for KD + CE across tokenizers.
+
+    Args:
+        loss: called with the inputs, then `arguments` and `keywords`.
+    """
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     output = loss(*leaves, *arguments, **keywords)
     total = output.loss if hasattr(output, "loss") else output.kd + output.ce
@@ -122,8 +137,8 @@ def _gradients(loss: Callable[..., Any], inputs: Sequence[Tensor], *arguments: A
 
 
 def _error(gradients: list[Tensor], truths: list[Tensor]) -> float:
-    """The largest error of several gradients, each relative to the norm of its truth."""
-    return max(
+    """The largest error of several gradients, each in L2 norm relative to that of its truth (fp64)."""
+    return largest(
         float((gradient.double().cpu() - truth.cpu()).norm() / truth.norm().cpu().clamp_min(1e-30))
         for gradient, truth in zip(gradients, truths)
     )

@@ -56,12 +56,16 @@ Run = tuple[list[float], dict[str, Tensor]]
 
 
 def check_step(device: torch.device, tiny: bool) -> dict[str, float]:
-    """Check what may fail on a GPU but not on a CPU; relative errors, and host waits per micro-batch.
+    """Checks what may fail on a GPU but not on a CPU: micro-batches, evaluations, fused AdamW, copies and host waits.
 
     `tiny` changes nothing, because all models here are small.
 
+    Returns:
+        By name: relative errors, the number of copies that differ (always 0), and host waits per micro-batch. The error
+        of Liger's kernels is included only on a GPU with `liger_kernel` installed.
+
     Raises:
-        AssertionError: an error above its bound, an undocumented host wait, or a copy that differs.
+        AssertionError: an error above its bound, more host waits than documented, or a copy that differs.
     """
     with one_rank(device) as world, tempfile.TemporaryDirectory() as folder:
         student = write_model(Path(folder, "student"), small("llama", hidden=64), seed=1, tied=True)
@@ -78,7 +82,16 @@ def check_step(device: torch.device, tiny: bool) -> dict[str, float]:
 
 
 def _micro_batches(world: World, student: Path) -> float:
-    """The gradient of a batch computed in two calls of four micro-batches, against a single micro-batch."""
+    """Relative error of a batch's gradient from two calls of four micro-batches, against a single micro-batch.
+
+    A whole-batch evaluation runs between the two calls; it must not change the gradient either.
+
+    Args:
+        student: folder of the model.
+
+    Raises:
+        AssertionError: the error is above GRADIENT_BOUND.
+    """
     engine, batch = _engine(world, student), _batch(0)
     results = []
     for size in (ROWS, 1):
@@ -96,7 +109,14 @@ def _micro_batches(world: World, student: Path) -> float:
 
 
 def _evaluations(world: World, student: Path) -> float:
-    """Weights after three steps with evaluations in between against weights without, relative to their change."""
+    """Difference of the weights after three steps with and without an evaluation before each, relative to their change.
+
+    Args:
+        student: folder of the model.
+
+    Raises:
+        AssertionError: the difference is above WEIGHTS_BOUND.
+    """
     start, changes = weights(_engine(world, student).model), []
     for with_evaluations in (False, True):
         engine = _engine(world, student)
@@ -109,7 +129,13 @@ def _evaluations(world: World, student: Path) -> float:
 
 
 def _adamw(device: torch.device) -> float:
-    """Three clipped AdamW steps of the device's implementation against foreach on the CPU."""
+    """Relative difference of the weights after three clipped AdamW steps on the device and on the CPU.
+
+    A GPU uses the fused implementation, a CPU foreach. Model and gradients are random and the same on both.
+
+    Raises:
+        AssertionError: the difference is above ADAMW_BOUND.
+    """
     config, results = OptimizerConfig(lr=1e-2, weight_decay=0.1), []
     for optimizer_device in (torch.device("cpu"), device):
         draw = torch.Generator().manual_seed(3)
@@ -128,7 +154,13 @@ def _adamw(device: torch.device) -> float:
 
 
 def _copies(device: torch.device) -> float:
-    """The number of tensors that differ from their copies, although the device overwrites them right afterwards."""
+    """Checks that `Staging` copies tensors exactly; returns the number of wrong copies, which is 0.
+
+    Each tensor is changed right before the copy, which must include the change, and overwritten right after it.
+
+    Raises:
+        AssertionError: a copy is wrong.
+    """
     draw = torch.Generator().manual_seed(5)
     sizes = [(), (3,), (1000, 7), (0, 2), (4097,)]
     sources = {str(size): torch.randn(size, generator=draw) for size in sizes}
@@ -143,7 +175,14 @@ def _copies(device: torch.device) -> float:
 
 
 def _waits(world: World, student: Path) -> float:
-    """Synchronising CUDA calls per micro-batch, counted by torch's warnings; 0 on a CPU."""
+    """Synchronising CUDA calls that each further micro-batch adds to a step, counted by torch's warnings; 0 on a CPU.
+
+    Args:
+        student: folder of the model.
+
+    Raises:
+        AssertionError: more than WAITS_PER_MICRO_BATCH.
+    """
     if world.device.type != "cuda":
         return 0.0
     engine, counts = _engine(world, student), []
@@ -165,7 +204,14 @@ def _waits(world: World, student: Path) -> float:
 
 
 def _liger(world: World, student: Path) -> float:
-    """Compares the gradients of one step with and without Liger's kernels; returns their relative difference."""
+    """Relative difference of one batch's gradients in bf16 with and without Liger's kernels.
+
+    Args:
+        student: folder of the model.
+
+    Raises:
+        AssertionError: the difference is above LIGER_BOUND.
+    """
     results = []
     for kernels in ("torch", "liger"):
         engine = _engine(world, student, dtype="bf16", kernels=kernels)
@@ -175,12 +221,12 @@ def _liger(world: World, student: Path) -> float:
 
 
 def _engine(world: World, student: Path, **options: str) -> StudentEngine:
-    """A student engine whose weights are those of `student`."""
+    """A new student engine with the weights of the folder `student`; `options` are passed to `material.settings`."""
     return StudentEngine(settings(student, student, **options), world, vocabulary_size=VOCABULARY, total_steps=8)
 
 
 def _batch(seed: int) -> RankBatch:
-    """Rows of one document each, with all tokens trained on."""
+    """A batch of ROWS random documents, one per row and WIDTH tokens each, with all tokens trained on."""
     ids = np.random.default_rng(seed).integers(5, VOCABULARY, (ROWS, WIDTH)).astype(np.int32)
     labels = np.roll(ids, -1, 1)
     labels[:, -1] = IGNORE_INDEX
@@ -189,7 +235,10 @@ def _batch(seed: int) -> RankBatch:
 
 
 def _targets(seed: int) -> Any:
-    """Random top-k targets in host memory, as they arrive from the object store."""
+    """A target source for `StudentEngine` with random top-k targets in host memory, for a batch of `_batch`.
+
+    `label_logprob` is a placeholder: it does not belong to the batch's labels.
+    """
     draw = torch.Generator().manual_seed(100 + seed)
     logprobs = torch.randn(ROWS * WIDTH, VOCABULARY, generator=draw).mul_(2).log_softmax(1)
     top, ids = logprobs.topk(TOP_K, 1)
@@ -199,16 +248,21 @@ def _targets(seed: int) -> Any:
 
 
 def _at_most(value: float, bound: float, rule: str) -> float:
-    """Returns `value`; raises AssertionError with `rule` if it is above `bound`."""
+    """Returns `value`; raises AssertionError with `rule` and both numbers if it is above `bound`, or NaN."""
     assert value <= bound, f"{rule}: {value:.3g} is above {bound:.3g}"
     return float(value)
 
 
 def check_resume(device: torch.device, tiny: bool) -> dict[str, float]:
-    """The number of runs and tensors that were compared bit for bit.
+    """Checks that a repeated, a saved and a resumed training have bit for bit the losses and weights of the first.
+
+    Runs in fp32 and in bf16, with a synchronous and an asynchronous save. `tiny` uses a smaller model.
+
+    Returns:
+        `runs` and `tensors`: the number of runs compared with a first run, and of their weight tensors.
 
     Raises:
-        AssertionError: a loss or a weight differs in any bit, or a checkpoint was not written.
+        AssertionError: a loss or a weight differs in any bit, or an asynchronous save reports an error.
     """
     compared: dict[str, float] = {"runs": 0, "tensors": 0}
     with one_rank(device) as world:
@@ -224,7 +278,15 @@ def check_resume(device: torch.device, tiny: bool) -> dict[str, float]:
 
 
 def _runs(root: Path, dtype: str, world: World, tiny: bool) -> dict[str, Run]:
-    """The same training six times: twice straight, and saved and resumed in two ways."""
+    """The same deterministic training six times, by name: twice straight, and saved and resumed in two ways each.
+
+    Args:
+        root: an empty folder, in which models and checkpoints are written.
+        dtype: of student and teacher.
+
+    Raises:
+        AssertionError: an asynchronous save reports an error.
+    """
     shape = small("llama") if tiny else middle("llama")
     student, teacher = write_model(root / "student", shape, seed=1), write_model(root / "teacher", shape, seed=2)
     config = settings(student, teacher, dtype=dtype)
@@ -239,7 +301,17 @@ def _runs(root: Path, dtype: str, world: World, tiny: bool) -> dict[str, Run]:
 
 
 def _saved_and_resumed(new: Callable[[], StudentEngine], teacher: TeacherEngine, root: Path) -> dict[str, Run]:
-    """Runs that save half-way, and runs that resume from these checkpoints."""
+    """By name, runs that save half-way, and runs that resume from these checkpoints: one each for both kinds of save.
+
+    The losses of a resumed run begin with those from before the save, so that every run has STEPS losses.
+
+    Args:
+        new: makes a student engine that has taken no step.
+        root: folder for the checkpoints.
+
+    Raises:
+        AssertionError: the asynchronous save reports an error.
+    """
     runs = {}
     for what, marker in (("a synchronous save", None), ("an asynchronous save", root / "written.json")):
         saved, engine = root / what.replace(" ", "-"), new()
@@ -260,7 +332,7 @@ def _saved_and_resumed(new: Callable[[], StudentEngine], teacher: TeacherEngine,
 
 
 def _train(engine: StudentEngine, teacher: TeacherEngine, steps: Sequence[int]) -> Run:
-    """Trains on the given steps; returns each step's loss and the final weights."""
+    """Trains on random documents, the same for the same step number; returns each step's loss and the final weights."""
     losses = []
     for step in steps:
         batch = batch_of(documents(6, 48, seed=step), 128, packing=True, index=step)

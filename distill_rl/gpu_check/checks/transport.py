@@ -25,11 +25,18 @@ _NODE = "this machine"
 
 
 def check(device: torch.device, tiny: bool) -> dict[str, float]:
-    """Connect a writer in this process and a reader in another by one ring, and check contents, rules and order.
+    """Connects a writer in this process to a reader in a new one by one ring, and checks contents, rules and order.
+
+    Args:
+        tiny: few tokens per slot.
+
+    Returns:
+        The size of a slot in MiB, the rates of publishing and fetching in GB/s, and the number of ordered writes and
+        reads.
 
     Raises:
-        AssertionError: content arrives changed, the reader sees later writes, or a rule of the ring
-            (docs/transport.md) is broken.
+        AssertionError: content arrives changed, the reader sees later writes, a rule of the ring (docs/transport.md) is
+            broken, or the reader fails, dies or does not reply in time.
     """
     name = "cuda_ipc" if device.type == "cuda" else "shared_memory"
     tokens = 64 if tiny else 16384
@@ -57,7 +64,7 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
 
 
 def _content(seed: int, tokens: int, device: torch.device) -> dict[str, Tensor]:
-    """Targets of `tokens` tokens, with every dtype that is transported."""
+    """Random targets of `tokens` tokens on the device, with every dtype that is transported; fixed by the seed."""
     draw = torch.Generator().manual_seed(seed)
     tensors = {
         "ids": torch.randint(0, 150_000, (tokens, 64), generator=draw, dtype=torch.int32),
@@ -69,7 +76,15 @@ def _content(seed: int, tokens: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def _contents(writer: Transport, reader: Connection, tokens: int, device: torch.device) -> dict[str, float]:
-    """Check that several generations of every slot arrive bit for bit, and measure how fast."""
+    """Checks that several generations of every slot arrive bit for bit, and measures how fast.
+
+    Returns:
+        The size of a slot in MiB, and the rates in GB/s of publishing and of fetching with a copy on the reader's
+        device, both without the first use of each slot.
+
+    Raises:
+        AssertionError: content arrived changed, or the reader failed.
+    """
     seconds, num_bytes = {"publish": 0.0, "fetch": 0.0}, 0
     for turn in range(SLOTS * GENERATIONS):
         tensors = _content(turn, tokens, device)
@@ -93,7 +108,11 @@ def _contents(writer: Transport, reader: Connection, tokens: int, device: torch.
 
 
 def _rules(writer: Transport, reader: Connection, tokens: int, device: torch.device) -> None:
-    """Check that a slot is not written before its reader is done, and that an overwritten slot cannot be read."""
+    """Checks that a slot is not written before its reader is done, and that an overwritten slot cannot be read.
+
+    Raises:
+        AssertionError: the transport allowed one of them or refused it for another reason, or the reader failed.
+    """
     tensors, first = _content(0, tokens, device), SLOTS * GENERATIONS
     old = writer.publish(_slot(first), tensors, Layout(0, 1, tokens))
     message = _refusal(lambda: writer.publish(_slot(first + SLOTS), tensors, Layout(0, 1, tokens)))
@@ -106,7 +125,14 @@ def _rules(writer: Transport, reader: Connection, tokens: int, device: torch.dev
 
 
 def _order_on_the_device(writer: Transport, reader: Connection, tokens: int, device: torch.device) -> dict[str, float]:
-    """Check that a read waits for a write whose kernels have not run yet, and the next write for that read."""
+    """Checks that a read waits for a write whose kernels have not run yet, and the next write for that read.
+
+    Returns:
+        The number of writes, each read once.
+
+    Raises:
+        AssertionError: the reader saw other values than were written, or failed.
+    """
     turns = range(SLOTS * (GENERATIONS + 2), SLOTS * (GENERATIONS + 12), SLOTS)
     for turn in turns:
         value = torch.full((tokens, 64), float(turn), device=device)
@@ -119,17 +145,20 @@ def _order_on_the_device(writer: Transport, reader: Connection, tokens: int, dev
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:
-    """uint8 [bytes]. Sending the tensor itself would use torch's own shared memory."""
+    """The tensor's bytes as uint8 [bytes] in host memory.
+
+    They are sent instead of the tensor itself, which would go through torch's own shared memory.
+    """
     return tensor.cpu().flatten().view(torch.uint8).numpy()
 
 
 def _slot(turn: int) -> Slot:
-    """The slot of the `turn`-th message: the indices take turns, the generation rises."""
+    """The slot of the `turn`-th message: the SLOTS indices take turns, and the generation, always even, rises."""
     return Slot(turn % SLOTS, 2 * turn + 2)
 
 
 def _refusal(action: Any) -> str:
-    """The message of the TransportError that `action` raises; empty if it raises none."""
+    """Calls `action` and returns the message of the TransportError that it raises; empty if it raises none."""
     try:
         action()
     except TransportError as error:
@@ -141,7 +170,8 @@ def _ask(reader: Connection, method: str, *arguments: Any) -> Any:
     """Calls a method of the reader process and returns its result.
 
     Raises:
-        AssertionError: the reader does not reply within REPLY_S, dies, or reports an error.
+        AssertionError: the reader does not reply within REPLY_S, ends before it replies, or reports an error.
+        OSError: the reader had died before the request was sent.
     """
     reader.send((method, arguments))
     assert reader.poll(REPLY_S), f"the reader did not reply to {method!r} within {REPLY_S:.0f} s"
@@ -154,13 +184,20 @@ def _ask(reader: Connection, method: str, *arguments: Any) -> Any:
 
 
 def _be_busy(device: torch.device) -> None:
-    """Keep the current stream of a GPU busy for about ten milliseconds."""
+    """Queues about ten milliseconds of work on the current stream of a GPU, without waiting. Nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda._sleep(20_000_000)
 
 
 def _read(connection: Connection, name: str, device: str) -> None:
-    """The reader's process: handles requests until the connection is closed."""
+    """The reader's process: handles requests until the other end of the connection is closed.
+
+    A request is (method of `_Reader`, arguments), the reply (result, None), or (None, error as text) if the method
+    raised.
+
+    Args:
+        name: of the transport.
+    """
     reader = _Reader(name, torch.device(device))
     while True:
         try:
@@ -185,21 +222,21 @@ class _Reader:
         self.open, self.close = self._transport.open, self._transport.close
 
     def refusal(self, handle: Handle) -> str:
-        """Why this handle cannot be read; empty if it can."""
+        """Reads this handle; returns the message of the TransportError if it cannot be read, otherwise ""."""
         return _refusal(lambda: self.read(handle))
 
     def mean_later(self, handle: Handle) -> None:
-        """Keep the mean of the content, computed after other work of the device."""
+        """Keeps the mean of the content's tensor `x`. A GPU computes it after other work; this does not wait for it."""
         with self._transport.fetch(handle) as tensors:
             _be_busy(self._device)
             self._means.append(tensors["x"].mean())
 
     def means(self) -> list[float]:
-        """The means of everything that was read, in order."""
+        """The means of everything that `mean_later` has read, in order. Waits for the device."""
         return [float(mean) for mean in self._means]
 
     def read(self, handle: Handle) -> tuple[Mapping[str, np.ndarray], float]:
-        """The content, and the seconds until it was copied on the reader's device."""
+        """The content as bytes by name (`_bytes`), and the seconds until it was copied on the reader's device."""
         began = time.perf_counter()
         with self._transport.fetch(handle) as tensors:
             copies = {name: tensor.clone() for name, tensor in tensors.items()}

@@ -16,6 +16,8 @@ from distill_rl.system.gpu_memory import amounts, is_out_of_memory
 from distill_rl.workers.actors.rank import Process
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor
 
+_FETCH_S = 30.0
+"""At least this long for results to arrive from their node once the calls have ended."""
 _POLL_S = 0.25
 """Interval at which waits check for signals. Handlers only set flags: Ray swallows exceptions in `ray.get`."""
 
@@ -95,11 +97,10 @@ class Calls:
         for done, pending in self._until_done(names, what, timeout_s, meanwhile):
             if errors := _errors_of(done):
                 raise self._blame(errors | self._errors_within_grace(pending), names, what)
-        return ray.get(list(names), timeout=timeout_s)
+        return ray.get(list(names), timeout=max(timeout_s, _FETCH_S))
 
     def outcomes(self, calls: Mapping[ray.ObjectRef, str], *, what: str, timeout_s: float) -> dict[ray.ObjectRef, Any]:
-        """Waits until all calls have ended, in whatever way, and returns the result or Ray's error (not raised) of
-        each.
+        """Waits until all calls have ended, in whatever way, and returns each one's result or Ray's error (not raised).
 
         Raises:
             Overdue: some have not ended within `timeout_s`.
@@ -107,7 +108,7 @@ class Calls:
         for _ in self._until_done(calls, what, timeout_s):
             pass
         errors = _errors_of(list(calls))
-        return {ref: errors[ref] if ref in errors else ray.get(ref, timeout=timeout_s) for ref in calls}
+        return {ref: errors[ref] if ref in errors else ray.get(ref, timeout=max(timeout_s, _FETCH_S)) for ref in calls}
 
     def _until_done(
         self,
@@ -116,8 +117,7 @@ class Calls:
         timeout_s: float,
         meanwhile: Callable[[], None] | None = None,
     ) -> Iterator[tuple[Sequence[ray.ObjectRef], Sequence[ray.ObjectRef]]]:
-        """Yields, at every poll, the calls that have ended since the last poll and those that have not, until none is
-        left.
+        """Yields, at every poll, the calls that have ended since the last poll and those that have not, until all have.
 
         Polls `interrupted` and the monitor, and reports a long wait in the log. The arguments are those of `gather`.
 
@@ -184,8 +184,9 @@ class Calls:
     def _blame(
         self, errors: Mapping[ray.ObjectRef, BaseException], names: Mapping[ray.ObjectRef, str], what: str
     ) -> DistillError:
-        """Returns the one error to report of those that calls raised: a death if there is one, even of an actor not
-        among the calls.
+        """Returns the one error to report of those that calls raised: a death if there is one.
+
+        Even the death of an actor that was not called comes first, because it is the likeliest cause.
 
         Args:
             errors: Ray's errors by call; not empty.
@@ -263,8 +264,7 @@ def _actor_id(error: BaseException) -> str:
 
 
 def _death(error: BaseException) -> str:
-    """Returns how an actor's process ended, taken from the text of Ray's error; the text's first line if it does not
-    say."""
+    """Returns how an actor's process ended, from the text of Ray's error; the text's first line if it does not say."""
     text = str(error)
     match = re.search(r"Worker exit detail: (.*?)(?:\. |\n|$)", text) or re.search(r"exit type: (\S+)", text)
     return match.group(1).strip() if match else first_line(error)[:500]
