@@ -13,7 +13,7 @@ from distill_rl.errors import ConfigError, DistillError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; 2 without a command, 130 after Ctrl-C.
+    """Runs one command and returns its exit code; 2 after printing the help without a command, 130 after Ctrl-C.
 
     A DistillError is printed as lines on stderr, without a traceback, and gives its own exit code. Bad options end the
     process with 2.

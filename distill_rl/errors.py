@@ -37,9 +37,7 @@ class DistillError(Exception):
         self.what, self.rule, self.value, self.remedy = what, rule, value, remedy
 
     def __str__(self) -> str:
-        """The message as one line: what, the rule, the value received, the remedy; parts that are empty or None are
-        left out.
-        """
+        """The message as one line: what, the rule, the value, the remedy; empty or None parts are left out."""
         text = self.what
         if self.rule:
             text += f": {self.rule}"

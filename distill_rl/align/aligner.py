@@ -42,15 +42,17 @@ class TokenAligner:
         method: `bytes` cuts chunks at the byte positions where both sides end a token, which is exact. `offsets` uses
             the character offsets that a tokenizer reports and checks them against what its tokens spell. `dp` compares
             what the tokens spell by dynamic programming. `auto` tries bytes, then offsets, then dp; for ids without a
-            text, dp also aligns the part in which the bytes of the two sides differ.
-        fast_ids: compare bytes in compiled code, and build the tables of the dynamic programme once. With False
-            neither is done; the results are the same.
+            text there are no offsets, and dp aligns only the part in which the bytes of the two sides differ. Chats are
+            always aligned by bytes or offsets.
+        fast_ids: compare bytes in compiled code, and build the tables of the dynamic programme once. With False neither
+            is done; the results are the same.
         backend, band: options of the dynamic programme: numba | numpy | cuda, and the half-width of its band in tokens.
+            They are checked when it is first used.
         student_stops, teacher_stops: ids that end an answer in addition to eos and to what the chat template writes
             after a turn: `eos_token_id` of the models' generation configs.
 
     Raises:
-        ValueError: a slow tokenizer; an unknown method.
+        ValueError: a slow tokenizer; a tokenizer without tokens; an unknown method.
     """
 
     def __init__(
@@ -79,17 +81,19 @@ class TokenAligner:
         self._by_ids = IdAligner(fast_ids, self._windows if method in ("auto", "dp") else None)
 
     def normalize(self, text: str) -> str:
-        """NFC if either tokenizer composes its text, otherwise the text unchanged. Idempotent."""
+        """Returns the text in NFC if NFC is all that one of the tokenizers does to a text, otherwise unchanged.
+
+        That is, if `Vocabulary.normalization` of either side is "nfc". Normalising twice changes nothing more.
+        """
         return compose(text) if self._composes else text
 
     def align(
         self, text: str, *, max_student_tokens: int | None = None, max_teacher_tokens: int | None = None
     ) -> Alignment:
-        """Tokenises a text with both tokenizers and aligns the results.
+        """Normalises a text (`normalize`), tokenises it with both tokenizers and aligns the results.
 
-        Each side includes the special tokens that its tokenizer puts around a text. Text that merely looks like a
-        special token is tokenised as text. With limits, both sides are cut at the last boundary that they share within
-        both limits.
+        Each side includes the special tokens that its tokenizer puts around a text; no eos is appended. Text that
+        merely looks like a special token is tokenised as text. With limits, both sides are cut as by `Alignment.cut`.
 
         Raises:
             ValueError: a text with a lone surrogate; a negative limit.
@@ -123,21 +127,29 @@ class TokenAligner:
     def solve_ahead(self, pairs: Iterable[tuple[Tokenized, Tokenized]]) -> None:
         """Solves the dynamic programmes of many rows in one GPU call, before `pair` is called on each of them.
 
-        The solutions are kept until the next call of `solve_ahead`. No result depends on it. With a CPU backend, or a
+        The solutions are kept until the next call of `solve_ahead`; no result depends on them. With a CPU backend, or a
         method without dynamic programming, there is nothing to gain, and the call does nothing. Rows that cannot be
         paired are ignored here, since `pair` raises their error again.
 
         Args:
             pairs: (student, teacher) of each row.
+
+        Raises:
+            ValueError: the backend is cuda and cannot run here, or the band is below 1.
         """
         if self.backend == "cuda" and self.method in ("auto", "dp"):
             self._windows.solve_ahead(partial(self.pair, student, teacher) for student, teacher in pairs)
 
     def warm_up(self) -> None:
-        """Compiles, or loads from Numba's cache, what the first rows would otherwise wait for; it may use the GPU of a
-        GPU backend.
+        """Compiles, or loads from Numba's cache, what the first rows would otherwise wait for.
 
-        Takes seconds, once per process. Calling it is optional, and no result depends on it.
+        Takes seconds, once per process, and may use the GPU if the backend is cuda. Calling it is optional, and no
+        result depends on it. The dynamic programme is prepared only if the method is dp, or auto with a lossy
+        tokenizer.
+
+        Raises:
+            ValueError: the dynamic programme is prepared, but its backend is unknown or cannot run here, or the band is
+                below 1.
         """
         no_ids = np.zeros(0, np.int32)
         self.align_ids(no_ids, no_ids)
@@ -149,8 +161,9 @@ class TokenAligner:
     ) -> Alignment:
         """Aligns ids without their text, by comparing the bytes that the two sides spell.
 
-        Chunks cover all given positions; a masked position is in none. Chunks of tokens whose bytes differ on the two
-        sides need the method auto or dp; with the others, only the equal bytes at the beginning are aligned.
+        The result has one entry per given position, padding included; a masked position is in no chunk. Tokens whose
+        bytes differ on the two sides are aligned only by the methods auto and dp; with the others, only the equal bytes
+        at the beginning are aligned.
 
         Args:
             student_ids, teacher_ids: integers [n], [m]: lists, numpy arrays, or torch tensors in host memory.
@@ -169,8 +182,7 @@ class TokenAligner:
         return _alignment(ids, result.chunks, result.method, exact, pair_stops(*result.sides, *ids))
 
     def _read(self, i: int, ids: Any, mask: Any) -> tuple[np.ndarray, Side]:
-        """One side's ids, checked: as int32 [n] with padding included, and as the `Side` without the tokens whose mask
-        is 0.
+        """One side's ids, checked: as int32 [n] with padding, and as the `Side` without the tokens whose mask is 0.
 
         Args:
             i: 0 for the student, 1 for the teacher.
@@ -197,27 +209,37 @@ class TokenAligner:
     ) -> Alignment:
         """Aligns a chat that each side renders with its own template. Tokens of the templates are in no chunk.
 
-        With limits, both sides are cut as in `align`.
+        Only the messages' contents are aligned; end-of-turn tokens are paired in `Alignment.stop_pairs`. With limits,
+        both sides are cut as in `align`.
 
         Raises:
             ValueError: a tokenizer without a chat template; a text with a lone surrogate; a negative limit.
+            jinja2.TemplateError: a chat that a template rejects.
         """
         student, teacher = (self.tokenize_messages(messages, side) for side in _SIDES)
         return self.pair(student, teacher, max_student_tokens=max_student_tokens, max_teacher_tokens=max_teacher_tokens)
 
     def tokenize_student(self, text: str, *, end: bool = False) -> Tokenized:
-        """Tokenises a text for the student; `end` appends eos if the student has one and the tokenizer wrote none."""
+        """Normalises a text and tokenises it for the student, with the special tokens that its tokenizer writes.
+
+        Args:
+            end: append eos, if the student has one and it is not the last token already.
+
+        Raises:
+            ValueError: a lone surrogate.
+        """
         return self._tokenize(0, text, end)
 
     def tokenize_teacher(self, text: str, *, end: bool = False) -> Tokenized:
-        """`tokenize_student` for the teacher."""
+        """Normalises a text and tokenises it for the teacher, as `tokenize_student` does for the student."""
         return self._tokenize(1, text, end)
 
     def tokenize_messages(self, messages: Sequence[Message], side: str, *, rendered: str | None = None) -> Tokenized:
         """Tokenises a chat rendered with the template of `side` (student | teacher).
 
         Contents and rendered text are normalised first; the messages are not modified. Text in a message that looks
-        like a special token is tokenised as text; what the template writes is not.
+        like a special token is tokenised as text; what the template writes is not. No special token is added to what
+        the template writes.
 
         Args:
             rendered: the template's output for these messages; None: it is rendered here.
@@ -225,7 +247,9 @@ class TokenAligner:
         Returns:
             the tokens with their offsets and the spans of the messages' contents.
         Raises:
-            ValueError: a tokenizer without a chat template; a text with a lone surrogate; another name of a side.
+            ValueError: without `rendered`, a tokenizer that has no chat template; a text with a lone surrogate; another
+                name of a side.
+            jinja2.TemplateError: without `rendered`, a chat that the template rejects.
         """
         i = _SIDES.index(side)
         tokenizer = self._tokenizers[i]
@@ -244,8 +268,9 @@ class TokenAligner:
     def _tokenize(self, i: int, text: str, end: bool) -> Tokenized:
         """Normalises a text and tokenises it for the student (`i` = 0) or the teacher (1).
 
-        Offsets are filled in only for a lossy tokenizer. With `end`, eos is appended if the tokenizer has one and did
-        not write it as the last token; an eos that was appended covers no characters.
+        Offsets are filled in only if the tokens may not spell the text (`Vocabulary.lossy` is set). With `end`, eos is
+        appended if the tokenizer has one and did not write it as the last token; an eos that was appended covers no
+        characters.
 
         Raises:
             ValueError: a lone surrogate.
@@ -273,10 +298,11 @@ class TokenAligner:
         max_student_tokens: int | None = None,
         max_teacher_tokens: int | None = None,
     ) -> Alignment:
-        """Aligns the two sides' tokens of one document. With spans, only text that both sides' i-th spans share.
+        """Aligns the two sides' tokens of one document.
 
-        Without spans both sides must have the same text. With limits, the result is cut as by `Alignment.cut`; None is
-        no limit on that side.
+        Without spans both sides must have the same text. With spans, each side's i-th span is aligned with the other's,
+        provided that both read the same, possibly after white space around them is stripped. With limits, the result is
+        cut as by `Alignment.cut`; None is no limit on that side.
 
         Raises:
             ValueError: different texts without spans; only one side has spans, or the sides have different numbers of
@@ -300,15 +326,16 @@ class TokenAligner:
         )
 
     def _pair_texts(self, student: Tokenized, teacher: Tokenized, texts: tuple[bytes, bytes]) -> Alignment:
-        """Aligns two tokenizations of the same text, by the first of these steps that `self.method` allows and that
-        works.
+        """Aligns two tokenizations of one text by the first of these steps that `self.method` allows and that works.
 
-        1. Both sides' tokens spell the text: chunks end where both sides end a token.
-        2. The sides spell the same bytes, but not those of the text (two tokenizers that make the same change): as in
-           step 1, unless the tokens' positions in the text contradict a chunk.
-        3. Positions from the tokenizers' offsets: chunks between shared positions where the tokens spell what they
-           cover.
-        4. Bytes at both ends and the dynamic programme in between, without chunks that the positions contradict.
+        1. bytes, auto: both sides' tokens spell the text: chunks end where both sides end a token.
+        2. bytes, auto: the sides spell the same bytes, but not those of the text (two tokenizers that make the same
+           change): as in step 1, unless the tokens' positions in the text contradict a chunk.
+        3. offsets, auto: positions from the tokenizers' offsets: chunks between shared positions where the tokens spell
+           what they cover. With auto, a result without chunks does not count.
+        4. Any method: `IdAligner.align`, without chunks that the positions contradict. With auto, the dynamic programme
+           aligns the tokens between the equal bytes at both ends; with dp, all tokens; with bytes or offsets it is not
+           used.
 
         Args:
             texts: both sides' texts in UTF-8.
@@ -364,8 +391,9 @@ class TokenAligner:
     def _pair_spans(self, student: Tokenized, teacher: Tokenized, texts: tuple[bytes, bytes]) -> Alignment:
         """Aligns only the text that both sides' spans have in common; the rest of the two texts may differ.
 
-        Both sides must have equally many spans. Spans that read differently, even without the white space around them,
-        give no chunks and make the alignment inexact.
+        Both sides must have equally many spans. Two spans that read differently make the alignment inexact; they give
+        no chunks if they also differ without the white space around them. A special token that strips white space of a
+        span makes it inexact, too.
 
         Raises:
             ValueError: a side's tokens do not spell its text, and its ids are not those that its tokenizer makes of it.
@@ -392,7 +420,8 @@ class TokenAligner:
     ) -> _Located | None:
         """Both sides' positions: those of `by_bytes` where there are any, otherwise from offsets.
 
-        With the method `offsets`, positions always come from offsets. None if a side needs offsets and has none.
+        With the method `offsets`, positions always come from offsets. None if a side needs offsets and `_offsets` finds
+        none.
 
         Args:
             by_bytes: for each side the result of `place_by_bytes`; None where the bytes do not spell the text.
@@ -410,8 +439,7 @@ class TokenAligner:
     def _by_positions(
         self, ids: IdPair, located: _Located, equal: np.ndarray, spans: np.ndarray, exact: bool
     ) -> Alignment:
-        """The alignment of tokens whose positions are known: chunks inside the spans `equal`, stop pairs behind those
-        in `spans`.
+        """The alignment of tokens whose positions are known: chunks inside `equal`, and stop pairs after the `spans`.
 
         Identical ids of two copies of one tokenizer match even where they do not spell the text.
 
@@ -428,11 +456,11 @@ class TokenAligner:
         return _alignment(ids, chunks, located.method, exact, stops)
 
     def _offsets(self, i: int, tokenized: Tokenized) -> np.ndarray | None:
-        """int64 [n, 2]: the characters that each token covers, computed by encoding the text again if the side has none
-        yet.
+        """int64 [n, 2]: the characters that each token covers; None if the ids are not the tokenizer's for this text.
 
-        None if the ids are not what the tokenizer makes of this text, with or without its special tokens (for a chat:
-        of the rendered text). Ids may be cut short, or be followed by special tokens, which cover no characters.
+        The offsets that the side brings are returned unchecked. Without any, the text is encoded again, with and
+        without the special tokens around it (a chat: as a rendered text). The ids may be cut short, or be followed by
+        special tokens, which cover no characters.
 
         Args:
             i: 0 for the student, 1 for the teacher.
@@ -456,7 +484,7 @@ class TokenAligner:
 
 
 def _alignment(ids: Sequence[np.ndarray], chunks: Chunks, method: str, exact: bool, stop_pairs: StopPairs) -> Alignment:
-    """Puts ids (student, teacher), their chunks and stop pairs into an `Alignment`; an exact one has no `lossy_ends`."""
+    """Puts ids (student, teacher), chunks and stop pairs into an `Alignment`; an exact one gets no `lossy_ends`."""
     return Alignment(
         student_ids=ids[0],
         teacher_ids=ids[1],

@@ -71,13 +71,13 @@ class Alignment:
         return dict(zip(COUNTS, (one_to_one, one_to_many, many_to_one, many_to_many)))
 
     def cut(self, num_student_tokens: int, num_teacher_tokens: int | None = None) -> Alignment:
-        """The beginning of both sides, up to the last common boundary within the limits; the alignment itself if it
-        fits.
+        """The beginning of both sides, up to their last common boundary within the limits.
 
-        Common boundaries are the ends of chunks, of lossy stretches and of paired special tokens. If a row is not exact
-        and the last such boundary leaves more than half of a limit unused, each side is cut at its own limit instead:
-        the student can still learn from text that the teacher's tokens do not match. A chunk that the cut divides
-        becomes no chunk. What is cut off is counted in `dropped`.
+        The alignment itself if it fits. Common boundaries are the ends of chunks, of lossy stretches and of paired
+        special tokens. If a row is not exact, and on every side that is too long the last such boundary leaves more
+        than half of the limit unused, each side is cut at its own limit instead: the student can still learn from text
+        that the teacher's tokens do not match. A chunk that the cut divides becomes no chunk. What is cut off is
+        counted in `dropped`; `exact`, `method` and `lossy` stay those of the whole row.
 
         Args:
             num_student_tokens, num_teacher_tokens: most tokens of each side; None: no limit for the teacher.
@@ -132,7 +132,8 @@ class Alignment:
     def trainable(self, trained: np.ndarray | None = None, *, stops: bool = True) -> Alignment:
         """The alignment with the chunks that a student can be trained on, renumbered from 0, and without stop pairs.
 
-        1. Paired stop tokens become chunks of one token each; without them a student would never learn to stop.
+        1. Paired special tokens (`stop_pairs`) become chunks of one token each; without them a student would never
+           learn to stop.
         2. A chunk is kept if all its student tokens are trained on, and if it does not hold the first token of either
            side, which no position predicts. So every chunk has a prediction on both sides.
 
@@ -140,7 +141,7 @@ class Alignment:
 
         Args:
             trained: bool [n]: which of the student's tokens are trained on; None: all.
-            stops: False leaves the stop tokens in no chunk.
+            stops: False leaves the paired special tokens in no chunk.
         """
         student, teacher, count = self.student_chunk.copy(), self.teacher_chunk.copy(), self.num_chunks
         for student_position, teacher_position in self.stop_pairs if stops else ():
@@ -168,7 +169,7 @@ class Alignment:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Chunks, counts, method and stop pairs as plain values for JSON; without the ids and `lossy_ends`."""
+        """All fields except the ids and `lossy_ends`, together with `counts`, as plain values for JSON."""
         return {
             "student_chunk": self.student_chunk.tolist(),
             "teacher_chunk": self.teacher_chunk.tolist(),

@@ -68,7 +68,8 @@ class CoverageReport:
 def audit(aligner: TokenAligner, texts: Iterable[str]) -> CoverageReport:
     """Aligns the texts, one after another, and reports how well the two tokenizers' chunks match.
 
-    The texts are read once, so a generator will do. The shares of a report without chunks are 0.
+    The texts are read once, so a generator will do. If there is no chunk in any of them, `one_to_one_share` is 0 and no
+    loss is suggested ("none").
 
     Raises:
         ValueError: no texts; a text with a lone surrogate.
@@ -124,8 +125,9 @@ def _count_unknown(vocabulary: Vocabulary, ids: np.ndarray) -> int:
 
 
 def _coverage(row: list[float]) -> ClassCoverage:
-    """Divides the sums (chunks, 1:1 chunks, student tokens, teacher tokens) of a class by its number of chunks, at
-    least 1.
+    """The share and means of one class, from its sums (chunks, 1:1 chunks, student tokens, teacher tokens).
+
+    The class must have a chunk.
     """
     chunks, single, student, teacher = row
     return ClassCoverage(int(chunks), single / chunks, student / chunks, teacher / chunks)
@@ -133,6 +135,8 @@ def _coverage(row: list[float]) -> ClassCoverage:
 
 def _suggest(share: float, chunks: int, common: int) -> tuple[str, str]:
     """The loss that suits a pair of tokenizers (none | alm | hybrid), and why in one sentence for the report.
+
+    "alm" without ids in common or below a share of `FEW_SINGLES`, otherwise "hybrid".
 
     Args:
         share: 1:1 chunks as a share of all chunks.
@@ -193,7 +197,10 @@ def class_of(spelled: bytes) -> str:
 
 
 def _class_of_letter(letter: str) -> str:
-    """The one of `CLASSES` that a single character belongs to, by its Unicode category and name; never "mixed"."""
+    """The one of `CLASSES` that a single character belongs to, by its Unicode category and name.
+
+    Symbols and control characters count as punctuation. Never "mixed" or "parts of characters".
+    """
     category = unicodedata.category(letter)
     if category[0] == "N":
         return "digits"

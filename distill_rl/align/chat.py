@@ -55,7 +55,7 @@ def content_spans(rendered: str, messages: Sequence[Message], render: Render | N
 
 
 def _forms(content: str) -> list[str]:
-    """The content in the forms in which a template may write it."""
+    """The forms in which a template may write a content, each once: as it is, stripped, stripped left or right."""
     return list(dict.fromkeys((content, content.strip(), content.lstrip(), content.rstrip())))
 
 

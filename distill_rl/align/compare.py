@@ -12,7 +12,7 @@ from distill_rl.align.side import Side
 
 
 def same_bytes(left: Side, right: Side) -> bool:
-    """Whether two sides with equal numbers of bytes spell the same bytes."""
+    """Whether two sides spell the same bytes; the caller makes sure that they spell equally many."""
     return _same(_arrays(left), _arrays(right))
 
 

@@ -14,6 +14,8 @@ from distill_rl.align.tokenizer.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Endings:
+    """Both sides' stop tokens, and how many of the aligned rows end in a pair of them."""
+
     student_stops: list[str]
     """The stop tokens' text"""
     teacher_stops: list[str]
@@ -29,7 +31,8 @@ def endings(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Sequenc
         chats: if there are any, they are aligned in place of the texts.
 
     Raises:
-        ValueError: chats, and a tokenizer without a chat template.
+        ValueError: chats, and a tokenizer without a chat template; a lone surrogate.
+        jinja2.TemplateError: a chat that a template rejects.
     """
     rows = align_training_rows(aligner, texts, chats)
     return Endings(
@@ -43,11 +46,13 @@ def endings(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Sequenc
 def align_training_rows(
     aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Sequence[Mapping[str, str]]] = ()
 ) -> list[Alignment]:
-    """One alignment per row, as a run reads it: chats with each side's template or, if there are none, texts followed
-    by eos.
+    """One alignment per row, as a run reads it, but not cut to a length.
+
+    Rows are the chats, each rendered with both sides' own templates, or, if there are none, the texts, followed by eos.
 
     Raises:
         ValueError: chats, and a tokenizer without a chat template; a lone surrogate.
+        jinja2.TemplateError: a chat that a template rejects.
     """
     if chats:
         return [aligner.align_messages(chat) for chat in chats]
@@ -66,5 +71,5 @@ def ends_in_stop(aligner: TokenAligner, row: Alignment) -> bool:
 
 
 def _literal(vocabulary: Vocabulary, token: int) -> str:
-    """A token's text for a message, or its id if it spells nothing."""
+    """The text that a special token is written as, for a message; "id N" if it has none."""
     return vocabulary.literal(token).decode(errors="replace") or f"id {token}"

@@ -27,6 +27,8 @@ Pair = tuple[Side, Side]
 
 @dataclass(frozen=True)
 class IdAlignment:
+    """The result of `IdAligner`: the chunks, and how they were found."""
+
     chunks: Chunks
     sides: Pair
     """The sides without the dummy spaces that were taken off to match them"""
@@ -122,8 +124,7 @@ class IdAligner:
 
 
 def _write_chunks(rows: list[np.ndarray], parts: Sequence[np.ndarray], starts: Sequence[int], count: int) -> int:
-    """Writes chunks counted from 0 into both sides' `rows`, in place and renumbered to begin at `count`; returns the
-    new count.
+    """Writes chunks counted from 0 into both sides' `rows`, in place, numbered from `count` on; returns the new count.
 
     Args:
         rows, parts: (student, teacher): int32, chunk indices or −1.
@@ -136,13 +137,12 @@ def _write_chunks(rows: list[np.ndarray], parts: Sequence[np.ndarray], starts: S
 
 
 def _as_chunks(sides: Sequence[np.ndarray]) -> Chunks:
-    """`Chunks` of two sides' indices (student, teacher); their number is the highest index + 1."""
+    """`Chunks` of two sides' indices (student, teacher); their number is the highest index + 1, or 0 without any."""
     return Chunks(sides[0], sides[1], max((int(side.max()) + 1 for side in sides if len(side)), default=0))
 
 
 def _window_stops(spelled: Sequence[np.ndarray], ends: Sequence[np.ndarray], starts: Sequence[int]) -> tuple[int, int]:
-    """Token counts (student, teacher) at which the window ends: the first shared boundary within the equal bytes at the
-    end.
+    """Token counts (student, teacher) at the window's end: the first shared boundary in the equal bytes at the end.
 
     All tokens if the sides share no boundary there. Boundaries are counted in bytes from the end of the text, so that
     shared ones have equal numbers. Bytes that the head has already used are not used again.
@@ -163,7 +163,7 @@ def _window_stops(spelled: Sequence[np.ndarray], ends: Sequence[np.ndarray], sta
 
 
 def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
-    """Number of equal bytes at the start."""
+    """Number of equal elements at the start of two arrays."""
     size = min(len(left), len(right))
     differ = (left[:size] != right[:size]).nonzero()[0]
     return int(differ[0]) if len(differ) else size

@@ -34,7 +34,8 @@ def place_by_bytes(
 ) -> TokenPositions | None:
     """Positions of tokens whose bytes spell the beginning of the text; None if they do not.
 
-    The ids are read in sections that end at special tokens, whose bytes are not in the vocabulary's table:
+    The positions are `exact` if the bytes spell the whole text. The ids are read in sections that end at special
+    tokens, whose bytes are not in the vocabulary's table:
 
     1. A section's bytes must be the text's next bytes. If they are not, but begin with a dummy space that the tokenizer
        may have put there (before the text or behind a special token), they must be so without that space.
@@ -44,11 +45,12 @@ def place_by_bytes(
        the cumulative sums.
 
     The unknown token needs care: nothing is known about the text that it stands for, but its id may also be that of eos
-    or bos. It is accepted as one of those only where it is written literally, or beside a text that the other tokens
-    spell in full.
+    or bos. It is accepted as one of those only if the other tokens spell the whole text and, with `written_specials`,
+    if it is written literally itself.
 
     Args:
         ids: int32 [n].
+        text: UTF-8.
         written_specials: whether special tokens are written in `text` (a rendered chat) or stand beside it.
     """
     wide = ids.astype(np.intp)
@@ -88,13 +90,17 @@ def place_by_bytes(
 
 
 def _may_have_dummy(vocabulary: Vocabulary, section: int) -> bool:
-    """Whether the tokenizer may put a dummy space before the token at index `section`: 0, or behind a special token."""
+    """Whether the tokenizer may put a dummy space before the token at index `section`: 0, or behind a special token.
+
+    A tokenizer that puts one before a text is taken to put one behind special tokens, too.
+    """
     return vocabulary.dummy or (section > 0 and vocabulary.dummy_after_special)
 
 
 def _written_length(vocabulary: Vocabulary, token: int, text: bytes, cursor: int) -> int:
-    """Bytes that a special token takes up if it is written at `cursor`, including the white space that it strips; 0 if
-    it is not there.
+    """Bytes that a special token takes up if it is written at `cursor`; 0 if it is not there.
+
+    They include the white space that the token strips.
     """
     strips_before, strips_behind = vocabulary.strips.get(token, (False, False))
     literal = vocabulary.literal(token)
@@ -113,6 +119,8 @@ def _skip_white_space(text: bytes, start: int) -> int:
 
 def strips_spans(vocabulary: Vocabulary, ids: np.ndarray, positions: TokenPositions, spans: np.ndarray) -> bool:
     """Whether a special token of the template has stripped white space at the beginning or end of one of the spans.
+
+    It has if the text that it covers reaches into the span.
 
     Args:
         ids: int32 [n]: the tokens that `positions` belongs to.
@@ -214,12 +222,12 @@ def _check_groups(
 
 
 def keep_same_place(chunks: Chunks, student: TokenPositions, teacher: TokenPositions) -> Chunks:
-    """Chunks without those whose two sides lie at different places of the text, renumbered; the same object if there
-    are none.
+    """Chunks without those whose two sides lie at different places of the text, renumbered.
 
-    Two tokens that spell the same may still be different occurrences. They are taken to be the same occurrence if the
-    stretch that one side's chunk covers contains the other's: where a tokenizer drops letters that no token spells, it
-    may count them as covered by a neighbouring token, so equality would be too strict.
+    The same object if no chunk is removed. Two tokens that spell the same may still be different occurrences. They are
+    taken to be the same occurrence if the stretch that one side's chunk covers contains the other's: where a tokenizer
+    drops letters that no token spells, it may count them as covered by a neighbouring token, so equality would be too
+    strict. A chunk that covers no text on one of the sides is removed as well.
 
     Args:
         student, teacher: the tokens' positions in one and the same text.
@@ -256,9 +264,13 @@ def byte_positions(text: str) -> np.ndarray:
 
 
 def equal_spans(sides: tuple[Tokenized, Tokenized], texts: tuple[bytes, bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """The parts of both sides' spans that read the same, and all spans that are not empty.
+    """The parts of both sides' spans that read the same, and all pairs of spans that are not both empty.
 
-    Spans that differ are compared again without leading and trailing white space, which one template may have stripped.
+    Spans that differ are compared again without leading and trailing ASCII white space, which one template may have
+    stripped.
+
+    Args:
+        texts: both sides' texts in UTF-8.
 
     Returns:
         int64 [k, 4], [l, 4]: student start and stop, teacher start and stop in bytes. The two arrays are equal if all

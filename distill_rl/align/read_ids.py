@@ -13,7 +13,7 @@ _RULE = "ids must be one row of integers: a list, a numpy array, or a torch tens
 
 
 def read_ids(name: str, ids: Any, size: int) -> np.ndarray:
-    """int32 [n] from a caller's integers [n]; an int32 array is returned as it is.
+    """int32 [n] from a caller's integers [n]; a contiguous int32 array is returned as it is.
 
     Args:
         name: what to call the ids in an error.
@@ -67,9 +67,7 @@ def _not_integers(name: str, ids: Any) -> str:
 
 
 def _describe(value: Any) -> str:
-    """The type of a value, its device unless that is the CPU, and as much of the value as fits on a line, for a
-    message.
-    """
+    """A value's type, its device unless that is the CPU, and as much of it as fits on a line, for a message."""
     if value is None:
         return "None"
     dtype = getattr(value, "dtype", None)

@@ -68,7 +68,7 @@ class Side:
         """Yields variants of this side without spaces that may be dummies: before the text, and behind special tokens.
 
         The first variant lacks all of them, which is the likeliest case; the last one is the side unchanged. No variant
-        comes twice, so a side without such spaces is the only one.
+        comes twice, so a side without such spaces yields only itself.
         """
         first, later = self._possible_dummies()
         seen: list[tuple[int, ...]] = []
@@ -78,7 +78,10 @@ class Side:
                 yield self._without_spaces(places)
 
     def _possible_dummies(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Indices into `ids` of tokens that may begin with a dummy space: the first token, and later ones."""
+        """Indices into `ids` of tokens that may begin with a dummy space: the first token, and later ones.
+
+        The later ones are those behind a special token. Only tokens that begin with a space count.
+        """
         vocabulary = self.vocabulary
         first: tuple[int, ...] = ()
         later: tuple[int, ...] = ()
@@ -91,11 +94,10 @@ class Side:
         return first, later
 
     def _without_spaces(self, places: tuple[int, ...]) -> Side:
-        """This side with the leading space taken off the tokens at these indices into `ids`, whose bytes must begin
-        with one.
+        """This side with the leading space taken off the tokens at these indices into `ids`.
 
-        A token that was nothing but the space leaves the side, since it no longer spells text. Returns the side itself
-        if there are no indices.
+        Each of them must begin with a space. A token that was nothing but the space leaves the side, since it no longer
+        spells text. Returns the side itself if there are no indices.
         """
         if not places:
             return self
@@ -123,7 +125,7 @@ class Side:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """int64: the byte position at which each token ends."""
+        """int64: where each token ends in the bytes that `spell` returns."""
         return self.lengths.cumsum(dtype=np.int64)
 
     def full(self, chunk: np.ndarray) -> np.ndarray:

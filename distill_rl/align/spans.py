@@ -19,7 +19,7 @@ import numpy as np
 
 
 def no_token_pairs() -> np.ndarray:
-    """int64 [0, 2]"""
+    """An empty int64 [0, 2] array of token counts (student, teacher)."""
     return np.zeros((0, 2), np.int64)
 
 
@@ -81,7 +81,7 @@ def spread(part: np.ndarray, positions: np.ndarray | slice, size: int) -> np.nda
 
 
 def as_slice(positions: np.ndarray) -> slice | np.ndarray:
-    """Ascending positions as a slice if they are contiguous, otherwise the array itself.
+    """Ascending positions as a slice if they are contiguous or there are none, otherwise the array itself.
 
     Slicing an array makes a view, indexing makes a copy.
     """
@@ -234,8 +234,9 @@ def chunks_by_spans(student: TokenPositions, teacher: TokenPositions, spans: np.
 def _inside(
     positions: TokenPositions, first: np.ndarray, last: np.ndarray, bases: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The tokens that cover text and lie in one of the spans, with their starts and ends on the common axis; int64 [t]
-    each.
+    """The tokens that cover text and lie in one of the spans, and their starts and ends on the common axis.
+
+    Three arrays, int64 [t].
 
     Args:
         first, last: int64 [k], ascending: where each span begins and ends in the side's text.

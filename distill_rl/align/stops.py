@@ -15,11 +15,10 @@ StopPairs = list[tuple[int, int]]
 
 
 def pair_stops(student: Side, teacher: Side, student_ids: np.ndarray, teacher_ids: np.ndarray) -> StopPairs:
-    """Pairs (student position, teacher position) from ids alone: bos with bos before the first byte, and stop tokens
-    that follow the same byte.
+    """Pairs (student position, teacher position) from ids alone: bos with bos, and stop tokens after the same byte.
 
-    Of several stop tokens after one byte, the first is paired; none before the first byte, unless a side spells
-    nothing.
+    bos is paired only before the first byte. Of several stop tokens after one byte, the first is paired; none before
+    the first byte, unless a side spells nothing.
 
     Args:
         student_ids, teacher_ids: int32 [n], [m]: all ids, which `Side` holds only in part.
@@ -34,10 +33,10 @@ def pair_stops(student: Side, teacher: Side, student_ids: np.ndarray, teacher_id
 
 
 def _stops(side: Side, ids: np.ndarray) -> tuple[int | None, dict[int, int]]:
-    """Position of the last bos before any byte, None if there is none; byte position → position of the first stop token
-    at it.
+    """Position of the last bos before any byte, or None, and byte position → position of the first stop token there.
 
-    Stop tokens before the first byte count only if the side spells nothing, and never those up to that bos.
+    The byte position is the number of bytes before the stop token. Stop tokens before the first byte count only if the
+    side spells nothing, and never those up to that bos.
 
     Args:
         ids: int32: all ids of the side.
@@ -63,10 +62,9 @@ def pair_stops_of_spans(
     positions: tuple[TokenPositions, TokenPositions],
     spans: np.ndarray,
 ) -> StopPairs:
-    """Pairs (student position, teacher position): bos with bos at the start, and the first stop tokens behind the i-th
-    spans.
+    """Pairs (student position, teacher position): bos with bos, and the first stop tokens behind the i-th spans.
 
-    A stop token belongs to a span if it stands before the text of the next one.
+    bos counts only at the start. A stop token belongs to a span if it stands before the text of the next one.
 
     Args:
         vocabularies, ids, positions: of the student and of the teacher.
@@ -82,7 +80,8 @@ def _stops_of_spans(
 ) -> dict[int, int]:
     """Span index → position of the first stop token between this span's text and the next one's; −1 → position of bos.
 
-    Entries that do not exist are left out.
+    Entries that do not exist are left out. bos is the last one up to and including the first token that covers text; no
+    bos up to there counts as a stop token.
 
     Args:
         spans: int64 [k, 2], ascending: start and stop in bytes of this side's text.

@@ -1,10 +1,11 @@
 """The time of alignment on one core beside common alternatives, with two real tokenizers and a text that you supply.
 
-    bash launch/bench.sh align --tokenizers STUDENT TEACHER --text ENGLISH.txt [--chinese CHINESE.txt] [--lossy TEACHERS]
+    bash launch/bench.sh align --tokenizers STUDENT TEACHER --text ENGLISH.txt [--chinese CHINESE.txt]
+        [--lossy TEACHERS]
 
-Rows have 2,048 tokens on the student's side unless their name says otherwise. Times are medians over rounds in which the
-contenders take turns. TRL's walk gets precomputed byte offsets, so only the walk is timed. With a lossy teacher, whose
-ids need the dynamic programme, the first row of a process is timed separately from later ones.
+Rows have 2,048 tokens on the student's side unless their name says otherwise. Times are medians over rounds in which
+the contenders take turns. TRL's walk gets precomputed byte offsets, so only the walk is timed. With a lossy teacher,
+whose ids need the dynamic programme, the first row of a process is timed separately from later ones.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ OURS, PAIR, BARE, ENCODES, PROGRAMME, WALK = (
 
 @dataclass(frozen=True)
 class Row:
-    """One pair of id rows to align."""
+    """One pair of id rows to align, and the text they spell; `masks` are the masks to pass to `align_ids`, if any."""
 
     name: str
     text: str
@@ -107,7 +108,11 @@ def measure(
 
 
 def rows(aligner: TokenAligner, texts: dict[str, str]) -> Iterator[Row]:
-    """One row per language, then a repetitive row, a padded row and a long row."""
+    """Yields one row per text, then rows of a repeated sentence, of English with padding, and of long English.
+
+    Args:
+        texts: by language; `English` must be among them.
+    """
     for name, text in texts.items():
         yield row(aligner, name, text, TOKENS)
     yield row(aligner, "repeats", REPEATED * 3000, TOKENS)
@@ -124,7 +129,13 @@ def rows(aligner: TokenAligner, texts: dict[str, str]) -> Iterator[Row]:
 
 
 def row(aligner: TokenAligner, name: str, text: str, tokens: int) -> Row:
-    """The beginning of a text, about `tokens` tokens long on the student's side."""
+    """The beginning of a text as a row of about `tokens` tokens on the student's side.
+
+    The student's tokens are cut off there, and both sides tokenize the text that those spell.
+
+    Args:
+        name: of the row.
+    """
     size = min(len(text), 12 * tokens)
     alignment = aligner.align(text[:size], max_student_tokens=tokens)
     ids = alignment.student_ids[alignment.student_chunk >= 0]
@@ -135,7 +146,14 @@ def row(aligner: TokenAligner, name: str, text: str, tokens: int) -> Row:
 
 
 def measure_row(row: Row, aligner: TokenAligner, programme: TokenAligner, rounds: int) -> dict[str, Any]:
-    """Milliseconds by contender, and the properties of the row."""
+    """Median milliseconds by contender, the properties of the row, and our time over those of two contenders.
+
+    A padded row leaves out the contenders that read the text, and TRL's walk, which is also left out where it cannot be
+    used. Long rows leave out the dynamic programme, and the longest takes a tenth of the rounds.
+
+    Args:
+        programme: an aligner with the method `dp`.
+    """
     alignment = aligner.align_ids(row.student, row.teacher, **row.masks)
     ends = [
         np.unique(vocabulary.lengths[ids].cumsum())
@@ -170,7 +188,11 @@ def measure_row(row: Row, aligner: TokenAligner, programme: TokenAligner, rounds
 
 
 def medians(runs: dict[str, Run], rounds: int) -> dict[str, float]:
-    """Milliseconds by contender. They take turns of up to ten runs, so that a slow moment of the machine affects all."""
+    """Median milliseconds of a call by contender.
+
+    After a call that is not timed and one that is, contenders take turns, so that a slow moment of the machine affects
+    all. There are `rounds` / 10 turns, at least one; a turn has ten calls, or as many as take 5 ms, but at least one.
+    """
     times: dict[str, list[float]] = {}
     for name, run in runs.items():
         run()  # warm-up; compiles the dynamic programme
@@ -190,7 +212,7 @@ def _seconds(run: Run) -> float:
 
 
 def walk() -> tuple[Callable[..., Any] | None, str]:
-    """TRL's walk and TRL's version, or None and the reason why it cannot be used."""
+    """TRL's walk over byte offsets and TRL's version, or None and the reason why it cannot be used. Never raises."""
     if importlib.util.find_spec("trl") is None:
         return None, "not installed"
     try:
@@ -225,11 +247,20 @@ print(json.dumps(figures | {"first_seconds": round(times[0], 3), "milliseconds":
 
 
 def measure_lossy(cache: Path, student: Path, teacher: Path, text: Path, rounds: int) -> dict[str, Any]:
-    """Time `align_ids` with a lossy teacher in separate processes: the first row with an empty and with a filled Numba
-    cache, and later rows.
+    """Times `align_ids` with a lossy teacher: the first row with an empty and a filled Numba cache, and later rows.
+
+    Two separate processes share the cache, which the first fills.
 
     Args:
         cache: a folder for Numba's cache, which does not exist yet.
+        student: tokenizer folder.
+        teacher: tokenizer folder.
+        text: a UTF-8 file; its first `TOKENS` tokens are aligned.
+        rounds: later rows in each process.
+
+    Returns:
+        The figures of the second process, with the first's time as `first_seconds_without_cache`; only `teacher` and
+        `status` if a process failed.
     """
     runs = []
     for _ in ("empty", "filled"):
@@ -257,7 +288,15 @@ print(json.dumps({"seconds": round(seconds, 2), **peaks, **sizes}))
 
 
 def run_apart(program: str, *arguments: object, **environment: str) -> dict[str, Any]:
-    """Run a program in a process of its own; return the JSON that it prints, or only a `status` if it fails."""
+    """Runs Python code in a process of its own, in the repository's root, and returns the JSON that it prints.
+
+    If the process fails, returns only a `status` with the last line of its standard error; nothing is raised.
+
+    Args:
+        program: source code.
+        arguments: its `sys.argv[1:]`, converted to text.
+        environment: variables added to those of this process.
+    """
     command = [sys.executable, "-c", program, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=record.ROOT, env=os.environ | environment)
     if done.returncode:

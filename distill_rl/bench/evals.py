@@ -1,8 +1,8 @@
 """Log-likelihoods of five-shot questions: batched with a shared prefix, against a forward pass per item and letter.
 
-The benchmark trains a tokenizer, writes a random model to a temporary folder, and invents questions in the shape of MMLU:
-per subject one header with five worked examples, then questions with four choices. It checks that all variants give the
-same log-likelihoods. The time of a variant is its best of several rounds, in which the variants take turns.
+The benchmark trains a tokenizer, writes a random model to a temporary folder, and invents questions in the shape of
+MMLU: per subject one header with five worked examples, then questions with four choices. It checks that all variants
+give the same log-likelihoods. The time of a variant is its best of several rounds, in which the variants take turns.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ def invent(subjects: int, questions: int, seed: int = 0) -> list[Item]:
 
 
 def write_model(folder: Path, items: Sequence[Item], *, vocabulary: int, hidden: int, layers: int) -> None:
-    """A random Llama with heads of size 32, and a tokenizer trained on such questions."""
+    """Writes a random Llama with heads of size 32 to `folder`, and a tokenizer trained on the prefixes of the items.
+
+    Args:
+        hidden: size of the hidden states, a multiple of 64.
+    """
     tokenizer = train_tokenizer([item.prefix for item in items], vocabulary, "</s>")
     torch.manual_seed(0)
     write_llama(
@@ -72,9 +76,9 @@ def write_model(folder: Path, items: Sequence[Item], *, vocabulary: int, hidden:
 
 @torch.inference_mode()
 def per_letter(backend: HfBackend, items: Sequence[Item]) -> Logprobs:
-    """Log-probabilities of the choices, computed as a simple implementation would: what the backend is compared with.
+    """Log-probabilities of each item's choices, computed the simple way: the reference for the backend.
 
-    One forward pass over the whole text per letter, with the output layer at the needed positions only.
+    One forward pass over the whole text per choice, with the output layer at the needed positions only.
     """
     results = []
     for item in items:
@@ -89,7 +93,12 @@ def per_letter(backend: HfBackend, items: Sequence[Item]) -> Logprobs:
 
 
 def by_backend(backend: HfBackend, items: Sequence[Item], batch_size: int, *, share: bool) -> Logprobs:
-    """The backend's log-likelihoods, with the shared prefix in `Item.prefix` or as part of every prompt."""
+    """The backend's log-likelihoods of each item's choices, in the order of the items.
+
+    Args:
+        backend: its batch size is changed, and stays so.
+        share: keep the shared prefix in `Item.prefix`; otherwise it becomes part of every prompt.
+    """
     backend.settings = replace(backend.settings, batch_size=batch_size)
     if not share:
         items = [replace(item, prompt=item.prefix + str(item.prompt), prefix="") for item in items]
@@ -97,7 +106,10 @@ def by_backend(backend: HfBackend, items: Sequence[Item], batch_size: int, *, sh
 
 
 def compare(backend: HfBackend, items: Sequence[Item], batch_size: int, rounds: int) -> dict[str, Any]:
-    """Seconds of every variant, its speed-up over the loop, and its greatest difference from the loop."""
+    """The best time of every variant, its speed, its speed-up over the loop, and its greatest difference from the loop.
+
+    The loop is `per_letter`. Differences are absolute ones of log-likelihoods.
+    """
     variants: dict[str, Callable[[], Logprobs]] = {
         LOOP: lambda: per_letter(backend, items),
         ITEMS: lambda: by_backend(backend, items, 1, share=False),

@@ -40,16 +40,19 @@ def program(
     arguments: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     sizes: Sizes | None = None,
 ) -> Callable[..., int]:
-    """The `main` of a benchmark: it parses the options, measures, prints the figures and writes them.
+    """Returns the `main` of a benchmark: it parses the options, measures, prints the figures and writes them.
+
+    `main` takes the command line (None: that of the process) and returns the exit code: 0, 1 for missed targets, 2 for
+    `Refused`. It refuses `--device cuda` where there is no CUDA device.
 
     Args:
         name: that of the benchmark and its JSON file.
-        measure: returns the figures. It is given an empty directory, deleted afterwards, and the options. The options are
-            its keywords; types and defaults are those of the signature, help texts the lines `keyword: text` of the
+        measure: returns the figures. It is given an empty directory, deleted afterwards, and the options. The options
+            are its keywords; types and defaults are those of the signature, help texts the lines `keyword: text` of the
             docstring. `Refused` ends the program with one line and exit code 2.
         verdict: the missed targets of the figures, one line each; the exit code is 1 if there are any.
         columns: those of the printed table; all by default. See `print_figures`.
-        arguments: further keywords of `add_argument` by option.
+        arguments: further keywords of `add_argument`, by keyword of `measure`.
         sizes: those of a GPU benchmark. They become options beside `--device`; `measure` gets both as the keywords
             `device` and `sizes` (by name). Figures of a CPU are written only to a file that the user names.
     """
@@ -87,7 +90,11 @@ def _require_device(device: str) -> None:
 
 
 def _option(measure: Callable[..., Any], keyword: str, default: object) -> dict[str, Any]:
-    """The keywords of `add_argument` for a keyword of `measure`: `bool`, `T`, `T | None` or `tuple[T, ...]`."""
+    """The keywords of `add_argument` for a keyword of `measure`: `bool`, `T`, `T | None` or `tuple[T, ...]`.
+
+    The help text is the line `keyword: text.` of `measure`'s docstring, empty without one, and names a default that is
+    not empty. A bool becomes a flag.
+    """
     hint = get_type_hints(measure)[keyword]
     described = re.search(rf"^ +{keyword}: (.*)\.$", str(measure.__doc__), re.MULTILINE)
     text = described[1] if described else ""
@@ -100,9 +107,13 @@ def _option(measure: Callable[..., Any], keyword: str, default: object) -> dict[
 
 
 def print_figures(figures: Mapping[str, Any], columns: Sequence[str] = ()) -> None:
-    """Print records (a mapping of mappings, or a list of them) as a table, and all other figures as lines.
+    """Prints records (a mapping of mappings, or a list of them) as a table, and all other figures as lines.
+
+    A table has the figure's name as title, and the keys of a mapping of mappings as its first column. Any other mapping
+    is printed as one line per entry.
 
     Args:
+        figures: by name.
         columns: of the tables; `a` includes the parts `a.b` of a nested record. All columns by default.
     """
     from rich.console import Console
@@ -137,7 +148,10 @@ def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cell(value: object) -> str:
-    """A value as short text: four significant digits for floats, a dash for None, elements and named parts joined."""
+    """A value as short text: four significant digits for floats, a dash for None.
+
+    Elements of a list or tuple are joined by blanks, entries of a mapping as `name value` by commas.
+    """
     if value is None:
         return "–"
     if isinstance(value, Mapping):
@@ -153,14 +167,25 @@ def missed(*targets: tuple[bool, str]) -> list[str]:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the option that all benchmarks have; the description is the first line of what is passed."""
+    """An argument parser with the option `--out`, a path that is None by default.
+
+    Args:
+        description: its first line becomes the parser's description.
+    """
     parser = argparse.ArgumentParser(description=str(description).partition("\n")[0])
     parser.add_argument("--out", type=Path, metavar="JSON", help="default: docs/benchmarks/<name>.json")
     return parser
 
 
 def add_sizes(command_line: argparse.ArgumentParser, sizes: Sizes) -> None:
-    """Adds `--device`, and an option for every size, whose default depends on the device."""
+    """Adds `--device` (cuda by default, or cpu), and an option for every size, an integer.
+
+    A size that is not given stays None: its default depends on the device and is only named in the help text.
+
+    Args:
+        command_line: the parser that is extended.
+        sizes: defaults for cuda and cpu by name; both devices have the same names.
+    """
     command_line.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: small, to see that it works"
     )
@@ -172,10 +197,12 @@ def add_sizes(command_line: argparse.ArgumentParser, sizes: Sizes) -> None:
 def finish(
     name: str, figures: Mapping[str, Any], out: Path | None, problems: Iterable[str] = (), *, device: str = ""
 ) -> int:
-    """Write the figures and print the problems; return the exit code, 1 if there are any problems.
+    """Writes the figures and prints the path and the problems; returns the exit code, 1 if there are any problems.
 
     Args:
+        name: of the benchmark.
         out: the file; None: docs/benchmarks/NAME.json.
+        problems: one line each.
         device: where a GPU benchmark ran, `cuda` or `cpu`; its figures of a CPU are written only if `out` is given.
             Empty for any other benchmark.
     """
@@ -192,9 +219,10 @@ def finish(
 def best_times(
     runs: Mapping[Name, Callable[[], Result]], rounds: int, *, warm_up: bool
 ) -> tuple[dict[Name, float], dict[Name, Result]]:
-    """The best time of each run in seconds, and its last result. They take turns, so that a slow moment hits all.
+    """The best time of each run in seconds, and the result of its last call.
 
-    With `warm_up`, the first of `rounds` + 1 rounds is not counted.
+    In every round each run is called once, in turn, so that a slow moment hits all. With `warm_up` there is one more
+    round, the first, which is not timed.
     """
     best, results = dict.fromkeys(runs, float("inf")), {}
     for i in range(rounds + warm_up):
@@ -213,11 +241,17 @@ def train_command(config: Path, *arguments: str) -> list[str]:
 
 
 def train(config: Path, run: Path, *overrides: str, environment: Mapping[str, str], quiet: bool = False) -> None:
-    """Train with the real command line; raise SystemExit with the end of the driver's log if it fails.
+    """Trains with the real command line and waits for its end.
 
     Args:
+        config: the configuration file.
         run: the run's directory, as the configuration and the overrides set it.
+        overrides: further arguments of the command.
+        environment: variables added to those of this process.
         quiet: show the command's output only if it fails.
+
+    Raises:
+        SystemExit: the command failed; with the end of the driver's log.
     """
     done = subprocess.run(
         train_command(config, *overrides), env=os.environ | environment, capture_output=quiet, text=True
@@ -227,14 +261,14 @@ def train(config: Path, run: Path, *overrides: str, environment: Mapping[str, st
 
 
 def failure(run: Path) -> str:
-    """A message for a run of the command line that has failed: its name and the end of its driver's log."""
+    """A message for a failed run of the command line: its name and the last 50 lines of its driver's log, if any."""
     log = run / "logs" / "latest" / "driver.log"
     lines = log.read_text("utf-8").splitlines() if log.exists() else ["(none)"]
     return "\n".join([f"the run {run.name} failed; the end of its log:", *lines[-_LOG_LINES:]])
 
 
 def step_records(metrics: Path) -> list[dict[str, Any]]:
-    """The records of training steps in a metrics.jsonl, which may still be missing or end in half a line."""
+    """The records of training steps in a metrics.jsonl, without a half-written last line. Empty if there is no file."""
     lines = metrics.read_text("utf-8").splitlines(keepends=True) if metrics.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("\n")]
     return [step for step in records if "train/loss" in step]

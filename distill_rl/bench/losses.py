@@ -4,7 +4,8 @@ Memory is measured: every allocation that torch makes during forward and backwar
 was there before is given per element of the student's logits, the gradient included. Times are ratios to plain torch,
 `F.log_softmax` and `F.kl_div` with autograd on the same inputs: the best of rounds that take turns.
 
-TRL and torchtune are measured as installed; where they are not, and for SkyRL and verl, their published formulas stand in.
+TRL and torchtune are measured as installed; where they are not, and for SkyRL and verl, their published formulas stand
+in.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Name = tuple[str, str]
 
 
 def peak_bytes(step: Callable[[], Any]) -> int:
-    """Bytes allocated by torch on the CPU at the worst moment of `step`, above what was allocated before."""
+    """Runs `step` and returns the most bytes that torch had allocated on the CPU at once, above those at the start."""
     with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
     events, seen = list(recorded.profiler.kineto_results.experimental_event_tree()), []
@@ -62,7 +63,10 @@ def peak_bytes(step: Callable[[], Any]) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Standard error is closed to the profiler, which writes a line for every start and stop past every setting."""
+    """Discards what this process writes to file descriptor 2 inside the block.
+
+    The profiler writes a line to standard error at every start and stop, which no setting prevents.
+    """
     sys.stderr.flush()
     kept = os.dup(2)
     with open(os.devnull, "wb") as nothing:  # noqa: PTH123
@@ -75,7 +79,7 @@ def _quiet() -> Iterator[None]:
 
 
 def forward_backward(logits: Tensor, step: Step) -> Callable[[], None]:
-    """A run on a fresh leaf that shares the logits' storage."""
+    """Returns a function that runs `step` forward and backward on a fresh leaf that shares the logits' storage."""
 
     def run() -> None:
         step(logits.detach().requires_grad_()).backward()
@@ -84,12 +88,22 @@ def forward_backward(logits: Tensor, step: Step) -> Callable[[], None]:
 
 
 def ours(divergence: str, teacher: Any, labels: Tensor | None = None, **settings: Any) -> Step:
-    """A step of this package's `kd_loss`, as the benchmark calls it."""
+    """A step of this package's `kd_loss`: it takes the student's logits and returns the loss.
+
+    Args:
+        teacher: the targets.
+        settings: further keywords of `kd_loss`.
+    """
     return lambda student: kd_loss(student, teacher, labels=labels, divergence=divergence, **settings).loss
 
 
 def contenders(teacher: Tensor, chunk: int) -> dict[Name, Step]:
-    """Everything that is compared, on logits [N, V]."""
+    """The step of each implementation of each loss, by (loss, by whom).
+
+    Args:
+        teacher: logits [N, V]; the steps take the student's logits of the same shape.
+        chunk: rows per chunk of the contenders that work in chunks.
+    """
     dense, top = DenseLogits(teacher), vocab_parallel_topk(teacher, TOP_K)
     rows = len(teacher)
     every = torch.arange(rows) % teacher.shape[1]
@@ -125,13 +139,21 @@ def contenders(teacher: Tensor, chunk: int) -> dict[Name, Step]:
 
 
 def _logprobs(student: Tensor, labels: Tensor) -> Tensor:
+    """The labels' log-probabilities [N] from logits [N, V]."""
     found = vocab_parallel_logprobs(student, labels)
     assert isinstance(found, Tensor)  # a pair with entropies, on request
     return found
 
 
 def compare(rows: int, vocabulary: int, rounds: int) -> list[dict[str, Any]]:
-    """All contenders on the same random logits; times of forward and backward are over plain torch's forward KL."""
+    """Measures all contenders on the same random logits; one record per loss and implementation.
+
+    Times are of forward and backward, in fp32 and in bf16, over that of plain torch's forward KL in the same dtype.
+    Memory is in bytes per element of the bf16 logits.
+
+    Args:
+        rounds: timed rounds, of which the best counts.
+    """
     draw = torch.Generator().manual_seed(0)
     student, teacher = (2 * torch.randn(rows, vocabulary, generator=draw) for _ in range(2))
     chunk, times = max(1, rows // 64), {}
@@ -156,8 +178,11 @@ def compare(rows: int, vocabulary: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def linear_loss_steps(rows: int, vocabulary: int) -> dict[str, Callable[[], None]]:
-    """Forward and backward of a top-k loss on the CPU, from bf16 hidden states [rows, HIDDEN] and an output layer to the
-    gradients of both: `unfused` and `fused`."""
+    """Functions that run a top-k loss forward and backward on the CPU: `unfused` and `fused`.
+
+    Both start from the same random bf16 hidden states [rows, HIDDEN] and output layer, and compute the gradients of
+    both. The unfused one makes all logits, and compares the k columns without the rest (`top_k_kl`).
+    """
     draw = torch.Generator().manual_seed(0)
     states = torch.randn(rows, HIDDEN, generator=draw).to(torch.bfloat16)
     weight = (torch.randn(vocabulary, HIDDEN, generator=draw) / HIDDEN**0.5).to(torch.bfloat16)
@@ -177,7 +202,7 @@ def linear_loss_steps(rows: int, vocabulary: int) -> dict[str, Callable[[], None
 
 
 def measure_fused(vocabulary: int, rounds: int) -> list[dict[str, Any]]:
-    """Peak memory of either, and the fused one's time over that of the unfused."""
+    """Peak MiB of the fused and the unfused loss, and the ratio of their times, for each of `FUSED_ROWS`."""
     measured = []
     for rows in FUSED_ROWS:
         steps = linear_loss_steps(rows, vocabulary)

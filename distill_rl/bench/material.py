@@ -1,4 +1,4 @@
-"""The material of benchmarks, made offline: invented texts, tokenizers trained on them, random models, configurations."""
+"""Material for benchmarks, made offline: invented texts, tokenizers trained on them, random models, configurations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ def invent_words(draw: random.Random, count: int, most_syllables: int = 4) -> li
 
 
 def write_texts(path: Path, *, rows: int, words_per_row: int, vocabulary: int = 4000) -> list[str]:
-    """Write a JSONL file of texts of `words_per_row` words, numbers and punctuation marks; return the texts."""
+    """Writes a JSONL file with a record `{"text": …}` per row; returns the texts, which are always the same.
+
+    Args:
+        rows: number of texts.
+        words_per_row: words of a text, some of them replaced by numbers or followed by a comma.
+        vocabulary: number of different words, about.
+    """
     draw = random.Random(0)
     words = invent_words(draw, vocabulary)
     texts = [_invent_text(draw, words, words_per_row) for _ in range(rows)]
@@ -29,7 +35,9 @@ def write_texts(path: Path, *, rows: int, words_per_row: int, vocabulary: int = 
 
 
 def _invent_text(draw: random.Random, words: Sequence[str], count: int) -> str:
-    """A text of `count` words drawn from `words`, separated by blanks: some replaced by numbers, some followed by a comma.
+    """A text of `count` words drawn from `words`, joined by blanks and ended by a full stop.
+
+    Some words are replaced by numbers, some are followed by a comma.
 
     Args:
         draw: the source of randomness, which the call advances.
@@ -47,7 +55,7 @@ def _invent_text(draw: random.Random, words: Sequence[str], count: int) -> str:
 
 
 def train_tokenizer(texts: Sequence[str], size: int, end: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of about `size` ids, with `end` as its only special token."""
+    """A byte-level BPE tokenizer of about `size` ids; `end` is its only special token, for end of text and padding."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -61,7 +69,9 @@ def train_tokenizer(texts: Sequence[str], size: int, end: str) -> PreTrainedToke
 
 
 def write_llama(folder: Path, tokenizer: PreTrainedTokenizerBase, **shape: Any) -> None:
-    """Write a Llama with random weights from torch's global generator, with a row per id of the tokenizer.
+    """Writes a Llama with random weights to `folder`, with an embedding row per id of the tokenizer.
+
+    The weights come from torch's global generator. The tokenizer itself is not written.
 
     Args:
         shape: keywords of `LlamaConfig`; four heads unless they say otherwise.
@@ -92,12 +102,17 @@ def write_config(
     lr: float = 1e-3,
     **sections: Any,
 ) -> Path:
-    """Write `<name>.yaml`, the configuration of a run `runs/<name>` with student/, teacher/ and text.jsonl; return its
-    path.
+    """Writes the configuration of a run to `<root>/<name>.yaml` and returns its path.
+
+    The run is `runs/<name>`, with the models student/ and teacher/ and the data text.jsonl; all are below `root`.
 
     Args:
         root: the folder of all these.
-        sections: further sections of the configuration.
+        steps: optimizer steps.
+        batch: rows per step.
+        micro_batch: rows per micro-batch.
+        length: the most tokens of a row.
+        sections: further sections of the configuration; one that is already set is replaced as a whole.
     """
     config = {
         "run": {"name": name, "dir": f"{root}/runs"},

@@ -48,6 +48,8 @@ _WORKER = "import json, sys; from distill_rl.bench.memory import work; work(*jso
 
 @dataclass(frozen=True)
 class Case:
+    """A worker to measure: a student or a teacher engine (`role`), its layout, dtype and rows."""
+
     name: str
     role: str
     dtype: str = "fp32"
@@ -74,7 +76,12 @@ CASES = (
 
 
 def configuration(case: Case, model: Path) -> Config:
-    """The configuration of a case: `model` is student and teacher, with the case's layout, dtype and rows; KD and CE."""
+    """The configuration of a case, with KD and CE. A global batch is two micro-batches per data-parallel rank.
+
+    Args:
+        case: sets layout, dtype and rows.
+        model: folder of the model that is both student and teacher.
+    """
     parallel = ParallelConfig(dp=case.dp, tp=case.tp)
     student = StudentConfig(
         model=str(model),
@@ -99,7 +106,7 @@ def estimate(case: Case, config: Config, facts: ModelFacts) -> WorkerMemory:
 
 
 def write_model(folder: Path) -> ModelFacts:
-    """A random model of `SHAPE` in fp32."""
+    """Writes a random Llama of `SHAPE` in fp32 to `folder`; returns its facts."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from distill_rl.models.facts import read_model_facts
@@ -110,7 +117,11 @@ def write_model(folder: Path) -> ModelFacts:
 
 
 def measure(case: Case, model: Path) -> int:
-    """Peak resident bytes of the case's largest process."""
+    """Runs a case, one process per rank, and returns the peak resident bytes of its largest process.
+
+    Raises:
+        SystemExit: a process failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(case.dp * case.tp):
@@ -124,7 +135,13 @@ def measure(case: Case, model: Path) -> int:
 
 
 def work(fields: dict[str, Any], rank: int, model: str, store: str) -> None:
-    """Run one rank of the case with these fields; the last word it prints is its peak resident bytes."""
+    """Runs `STEPS` steps of one rank of a case; the last word it prints is the peak resident bytes of this process.
+
+    Args:
+        fields: of the `Case`.
+        model: folder of the model.
+        store: path of the file by which the ranks of a case find each other.
+    """
     import torch
 
     from distill_rl.parallel.mesh import close_world, open_world
@@ -151,7 +168,7 @@ def work(fields: dict[str, Any], rank: int, model: str, store: str) -> None:
 
 
 def _batch(case: Case, dp_rank: int) -> RankBatch:
-    """Two micro-batches of full rows of random ids, with every token labelled."""
+    """A rank's two micro-batches of full rows of random ids, with every token labelled; always the same for a rank."""
     draw = np.random.default_rng(dp_rank)
     shape = (2 * case.rows, case.length)
     ids, labels = (draw.integers(0, SHAPE["vocab_size"], shape).astype(np.int32) for _ in range(2))
@@ -160,7 +177,7 @@ def _batch(case: Case, dp_rank: int) -> RankBatch:
 
 
 def _targets(case: Case) -> Any:
-    """A source of random top-k targets."""
+    """The `targets` argument of `train_step`: it yields random top-k targets for any rows, drawn anew each time."""
     import torch
 
     from distill_rl.losses import TopKLogprobs
@@ -182,7 +199,7 @@ def _targets(case: Case) -> Any:
 
 
 def compare(folder: Path) -> dict[str, Any]:
-    """Run all cases on one model."""
+    """Runs all cases on one model and prints a line for each; returns estimates, peaks and the largest difference."""
     rows: list[dict[str, Any]] = []
     facts = write_model(folder)
     for case in CASES:
@@ -197,7 +214,7 @@ def compare(folder: Path) -> dict[str, Any]:
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:
-    """The missed target, if it is missed."""
+    """One line if the largest difference between estimate and measurement exceeds `TOLERANCE`; otherwise empty."""
     worst = figures["worst"]
     return harness.missed((worst > TOLERANCE, f"largest difference {worst:.0%}; must be at most {TOLERANCE:.0%}"))
 

@@ -1,4 +1,4 @@
-"""Other implementations of the same losses, as they are installed; where they are not, from their published formulas."""
+"""Other implementations of the same losses: as installed, or else by their published formulas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def plain_torch(divergence: str = "forward_kl") -> Loss:
-    """What one writes without a library: fp32 copies, two log_softmax, kl_div, a mask."""
+    """A loss as one writes it without a library: fp32 copies, two log_softmax, kl_div, a mask. NaN if no row counts.
+
+    Args:
+        divergence: `forward_kl`, `jsd` (β = ½) or `reverse_kl`.
+    """
 
     def loss(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
         p, q = F.log_softmax(teacher.float(), -1), F.log_softmax(student.float(), -1)
@@ -40,12 +44,16 @@ def plain_torch(divergence: str = "forward_kl") -> Loss:
 
 
 def _kl(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """The terms of KL(p ‖ q) per token, from log-probs."""
+    """The terms of KL(p ‖ q), one per entry of the vocabulary and not summed, from log-probabilities of one shape."""
     return F.kl_div(log_q, log_p, reduction="none", log_target=True)
 
 
 def trl(beta: float = 0.0) -> tuple[str, Loss]:
-    """TRL's generalized JSD (GKD trainer); β = 0 is forward KL."""
+    """The name and loss of TRL's generalized JSD (GKD trainer); its formula where TRL is not installed.
+
+    Args:
+        beta: 0 is forward KL, 1 reverse KL.
+    """
     try:
         from trl.experimental.gkd import GKDTrainer
     except ImportError:
@@ -56,7 +64,10 @@ def trl(beta: float = 0.0) -> tuple[str, Loss]:
 
 
 def _generalized_jsd(student: Tensor, teacher: Tensor, labels: Tensor, beta: float) -> Tensor:
-    """β·KL(p‖m) + (1 − β)·KL(q‖m) over log-probabilities; the KLs themselves at the ends."""
+    """β·KL(p‖m) + (1 − β)·KL(q‖m) with m = β·p + (1 − β)·q, from logits; KL(p‖q) at β = 0, KL(q‖p) at β = 1.
+
+    p is the teacher, q the student. The mean is over rows that count; 0 if there are none.
+    """
     q, p = student.log_softmax(-1), teacher.log_softmax(-1)
     if beta in (0, 1):
         terms = F.kl_div(*((q, p) if beta == 0 else (p, q)), reduction="none", log_target=True)
@@ -70,7 +81,7 @@ def _generalized_jsd(student: Tensor, teacher: Tensor, labels: Tensor, beta: flo
 
 
 def torchtune() -> tuple[str, Loss]:
-    """torchtune's ForwardKLLoss."""
+    """The name and loss of torchtune's ForwardKLLoss; its formula where it is not installed."""
     module = _torchtune_module()
     if module is None:
         return "torchtune (formula)", lambda student, teacher, labels: _cross_entropy_of_teacher(
@@ -84,7 +95,10 @@ def torchtune() -> tuple[str, Loss]:
 
 @cache
 def _torchtune_module() -> Any:
-    """Its file is loaded alone, for the package needs more than a loss should."""
+    """torchtune's `kd_losses.py` as a module, or None where there is no such file.
+
+    It is loaded without importing the package, which needs dependencies that the losses do not.
+    """
     try:
         files = importlib.metadata.files("torchtune") or []
         path = next(file.locate() for file in files if str(file).endswith("modules/loss/kd_losses.py"))
@@ -99,7 +113,10 @@ def _torchtune_module() -> Any:
 
 
 def automodel() -> tuple[str, Loss]:
-    """NeMo Automodel's KDLoss (#1499): rows that count are selected, then −Σ p·log q with infinite logits left out."""
+    """The name and formula of NeMo Automodel's KDLoss (#1499), whether it is installed or not.
+
+    Rows that count are selected, then −Σ p·log q with infinite logits of the student left out; 0 if no row counts.
+    """
 
     def loss(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
         counts = labels != -100
@@ -111,7 +128,11 @@ def automodel() -> tuple[str, Loss]:
 
 
 def _cross_entropy_of_teacher(student: Tensor, teacher: Tensor, labels: Tensor, infinite: Tensor) -> Tensor:
-    """−Σ p·log q, which has forward KL's gradient."""
+    """The mean of −Σ p·log q over the rows that count, which has forward KL's gradient; NaN if there are none.
+
+    Args:
+        infinite: logits [N, V]; terms where they are infinite are left out.
+    """
     p, q = teacher.softmax(-1, dtype=torch.float32), student.log_softmax(-1, dtype=torch.float32)
     rows = (p * q).masked_fill(infinite.isinf(), 0).sum(-1)
     counts = labels != -100
@@ -119,8 +140,10 @@ def _cross_entropy_of_teacher(student: Tensor, teacher: Tensor, labels: Tensor, 
 
 
 def liger() -> tuple[str, Loss] | None:
-    """Liger's JSD kernel at β = 0, which is forward KL; None where it is not installed. Without a GPU it needs Triton's
-    interpreter (`TRITON_INTERPRET=1`)."""
+    """The name and loss of Liger's JSD kernel at β = 0, which is forward KL; None where it is not installed.
+
+    Without a GPU the kernel needs Triton's interpreter (`TRITON_INTERPRET=1`).
+    """
     try:
         from liger_kernel.transformers.jsd import LigerJSD
     except ImportError:
@@ -132,7 +155,7 @@ def liger() -> tuple[str, Loss] | None:
 
 
 class StreamedLogprobs(torch.autograd.Function):
-    """log q(label) as SkyRL #1806 streams it: softmax a chunk of rows at a time, made again in backward."""
+    """log q(label) as SkyRL #1806 streams it: softmax of a chunk of rows at a time, recomputed in backward."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor, chunk: int) -> Tensor:
@@ -147,7 +170,7 @@ class StreamedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        """The gradient of the logits, computed again from them, `chunk` rows at a time."""
+        """The gradient of the logits, for which the softmax is recomputed `chunk` rows at a time."""
         logits, labels = ctx.saved_tensors
         out = torch.empty_like(logits)
         for target, rows, ids, weight in zip(*(each.split(ctx.chunk) for each in (out, logits, labels, grad))):
@@ -157,7 +180,14 @@ class StreamedLogprobs(torch.autograd.Function):
 
 
 def top_k_kl(student: Tensor, teacher: TopKLogprobs) -> Tensor:
-    """verl's: Σ p·(log p − log q) over the teacher's k columns, log q from a gather and one logsumexp; no rest."""
+    """The mean over rows of verl's top-k KL: Σ p·(log p − log q) over the teacher's k columns, without the rest.
+
+    log q, over the whole vocabulary, comes from a gather and one logsumexp.
+
+    Args:
+        student: logits [N, V].
+        teacher: N rows with int64 ids.
+    """
     wide = student.float()
     q = wide.gather(1, teacher.ids) - wide.logsumexp(-1, keepdim=True)
     return (teacher.logprobs.exp() * (teacher.logprobs - q)).sum(-1).mean()

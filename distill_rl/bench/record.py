@@ -1,4 +1,4 @@
-"""Written by every benchmark beside its figures: the machine, package versions and the commit."""
+"""The machine, package versions and commit, which every benchmark writes beside its figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, package versions and commit."""
+    """Hardware, load, date, package versions and commit; with `gpu` and `cuda` where torch finds a GPU."""
     facts: dict[str, Any] = {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
@@ -43,13 +43,19 @@ def write(name: str, figures: Mapping[str, Any], out: Path | None = None) -> Pat
 
 
 def peak_bytes() -> int:
-    """Peak resident memory of this program. `ru_maxrss` would include what its parent held at the time of the fork."""
+    """Peak resident bytes of this process: VmHWM, on Linux only.
+
+    `ru_maxrss` would include what its parent held at the time of the fork.
+    """
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
 def commit() -> dict[str, Any]:
-    """`commit` (empty outside a git clone), and `dirty`: tracked files other than docs/benchmarks differ from it."""
+    """`commit`, the hash of HEAD, and `dirty`: whether tracked files outside docs/benchmarks differ from it.
+
+    Outside a git clone they are empty and False.
+    """
     return {
         "commit": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/benchmarks")),

@@ -1,8 +1,8 @@
 """The cost of moving a teacher's targets to another process: shared_memory and object_store, and on a GPU cuda_ipc.
 
 A writer and a reader process time themselves: how long `publish` takes, and how long until the reader has its tensors.
-The call that carries the handle is not timed. In every round the writer also copies the same number of bytes between two
-plain buffers, so that the machine's speed and load affect both figures.
+The call that carries the handle is not timed. In every round the writer also copies the same number of bytes between
+two plain buffers, so that the machine's speed and load affect both figures.
 """
 
 from __future__ import annotations
@@ -48,13 +48,18 @@ class Writer:
         )
 
     def offer(self) -> Offer:
+        """The ring's offer to reader 0, the only one."""
         return self._transport.offer(0)
 
     def accept(self, receipt: Receipt) -> None:
         self._transport.accept(receipt)
 
     def publish(self, turn: int) -> tuple[Handle, float, float]:
-        """The handle, the seconds to publish it, and the seconds of a plain copy of the same size in this process."""
+        """Publishes the targets of a round, with `turn` % 100 as last element of each tensor for the reader to check.
+
+        Returns:
+            The handle, the seconds to publish, and the seconds of a plain copy of the same size in this process.
+        """
         for tensor in self._tensors.values():
             tensor.view(-1)[-1] = turn % 100  # a value that every dtype can represent
         _finish(self._device)
@@ -82,7 +87,15 @@ class Reader:
         return self._transport.open(offer)
 
     def fetch(self, published: tuple[Handle, float, float], turn: int) -> tuple[float, float, bool]:
-        """Seconds until the tensors are open and until they are on this process's device, and whether they are right."""
+        """Fetches the targets of round `turn` and moves them to this process's device.
+
+        Args:
+            published: what `Writer.publish` returned.
+
+        Returns:
+            Seconds until the tensors are open, seconds until they are on the device, and whether the last element of
+            each is the one that the writer wrote in this round.
+        """
         _finish(self._device)
         start = time.perf_counter()
         with self._transport.fetch(published[0]) as tensors:
@@ -100,13 +113,27 @@ def _node_id() -> str:
 
 
 def _finish(device: str) -> None:
-    """Wait for all submitted GPU work."""
+    """Waits for all submitted GPU work if `device` is cuda; otherwise does nothing."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def measure(name: str, *, num_bytes: int, rounds: int, device: str = "cpu") -> dict[str, Any]:
-    """Medians over the rounds, in seconds; needs a Ray session."""
+    """Times one transport between two actors, which are killed afterwards. Needs a Ray session.
+
+    Args:
+        name: of the transport.
+        num_bytes: size of the targets, rounded down to whole tokens.
+        rounds: that count; `WARM_UP` further ones come first.
+        device: of both processes' tensors.
+
+    Returns:
+        Sizes; medians over the rounds in seconds; and as `share_of_memcpy` the time of a plain copy over that of
+        publishing and fetching.
+
+    Raises:
+        RuntimeError: the reader got other values than the writer published.
+    """
     gpus = 0.4 if device == "cuda" else 0
     writer: Any = ray.remote(num_cpus=0, num_gpus=gpus)(Writer).remote(name, num_bytes, device)
     reader: Any = ray.remote(num_cpus=0, num_gpus=gpus)(Reader).remote(name, device)
@@ -136,7 +163,7 @@ def measure(name: str, *, num_bytes: int, rounds: int, device: str = "cpu") -> d
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:
-    """Missed targets, one line each."""
+    """Missed targets, one line each: shared_memory's speed and, where it was measured, cuda_ipc's fetch time."""
     share = figures["cpu"]["shared_memory"]["share_of_memcpy"]
     fetch = figures.get("cuda", {}).get("cuda_ipc", {}).get("fetch_s", 0.0)
     return harness.missed(
@@ -152,7 +179,7 @@ def verdict(figures: dict[str, Any]) -> list[str]:
 
 
 def measure_all(_: Path, *, mib: int = 64, rounds: int = 40) -> dict[str, Any]:
-    """Measure all transports that this machine supports.
+    """Measure all transports that this machine supports; the figures of `measure` by device and transport.
 
     Args:
         mib: MiB of targets per round.

@@ -46,7 +46,9 @@ def align(
     json_file: Path | None,
     verify: bool,
 ) -> int:
-    """Prints a coverage audit and, with `verify`, the results of all checks.
+    """Prints a coverage audit with warnings and, with `verify`, the results of all checks.
+
+    If the student could learn nothing from the teacher, only the audit is printed, and ConfigError is raised.
 
     Args:
         student, teacher: folders or hub names; only the tokenizers and stop tokens are read.
@@ -197,8 +199,7 @@ def _chats(rows: Rows, student: Any, teacher: Any) -> list[list[dict[str, str]]]
 
 
 def print_report(console: Console, student: str, teacher: str, report: CoverageReport, ends: Endings) -> None:
-    """Prints the coverage audit: the two names, a table of figures, a table by class of characters, and the suggested
-    loss.
+    """Prints the coverage audit: the names, a table of figures, a table by class of characters, the suggested loss.
 
     Args:
         student, teacher: names to show, as the user gave them.
@@ -253,8 +254,9 @@ def print_checks(console: Console, checks: Sequence[Check]) -> None:
 
 
 def _match_lines(report: CoverageReport) -> Iterator[tuple[str, str]]:
-    """(label, text) for each line of the audit about how the two tokenizations match (texts, chunks, vocabularies), in
-    the order of printing.
+    """(label, text) for each line of the audit about how the two tokenizations match, in the order of printing.
+
+    These are texts, methods, chunks and vocabularies, and why a side does not spell its text, if one does not.
     """
     chunks = sum(report.chunk_lengths.values())
     lengths = list(report.chunk_lengths.items())
@@ -282,6 +284,6 @@ def _stop_lines(ends: Endings) -> Iterator[tuple[str, str]]:
 
 
 def _spaced(items: Any, count: int = VERIFIED) -> list[Any]:
-    """At most `count` items of a sequence, evenly spaced from the first to the last; all if there are no more."""
+    """At most `count` (default 32) items of a sequence, evenly spaced from first to last; all if there are no more."""
     indices = np.linspace(0, len(items) - 1, min(count, len(items))).round()
     return [items[int(i)] for i in indices]

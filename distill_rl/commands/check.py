@@ -17,14 +17,15 @@ from distill_rl.transport.choose import expected
 
 
 def check(path: str, overrides: Sequence[str]) -> int:
-    """Prints the resolved configuration and, if its settings are valid, the derived sizes; starts nothing, downloads no
-    weights or data.
+    """Prints the resolved configuration and, if its settings are valid, the derived sizes; starts nothing.
+
+    Downloads no weights or data.
 
     Returns 0 if a run could start, even if a hub could not be reached to check a name; an existing run directory is no
     problem.
 
     Raises:
-        ConfigError: all problems found, after the configuration has been printed.
+        ConfigError: all problems found, after the configuration has been printed, if it could be read at all.
     """
     with status(f"checking  {path}"):
         checked = gather(path, overrides, clean=True, download=False)
@@ -73,8 +74,9 @@ def summary(config: Config, facts: Facts) -> list[str]:
 
 
 def _transport(config: Config, facts: Facts) -> str:
-    """The transport that a run on this machine would use, and why; on a cluster it is chosen later, and the line says
-    so.
+    """The transport that a run on this machine would use, and why; `cannot work here` for one that cannot.
+
+    On a cluster it is chosen later, and the line says so.
     """
     if config.ray.address is not None:
         return f"{config.transport}: chosen or checked after joining the cluster"

@@ -23,8 +23,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_batch_script(path: str, overrides: Sequence[str], *, gpus_per_node: int) -> int:
-    """Checks a configuration for use on a cluster, writes `submit.yaml` and `submit.sbatch` into the run directory, and
-    prints how to submit them; returns 0.
+    """Writes `submit.yaml` and `submit.sbatch` into the run directory and prints how to submit them; returns 0.
+
+    The configuration is checked first, for use on a cluster.
 
     The run directory is made if it does not exist. `submit.yaml` has no cluster address and no `checkpoint.resume`: the
     batch script sets them.

@@ -94,9 +94,10 @@ def evaluate(request: Request) -> int:
         0; or 85 after SIGTERM or SIGUSR1: the graded items are kept in `out`, and the same command continues.
 
     Raises:
-        ConfigError: unknown suites, folders without a model, results of other settings in `out`, or an `out` that
-            cannot be written.
-        DataError: bad data in the suites.
+        ConfigError: bad options, unknown suites, bad data in the suites, folders without a model (all of these at
+            once), results of other settings in `out`, or an `out` that cannot be written.
+        DistillError: the evaluation failed, for instance because an actor died.
+        KeyboardInterrupt: Ctrl-C, or a second SIGTERM.
     """
     setup_console()
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -166,8 +167,9 @@ def _attempt(step: Callable[[], Result], problems: list[str]) -> Result | None:
 
 
 def parse_models(arguments: Sequence[str], out: Path | None) -> list[Model]:
-    """Models from `NAME=DIR` or `DIR`. The name of a `DIR` is that of the folder, or of the folder above one called
-    `export`.
+    """Models from arguments `NAME=DIR` or `DIR`.
+
+    The name of a `DIR` is that of the folder, or of the folder above one called `export`.
 
     An argument that is an existing folder is a `DIR`, even with `=` in it. The results of a single model go to `out`
     itself, those of several models to a subfolder of `out` for each; None: they are not written.
@@ -200,7 +202,7 @@ def parse_models(arguments: Sequence[str], out: Path | None) -> list[Model]:
 
 
 def require_valid(request: Request) -> None:
-    """Checks the options about shards, GPUs and deadline of a command line.
+    """Checks --shards, --deadline, --gpus-per-shard and --tensor-parallel of a command line.
 
     Raises:
         ConfigError: numbers out of range or options that exclude each other; all at once.
@@ -243,8 +245,9 @@ def _executor(options: ExecutorOptions, signals: Signals, out: Path | None) -> A
 
 
 def print_table(results: Results) -> None:
-    """Prints score, 95 % interval, items and failures, by model and suite, and by task for suites with 2 to MAX_TASKS
-    of them.
+    """Prints a table with score, 95 % interval, items and failures, one row per model and suite.
+
+    Suites with 2 to MAX_TASKS tasks get a row per task too.
 
     A kind of failure has a column only if it occurred.
     """
@@ -275,8 +278,9 @@ def print_table(results: Results) -> None:
 
 
 def warn_about_too_long_items(results: Results) -> None:
-    """Prints a warning for every model and suite with items that scored zero because they do not fit into the model's
-    positions.
+    """Prints a warning for every model and suite with items that do not fit into the model's positions.
+
+    Those items have scored zero.
     """
     for model, suites in results.items():
         for suite, result in suites.items():

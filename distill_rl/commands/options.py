@@ -221,6 +221,8 @@ def _names(text: str) -> list[str]:
 
 
 class _ListSuites(argparse.Action):
+    """Prints the built-in suites and ends the process with 0."""
+
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
         from distill_rl.commands.evaluate import print_suites
 

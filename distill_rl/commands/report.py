@@ -22,8 +22,10 @@ WIDE = 140
 
 
 def report(paths: Sequence[Path], out: Path | None = None, baseline: str | None = None) -> int:
-    """Writes RUN/report.html for run directories (the first run, compared with the others), or prints a table and
-    writes FOLDER/comparison.html for folders of evaluation results; returns 0.
+    """Writes one HTML page about a run, or about evaluated models side by side; returns 0.
+
+    Run directories: RUN/report.html for the first run, compared with the others. Folders of evaluation results: prints
+    a table and writes comparison.html into the first folder.
 
     The paths count as run directories if each of them holds a metrics.jsonl.
 
@@ -71,8 +73,7 @@ def _writing(target: Path) -> Iterator[None]:
 
 
 def print_scores(evaluation: Evaluation) -> None:
-    """Prints a table per suite with scores, intervals, differences to the baseline and failures, then the evaluation's
-    notes.
+    """Prints a table per suite with scores, intervals, differences to the baseline and failures, then all notes.
 
     On a terminal narrower than WIDE the failures follow the table, one line per model.
     """
@@ -91,8 +92,9 @@ def print_scores(evaluation: Evaluation) -> None:
 
 
 def _table(rows: Sequence[Score], evaluation: Evaluation, *, with_failures: bool) -> Table:
-    """The table of one suite, one row per model: score, interval, items and, if there is a baseline, the difference to
-    it.
+    """The table of one suite, one row per model, with score, interval and number of items.
+
+    If there is a baseline, the differences to it and their intervals are added.
 
     Args:
         rows: the models' scores on this suite.

@@ -95,8 +95,9 @@ def status(name: str | None, *, address: str | None) -> int:
 
 
 def logs(name: str, *, address: str | None, follow: bool) -> int:
-    """Prints the output of a run so far and returns 0. With `follow`, prints until the run ends, and returns its exit
-    code.
+    """Prints the output of a run so far and returns 0.
+
+    With `follow`, prints until the run ends, and returns its exit code.
 
     Raises:
         ConfigError: no cluster, or no run of this name.
@@ -149,9 +150,10 @@ def entrypoint(command: Sequence[str]) -> str:
 
 
 def submission_file(config: Config, submission_id: str) -> Path:
-    """Path for the configuration of a submission, with a random part.
+    """Path for the configuration of a submission, with a random part; nothing is written.
 
-    If two submissions of a run happen at the same time, the cluster accepts one, which must not read the file of the other.
+    If two submissions of a run happen at the same time, the cluster accepts one, which must not read the file of
+    the other.
     """
     return Path(config.run.dir) / ".submitted" / f"{submission_id}.{token_hex(4)}.yaml"
 
@@ -172,7 +174,11 @@ def _withdraw(service: Service, file: Path) -> None:
 
 
 def _service(address: str | None) -> Service:
-    """The service at an address, imported only here since it needs Ray's job client."""
+    """The service at an address, imported only here since it needs Ray's job client.
+
+    Raises:
+        ConfigError: no cluster there, or one that this user cannot or must not use; see `Service`.
+    """
     from distill_rl.service.client import Service
 
     return Service(address)
@@ -181,7 +187,8 @@ def _service(address: str | None) -> Service:
 def _environment(config: Config) -> dict[str, str]:
     """Environment variables of the run's process, in addition to those that the cluster was started with.
 
-    They give the run time to save when Ray stops it: 600 seconds, or two step timeouts if that is more.
+    They are those of `worker_environment`, without DISTILL_RL_ATTEMPT; the time that the run has to save when Ray stops
+    it, 600 seconds or two step timeouts if that is more; and RAY_AUTH_MODE=disabled if tokens are not in use here.
     """
     from distill_rl.workers.cluster import access
     from distill_rl.workers.cluster.session import worker_environment

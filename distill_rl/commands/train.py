@@ -72,7 +72,7 @@ def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
         signals: entered handlers of this process.
 
     Raises:
-        Preempted: asked to stop before training began.
+        Preempted: asked to stop before training began, or during evaluations after the last step.
     """
     say("opening   models and data")
     from distill_rl.evals.results.compare import of_run
@@ -96,8 +96,9 @@ def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
 
 
 def score_export(driver: Driver) -> None:
-    """Runs the suites on the exported student and adds the scores to the run's metrics and the model card of the
-    export.
+    """Runs the suites on the exported student, waits for the scores and prints them.
+
+    They are added to the run's metrics and to the model card of the export.
     """
     from distill_rl.workers.evaluation.evaluations import scores
 

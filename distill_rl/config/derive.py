@@ -39,8 +39,8 @@ class TeacherSizes:
 class RingPlan:
     """How the targets of a batch fit into the teachers' rings.
 
-    A batch that does not fit as a whole is processed in *sub-batches*: consecutive rows whose number the student and every
-    teacher divide evenly. The number of sub-batches depends on the size of the rings, never on `prefetch.depth`.
+    A batch that does not fit as a whole is processed in *sub-batches*: consecutive rows whose number the student and
+    every teacher divide evenly. The number of sub-batches depends on the size of the rings, never on `prefetch.depth`.
     """
 
     sub_batches: int
@@ -82,8 +82,9 @@ def total_steps(config: Config, num_documents: int | None) -> int | None:
 
 
 def wants_whole_batch(config: Config) -> bool:
-    """Whether the first gradient of a batch depends on all targets of the batch: with loss.dynamic_scale, or with
-    teachers that are weighted by a score other than `static`.
+    """Whether the first gradient of a batch depends on all targets of the batch.
+
+    It does with loss.dynamic_scale, or with teachers that are weighted by a score other than `static`.
     """
     return config.loss.dynamic_scale != "off" or any(teacher.score != "static" for teacher in running_teachers(config))
 
@@ -97,12 +98,12 @@ def rows_unit(config: Config) -> int:
 def ring_plan(config: Config) -> RingPlan:
     """Slots of the teachers' rings, and the sub-batches of a batch, for a configuration without problems.
 
-    1. Size of a ring. Unless limited, it holds all micro-batches of depth + 1 batches. `prefetch.slots` limits it; without
-       that setting, a teacher that exports logits is limited to two sub-batches of `rows_unit` rows, unless the loss needs
-       the whole batch at once (`wants_whole_batch`).
-    2. Rows of a sub-batch. Half of the smallest limited ring, so that a teacher fills one half while the student reads the
-       other, rounded down to a multiple of `rows_unit`, but at least one. No limit, or a loss that needs the whole batch:
-       one sub-batch.
+    1. Size of a ring. Unless limited, it holds all micro-batches of depth + 1 batches. `prefetch.slots` limits it;
+       without that setting, a teacher that exports logits is limited to two sub-batches of `rows_unit` rows, unless the
+       loss needs the whole batch at once (`wants_whole_batch`).
+    2. Rows of a sub-batch. Half of the smallest limited ring, so that a teacher fills one half while the student reads
+       the other, rounded down to a multiple of `rows_unit`, but at least one such unit. No limit, or a loss that needs
+       the whole batch: one sub-batch.
     3. Balance. The number of sub-batches is kept and their rows are evened out, so that the last is not much smaller.
     """
     batch, unit, configured = config.train.global_batch_size, rows_unit(config), config.prefetch.slots
@@ -223,7 +224,8 @@ def compute_groups(config: Config) -> list[int]:
 def aligner_workers(config: Config, *, gpus: float, cpus: float) -> int:
     """Number of aligner actors on a machine or cluster of this size.
 
-    As configured, or half the number of GPUs that the run uses, but at least 1 and at most the cores that its ranks leave free.
+    As configured, or half the number of GPUs that the run uses, at most the cores that its ranks leave free, and at
+    least 1.
     """
     if config.aligner.workers is not None:
         return config.aligner.workers

@@ -1,6 +1,7 @@
-"""The keys of NeMo-RL's cross-tokenizer off-policy distillation (pull requests #2245 and #2508) and their counterparts here.
+"""The keys of NeMo-RL's cross-tokenizer off-policy distillation and their counterparts here.
 
-The table has two uses: the migration table of docs/configuration.md, and the suggestion after an unknown key.
+They are those of its pull requests #2245 and #2508. The table has two uses: the migration table of
+docs/configuration.md, and the suggestion after an unknown key.
 """
 
 from __future__ import annotations

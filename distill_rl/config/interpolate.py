@@ -111,8 +111,9 @@ def _reference(name: str, lookup: Callable[[str], Any], seen: tuple[str, ...]) -
 
 
 def _variable(name: str, fallback: str | None) -> str:
-    """The value of an environment variable, or the stripped fallback where the variable is not set; an empty value
-    counts as set.
+    """The value of an environment variable, or the stripped fallback where the variable is not set.
+
+    An empty value counts as set.
 
     Raises:
         _Unresolved: a variable outside ENVIRONMENT, even with a fallback, or one that is not set and has no fallback

@@ -31,7 +31,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         overrides: `key=value` with dotted keys and list indices (`teachers.0.model=x`).
 
     Raises:
-        ConfigError: one line per problem: unreadable file, unknown key, wrong type, missing value.
+        ConfigError: one line per problem: unreadable file, bad override, unresolved reference, unknown
+            key, wrong type, missing value.
     """
     config, findings = read_config(path, overrides)
     if findings.lines or config is None:

@@ -119,8 +119,9 @@ def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Seq
 def _heads(config: Config, facts: Facts, student: ModelFacts, on_gpu: bool) -> int:
     """Bytes of the teachers' output layers in one student process, with the logits that cross-tokenizer losses compute.
 
-    Token by token, a rank needs the columns of its own vocabulary shard only, and computes them in chunks. A cross-tokenizer
-    loss needs all columns, and fp32 logits of a whole micro-batch. CPUs keep the layers in fp32, the dtype they compute in.
+    Token by token, a rank needs the columns of its own vocabulary shard only, and computes them in chunks. A
+    cross-tokenizer loss needs all columns, and fp32 logits of a whole micro-batch. CPUs keep the layers in fp32, the
+    dtype they compute in. 0 without a teacher that exports hidden states.
     """
     total, tokens = 0, _tokens(config, config.train.micro_batch_size, on_gpu)
     for teacher, known in facts.by_teacher(config):
@@ -136,14 +137,14 @@ def _heads(config: Config, facts: Facts, student: ModelFacts, on_gpu: bool) -> i
 
 
 def _tokens(config: Config, rows: int, on_gpu: bool) -> int:
-    """Positions of a micro-batch of the widest rows."""
+    """Positions, padding included, of `rows` rows of the maximum width."""
     return rows * row_width(config.data.max_length, on_gpu=on_gpu)
 
 
 def student_memory(
     config: Config, model: ModelFacts, *, targets: int = 0, heads: int = 0, on_gpu: bool = False
 ) -> WorkerMemory:
-    """Peak of one student process.
+    """Estimated peak memory of one student process.
 
     With P parameters, s = dp / replicas shards and b bytes per element of the compute dtype, one rank holds in bytes:
 
@@ -152,8 +153,9 @@ def student_memory(
         scratch                4 P / (s tp)         temporaries of AdamW; 0 on GPUs, where it is fused
         saving                 12 P / (s tp)        copy for a checkpoint in the background; CPUs only
         accumulated            4 P / tp             if gradients are reduced once per step (`_accumulated`)
-        gathered, s > 1        U (2 b + 8) / tp     the largest FSDP unit, of U parameters (a decoder layer, or the embeddings
-                                                    and output layer): its copy and its fp32 gradient, and a buffer for each
+        gathered, s > 1        U (2 b + 8) / tp     the largest FSDP unit, of U parameters (a decoder layer, or the
+                                                    embeddings and output layer): its copy and its fp32 gradient, and
+                                                    a buffer for each
         gathered, s = 1        b P / tp             copies of all weights, from the first forward to the last backward
                                + U (b + 8) / tp
         logits                 3 b T V / tp         T tokens per micro-batch, V columns: logits, log-softmax, gradient
@@ -207,7 +209,8 @@ def reduces_once_per_step(student: StudentConfig, parameters: int) -> bool:
 def _accumulated(config: Config, parameters: int) -> int:
     """Bytes of the unsharded fp32 sum of gradients.
 
-    0 on a single shard, where that sum is the gradient itself, and with one micro-batch per step, where there is nothing to sum.
+    0 if gradients are reduced after every micro-batch, on a single shard, where that sum is the gradient itself, and
+    with one micro-batch per step, where there is nothing to sum.
     """
     parallel = config.student.parallel
     several = config.train.global_batch_size > parallel.dp * config.train.micro_batch_size
@@ -220,7 +223,9 @@ def _accumulated(config: Config, parameters: int) -> int:
 def teacher_memory(
     config: Config, teacher: TeacherConfig, model: ModelFacts, *, targets: int = 0, on_gpu: bool = False
 ) -> WorkerMemory:
-    """Peak of one teacher process: its weights over tp, the widest activations of one layer, the logits of one chunk.
+    """Estimated peak memory of one teacher process.
+
+    It holds its weights over tp, the widest activations of one layer, and the logits of one chunk.
 
     On a CPU the pages of the weight files count as memory of the process, and reading them may be its peak.
 
@@ -244,8 +249,11 @@ def teacher_memory(
 
 
 def evaluator_memory(config: Config, model: ModelFacts, *, on_gpu: bool = False) -> WorkerMemory:
-    """Peak of the process that evaluates copies of the student: the weights in the dtype of their files (fp32 on a CPU), and
-    the keys and values of a batch of prompts with PROMPT_TOKENS tokens each."""
+    """Estimated peak memory of the process that evaluates copies of the student on suites.
+
+    These are the weights in the dtype of their files (fp32 on a CPU) and, for a batch of prompts with PROMPT_TOKENS
+    tokens each, the keys and values, and the logits of one position per prompt.
+    """
     item = max(1, model.bytes_on_disk // max(model.parameters, 1)) if on_gpu else 4
     key_value = model.hidden_size * model.num_key_value_heads // max(model.num_heads, 1)
     rows = config.evaluate.batch_size
@@ -269,8 +277,8 @@ def _activations(config: Config, model: ModelFacts, tokens: int, item: int, tp: 
         3 b k / tp       keys before and after the rotation, values (k: size of all keys of a token)
         4 b i / tp       gate, up, activation, product (i: intermediate size)
 
-    Families in FUSED split none of these over tp. With activation checkpointing only each layer's input is kept, and the
-    activations of the one layer that is being recomputed.
+    Families in FUSED split none of these over tp. With activation checkpointing only each layer's input is kept, and
+    the activations of the one layer that is being recomputed.
 
     Args:
         tokens: positions of the micro-batch, padding included.

@@ -112,8 +112,9 @@ def _index(node: list, part: str, here: str, key: str, findings: Findings) -> in
 
 
 def _new_container(path: str) -> Any:
-    """Start value for a dotted path that the file does not set: for a list, a copy of the schema's default, with
-    sections as dicts (empty within another list); for anything else, an empty section.
+    """Start value for a dotted path that the file does not set: a list or an empty section.
+
+    A list is a copy of the schema's default, with sections as dicts; within another list it is empty.
     """
     kind = kind_at(Config, path)
     if item_kind(kind) is None:

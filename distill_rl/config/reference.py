@@ -1,6 +1,6 @@
 """Writes docs/configuration.md: `python -m distill_rl.config.reference [FILE]`.
 
-The documentation of a setting is the string under its field in schema.py.
+Without FILE the page is printed. The documentation of a setting is the string under its field in schema.py.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ Keys of sections that repeat (`teacher.*` like `policy.*`, evaluation and loggin
 
 
 def reference() -> str:
-    """The whole of docs/configuration.md as Markdown: introduction, a table of settings per section, and the keys of
-    NeMo-RL.
+    """The whole of docs/configuration.md as Markdown.
+
+    It has an introduction, a table of settings per section, and a table of the keys of NeMo-RL.
     """
     documentation = field_documentation()
     parts = [_INTRODUCTION.format(environment=", ".join(f"`{name}`" for name in sorted(ENVIRONMENT)), missing=MISSING)]
@@ -110,8 +111,9 @@ def _owner(key: str) -> str:
 
 
 def _type(kind: Any) -> str:
-    """The type of a setting in words, as Markdown: a number, text, a list, or the choices of a Literal, and `null`
-    where allowed.
+    """The type of a setting in words, as Markdown, with `null` where it is allowed.
+
+    That is a number, text, a list, or the choices of a Literal.
     """
     plain, optional = unwrap(kind)
     if get_origin(plain) is Literal:

@@ -52,11 +52,12 @@ def _escape(tree: Any) -> Any:
 
 
 def decisive(config: Config) -> dict[str, Any]:
-    """The settings that determine a run's numbers, as flat `key: value`.
+    """The settings that determine a run's numbers, by dotted key.
 
-    Left out are output paths, look-ahead, transport, Ray, logging, checkpoints, evaluation and the handling of dead workers;
-    how the work is split (dp, tp and micro-batch size change rounding only); and the length of the run (train.steps,
-    train.epochs), so that a finished run can be extended.
+    Left out are output paths, look-ahead, transport, Ray, logging, checkpoints, evaluation and the handling of dead
+    workers; how the work is split and computed (dp, tp, micro-batch sizes, attention, compilation, activation
+    checkpointing, determinism and the aligners' workers change rounding at most); and the length of the run
+    (train.steps, train.epochs), so that a finished run can be extended.
     """
     tree = asdict(config)
     for section in ("prefetch", "transport", "checkpoint", "evaluate", "observe", "ray"):
@@ -90,8 +91,9 @@ def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def fingerprint(config: Config) -> str:
-    """sha256 (hex) of `decisive(config)`: equal for configurations that give the same numbers, for instance to compare
-    a run with a resumed one.
+    """sha256 (hex) of `decisive(config)`, equal for configurations that give the same numbers.
+
+    A resumed run is compared with the original by it.
     """
     text = json.dumps(decisive(config), sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -84,8 +84,7 @@ def _get(node: Any, path: str) -> Any:
 
 
 def _single_values(config: Config) -> Iterator[str]:
-    """Problems of single settings, one line each: the rules that stand beside the fields of the schema, and the
-    validation share.
+    """Problems of single settings, one line each: rules beside the fields of the schema, and the validation share.
 
     Settings that are None break no rule. The share of data held out for validation must lie in [0, 1).
     """
@@ -138,8 +137,9 @@ def _names(config: Config) -> Iterator[str]:
 
 
 def _batch(config: Config) -> Iterator[str]:
-    """Problems of the global batch, which must divide evenly over the ranks and micro-batches of the student and of
-    every running teacher.
+    """Problems of the global batch, which the student and every running teacher must divide evenly.
+
+    Each divides it over its data-parallel ranks and micro-batches.
 
     One line per role that does not divide it, with the nearest sizes that would do. Nothing if a size is not positive:
     `_single_values` reports that.
@@ -205,8 +205,9 @@ def _unit(config: Config) -> int | None:
 
 
 def _losses(config: Config) -> Iterator[str]:
-    """Problems of the weights, one line each: both losses off, distillation without a teacher, or teachers whose
-    weights are all 0.
+    """Problems of the weights, one line each.
+
+    Both losses off, distillation without a teacher, or teachers whose weights are all 0.
     """
     loss = config.loss
     if loss.kd_weight == 0 and loss.ce_weight == 0:
@@ -220,8 +221,9 @@ def _losses(config: Config) -> Iterator[str]:
 
 
 def _teachers(config: Config) -> Iterator[str]:
-    """Problems of the teachers together, one line each: different scores, or a learnable projection although no teacher
-    can use the loss xtoken.
+    """Problems of the teachers together, one line each.
+
+    Different scores, or a learnable projection although no teacher can use the loss xtoken.
     """
     scores = {teacher.score for teacher in config.teachers}
     if len(scores) > 1:
@@ -233,15 +235,17 @@ def _teachers(config: Config) -> Iterator[str]:
 
 
 def _losses_named(config: Config) -> set[str]:
-    """The cross-tokenizer losses that some teacher may use, depending on its tokenizer; `same` and an empty text may be
-    among them.
+    """The cross-tokenizer losses that some teacher may use, depending on its tokenizer.
+
+    `same` and an empty text may be among them.
     """
     return {teacher.loss or config.loss.cross_tokenizer or "" for teacher in config.teachers}
 
 
 def _aligner(config: Config) -> Iterator[str]:
-    """Problems of the aligners, one line each: a share of 1 GPU or more, and a CUDA backend without a share or without
-    workers.
+    """Problems of the aligners, one line each.
+
+    A share of 1 GPU or more, and a CUDA backend without a share or without workers.
     """
     aligner = config.aligner
     if aligner.num_gpus >= 1:
@@ -291,8 +295,9 @@ def _checkpoints(config: Config) -> Iterator[str]:
 
 
 def _others(config: Config) -> Iterator[str]:
-    """Problems that belong to no group, one line each: length of the run, liger with tensor parallelism, suites without
-    data, transport `local`.
+    """Problems that belong to no group, one line each.
+
+    No length of the run, liger with tensor parallelism, suites without data, transport `local`.
     """
     if config.train.steps is None and config.train.epochs is None:
         yield problem("train.steps", "the length of the run must be given", None, "set train.steps or train.epochs")

@@ -91,8 +91,9 @@ def kind_at(section: type, path: str) -> Any:
 
 
 def leaves(section: type, path: str = "") -> Iterator[tuple[str, Field, Any]]:
-    """Every setting of the schema as (dotted path, field, type), sections entered; a list of sections is entered once,
-    with index `0`.
+    """Every setting of the schema as (dotted path, field, type), with sections entered.
+
+    A list of sections is entered once, with index `0`.
 
     Args:
         path: dotted path of the section, put in front of all paths.
@@ -142,8 +143,8 @@ def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) ->
     """The value of one setting, checked against its type; sections and lists are built recursively.
 
     A whole number is accepted as a float and returned as one, a boolean as `on` or `off` where these are choices, None
-    as an empty section. A value of another type is reported in `findings`, and the default is returned instead; for a
-    list entry that is `"???"`.
+    as an empty section. A value of another type, or a number that is not finite, is reported in `findings`, and the
+    default is returned instead; for a list entry that is `"???"`.
     """
     plain, optional = unwrap(kind)
     if value is None and optional:
@@ -184,7 +185,8 @@ def _wrong_choice(kind: Any, value: Any, default: Any, findings: Findings, key: 
 def _unknown(section: type, key: Any, findings: Findings, path: str) -> None:
     """Reports a key that the section does not have, with the key that was probably meant, or else the keys that exist.
 
-    The key that was probably meant counts as reported too (`Findings.keys`).
+    The key that was probably meant counts as reported too (`Findings.keys`). `_target_` is reported as a key that names
+    code.
 
     Args:
         section: dataclass of the schema in which the key stands.
@@ -203,8 +205,8 @@ def _unknown(section: type, key: Any, findings: Findings, path: str) -> None:
 def _nearest(section: type, key: str, path: str) -> str:
     """Full path of the key that was probably meant; empty if none is similar.
 
-    In this order: a very similar key of the section, a key of another framework, the same name in another section, a similar
-    key of the section, a similar name in another section.
+    In this order: a very similar key of the section, a key of another framework, the same name in another section, a
+    similar key of the section, a similar name in another section.
     """
     from distill_rl.config.schema import Config
 
@@ -252,8 +254,9 @@ def _example(kind: Any, default: Any) -> str:
 
 
 def _type_remedy(plain: Any, value: Any, key: str, default: Any) -> str:
-    """What to do about a value of the wrong type: quote it, indent the keys of a section, or an example of a valid
-    override.
+    """What to do about a value of the wrong type, in words.
+
+    To quote it, to indent the keys of a section, or an example of a valid override.
 
     Args:
         plain: type of the setting, without None.

@@ -30,7 +30,7 @@ class Encoded:
     """Whether tokens were cut off at the end."""
 
     def cut(self, length: int) -> Encoded:
-        """The first `length` tokens."""
+        """The first `length` tokens; `truncated` if any were cut off, now or before."""
         truncated = self.truncated or len(self.input_ids) > length
         return Encoded(self.input_ids[:length], self.label_mask[:length], truncated)
 
@@ -44,13 +44,13 @@ class Tokenization:
 
     Args:
         tokenizer: a fast transformers tokenizer.
-        format: `data.format`; "auto" accepts both kinds of document.
+        format: `data.format`. Only "text" matters here, which does not go with `loss_on` "assistant"; each document is
+            then read by what it holds.
         loss_on: "all", or "assistant" to train only on the assistant's turns, including their end-of-turn tokens.
         max_length: tokens per document.
 
     Raises:
-        DataError: a slow tokenizer; `loss_on` "assistant" with text; a chat that cannot be rendered, or whose assistant
-            turns cannot be found.
+        DataError: a slow tokenizer; `loss_on` "assistant" with `format` "text".
     """
 
     def __init__(self, tokenizer: Any, *, format: str, loss_on: str, max_length: int):
@@ -64,11 +64,12 @@ class Tokenization:
     def encode(self, document: Mapping[str, Any]) -> Encoded:
         """Tokenises one document, `{"row": int, "text": str}` or `{"row": int, "messages": [{role, content}]}`.
 
-        Cut at `max_length` tokens; `label_mask` is True for all tokens or, if only assistant turns are trained on, for
-        theirs.
+        Text gets eos unless it ends in it already or there is none. Cut at `max_length` tokens; `label_mask` is True
+        for all tokens or, if only assistant turns are trained on, for theirs.
 
         Raises:
-            DataError: see the class; names the document's row.
+            DataError: text although only assistant turns are trained on; a chat that cannot be rendered, or whose
+                assistant turns cannot be found; names the document's row.
         """
         if "messages" in document:
             return self._encode_chat(document).cut(self.max_length)
@@ -80,7 +81,11 @@ class Tokenization:
         return _encoded(ids).cut(self.max_length)
 
     def _encode_chat(self, document: Mapping[str, Any]) -> Encoded:
-        """All tokens of a chat, not cut to `max_length`, with the mask of those to train on. Raises as `encode` does."""
+        """All tokens of a chat, not cut to `max_length`, with the mask of those to train on.
+
+        Raises:
+            DataError: a chat that cannot be rendered, or whose assistant turns cannot be found; names the row.
+        """
         text, spans = render_document(
             self.tokenizer, document["messages"], document["row"], find_assistant=self.assistant_only
         )
@@ -103,6 +108,11 @@ class Tokenization:
 
     @staticmethod
     def _no_assistant(found: str) -> DataError:
+        """The error for rows without assistant turns to train on, for the caller to raise.
+
+        Args:
+            found: what there is in place of chat messages.
+        """
         return DataError(
             "data.loss_on=assistant", "chat messages", found, "use data.loss_on=all or data.format=messages"
         )
@@ -141,7 +151,7 @@ class BatchSharding:
 
     @property
     def rows(self) -> int:
-        """The number of rows is a multiple of this."""
+        """Rows per forward pass of all ranks together; the number of rows of a batch is a multiple of this."""
         return self.dp * self.micro_batch_size
 
 

@@ -123,16 +123,17 @@ class BatchBuilder:
     ) -> tuple[BatchInfo, list[RankBatch], list[list[RankBatch]]]:
         """Tokenises, aligns, packs or pads, and divides one global batch; deterministic.
 
-        A document that cannot be aligned is left out and reported in `BatchInfo.bad_rows`.
+        If any teacher has its own tokenizer, a document that fails for another reason than a DataError is left out and
+        reported in `BatchInfo.bad_rows`; otherwise its error is raised.
 
         Args:
             skip: row numbers of documents to leave out; they count as empty.
 
         Returns:
             A summary for the driver; the student's parts, sub-batch by sub-batch and one per data-parallel rank; the
-                same for each teacher. The student's parts carry the chunks. All parts of a sub-batch are contiguous
-                runs of equal size, cut from the same rows; a teacher with its own tokenizer has its own rows, which
-                hold the same documents.
+            same for each teacher. The student's parts carry the chunks. All parts of a sub-batch are contiguous runs of
+            equal size, cut from the same rows; a teacher with its own tokenizer has its own rows, which hold the same
+            documents.
 
         Raises:
             DataError: a document that the user has to fix; names its row.
@@ -177,11 +178,10 @@ class BatchBuilder:
     def _encode_and_align(
         self, batch: DocumentBatch, skip: Collection[int], bad_rows: list[BadRow]
     ) -> tuple[list[Encoded], dict[int, list[Alignment]]]:
-        """Steps 1 to 3 for all documents: the student's tokens, and each teacher's alignments by its index, in the
-        batch's order.
+        """Steps 1 to 3 for all documents: the student's tokens, and each teacher's alignments by the teacher's index.
 
-        A document that is skipped or fails is empty (`NO_TOKENS`, `LEFT_OUT`), so that the lists keep one entry per
-        document.
+        Both are in the batch's order. A document that is skipped or fails is empty (`NO_TOKENS`, `LEFT_OUT`), so that
+        the lists keep one entry per document.
 
         Args:
             skip: row numbers of documents to leave out.
@@ -239,6 +239,10 @@ class BatchBuilder:
 
         Only assistant turns are marked as trained on if `loss_on` says so, otherwise all tokens. The document is not
         modified.
+
+        Raises:
+            DataError: a tokenizer without a chat template, a chat that a template refuses, or turns that cannot be
+                found.
         """
         messages = [dict(message) for message in document["messages"]]
         for teacher in self._teachers.values():
@@ -267,10 +271,10 @@ class BatchBuilder:
         return next(iter(self._teachers.values())).aligner
 
     def _align(self, document: TokenizedDocument) -> tuple[Encoded, dict[int, Alignment]]:
-        """Steps 2 and 3: the student's tokens up to the last boundary shared with every teacher, and each teacher's
-        alignment, by index.
+        """Steps 2 and 3: the student's tokens, and each teacher's alignment by the teacher's index.
 
-        Both sides have at most `max_length` tokens; the alignments hold only chunks that can be trained on.
+        The student's tokens go up to the last boundary shared with every teacher. Both sides have at most `max_length`
+        tokens; the alignments hold only chunks that can be trained on.
         """
         max_length = self._tokenization.max_length
         alignments = {
@@ -350,7 +354,7 @@ def _tokenize_for(teacher: CrossTokenizerTeacher, messages: Sequence[Mapping[str
 
 
 def _count_labels(rows: TokenRows) -> int:
-    """Positions with a label."""
+    """Number of positions with a label."""
     return int(np.count_nonzero(rows.labels != IGNORE_INDEX))
 
 

@@ -58,7 +58,8 @@ def open_file(path: Path, key: str, kind: Kind) -> datasets.Dataset:
     converted once to a copy in the cache folder, which later calls reuse unchecked.
 
     Raises:
-        DataError: a damaged or empty file; a row that is not of the kind.
+        DataError: a damaged file; a Parquet or JSON file without rows, or with a row that is not of the kind; a copy
+            that cannot be written, which is reported like a damaged file.
     """
     try:
         if path.suffix == ".arrow":
@@ -97,8 +98,9 @@ def content_hash(paths: Sequence[Path]) -> str:
 
 
 def _open_arrow(path: Path) -> pa.Table:
-    """The table of an Arrow file, memory-mapped: the stream format that `datasets` writes, or the random-access file
-    format.
+    """The table of an Arrow file, memory-mapped.
+
+    The file is in the stream format that `datasets` writes, or in the random-access file format.
 
     Raises:
         pyarrow.ArrowInvalid, OSError: a damaged or missing file.
@@ -114,10 +116,9 @@ def _open_arrow(path: Path) -> pa.Table:
 
 
 def _batches(path: Path, key: str, kind: Kind) -> Iterator[pa.RecordBatch]:
-    """The column `key` of a Parquet or JSON file in batches of at most 4,096 rows, each checked for `kind` before it is
-    yielded.
+    """Yields the column `key` of a Parquet or JSON file in batches of at most 4,096 rows.
 
-    Yields nothing for a file without rows.
+    Each batch is checked for `kind` before it is yielded. Yields nothing for a file without rows.
 
     Raises:
         DataError: a row that is not of the kind; names file and row.
@@ -213,6 +214,7 @@ def _convert(path: Path, key: str, kind: Kind) -> Path:
 
     Raises:
         DataError: a file without rows; a row that is not of the kind.
+        pyarrow.ArrowException, OSError: the file cannot be read, or the copy cannot be written.
     """
     status = path.stat()
     name = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{key}\0{kind}"
@@ -241,9 +243,11 @@ def _convert(path: Path, key: str, kind: Kind) -> Path:
 
 
 def _empty(path: Path) -> DataError:
+    """The error for a file without rows, for the caller to raise."""
     return DataError(str(path), "at least one row", "an empty file")
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
+    """The error for a file that cannot be read, with the first 200 characters of `error`, for the caller to raise."""
     kind = path.suffix[1:] or "folder"
     return DataError(str(path), f"a readable, complete {kind} file", str(error)[:200], "the file may be truncated")

@@ -2,7 +2,8 @@
 
 The order is the concatenation of one permutation per epoch; each is a pure function of seed, epoch and number of rows.
 Batch i holds documents i·G to (i+1)·G of it (G: the global batch size), so a batch may span the end of an epoch, and
-only the last batch of a run can be short. Nothing depends on world size or prefetching, or on whether a run was resumed.
+only the last batch of a run can be short. Nothing depends on world size or prefetching, or on whether a run was
+resumed.
 """
 
 from __future__ import annotations
@@ -28,11 +29,10 @@ class Rows(Protocol):
 
 
 def random_order(seed: int, stream: tuple[int, ...], n: int) -> np.ndarray:
-    """A permutation of 0…n-1 as int64 [n], determined by `seed` and `stream` on every machine; different streams are
-    independent.
+    """A permutation of 0…n-1 as int64 [n], determined by `seed` and `stream` on every machine.
 
-    Sorts the raw 64-bit output of Philox: numpy guarantees that output across versions, but not the output of
-    `Generator.permutation`.
+    Different streams are independent. Sorts the raw 64-bit output of Philox: numpy guarantees that output across
+    versions, but not the output of `Generator.permutation`.
 
     Args:
         seed: any integer; taken modulo 2⁶⁴.
@@ -53,6 +53,12 @@ class Loader:
     The run ends after `steps` optimizer steps or after `round(epochs · len(source))` documents (at least one),
     whichever comes first. `start.cursor` decides which document comes next and `start.step` the index of the next
     batch, so a run that is resumed with another batch size continues at the same place in the data.
+
+    Args:
+        batch_size: documents per global batch.
+        seed: of the order of the documents.
+        steps, epochs: length of the whole run, from its first attempt on; None: not limited by it.
+        start: where the run is to continue.
 
     Raises:
         ConfigError: neither `steps` nor `epochs`.
@@ -87,10 +93,10 @@ class Loader:
         """The step at which the run ends, counted from the start of its first attempt."""
 
     def __iter__(self) -> Iterator[DocumentBatch]:
-        """Yields the remaining batches, the first with the index `start.step`; each carries the cursor behind its last
-        document.
+        """Yields the remaining batches, the first with the index `start.step`.
 
-        Only the last batch can be short. Nothing is yielded if the run has already ended.
+        Each carries the cursor behind its last document. Only the last batch of the run can be short. Nothing is
+        yielded if the run has already ended.
         """
         position = self._first
         for index in range(self._start.step, self.total_steps):
@@ -102,14 +108,13 @@ class Loader:
             yield DocumentBatch(index=index, documents=documents, cursor=Cursor(*divmod(stop, len(self._source))))
 
     def _document(self, i: int) -> Mapping[str, Any]:
-        """Document i of the global order."""
+        """Document i of the global order, counted from the first document of epoch 0."""
         epoch, position = divmod(i, len(self._source))
         return self._source[int(self._order(epoch)[position])]
 
 
 def validation_batches(source: Rows, batch_size: int, max_documents: int) -> Iterator[DocumentBatch]:
-    """Yields the first `max_documents` documents in source order, or all if there are fewer, in batches numbered from
-    0.
+    """Yields the first `max_documents` documents in source order, or all if there are fewer, in batches from index 0.
 
     The last batch may be short. Batches are marked with the source "validation".
     """

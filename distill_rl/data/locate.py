@@ -48,10 +48,14 @@ class DataFile:
         return files.column_names(self.path)
 
     def open(self, key: str, kind: Kind) -> Loaded:
-        """The column `key`, checked for `kind` unless it is memory-mapped and larger than `CHECK_BYTES`.
+        """Reads the column `key`, checked for `kind`, as a data set with nothing else.
+
+        Rows of an Arrow file are checked only if the column has at most `CHECK_BYTES`, its type always. A large Parquet
+        or JSON file is checked when it is first converted (`files.open_file`).
 
         Raises:
-            DataError: a damaged or empty file; a row that is not of the kind.
+            DataError: a damaged file; a column of another type; a row that is not of the kind; a Parquet or JSON file
+                without rows.
         """
         loaded = Loaded(self.name, files.open_file(self.path, key, kind))
         return loaded.open(key, kind) if self.path.suffix == ".arrow" else loaded
@@ -66,7 +70,7 @@ class Loaded:
 
     @property
     def content(self) -> list[Path]:
-        """The files that hold the rows."""
+        """The Arrow files that `datasets` has mapped for the rows; empty for a data set made by `DataFile.open`."""
         return [Path(file["filename"]) for file in self.dataset.cache_files]
 
     def columns(self) -> list[str]:
@@ -161,7 +165,7 @@ def _is_arrow_folder(path: Path) -> bool:
 
 
 def _nearby(path: Path) -> str:
-    """The remedy for a path that does not exist: the most similar name in its folder, if there is one."""
+    """The remedy for a path that does not exist: the most similar name in its folder, otherwise "check the path"."""
     names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)
     return f"did you mean {path.parent / close[0]}?" if close else "check the path"
@@ -208,9 +212,9 @@ def _pick_split(loaded: Any, splits: Sequence[str], name: str) -> datasets.Datas
 
 
 def _open_hub(name: str, splits: Sequence[str], setting: str) -> Loaded:
-    """A hub data set, from the local cache if the hub library is offline, otherwise after a download if one is needed.
+    """A hub data set, downloaded if necessary; only from the local cache if the hub library is offline.
 
-    The hub is probed first, for at most 10 s.
+    If it is not offline, the hub is probed first, for at most 10 s.
 
     Args:
         name: as on the hub.

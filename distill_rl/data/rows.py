@@ -102,8 +102,9 @@ def check_type(column_type: pa.DataType, kind: Literal["text", "messages"], what
 
 
 def _check_messages(chunk: pa.Array, what: str, first_row: int) -> None:
-    """Checks one chunk of a column of messages: its type, and that every row is a list of at least one complete
-    message.
+    """Checks one chunk of a column of messages.
+
+    Its type must be that of messages, and every row a list of at least one complete message.
 
     Args:
         what: file and column, for error messages.
@@ -119,6 +120,7 @@ def _check_messages(chunk: pa.Array, what: str, first_row: int) -> None:
     parents = pc.list_parent_indices(chunk)
 
     def row_of(message: int) -> int:
+        """The row of the data that holds a message, given the message's index in the chunk."""
         return first_row + parents[message].as_py()
 
     for key in ("role", "content"):
@@ -130,12 +132,13 @@ def _check_messages(chunk: pa.Array, what: str, first_row: int) -> None:
 
 
 def _is_list(column_type: pa.DataType) -> bool:
+    """Whether a type is one of Arrow's list types: list, large list or fixed-size list."""
     kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     return any(is_kind(column_type) for is_kind in kinds)
 
 
 def _require_string(column_type: pa.DataType, what: str, first_row: int) -> None:
-    """Raises DataError, naming `first_row`, unless the type is one of Arrow's string types."""
+    """Raises DataError, naming `first_row`, unless the type is string, large string or string view."""
     kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
     if not any(is_kind(column_type) for is_kind in kinds):
         raise DataError(f"{what}, row {first_row}", "text", f"the type {str(column_type)[:100]}")

@@ -31,6 +31,9 @@ class Source:
 
     Args:
         parts: the files and folders, each with the one column that is read.
+        kind: text | messages; also the documents' key.
+        key: the name of that column.
+        paths: the files whose content enters the fingerprint.
     """
 
     def __init__(self, parts: Sequence[Loaded], *, kind: Kind, key: str, paths: Sequence[Path]):
@@ -68,7 +71,7 @@ class Source:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the files' content (`content_hash`), the column and the selection of rows; not over paths."""
+        """SHA-256 over the files' content (`content_hash`), kind, column and selection of rows; not over paths."""
         content = content_hash(self._paths)
         return hashlib.sha256(f"{content}\0{self.kind}\0{self.key}\0{self._selection}".encode()).hexdigest()
 
@@ -148,7 +151,7 @@ def _choose_column(columns: Sequence[str], data: DataConfig) -> tuple[Kind, str]
 
 
 def _no_column(name: str, key: str, columns: Sequence[str], kind: Kind) -> DataError:
-    """The error for data without the column `key`, with the most similar one of `columns` as a hint; it is not raised."""
+    """The error for data without the column `key`, for the caller to raise; hints at the most similar of `columns`."""
     close = difflib.get_close_matches(key, columns, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     setting = "data.messages_key" if kind == "messages" else "data.text_key"

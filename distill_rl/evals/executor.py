@@ -38,6 +38,10 @@ class Executor(Protocol):
         """Loads the model of `folder` in place of the current one and sets `device`; returns once it is ready to run.
 
         `run` may only be called afterwards. Implementations may keep a running engine when only the folder differs.
+
+        Raises:
+            ConfigError: an unknown backend, or a folder that it cannot load.
+            GpuMemoryError: a GPU has too little memory.
         """
         ...
 
@@ -69,7 +73,7 @@ class LocalExecutor:
         it is closed and a new one is opened. After an error no model is loaded.
 
         Raises:
-            ConfigError: an unknown backend, or a folder that it cannot load.
+            ConfigError: an unknown backend, one that is not installed, or a folder that it cannot load.
             GpuMemoryError: the GPU has too little memory.
         """
         if self._backend is None or self._loaded != (backend, settings):
@@ -96,7 +100,11 @@ class LocalExecutor:
         """Yields (index into `items`, output) for the items of one chunk, in any order.
 
         The output holds the log-likelihoods of the choices if `task.choose`, and a greedy completion otherwise. Needs
-        an earlier `load`. Raises GpuMemoryError if the chunk does not fit into the GPU's memory.
+        an earlier `load`.
+
+        Raises:
+            DataError: as the backend, an item that cannot be encoded.
+            GpuMemoryError: the chunk does not fit into the GPU's memory.
         """
         assert self._backend is not None
         with gpu_phase("evaluation"):

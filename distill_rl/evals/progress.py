@@ -19,7 +19,7 @@ class SuiteProgress:
     """Progress of one suite on one model; this one shows nothing."""
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Counts newly graded rows, each of which must be passed once."""
+        """Receives newly graded rows, each of which must be passed once; does nothing with them here."""
 
 
 class Progress:
@@ -37,9 +37,15 @@ class Progress:
         return nullcontext(SuiteProgress())
 
     def already_finished(self, model: str, suite: str, result: Mapping[str, Any]) -> None:
-        """Reports a suite that an earlier run finished, so that nothing is run; `result` is its stored result."""
+        """Called for a suite that an earlier run finished, in place of `suite`; does nothing here.
+
+        Args:
+            model, suite: names to show.
+            result: the stored result.
+        """
 
     def warn(self, text: str) -> None:
+        """Reports a warning about the evaluation; here as a warning in the log."""
         get("evals").warning(text)
 
 
@@ -66,8 +72,8 @@ class ConsoleProgress(Progress):
 
     @contextmanager
     def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> Iterator[SuiteProgress]:
-        """Shows one suite's progress while the block runs: a bar on a terminal, otherwise a line from time to time and
-        a last one at the end. Yields the object whose `add` takes newly graded rows.
+        """Shows one suite's progress while the block runs: a bar on a terminal, otherwise a line after the first rows,
+        at intervals and when all items are done. Yields the object whose `add` takes newly graded rows.
 
         Args:
             model, suite: names to show.
@@ -100,8 +106,8 @@ class _ConsoleSuite(SuiteProgress):
         self._score_sum = sum(row["score"] for row in done)
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Counts newly graded rows with their scores and tokens and shows the change: redraws the bar, or, without a
-        terminal, prints a line if the interval has passed and items remain."""
+        """Counts newly graded rows with their scores and tokens and shows the new figures: in the bar, or, without a
+        terminal, as a line at the first call, when the interval has passed, and when all items are done."""
         rows = list(rows)
         self._num_items += len(rows)
         self._num_tokens += processed_tokens(rows)

@@ -53,8 +53,8 @@ def evaluate_models(
     """Scores models one after another, each on all suites: model name → suite → result.
 
     A result folder (`Model.out`) gets `<suite>.json`, the result, and `<suite>.items.jsonl`, one line per item; the
-    report looks for them in `<run>/evals/<model>`. An evaluation that was killed continues from what it left there. The
-    folders are locked against other processes meanwhile.
+    report looks for them in `<run>/evals/<model>`. An evaluation that was killed continues from what it left there,
+    unless `options.clean` is set. The folders are locked against other processes meanwhile.
 
     Args:
         models: with distinct names, the keys of the returned dictionary.
@@ -66,13 +66,15 @@ def evaluate_models(
     Returns:
         Per model and suite: `score` (mean over items, 0 to 1), `interval` (95 %, Wilson), `num_items`, `outcomes`
         (counts for each of `result.OUTCOMES`), `truncated` (completions that reached the token limit), `per_task` (the
-        same by task), `macro` (mean over tasks; None without tasks), hashes of data and model, `seconds`,
-        `tokens_per_second` and all settings.
+        same by task), `macro` (mean over tasks; None without tasks), `seconds`, `tokens_per_second`,
+        the fields of the key (`_ModelRun._key`: hashes of data and model, and settings) and facts about the run.
 
     Raises:
         ConfigError: a folder without a model, a chat suite for a model without a chat template, or, in a result folder,
             results of other settings or another evaluation at work, all before any model is loaded; later, a model that
             the executor cannot load, or rows to be continued that come from another kind of device (dtype auto).
+        DataError: an item whose prompt or choices cannot be encoded.
+        GpuMemoryError: the GPU has too little memory.
         WorkerError: the grading processes do not start or do not answer.
     """
     progress = progress or Progress()
@@ -169,7 +171,11 @@ class _ModelRun:
 
         Otherwise loads the model if no suite has yet, evaluates the items that the store lacks, appends each row to the
         store as soon as it is graded, and writes the result, whose `seconds` and `tokens_per_second` count this run
-        only.
+        only, without loading. After an error the stored rows remain, for the next evaluation to continue from.
+
+        Raises:
+            ConfigError: the executor cannot load the model; or, with dtype auto, stored rows come from another kind of
+                device.
         """
         if store.result is not None:
             progress.already_finished(self.model.name, entry.suite.name, store.result)
@@ -303,13 +309,14 @@ class _PendingGrades:
                 raise WorkerError("grader", f"must judge an item within {self.grader.longest_s:g} s", "no verdict")
 
     def _pop(self, future: Future[Graded]) -> Row:
+        """Removes a finished future and returns the row of its item; raises the future's error if it has one."""
         item, output = self.futures.pop(future)
         return completion_row(item, output, future.result())
 
 
 def hash_model(folder: Path, interrupted: Callable[[], None] = lambda: None) -> str:
-    """SHA-256 over the names and contents of a model folder's weights, config, tokenizer and chat template
-    (_HASHED_FILES).
+    """SHA-256 (hexadecimal) over the names and contents of the files in a model folder that match _HASHED_FILES:
+    weights, configs, tokenizer and chat template.
 
     Args:
         interrupted: called before each file; may raise.

@@ -7,7 +7,8 @@ the rest), D = Σ_v f(p_v, q_v). Two elementwise expressions define it:
     slope   ∂f/∂(log q) = q · ∂f/∂q
 
 because q is a softmax of u, so that ∂D/∂u_v = slope_v − q_v · Σ_w slope_w. To add one: a class with these two lines,
-an entry in `DIVERGENCES`, and a line each in `LOG_DIVERGENCES` and `BALANCES` of `reference.py`, from which the tests take the truth.
+an entry in `DIVERGENCES`, and a line each in `LOG_DIVERGENCES` and `BALANCES` of `reference.py`, from which the tests
+take the truth.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 
 class Distribution:
-    """Log-probabilities of any shape. Probabilities and mixtures are computed on first use."""
+    """Log-probabilities of any shape. Probabilities and mixtures are computed on first use and kept."""
 
     def __init__(self, log: Tensor):
         self.log = log
@@ -32,7 +33,10 @@ class Distribution:
         return self.log.exp()
 
     def mixed(self, other: Distribution, share: float) -> Distribution:
-        """The mixture share · self + (1 − share) · other, in log space, for a share strictly between 0 and 1."""
+        """The mixture share · self + (1 − share) · other, for a share strictly between 0 and 1. Never exactly 0.
+
+        Kept per `other` and `share`, so later calls return the same object.
+        """
         key = id(other), share
         if key not in self._mixtures:
             # The smallest normal number keeps the log finite where both underflow. Elsewhere it is below rounding.
@@ -55,7 +59,7 @@ class Divergence:
         raise NotImplementedError
 
     def slope(self, p: Distribution, q: Distribution) -> Tensor:
-        """The derivative of the sum of terms with respect to log q, per token, with p held fixed."""
+        """The derivative of each token's term with respect to its log q, with p held fixed."""
         raise NotImplementedError
 
     @cached_property
@@ -64,7 +68,8 @@ class Divergence:
 
         The terms of a KL have either sign; their sum is non-negative only because both sides sum to one. Probabilities
         that were rounded in transit do not. With q − p added to each p·log(p/q), every term is a divergence by itself.
-        κ is −slope at p = q = 1, where the balanced term has its minimum: 1 for forward KL, −1 for reverse KL, 0 for JSD.
+        κ is −slope at p = q = 1, where the balanced term has its minimum: 1 for forward KL, −1 for reverse KL, 0 for
+        JSD.
         """
         return -float(self.slope(_constant(0.0), _constant(0.0)))
 
@@ -75,7 +80,7 @@ class Divergence:
 
 
 def _constant(log: float) -> Distribution:
-    """A distribution's entry with a fixed log-prob."""
+    """A distribution of one scalar entry with this log-probability, fp64 on the CPU."""
     return Distribution(torch.tensor(log, dtype=torch.float64, device="cpu"))
 
 
@@ -159,10 +164,10 @@ _AT_ZERO = {"skewed_forward_kl": "forward_kl", "skewed_reverse_kl": "reverse_kl"
 
 @lru_cache
 def resolve(name: str, beta: float) -> Divergence:
-    """The divergence of that name with its β (the skew α of the skewed ones).
+    """The divergence of that name with its β (the skew α of the skewed ones). The others ignore β.
 
-    At the ends of the range, where the formula degenerates, its scaled limit is used: JSD(0) is forward KL, JSD(1) reverse
-    KL, and a skew of 0 the plain KL.
+    At the ends of the range, where the formula degenerates, its scaled limit is used: JSD(0) is forward KL, JSD(1)
+    reverse KL, and a skew of 0 the plain KL.
 
     Raises:
         ValueError: unknown name, β outside [0, 1], or a skew of 1, which compares a distribution with itself.

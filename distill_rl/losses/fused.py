@@ -26,8 +26,10 @@ _LEAST_CHUNK = 64
 
 
 def default_chunk(hidden_size: int) -> int:
-    """Rows per chunk: half the hidden size. A chunk of fp32 logits is then as large as the weight's bf16 gradient, which every
-    chunk reads and writes."""
+    """Rows per chunk: half the hidden size, at least 64.
+
+    A chunk of fp32 logits is then as large as the weight's bf16 gradient, which every chunk reads and writes.
+    """
     return max(_LEAST_CHUNK, hidden_size // 2)
 
 
@@ -63,15 +65,20 @@ def fused_linear_kd_loss(
     Args:
         student_hidden: [N, H] or [B, S, H], the same on every tensor-parallel rank (plain, or a DTensor Replicate); its
             gradient arrives complete on every rank.
-        lm_head_weight: [V, H]; a DTensor Shard(0) over ranks that work on the same rows (the hidden states are replicated
-            over the same group, its mesh dimension is called "tp", or `tp_group` names it), or with `tp_group` this
-            rank's [Vl, H]. Its gradient is the shard's.
+        lm_head_weight: [V, H]; a DTensor Shard(0) over ranks that work on the same rows (the hidden states are
+            replicated over the same group, its mesh dimension is called "tp", or `tp_group` names it), or with
+            `tp_group` this rank's [Vl, H]. Its gradient is the shard's.
         teacher: TeacherHidden has its own output layer and hidden size, sharded as the student's.
         bias: [V], sharded as the weight.
         softcap: softcap · tanh(logits / softcap), before the temperature.
         inplace_backward: no effect, since there are no logits to overwrite.
 
-    All other arguments and errors are those of `kd_loss`.
+    All other arguments, the result and errors are those of `kd_loss`; but ignored rows are dropped whatever `validate`
+    says, and the default `chunk_size` is half the hidden size.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value; also for a sharded DTensor weight of which nothing says
+            that its ranks work on the same rows, as after FSDP.
     """
     options = KDOptions.of(locals())
     batch = Batch(labels, token_weights, num_items_in_batch)
@@ -112,7 +119,8 @@ def fused_linear_logprobs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`vocab_parallel_logprobs` of the logits softcap(hidden · lm_head_weightᵀ + bias), which never exist as a whole.
 
-    Arguments as in `fused_linear_kd_loss` and `vocab_parallel_logprobs`; every row is worked on.
+    Arguments as in `fused_linear_kd_loss` and `vocab_parallel_logprobs`, results and errors too. Every row is worked
+    on. Backward computes the logits again. `inplace_backward` has no effect.
     """
     checks.positive("temperature", temperature)
     checks.chunk_size(chunk_size)
@@ -138,7 +146,7 @@ class Layer:
     def rows(
         self, hidden: Tensor, function: RowFunction, weights: Sequence[Tensor | None] | None = None
     ) -> tuple[Tensor, ...]:
-        """The row function's values of hidden [N, H], as `FusedRows` returns them: with `weights` the loss comes first."""
+        """Streams hidden [N, H] through the row function; returns the outputs of `FusedRows` in either of its modes."""
         given = (hidden, self.weight, *([] if self.bias is None else [self.bias]))
         anchors = [Anchor.apply(each) for each in given if each.requires_grad and torch.is_grad_enabled()]
         return FusedRows.apply(
@@ -149,10 +157,10 @@ class Layer:
 def _inputs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, tp_group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor | None, VocabularyShard]:
-    """The local parts of hidden [N, H], weight [Vl, H] and bias [Vl], and this rank's part of the vocabulary; all checked.
+    """The checked local parts of hidden ([N, H] or [B, S, H]), weight [Vl, H] and bias [Vl], and this rank's shard.
 
     Raises:
-        ValueError: shapes, dtypes or shardings that do not fit each other.
+        ValueError: shapes, dtypes or shardings that do not fit each other, or a softcap that is not positive.
     """
     if softcap is not None:
         checks.positive("softcap", softcap)
@@ -174,13 +182,13 @@ def _inputs(
 
 
 def _require_same_rows(hidden: Tensor, weight: DTensor, shard: VocabularyShard, tp_group: ProcessGroup | None) -> None:
-    """Checks that the ranks that share a DTensor weight work on the same rows.
+    """Checks that the ranks that share a DTensor weight are declared to work on the same rows. Passes without a group.
 
-    FSDP shards a weight in the same way, but its ranks have different rows. So one of these must say it: hidden states that
-    are replicated over the same group, a mesh dimension called "tp", or a `tp_group` from the caller.
+    FSDP shards a weight in the same way, but its ranks have different rows. So one of these must say it: hidden states
+    that are replicated over the same group, a mesh dimension called "tp", or a `tp_group` from the caller.
 
     Raises:
-        ValueError: none of them does.
+        ValueError: none of them does, or `tp_group` is not the group over which the weight is sharded.
     """
     if shard.group is None:
         return
@@ -204,5 +212,5 @@ def _require_same_rows(hidden: Tensor, weight: DTensor, shard: VocabularyShard, 
 
 
 def _keeps_width(placement: Placement, ndim: int) -> bool:
-    """Replicated, or cut by rows over data-parallel ranks."""
+    """Whether a placement leaves the last of `ndim` dimensions whole: replicated, or sharded over another dimension."""
     return placement.is_replicate() or (isinstance(placement, Shard) and placement.dim % ndim != ndim - 1)

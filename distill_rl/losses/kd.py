@@ -41,17 +41,17 @@ def kd_loss(
     divergences other than the KLs on dense logits), none backward.
 
     Args:
-        student_logits: [N, V] or [B, S, V] in any float dtype, before temperature. Sharded over the vocabulary either as
-            a DTensor Shard(-1) (group and offset are its own, shards may be uneven or empty) or as a plain shard with
-            `tp_group` (equal shards in rank order). Masked columns are −inf in student and teacher.
+        student_logits: [N, V] or [B, S, V] in any float dtype, before temperature. Sharded over the vocabulary either
+            as a DTensor Shard(-1) (group and offset are its own, shards may be uneven or empty) or as a plain shard
+            with `tp_group` (equal shards in rank order). Masked columns are −inf in student and teacher.
         teacher: the targets for the same rows; None for cross-entropy alone (`kd_ratio` 0).
-        labels: int [N] or [B, S], already shifted. Rows with `ignore_index` contribute nothing; without labels every row
-            counts.
+        labels: int [N] or [B, S], already shifted. Rows with `ignore_index` contribute nothing; without labels every
+            row counts.
         divergence: forward_kl, reverse_kl, jsd, skewed_forward_kl, skewed_reverse_kl or tvd.
         beta: of jsd; the skew α of the skewed KLs.
         temperature: of both sides' softmax; D is scaled by its square (arXiv 1503.02531). CE is always at 1.
-        tail: for TopKLogprobs. `bucket`: the columns outside the k are one more outcome; `truncate`: a plain sum over the
-            k columns, which may be negative; `renormalize`: both sides conditioned on the k columns.
+        tail: for TopKLogprobs. `bucket`: the columns outside the k are one more outcome; `truncate`: a plain sum over
+            the k columns, which may be negative; `renormalize`: both sides conditioned on the k columns.
         kd_ratio: share of KD. Below 1 labels are needed.
         token_weights: [N] or [B, S], constants, on KD and CE alike.
         reduction: sum, mean or none (one number per row).
@@ -60,6 +60,10 @@ def kd_loss(
             gradient.
         inplace_backward: write the gradient over the logits. Only if nothing reads them after the backward pass.
         validate: check ids and labels, and skip ignored rows. None: on CPU tensors only, because it waits for a GPU.
+
+    Returns:
+        The loss and its parts, of which only `loss` is differentiable; scalars, or [N] with `reduction="none"` (N = B·S
+        for [B, S, V]).
 
     Raises:
         ValueError: naming the argument, the rule and the value.

@@ -30,15 +30,17 @@ def vocab_parallel_logprobs(
 
     Args:
         logits: [N, V] or [B, S, V], sharded as in `kd_loss`.
-        target_ids: int, of the logits' leading shape. Targets outside the vocabulary are allowed: their value is finite,
-            and the caller masks it.
-        inplace_backward: as in `kd_loss`.
+        target_ids: int, of the logits' leading shape. Targets outside the vocabulary are allowed: their value is
+            finite, and the caller masks it.
+        tp_group, chunk_size, inplace_backward: as in `kd_loss`.
 
     Returns:
         fp32 (fp64 for fp64 logits) of the shape of `target_ids`; with `return_entropy` a pair, entropies in nats.
 
     Raises:
-        ValueError: temperature not positive, shapes that do not match.
+        ValueError: temperature not positive, chunk_size below 1, shapes or shards that do not fit, or
+            `inplace_backward` of a leaf.
+        RuntimeError: a second backward with `inplace_backward`.
     """
     checks.floating("logits", logits, (2, 3))
     checks.positive("temperature", temperature)

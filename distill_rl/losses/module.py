@@ -59,11 +59,16 @@ class KDLoss(nn.Module):
         softcap: float | None = None,
         tp_group: ProcessGroup | None = None,
     ) -> KDOutput:
-        """
+        """`kd_loss` of a batch with the module's settings, or `fused_linear_kd_loss` if `lm_head_weight` is given.
+
         Args:
             student: logits, or hidden states if `lm_head_weight` is given.
-            teacher: targets, or a tensor of logits over the whole vocabulary.
+            teacher: targets; or a tensor of logits, as `DenseLogits` takes them.
+            bias, softcap: of the student's output layer, only with `lm_head_weight`.
             tp_group: overrides that of the settings.
+
+        Raises:
+            ValueError: `bias` or `softcap` without `lm_head_weight`, or whatever the loss refuses.
         """
         settings = self.settings if tp_group is None else self.settings | {"tp_group": tp_group}
         target = DenseLogits(teacher) if isinstance(teacher, Tensor) else teacher

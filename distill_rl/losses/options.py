@@ -18,7 +18,11 @@ CHUNK_AVERAGES: tuple[ChunkAverage, ...] = ("mean", "chain")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What both kinds of options share."""
+    """What both kinds of options share. The values are checked on creation.
+
+    Raises:
+        ValueError: a value outside its range, naming the setting, the rule and the value.
+    """
 
     divergence: str
     beta: float
@@ -30,7 +34,12 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """Selects the settings from a function's arguments (`locals()`), by name."""
+        """Creates the options from a function's arguments (`locals()`), of which those that are no setting are ignored.
+
+        Raises:
+            KeyError: a setting is missing.
+            ValueError: see the class.
+        """
         return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
     def __post_init__(self) -> None:
@@ -40,7 +49,7 @@ class Options:
         self.resolved()
 
     def resolved(self) -> Divergence:
-        """The divergence with its β."""
+        """The divergence with its β, see `divergence.resolve`."""
         return resolve(self.divergence, self.beta)
 
 
@@ -86,5 +95,5 @@ class CrossTokenizerOptions(Options):
 
     @property
     def chain(self) -> bool:
-        """Whether a chunk's distribution is its first token's times the probability of the other tokens."""
+        """Whether `chunk_average` is "chain", explained in `chunk_kd_loss`."""
         return self.chunk_average == "chain"

@@ -16,14 +16,17 @@ from distill_rl.losses.targets import DenseLogits, Teacher, TeacherHidden, TopKL
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """a·log(a/b) from logarithms, 0 where a is 0. In log space, because probabilities may be too small for fp64."""
+    """The terms a·log(a/b), elementwise from log a and log b; 0 where a is 0.
+
+    In log space, because probabilities may be too small for fp64.
+    """
     nothing = log_a == -torch.inf
     safe = torch.where(nothing, 0, log_a)
     return torch.where(nothing, 0, safe.exp() * (safe - torch.where(nothing, 0, log_b)))
 
 
 def _mixture(log_a: Tensor, log_b: Tensor, share: float) -> Tensor:
-    """log(share·a + (1 − share)·b); −inf where both are 0."""
+    """log(share·a + (1 − share)·b) from log a and log b, for 0 < share < 1; −inf where a and b are both 0."""
     nothing = (log_a == -torch.inf) & (log_b == -torch.inf)
     a, b = (torch.where(nothing, 0, each) for each in (log_a, log_b))
     return torch.where(nothing, -torch.inf, torch.logaddexp(a + math.log(share), b + math.log1p(-share)))
@@ -41,7 +44,7 @@ LOG_DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 
 
 def _of_probabilities(terms: Callable[[Tensor, Tensor, float], Tensor]) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """Adapts terms of log-probs to callers that have probabilities."""
+    """Returns a function like `terms` that takes probabilities instead of log-probabilities."""
     return lambda p, q, beta: terms(p.log(), q.log(), beta)
 
 
@@ -74,7 +77,10 @@ def kd_loss(
     reduction: str = "mean",
     num_items_in_batch: int | float | Tensor | None = None,
 ) -> KDOutput:
-    """`losses.kd_loss` on unsharded tensors, with the same arguments."""
+    """`losses.kd_loss` on unsharded tensors in fp64; the loss is differentiable any number of times.
+
+    The arguments mean the same; those that concern speed, sharding and validation are missing. Nothing is checked.
+    """
     z = student_logits.double().reshape(-1, student_logits.shape[-1])
     valid = (
         torch.ones(len(z), dtype=torch.bool, device=z.device) if labels is None else labels.reshape(-1) != ignore_index
@@ -109,7 +115,14 @@ def kd_loss(
 def _rows(
     u: Tensor, teacher: Teacher | None, divergence: str, beta: float, temperature: float, tail: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """D, the teacher's and the student's mass in the compared columns, each [N]."""
+    """D without the factor T², and the teacher's and the student's mass in the compared columns, each [N].
+
+    Without a teacher all are 0.
+
+    Args:
+        u: [N, V], the student's logits divided by T.
+        temperature: divides the teacher's dense logits; top-k log-probabilities are taken as they are.
+    """
     if teacher is None:
         return 0 * u.sum(1), 0 * u.sum(1), 0 * u.sum(1)
     name = _limit(divergence, beta)
@@ -139,7 +152,7 @@ def _rows(
 
 
 def _limit(divergence: str, beta: float) -> str:
-    """The divergence that `divergence` equals at this `beta`; itself away from 0 and 1."""
+    """The name of the plain KL that `divergence` becomes at a `beta` of 0 or 1; otherwise its own name."""
     if beta == 0 and divergence in ("jsd", "skewed_forward_kl"):
         return "forward_kl"
     if (beta == 0 and divergence == "skewed_reverse_kl") or (beta == 1 and divergence == "jsd"):
@@ -148,7 +161,7 @@ def _limit(divergence: str, beta: float) -> str:
 
 
 def teacher_logits(teacher: DenseLogits | TeacherHidden) -> Tensor:
-    """[N, V] in fp64."""
+    """The teacher's logits before any temperature, [N, V] in fp64; from hidden states for a `TeacherHidden`."""
     if isinstance(teacher, DenseLogits):
         return teacher.logits.double().reshape(-1, teacher.logits.shape[-1])
     logits = teacher.hidden.double().reshape(-1, teacher.hidden.shape[-1]) @ teacher.lm_head_weight.double().T

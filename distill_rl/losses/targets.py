@@ -1,4 +1,4 @@
-"""The teacher's targets for N tokens. Those that are sent between processes are plain tensors of N rows: their own wire format.
+"""The teacher's targets for N tokens. Those sent between processes are plain tensors of N rows, their own wire format.
 
 Legend: N tokens, V vocabulary, Vl this rank's columns of it, k entries per token, Ht the teacher's hidden size.
 """
@@ -22,7 +22,7 @@ class DenseLogits:
     """[N], the teacher's log-probability of the actual next token"""
 
     def to_tensors(self, wire_dtype: torch.dtype) -> dict[str, Tensor]:
-        """logits in `wire_dtype` [N, V], label_logprob fp32 [N] where present."""
+        """The wire format: `logits` in `wire_dtype`, in their present shape; `label_logprob` fp32 [N] where present."""
         tensors = {"logits": self.logits.to(wire_dtype)}
         if self.label_logprob is not None:
             tensors["label_logprob"] = self.label_logprob.float()
@@ -47,7 +47,7 @@ class TopKLogprobs:
     """[N], log-probability of the actual next token, at `temperature`"""
 
     def select(self, kept: Tensor) -> TopKLogprobs:
-        """The targets of these rows only."""
+        """The targets of the rows with the numbers `kept` only."""
 
         def of(field: Tensor | None) -> Tensor | None:
             return None if field is None else field[kept]
@@ -61,7 +61,9 @@ class TopKLogprobs:
         )
 
     def to_tensors(self, wire_dtype: torch.dtype) -> dict[str, Tensor]:
-        """ids int32 [N, k], logprobs in `wire_dtype` [N, k], rest_logprob and label_logprob fp32 [N] where present."""
+        """The wire format: `ids` int32 [N, k], `logprobs` in `wire_dtype` [N, k]; where present, in fp32 [N],
+        `rest_logprob` and `label_logprob`. The temperature is not part of it.
+        """
         tensors = {"ids": self.ids.to(torch.int32), "logprobs": self.logprobs.to(wire_dtype)}
         if self.rest_logprob is not None:
             tensors["rest_logprob"] = self.rest_logprob.float()
@@ -71,7 +73,10 @@ class TopKLogprobs:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], temperature: float) -> TopKLogprobs:
-        """The inverse of `to_tensors`. The tensors are kept, not copied, and never written to.
+        """The inverse of `to_tensors`. The tensors are kept in their wire dtypes, not copied, and never written to.
+
+        Args:
+            temperature: at which the log-probabilities were taken.
 
         Raises:
             ValueError: `ids` or `logprobs` is missing.
@@ -108,7 +113,7 @@ class TeacherHidden:
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """Last hidden states alone, as they are sent. The reader holds the output layer and combines both to TeacherHidden."""
+    """Last hidden states alone, as they are sent. The reader adds the output layer, which makes them TeacherHidden."""
 
     hidden: Tensor
     """[N, Ht] in the teacher's dtype"""
@@ -116,7 +121,10 @@ class HiddenStates:
     """[N]"""
 
     def to_tensors(self, wire_dtype: torch.dtype) -> dict[str, Tensor]:
-        """hidden as it is, [N, Ht], label_logprob fp32 [N] where present. `wire_dtype` is of log-probabilities."""
+        """The wire format: `hidden` as it is, [N, Ht], and `label_logprob` fp32 [N] where present.
+
+        `wire_dtype` has no effect.
+        """
         tensors = {"hidden": self.hidden}
         if self.label_logprob is not None:
             tensors["label_logprob"] = self.label_logprob.float()
@@ -129,7 +137,16 @@ Wire = DenseLogits | TopKLogprobs | HiddenStates
 
 
 def target_of(tensors: Mapping[str, Tensor], temperature: float) -> Wire:
-    """The target whose wire format these tensors are. They are kept without a copy and never written to."""
+    """The target whose wire format these tensors are, recognised by `hidden`, then `logits`, otherwise top-k.
+
+    The tensors are kept without a copy and never written to.
+
+    Args:
+        temperature: of top-k log-probabilities; the other kinds do not keep it.
+
+    Raises:
+        ValueError: none of the three kinds.
+    """
     if "hidden" in tensors:
         return HiddenStates(tensors["hidden"], tensors.get("label_logprob"))
     if "logits" in tensors:

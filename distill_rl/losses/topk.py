@@ -24,21 +24,26 @@ def vocab_parallel_topk(
     tp_group: ProcessGroup | None = None,
     chunk_size: int | None = None,
 ) -> TopKLogprobs:
-    """The k most likely tokens with log-probabilities over the whole vocabulary, and the exact log of the rest.
+    """The k most likely tokens with log-probabilities over the whole vocabulary, and the exact log of the rest's mass.
 
-    The rest is summed over the columns outside the k, never taken as 1 − Σ. Every rank receives the same answer.
+    The rest is summed over the columns outside the k, never taken as 1 − Σ. Every rank receives the same answer. No
+    gradient flows.
 
     Args:
         logits: [N, V] or [B, S, V], sharded as in `kd_loss`; columns at −inf get probability 0.
         k: entries per row.
         labels: int [N] or [B, S]. The log-probability of a label outside the vocabulary (such as −100) is meaningless.
         temperature: of the softmax.
+        tp_group: as in `kd_loss`.
+        chunk_size: rows worked on at once; None: a default that suits the device.
 
     Returns:
-        int64 ids and fp32 (fp64 for fp64 logits) log-probabilities of N rows, most likely first.
+        int64 ids and fp32 (fp64 for fp64 logits) log-probabilities [N, k], most likely first, N = B·S for [B, S, V];
+        `rest_logprob` [N]; `label_logprob` [N], None without `labels`.
 
     Raises:
-        ValueError: k outside [1, V], temperature not positive, labels of another shape.
+        ValueError: k outside [1, V], temperature not positive, chunk_size below 1, logits or labels of another shape,
+            or shards that do not fit (`split`).
     """
     checks.floating("logits", logits, (2, 3))
     checks.positive("temperature", temperature)
@@ -65,10 +70,17 @@ def vocab_parallel_topk(
 def candidates(
     logits: Tensor, shard: VocabularyShard, k: int, labels: Tensor | None, temperature: float, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of this rank's columns: the best k (ids and centred logits/T), the logsumexp of the others, the label's logit (the
-    floor if another rank has it), and the centre, in units of logits/T.
+    """This rank's candidates for the top k of each row. All logits below are centred and divided by T.
 
-    A shard with fewer than k columns is filled up with its dummy column, at the floor.
+    Args:
+        logits: [N, Vl].
+        labels: [N], global ids, or None.
+        chunk: rows at a time.
+
+    Returns:
+        Of this rank's columns: int64 global ids [N, k] and logits [N, k] of the best k; the logsumexp [N] of the
+        others; the label's logit [N] (the floor if another rank has it, or without `labels`); the centre [N], divided
+        by T. With fewer than k columns, entries at the floor fill up the k; their ids mean nothing.
     """
     num_rows, dtype = logits.shape[0], accumulator(logits.dtype)
     floor = floor_of(dtype)
@@ -95,7 +107,14 @@ def candidates(
 def best_of_all(
     shard: VocabularyShard, k: int, ids: Tensor, top: Tensor, rest: Tensor, label: Tensor, centre: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The best k of all ranks' candidates. The others join the rest. Two collectives."""
+    """The best k of all ranks' candidates, as (ids, logits, rest, label's logit), the same on every rank.
+
+    Logits and rest are as in `candidates`, but for a centre common to all ranks. Losing candidates join the rest. Two
+    collectives.
+
+    Raises:
+        ValueError: shards were assumed to be equally wide and are not.
+    """
     sizes = top.new_full((len(top), 1), shard.size)
     parts = shard.gather(torch.cat([top, rest[:, None], label[:, None], centre[:, None], sizes], 1))
     if shard.assumed and len(top):
@@ -115,5 +134,5 @@ def best_of_all(
 
 
 def _log(values: Tensor) -> Tensor:
-    """Replaces the floor by −inf. NaN is kept."""
+    """The values with the floor, or anything near it, replaced by −inf. NaN is kept."""
     return torch.where(values <= floor_of(values.dtype) / 2, -torch.inf, values)

@@ -8,12 +8,14 @@ import torch
 
 
 def be_deterministic(enabled: bool, device: torch.device) -> None:
-    """Makes the whole process use GPU kernels that sum in a fixed order, and raise where there is no such kernel.
+    """Makes the whole process use GPU kernels that sum in a fixed order; torch raises where there is none.
 
-    Call it before the process multiplies its first matrices on a GPU. CPUs only need `start_vector_math`, which this calls.
+    Call it before the process multiplies its first matrices on a GPU. Without `enabled`, or on a CPU, it only calls
+    `start_vector_math`, which is all that a CPU needs.
 
     Args:
         enabled: `train.deterministic`.
+        device: of the model.
     """
     start_vector_math()
     if enabled and device.type == "cuda":
@@ -25,8 +27,8 @@ def be_deterministic(enabled: bool, device: torch.device) -> None:
 def start_vector_math() -> None:
     """Computes the first cosine of the process on one thread.
 
-    torch's CPU builds take cosines from MKL, which initialises itself in the first call. If several threads share that call,
-    it occasionally returns wrong values, so that rotary positions, and thereby whole models, differ between processes. A
-    single element is never shared among threads.
+    torch's CPU builds take cosines from MKL, which initialises itself in the first call. If several threads share that
+    call, it occasionally returns wrong values, so that rotary positions, and thereby whole models, differ between
+    processes. A single element is never shared among threads.
     """
     torch.zeros(1).cos()

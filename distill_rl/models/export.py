@@ -38,14 +38,20 @@ def export_model(
     card: str | None = None,
     revision: str | None = None,
 ) -> None:
-    """Writes weights, config, generation config, tokenizer and model card. Collective over the model's ranks.
+    """Writes weights, config, generation config (if `source` has one), tokenizer and model card into `out_dir`.
 
-    Parameters are gathered one by one, so only rank 0 ever holds all of them. It writes each in the dtype it has in
-    `source`, the folder or hub name from which the model was loaded. Rank 0 returns when the complete folder has its final
-    name, replacing an existing one; the others return as soon as they have sent their shards.
+    Collective over the model's ranks. Parameters are gathered one by one, so only rank 0 ever holds all of them. It
+    writes each in the dtype it has in `source`. Rank 0 returns when the complete folder has its final name, replacing
+    an existing one; the others return as soon as they have sent their shards. What earlier, broken exports to `out_dir`
+    left beside it is removed.
+
+    Args:
+        source: folder or hub name from which the model was loaded.
+        card: text of README.md; None: none is written.
+        revision: of a hub model.
 
     Raises:
-        ExportError: the folder cannot be written.
+        ExportError: on rank 0 only, if the folder cannot be written.
     """
     folder = resolve(source, revision, weights=True)
     files = WeightFiles(folder)
@@ -74,7 +80,10 @@ def export_model(
 
 
 def _gather(model: PreTrainedModel, files: WeightFiles) -> dict[str, Tensor] | None:
-    """All tensors under their names in the files and in the files' dtype, on rank 0's CPU; None on every other rank. Collective."""
+    """Returns all tensors on rank 0's CPU, and None on every other rank. Collective.
+
+    Each has the name and the dtype that it has in `files`; of a tied tensor's names, the first.
+    """
     state: dict[str, Tensor] = {}
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, (file_name, *_) in names_in_files(model, files).items():
@@ -100,7 +109,10 @@ def _write_weights(state: dict[str, Tensor], folder: Path) -> None:
 
 
 def _write_config(source: Path, folder: Path, state: dict[str, Tensor]) -> None:
-    """Writes the source's config with the dtype of the weights, which it may lack, and without its own code."""
+    """Writes the source's config.json into `folder`, without a reference to code (`auto_map`).
+
+    Its `dtype` becomes that of most of the weights' bytes.
+    """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("auto_map", None)
     config.pop("torch_dtype", None)
@@ -109,7 +121,7 @@ def _write_config(source: Path, folder: Path, state: dict[str, Tensor]) -> None:
 
 
 def _common_dtype(state: dict[str, Tensor]) -> torch.dtype:
-    """The dtype of most bytes."""
+    """The dtype that takes the most bytes of the tensors together."""
     sizes: Counter[torch.dtype] = Counter()
     for tensor in state.values():
         sizes[tensor.dtype] += tensor.nbytes

@@ -34,15 +34,20 @@ class Location:
 
 
 def looks_like_hub_name(name: str) -> bool:
-    """Whether it is `org/name`, and not a path into an existing folder `org`."""
+    """Whether `name` has the form `org/name`, and the current folder has no folder `org`. Does not ask the hub."""
     return bool(_HUB_NAME.fullmatch(name)) and not Path(name.partition("/")[0]).is_dir()
 
 
 def locate(key: str, name: str, revision: str | None = None) -> Location:
     """Finds a model or tokenizer in a folder, in the hub cache or on the hub, within `HUB_TIMEOUT_S`.
 
+    Fetches the small files of a hub model that is not cached. The content of the folder is not checked.
+
     Args:
         key: the setting that holds `name`, for messages.
+
+    Returns:
+        A location with one of its three fields. Failures are reported in it, not raised.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -62,7 +67,15 @@ def locate(key: str, name: str, revision: str | None = None) -> Location:
 
 
 def find_data_set(key: str, name: str) -> tuple[str, str]:
-    """Asks the hub for a data set without fetching it. Returns (problem, what could not be checked), one of them empty."""
+    """Asks the hub for a data set without fetching it, within `HUB_TIMEOUT_S`.
+
+    Args:
+        key: the setting that holds `name`, for messages.
+
+    Returns:
+        (problem, what could not be checked), one of them empty. It is a problem if the hub has no such data set. Of one
+        that exists the rows are not checked, and any other failure counts as no answer.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -75,9 +88,10 @@ def find_data_set(key: str, name: str) -> tuple[str, str]:
 
 
 def _in_time(request: Callable[[], Any]) -> Any:
-    """What `request` returns or raises, None after `HUB_TIMEOUT_S`.
+    """Returns what `request` returns, or the exception that it raises, or None if it takes longer than `HUB_TIMEOUT_S`.
 
-    It runs in a thread, because name resolution and the hub client's retries have no common time-out.
+    It runs in a thread, because name resolution and the hub client's retries have no common time-out. The thread of a
+    late request is left running.
     """
     answer: list[Any] = []
 
@@ -94,7 +108,10 @@ def _in_time(request: Callable[[], Any]) -> Any:
 
 
 def read_model_facts(folder: Path, config: Any) -> ModelFacts:
-    """Facts of a folder without `folder_problems`.
+    """Returns the facts of a model folder in which `folder_problems` finds nothing.
+
+    Reads the headers of its safetensors files. An output layer that is tied to the embedding is not counted as
+    parameters.
 
     Args:
         config: its `PretrainedConfig`, which has the same names for all families.
@@ -119,7 +136,11 @@ def read_model_facts(folder: Path, config: Any) -> ModelFacts:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold the model, in order. Empty if there are none."""
+    """Returns the safetensors files that hold the model: those that the index names, sorted, or `model.safetensors`.
+
+    Empty if there is neither. Files that the index names need not exist. A malformed index raises whatever reading it
+    raises.
+    """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -131,8 +152,8 @@ def weight_files(folder: Path) -> list[Path]:
 def fingerprint_model(folder: Path) -> str:
     """sha256, in hex, over the config and the weights.
 
-    A file up to 64 MiB is hashed whole, a larger one by its size, its header and 64 samples of 64 KiB. Any training changes
-    some of these bytes.
+    The names and sizes of the weight files count. A file up to 64 MiB is hashed whole, of a larger one 64 samples of
+    64 KiB that are spread evenly from its beginning to its end. Any training changes some of these bytes.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in weight_files(folder):
@@ -149,9 +170,12 @@ def fingerprint_model(folder: Path) -> str:
 
 
 def folder_problems(key: str, folder: Path, *, weights: bool = True) -> list[str]:
-    """Why a folder cannot be loaded as a causal LM; empty if it can.
+    """Returns why a folder cannot be loaded as a causal LM, one line each; empty if nothing was found.
+
+    Checks config.json, that transformers has the model's family, and the weight files.
 
     Args:
+        key: the setting that names the model, for the lines.
         weights: check the weights too. Of a hub model only the small files may be present.
     """
     file = folder / "config.json"
@@ -165,7 +189,7 @@ def folder_problems(key: str, folder: Path, *, weights: bool = True) -> list[str
 
 
 def _code_problems(key: str, config: Mapping[str, Any]) -> list[str]:
-    """A model family that transformers does not have, as one line; empty if it has it.
+    """Returns one line if transformers does not have the model's family; an empty list if it does.
 
     Args:
         key: the setting that names the model, for the line.
@@ -183,7 +207,14 @@ def _code_problems(key: str, config: Mapping[str, Any]) -> list[str]:
 
 
 def weight_problems(key: str, folder: Path) -> list[str]:
-    """Why a folder's weights cannot be read: one line per file that is missing, outside the folder or damaged."""
+    """Returns why a folder's weights cannot be read; empty if they can.
+
+    One line says that the index cannot be read or that there are no safetensors; otherwise there is one line per file
+    that is missing, outside the folder or damaged. Of each file only the header and the size are checked.
+
+    Args:
+        key: what the lines begin with.
+    """
     try:
         files = weight_files(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -135,7 +135,7 @@ def _split_sizes(hf_config: PreTrainedConfig, *, by_heads: bool) -> dict[str, in
 
 
 def intermediate_size(hf_config: PreTrainedConfig) -> int:
-    """The width of a model's MLP, under whichever name its config has it."""
+    """The width of a model's MLP, under whichever name its config has it; 4 · hidden size if it has none."""
     config: Any = hf_config
     return int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size)
 

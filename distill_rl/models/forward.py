@@ -18,8 +18,8 @@ def logits(
 ) -> Tensor:
     """The whole forward pass. A sharded student must be called this way.
 
-    No mask is passed: attention is causal, and a restart of `position_ids` begins a new document that sees nothing of the
-    previous one. That holds only as long as there is neither a mask nor a cache.
+    No mask is passed: attention is causal, and a restart of `position_ids` begins a new document that sees nothing of
+    the previous one. That holds only as long as there is neither a mask nor a cache.
 
     Args:
         input_ids: integers [R, S].
@@ -35,7 +35,8 @@ def logits(
 def body(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, documents: Documents | None = None) -> Tensor:
     """Everything before the head: hidden states [R, S, H], complete on every tensor-parallel rank.
 
-    For models without FSDP (teachers), because a sharded model must be entered through its root.
+    For models without FSDP (teachers), because a sharded model must be entered through its root. Arguments as in
+    `logits`.
     """
     return model.base_model(**_forward_arguments(model, input_ids, position_ids, documents)).last_hidden_state
 
@@ -52,7 +53,7 @@ def head(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 def scale_and_cap(hf_config: PreTrainedConfig) -> tuple[float, float | None]:
-    """The family's factor on the result of the output layer (1 if none), and the soft cap of the product (None if none)."""
+    """Returns the family's factor on the output layer's result (1 if none) and the soft cap of the product, or None."""
     config: Any = hf_config
     scale = 1.0
     if getattr(config, "logits_scaling", None):  # Granite

@@ -26,7 +26,9 @@ class HubUnreachable(ConfigError):
 
 
 def resolve(path: str | Path, revision: str | None = None, *, weights: bool = False) -> Path:
-    """The folder of a model: `path` itself, or the local snapshot of the hub model of that name.
+    """Returns the folder of a model: `path` itself, or the local snapshot of the hub model of that name.
+
+    Files of a hub model that are not in the cache are fetched. What a folder holds is not checked.
 
     Args:
         revision: branch, tag or commit on the hub; a folder has none.
@@ -46,11 +48,11 @@ def resolve(path: str | Path, revision: str | None = None, *, weights: bool = Fa
 
 
 def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConfig:
-    """The model's config.json, read by transformers.
+    """Returns the model's config.json as transformers reads it.
 
     Raises:
-        ConfigError: no readable config.json, a model type unknown to transformers, one that needs its own code, or
-            weights that are quantized.
+        ConfigError: as in `resolve`; no readable config.json, a model type unknown to transformers, one that needs its
+            own code, or weights that are quantized.
     """
     from transformers import AutoConfig
 
@@ -71,10 +73,10 @@ def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConf
 
 
 def read_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The model's fast tokenizer.
+    """Returns the model's fast tokenizer: tokenizer.json as it is or, without that file, what `AutoTokenizer` makes.
 
     Raises:
-        ConfigError: there is none, it is damaged, or it has no fast implementation.
+        ConfigError: as in `resolve`; there is none, it is damaged, or it has no fast implementation.
     """
     import transformers
 
@@ -96,17 +98,23 @@ def read_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
 
 
 def tokenizer_of(model: StudentConfig | TeacherConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model's settings. The model's revision does not apply to a tokenizer of another repository."""
+    """The fast tokenizer of a model's settings: `tokenizer` or, if that is not set, the one beside the model.
+
+    The model's revision does not apply to a `tokenizer` of its own. Raises as `read_tokenizer`.
+    """
     if model.tokenizer is not None:
         return read_tokenizer(model.tokenizer)
     return read_tokenizer(model.model, model.revision)
 
 
 def configured_stops(path: str | Path, revision: str | None = None) -> tuple[int, ...]:
-    """Ids that end an answer of the model: `eos_token_id` of generation_config.json, or of config.json if there is none.
+    """Returns the ids that end an answer of the model: one, several or none.
+
+    They are `eos_token_id` of generation_config.json or, if there is no such file, of config.json. There are none if
+    the file does not set it, or in a folder without both files.
 
     Raises:
-        ConfigError: the file is not JSON.
+        ConfigError: the file is not a JSON object, or as in `resolve`.
     """
     folder = resolve(path, revision)
     file = folder / "generation_config.json"
@@ -122,15 +130,16 @@ def configured_stops(path: str | Path, revision: str | None = None) -> tuple[int
 
 
 def stops_of(model: StudentConfig | TeacherConfig) -> tuple[int, ...]:
-    """The ids that end an answer according to the model's generation config."""
+    """The ids that end an answer of a model's settings, as in `configured_stops`."""
     return configured_stops(model.model, model.revision)
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 (hex) over everything that determines the ids of a text and the meaning of an id.
 
-    That is normaliser, pre-tokenizer, model (vocabulary and merges) and added tokens, but neither the chat template nor the
-    special tokens that a template adds. A teacher with the same hash can read the student's ids.
+    That is normaliser, pre-tokenizer, model (vocabulary and merges) and added tokens. Not part of it are the chat
+    template, the special tokens that a template adds, and which added tokens are marked as special. A teacher with the
+    same hash can read the student's ids.
     """
     whole = json.loads(tokenizer.backend_tokenizer.to_str())
     added = [

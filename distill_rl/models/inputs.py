@@ -15,7 +15,7 @@ PINNED_BYTES = 64 * 2**20
 
 
 def micro_batches(batch: RankBatch, size: int) -> Iterator[tuple[int, TokenRows]]:
-    """The batch in order, `size` rows at a time, each with the index of its first row in the global batch."""
+    """Yields the batch in order, `size` rows at a time: the global index of the first row, and the rows."""
     for start in range(0, batch.rows.shape[0], size):
         yield batch.first_row + start, batch.rows[start : start + size]
 
@@ -30,10 +30,11 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def tensor_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`. The memory of `tensor` may be reused as soon as this returns.
+    """Returns `tensor` on `device`: a copy, or `tensor` itself if it is there already.
 
-    From host memory to a GPU, the host waits only for copies larger than PINNED_BYTES. Smaller ones go through page-locked
-    memory, which torch reuses once the device has read it.
+    If it was copied from host memory to a GPU, the memory of `tensor` may be reused as soon as this returns. The host
+    waits only for copies larger than PINNED_BYTES; smaller ones go through page-locked memory, which torch reuses once
+    the device has read it.
     """
     if device.type != "cuda" or tensor.device.type != "cpu" or tensor.nbytes > PINNED_BYTES:
         return tensor.to(device)

@@ -19,7 +19,10 @@ LIGER = {
 
 
 def liger_problems(hf_config: Any) -> list[str]:
-    """Why a model cannot use `student.kernels: liger`, one line each."""
+    """Returns why a model's config rules out `student.kernels: liger`: one line, or an empty list if nothing does.
+
+    Looks at `model_type` and `hidden_act` only, not at whether liger is installed.
+    """
     if hf_config.model_type not in LIGER:
         return [f"liger replaces parts of {', '.join(LIGER)}; got {hf_config.model_type}"]
     if hf_config.hidden_act not in ("silu", "swish"):
@@ -31,11 +34,11 @@ def use_liger(model: PreTrainedModel) -> None:
     """Makes `model` compute RMSNorm, rotary embedding and SwiGLU with liger's Triton kernels. Its loss is not changed.
 
     Norms and MLPs get another `forward` and keep their parameters, so this works before or after FSDP2 and on the meta
-    device. The rotary embedding is a function in transformers' module of the family, so it is replaced for all models of
-    that family in this process.
+    device. The rotary embedding is a function in transformers' module of the family, so it is replaced for all models
+    of that family in this process.
 
     Raises:
-        ConfigError: the package is missing, or has no kernels for this model.
+        ConfigError: the package or triton is missing, or there are no kernels for this model (`liger_problems`).
     """
     problems = liger_problems(model.config)
     if problems:

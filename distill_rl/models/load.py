@@ -46,17 +46,18 @@ def load_model(settings: StudentConfig | TeacherConfig, world: World, *, packing
     """Loads a model into this rank's shards. Collective over the world.
 
     A student has fp32 master weights, sharded by FSDP2 × tensor parallelism, computes in its `dtype` and is in training
-    mode. A teacher has weights in its `dtype`, split by tensor parallelism alone (its data-parallel ranks are replicas), and
-    is frozen and in evaluation mode. Call a student through `forward.logits`, a teacher through `forward.body` and
-    `forward.head`.
+    mode. A teacher has weights in its `dtype`, split by tensor parallelism alone (its data-parallel ranks are
+    replicas), and is frozen and in evaluation mode. Call a student through `forward.logits`, a teacher through
+    `forward.body` and `forward.head`. A family that this package's tests do not cover is tried out (`probe`). The
+    chosen attention and the bytes read are logged.
 
     Args:
         settings: of the model.
-        packing: whether rows may hold several documents. A family that is not tested with that is then probed.
+        packing: whether rows may hold several documents.
 
     Raises:
-        ConfigError: the model is missing, not safetensors, damaged, not divisible over the tensor-parallel ranks, or of a
-            family that does not support what is requested.
+        ConfigError: the model is missing, not safetensors, damaged, not divisible over the tensor-parallel ranks, or of
+            a family that does not support what is requested.
     """
     path, student = settings.model, isinstance(settings, StudentConfig)
     compute_dtype = DTYPES[settings.dtype]
@@ -97,7 +98,12 @@ def load_model(settings: StudentConfig | TeacherConfig, world: World, *, packing
 
 
 def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """The model without memory: every tensor is on the meta device, parameters in `dtype`.
+    """Returns the model without memory: every tensor is on the meta device, parameters in `dtype`.
+
+    Its cache and the search for padding in its inputs are switched off.
+
+    Args:
+        attention: transformers' name of an implementation, or one of `VARLEN`'s.
 
     Raises:
         ConfigError: no causal LM of this config, or the attention implementation is not available.
@@ -176,7 +182,10 @@ def probe(model: PreTrainedModel, *, packing: bool, chunked_head: bool) -> None:
 
 
 def packing_leaks(model: PreTrainedModel) -> bool:
-    """Whether the second document of a row depends on the first one, or on its position in the row."""
+    """Whether the logits of a row's second document depend on the first one, or on its position in the row.
+
+    Runs the model three times. Collective over its ranks.
+    """
     ids, positions = _two_documents(model)
     other = ids.clone()
     other[:, :_FIRST] = other[:, :_FIRST].flip(1)
@@ -189,7 +198,10 @@ def packing_leaks(model: PreTrainedModel) -> bool:
 
 
 def head_is_known(model: PreTrainedModel) -> bool:
-    """Whether `forward.head` of `forward.body` gives the model's logits."""
+    """Whether `forward.head` of `forward.body` gives the model's own logits, up to rounding. Collective.
+
+    The model must be without FSDP.
+    """
     ids, positions = _two_documents(model)
     whole = forward.logits(model, ids, positions).float()
     return _close(forward.head(model, forward.body(model, ids, positions)).float(), whole, 1e-3)
@@ -204,7 +216,7 @@ def _two_documents(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 
 
 def _close(left: Tensor, right: Tensor, share: float) -> bool:
-    """Whether the largest difference is at most this share of the largest value."""
+    """Whether the largest absolute difference is at most this share of the largest absolute value of `right`."""
     return bool((left - right).abs().max() <= share * right.abs().max())
 
 
@@ -223,7 +235,9 @@ class OutputLayer:
 def read_output_layer(
     path: str | Path, rows: slice | None = None, *, dtype: str, revision: str | None = None
 ) -> OutputLayer:
-    """Reads rows of a model's output layer (those of the input embedding if the two are tied) onto the CPU, and no more.
+    """Reads rows of a model's output layer onto the CPU, and no other weights.
+
+    If the layer is tied to the input embedding, they may be stored as rows of that.
 
     Args:
         path: folder with config.json and safetensors, or a name on the hub.

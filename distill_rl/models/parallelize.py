@@ -57,7 +57,11 @@ class Replicated(ParallelStyle):
 
 
 class TransposedLinear(ParallelStyle):
-    """GPT-2's linear layer, whose weight is [in, out]. Inputs and outputs are plain tensors."""
+    """GPT-2's linear layer, whose weight is [in, out]. Inputs and outputs are plain tensors.
+
+    Args:
+        kind: how the layer is split: COLUMN, ROW, GATHERED or SLICED of `families`.
+    """
 
     def __init__(self, kind: str):
         super().__init__()
@@ -98,6 +102,12 @@ def parallelize(
 
     With FSDP the parameters keep their dtype (the master weights), the layers compute in `compute_dtype`, and
     gradients are summed in fp32 over the data-parallel ranks, not averaged: the loss divides by the global count.
+
+    Args:
+        mesh: its tensor-parallel dimension splits the model by the family's plan, if it has more than one rank.
+        fsdp: shard over the data-parallel ranks; otherwise they are replicas.
+        compute_dtype: used only with `fsdp`.
+        compile: compile every decoder layer.
 
     Raises:
         ConfigError: the model cannot be split over this many tensor-parallel ranks, or cannot recompute activations.
@@ -152,7 +162,11 @@ def _split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
 
 
 def _apply_plan(module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """Applies a plan of tensor-parallel styles, by the names of submodules."""
+    """Splits submodules of `module` in place over the mesh.
+
+    Args:
+        plan: by the submodule's name, how to split it (constants of `families`). Other submodules are left alone.
+    """
     styles = {name: _style(kind, module.get_submodule(name)) for name, kind in plan.items()}
     parallelize_module(module, tp_mesh, styles, src_data_rank=None)
 
@@ -181,11 +195,13 @@ def _style(kind: str, module: nn.Module) -> ParallelStyle:
 
 
 def shard(model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """Applies FSDP2 with one unit per layer and the rest in the root, even on a single rank, so that there is one code path.
+    """Applies FSDP2 to a model in place, even on a single rank, so that there is one code path.
 
-    If parameters are sharded, every unit frees its gathered weights after the forward and gathers them again for the
-    backward. On a single shard the "gathered" weights are a copy in `compute_dtype` on the same device, made once per step:
-    `GradientReduction` keeps it from the first forward to the last backward.
+    Every decoder layer is a unit, and so are the input and output embeddings unless they are tied; the root has the
+    rest. If parameters are sharded, every unit frees its gathered weights after the forward and gathers them again for
+    the backward. On a single shard the "gathered" weights are a copy in `compute_dtype` on the same device, made once
+    per step: `GradientReduction` keeps it from the first forward to the last backward. Gradients are summed in fp32
+    over the ranks, not averaged.
 
     Args:
         mesh: ("dp",), or ("replica", "shard") for hybrid sharding.
@@ -213,9 +229,9 @@ def units(model: nn.Module) -> list[FSDPModule]:
 def reshard(model: nn.Module) -> None:
     """Makes every unit present its sharded parameters and drop its gathered copy.
 
-    Required after a forward without backward, and before anything reads or writes parameters: a unit that is still gathered
-    presents plain tensors to `named_parameters`, and its next forward would use weights from before the optimizer's step.
-    Costs nothing for a unit that is already sharded.
+    Required after a forward without backward, and before anything reads or writes parameters: a unit that is still
+    gathered presents plain tensors to `named_parameters`, and its next forward would use weights from before the
+    optimizer's step. Costs nothing for a unit that is already sharded.
     """
     for unit in units(model):
         unit.reshard()
@@ -224,13 +240,18 @@ def reshard(model: nn.Module) -> None:
 class GradientReduction:
     """When the gradients of a step's micro-batches are reduced over the data-parallel ranks.
 
-    With `once`, after the step's last backward. Until then each rank sums the whole gradient of its micro-batches in fp32,
-    which takes 4 bytes per parameter, divided by tp only. Without it, every backward ends in a reduce-scatter and the sum is
-    kept in shards; with replicas, the all-reduce between them still waits for the last backward, which costs no memory. On
-    a single shard the sum is whole either way, so it is always reduced once.
+    With `once`, after the step's last backward. Until then each rank sums the whole gradient of its micro-batches in
+    fp32, which takes 4 bytes per parameter, divided by tp only. Without it, every backward ends in a reduce-scatter and
+    the sum is kept in shards; with replicas, the all-reduce between them still waits for the last backward, which costs
+    no memory. On a single shard the sum is whole either way, so it is always reduced once.
 
-    FSDP2's `set_is_last_backward` stays True throughout. With False it would keep the order of earlier forwards and prefetch
-    a unit that the next backward does not need.
+    FSDP2's `set_is_last_backward` stays True throughout. With False it would keep the order of earlier forwards and
+    prefetch a unit that the next backward does not need.
+
+    Args:
+        model: the student, after `parallelize` with `fsdp`.
+        mesh: as for `shard`.
+        once: reduce once per step, not in every backward.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, *, once: bool):
@@ -239,12 +260,14 @@ class GradientReduction:
         self.once = once or self._resident
 
     def before_micro_batch(self, last: bool) -> None:
-        """Sets what FSDP2 does in the next backward: whether gradients are reduced over the ranks, and gathered weights freed.
+        """Sets whether the next backward reduces gradients over the ranks, and whether it frees gathered weights.
 
         Call it before each forward that is followed by a backward.
 
         Args:
-            last: whether this is the last micro-batch of the optimizer step. With one reduction per step, only this one reduces.
+            last: whether this is the last micro-batch of the optimizer step. With one reduction per step, only this one
+                reduces; without, only the all-reduce between replicas waits for it. On a single shard, weights are
+                freed after this one; otherwise after each.
         """
         for unit in self._units:
             if self.once:

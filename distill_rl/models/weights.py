@@ -1,8 +1,8 @@
 """Safetensors straight into shards: every rank reads the slices that it holds and nothing else.
 
-For each parameter and persistent buffer of the model: find its tensor in the files (under its own name, or that of a tensor
-tied to it), compare the shapes, compute which slice of the whole this rank holds (`local_slices`), read that slice, and copy
-it into the shard, converting the dtype.
+For each parameter and persistent buffer of the model: find its tensor in the files (under its own name, or that of a
+tensor tied to it), compare the shapes, compute which slice of the whole this rank holds (`local_slices`), read that
+slice, and copy it into the shard, converting the dtype.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class WeightFiles:
         self.names = set(self._handle_of)
 
     def require_shape(self, name: str, tensor: Tensor) -> None:
-        """
+        """Checks that a tensor in the files has the shape of the model's tensor; of a DTensor, that of the whole.
+
         Raises:
-            ConfigError: the shape in the file is not that of the model's tensor.
+            ConfigError: it has another shape.
         """
         shape = list(self._handle_of[name].get_slice(name).get_shape())
         if shape != list(tensor.shape):
@@ -57,7 +58,7 @@ class WeightFiles:
             raise ConfigError(f"{self.folder}: tensor {name}", rule, str(shape))
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype in the file.
+        """Returns the dtype of a tensor in the files.
 
         Raises:
             ConfigError: not a float of 16 bits or more.
@@ -78,10 +79,12 @@ def read_weights(model: PreTrainedModel, files: WeightFiles) -> list[int]:
     """Fills every parameter and persistent buffer of `model` from `files`, converting the dtype.
 
     Returns:
-        Bytes that this rank read of each tensor, in the dtype of the files.
+        Bytes that this rank read of each tensor, in the dtype of the files. Tensors of which it holds nothing are left
+        out, and a tied tensor counts once.
 
     Raises:
-        ConfigError: a tensor is missing, unexpected or of another shape, or tied tensors differ in the files.
+        ConfigError: a tensor is missing, unexpected, of another shape or not a float, or tied tensors differ in the
+            files.
     """
     tensors = _stored_tensors(model)
     names = names_in_files(model, files)
@@ -110,17 +113,17 @@ def read_weights(model: PreTrainedModel, files: WeightFiles) -> list[int]:
 
 
 def _stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters, tied ones once, and the buffers that are part of a checkpoint."""
+    """Returns the model's parameters, tied ones once, and its persistent buffers, by name."""
     stored = set(model.state_dict())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
     return {**dict(model.named_parameters()), **buffers}
 
 
 def names_in_files(model: PreTrainedModel, files: WeightFiles) -> dict[str, list[str]]:
-    """For every tensor of the model that is stored: its names in the files, at least one.
+    """Returns, for every parameter and persistent buffer of the model, its names in the files, at least one.
 
-    Candidates are its own name and those of tensors tied to it, with and without the prefix of the inner model, which files
-    of bare inner models omit.
+    Candidates are its own name and those of tensors tied to it, with and without the prefix of the inner model, which
+    files of bare inner models omit. Its own name comes first if the files have it.
 
     Raises:
         ConfigError: the files lack a tensor, or hold one that the model does not have.

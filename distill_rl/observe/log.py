@@ -25,10 +25,10 @@ def get(name: str = "") -> logging.Logger:
 
 
 def setup_console() -> None:
-    """Sends the package's log messages to stderr, from the level in `DISTILL_RL_LOG` (debug, info, warning, error;
-    warning by default).
+    """Sends the package's log messages to stderr, from the level that the environment variable DISTILL_RL_LOG names.
 
-    Calling it again changes the level and adds no second handler.
+    The levels are debug, info, warning (the default) and error. Calling it again changes the level and adds no second
+    handler.
 
     Raises:
         ConfigError: the variable names no level.
@@ -47,15 +47,14 @@ def setup_console() -> None:
 
 
 def say(text: str) -> None:
-    """Prints one line for the user on stdout, made safe by `printable`, and logs it."""
+    """Prints one line for the user on stdout, made safe by `printable`, and logs it at level info."""
     print(printable(text), flush=True)
     get("run").info(text)
 
 
 @contextmanager
 def status(text: str) -> Iterator[None]:
-    """Shows a line on the terminal while the block runs, and then erases it. Nothing is written if stderr is no
-    terminal."""
+    """Shows a line on stderr while the block runs, and then erases it; writes nothing if stderr is no terminal."""
     if not sys.stderr.isatty():
         yield
         return

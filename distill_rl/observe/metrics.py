@@ -49,13 +49,14 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
 
 
 def values(metrics: Metrics) -> dict[str, float]:
-    """Plain numbers by name, as sinks write them."""
+    """Name → value of the metrics, without their reductions and weights."""
     return {name: metric.value for name, metric in metrics.items()}
 
 
 def _join(name: str, a: Metric, b: Metric) -> Metric:
-    """Merges two metrics of the same name by their reduction; weights add up. For `last` the value of `b` counts; a
-    mean without any weight is 0.
+    """Merges two metrics of the same name by their reduction; weights add up.
+
+    For `last` the value of `b` counts; a mean without any weight is 0.
 
     Args:
         name: for the error.

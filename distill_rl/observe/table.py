@@ -41,8 +41,10 @@ class TableSink:
         self._records: list[Mapping[str, float]] = []
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
-        """Takes one step's record and logs a table if the step is a multiple of `every`; ignores records without a step
-        time, such as those of a validation pass."""
+        """Takes one step's record, and logs a table if the step is a multiple of `every`.
+
+        Ignores records without a step time, such as those of a validation pass.
+        """
         if STEP not in record:
             return
         self._steps.append(step)
@@ -51,11 +53,11 @@ class TableSink:
             self._flush()
 
     def close(self) -> None:
-        """Logs a table of the steps since the last one, if there are any."""
+        """Logs a table of the steps since the last table, at level info, if there are any."""
         self._flush()
 
     def _flush(self) -> None:
-        """Logs a table of the collected steps and forgets them; does nothing if there are none."""
+        """Logs a table of the collected steps at level info and forgets them; does nothing if there are none."""
         if self._steps:
             first, last, records = self._steps[0], self._steps[-1], self._records
             self._steps, self._records = [], []
@@ -64,8 +66,9 @@ class TableSink:
 
 
 def step_table(records: Sequence[Mapping[str, float]]) -> str:
-    """Median, mean and share over steps of what took the driver's and the workers' time, and median and mean of what
-    moved from teachers to student, as aligned lines of text.
+    """A table, as aligned lines of text, of the driver's and workers' times and of what moved to the student.
+
+    It has the median and mean over the steps and, for times, the share.
 
     Args:
         records: at least one; every one holds `timing/step`, in seconds. A metric that is missing from one counts as 0.
@@ -91,8 +94,10 @@ def step_table(records: Sequence[Mapping[str, float]]) -> str:
 
 
 def _driver(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
-    """Yields a line for each of the driver's parts, longest first; then `other`, then the whole step. Shares are those
-    of the sum of all parts."""
+    """Yields a line for each of the driver's parts, longest first; then `other`, then the whole step.
+
+    Shares are of the sum of all parts, `other` included.
+    """
     names = {name for record in records for name in record if name.startswith("timing/") and name.count("/") == 1}
     means = {name: fmean(_series(records, name)) for name in names}
     total = sum(mean for name, mean in means.items() if name != STEP)
@@ -101,8 +106,7 @@ def _driver(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
 
 
 def _workers(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
-    """Yields a line for each of the workers' times (`timing/<worker>/<part>`), by name, with its share of the mean
-    step."""
+    """Yields a line for each of the workers' times (`timing/<worker>/<part>`), by name; shares are of the mean step."""
     names = {name for record in records for name in record if name.startswith("timing/") and name.count("/") > 1}
     step = fmean(_series(records, STEP))
     for name in sorted(names):
@@ -110,8 +114,10 @@ def _workers(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
 
 
 def _moved(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
-    """Yields a line with median and mean, in the unit of its label and without a share, for each of the metrics in
-    `_MOVED` that occurs, and for each teacher that it occurs for."""
+    """Yields a line for each of the metrics in `_MOVED` that occurs, and for each teacher that it occurs for.
+
+    A line has the median and mean in the unit of its label, and an empty share.
+    """
     names = sorted({name for record in records for name in record if name.startswith("transport/")})
     for base, (label, form, factor) in _MOVED.items():
         for name in names:
@@ -123,8 +129,11 @@ def _moved(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
 
 
 def _time(records: Sequence[Mapping[str, float]], name: str, whole: float) -> Line:
-    """The line of a timing metric: median and mean in milliseconds, and the mean's share of `whole`, in seconds; the
-    share is empty if `whole` is 0."""
+    """The line of a timing metric: its name without `timing/`, median and mean in milliseconds, and share.
+
+    Args:
+        whole: seconds that the mean is a share of; if 0, the share is empty.
+    """
     series = _series(records, name)
     share = f"{fmean(series) / whole:.1%}" if whole > 0 else ""
     times = (f"{1000 * seconds:,.1f} ms" for seconds in (median(series), fmean(series)))

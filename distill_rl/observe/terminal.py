@@ -14,7 +14,11 @@ _WIDE = 100
 
 
 def open_console(least_width: int) -> Console:
-    """A console on stdout that highlights nothing. Files and pipes, which have no width, get at least `least_width` columns."""
+    """A console on stdout that highlights nothing.
+
+    Args:
+        least_width: columns that a file or pipe gets at least, since it has no width.
+    """
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -24,7 +28,13 @@ def open_console(least_width: int) -> Console:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Prints one line as it is, above a bar that is on the screen; `text` must be printable (`distill_rl.observe.log`)."""
+    """Prints one line as it is, without markup or colours; on a terminal, above a bar that is on the screen.
+
+    Elsewhere the line is not wrapped.
+
+    Args:
+        text: must be printable (`distill_rl.observe.log`).
+    """
     if console.is_terminal:
         console.print(text, markup=False, highlight=False)
     else:  # rich would wrap and colour a line that goes to a log file
@@ -32,8 +42,9 @@ def print_line(console: Console, text: str) -> None:
 
 
 class ProgressBar:
-    """Steps done, figures and the time left: a bar on a terminal, elsewhere a line at the first step, at intervals and at
-    the end.
+    """Steps done, figures and the time left.
+
+    On a terminal it is a bar; elsewhere a line is printed at the first step, at intervals and at the end.
 
     Args:
         name: printed before the steps; must be printable.
@@ -76,7 +87,13 @@ class ProgressBar:
         self._bar.start()
 
     def update(self, done: int, figures: Iterable[str]) -> None:
-        """Shows that `done` steps are done, with figures beside them."""
+        """Shows that `done` steps are done, with figures beside them and, after the first one, the time left.
+
+        Without a terminal a line is printed only at the first call, at the end, or if `interval_s` has passed.
+
+        Args:
+            done: steps of the whole run that are done, including those before this process began.
+        """
         now = self._clock()
         is_due = self._first is None or done >= self._total or now - self._printed >= self._interval
         self._first = self._first or (done, now)
@@ -89,11 +106,12 @@ class ProgressBar:
             print_line(self._console, f"{self._name} {done:>{len(str(self._total))}}/{self._total}  {text}")
 
     def close(self) -> None:
-        """Ends the bar and restores the cursor."""
+        """Ends the bar, whose last state stays on the screen, and restores the cursor."""
         self._bar.stop()
 
 
 def _clock_time(seconds: float) -> str:
+    """Seconds, rounded, as `M:SS`, or as `H:MM:SS` from one hour on; `0:00` if negative."""
     minutes, second = divmod(round(max(seconds, 0)), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

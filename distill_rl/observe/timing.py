@@ -36,8 +36,10 @@ class StepTimer:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Times one optimizer step while the block runs; `step` is only used in the error message. A step that raises
-        is not counted.
+        """Times one optimizer step while the block runs; a step that raises is not counted.
+
+        Args:
+            step: its number, for the error message.
 
         Raises:
             RuntimeError: a step or a part is still open.
@@ -52,8 +54,9 @@ class StepTimer:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Times one part while the block runs, without the parts inside it; the times of a part entered several times
-        before a flush are added.
+        """Times one part while the block runs, without the parts inside it; a part that raises is not counted.
+
+        If a part is entered several times before a flush, its times are added.
 
         Args:
             name: the metric will be `timing/<name>`.
@@ -64,8 +67,10 @@ class StepTimer:
         self._add(name, total - covered)
 
     def flush(self) -> dict[str, Metric]:
-        """Returns the seconds since the last flush as `timing/<part>` and `timing/step`, which merge as means, and
-        starts anew. Empty if nothing was timed."""
+        """Returns the seconds since the last flush as `timing/<part>` and `timing/step`, and starts anew.
+
+        They merge as means, each with weight 1. Empty if nothing was timed.
+        """
         metrics = {f"timing/{name}": Metric(seconds) for name, seconds in self._seconds.items()}
         self._seconds = {}
         return metrics

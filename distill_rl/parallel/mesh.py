@@ -1,9 +1,9 @@
 """Process groups: this file creates and ends them; no other file does.
 
 A world is dp × tp ranks in one mesh, `rank = dp_rank * tp + tp_rank`: the ranks of one tensor-parallel group are
-neighbours, because they communicate most. With `replicas` > 1 the data-parallel ranks form `replicas` groups of neighbours,
-`dp_rank = replica * (dp / replicas) + shard`: parameters are sharded within a group and equal in all groups, so only
-gradients that have been reduced within a group travel between groups.
+neighbours, because they communicate most. With `replicas` > 1 the data-parallel ranks form `replicas` groups of
+neighbours, `dp_rank = replica * (dp / replicas) + shard`: parameters are sharded within a group and equal in all
+groups, so only gradients that have been reduced within a group travel between groups.
 """
 
 from __future__ import annotations
@@ -64,12 +64,15 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def serve_store(host: str, world_size: int) -> dist.TCPStore:
-    """Rank 0's rendezvous on a free port (`.port`) of `host`. Does not wait for the other ranks."""
+    """Starts rank 0's rendezvous store on a free port of `host`, and returns it without waiting for the other ranks.
+
+    Its attribute `port` holds the port, which the other ranks need for `join_store`.
+    """
     return dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False)
 
 
 def join_store(host: str, port: int, world_size: int, timeout_s: float = 60.0) -> dist.TCPStore:
-    """Connects another rank to the store of `serve_store`; blocks until rank 0 serves it.
+    """Connects another rank to the store of `serve_store`, and returns it; blocks until rank 0 serves it.
 
     Raises:
         DistillError: rank 0 does not answer at that address within `timeout_s` seconds.
@@ -95,8 +98,7 @@ def open_world(
     store: dist.Store | None = None,
     timeout_s: float = 600.0,
 ) -> World:
-    """Joins this rank to the process group of dp·tp ranks, creating it if there is none, and returns its view of the
-    mesh.
+    """Joins this rank to the process group of dp·tp ranks, creating it if there is none, and returns its `World`.
 
     Collective over all dp·tp ranks. A process group of dp·tp ranks that exists already (torchrun, a test, a second
     engine in one process) is used as it is. CPUs use gloo; GPUs use NCCL, and gloo for tensors on the CPU. A GPU
@@ -106,11 +108,12 @@ def open_world(
         replicas: number of groups of data-parallel ranks that each hold the whole model, sharded over dp / replicas
             ranks.
         device: `cuda` without an index means the GPU of the local rank.
-        store: the rendezvous; a single rank needs none.
-        timeout_s: seconds that a collective waits for the other ranks.
+        store: the rendezvous from which a new group is made; a single rank needs none.
+        timeout_s: seconds that a collective of a new group waits for the other ranks.
 
     Raises:
-        ConfigError: the existing group has another size, or the sizes are invalid.
+        ConfigError: the existing group has another size; `rank` or the sizes are invalid, `replicas` not dividing `dp`
+            among them; or a new group of several ranks has no store.
     """
     world_size = dp * tp
     if dp < 1 or tp < 1 or not 0 <= rank < world_size:
@@ -141,19 +144,19 @@ def open_world(
 
 
 def open_group_beside(world: World, timeout_s: float) -> dist.ProcessGroup:
-    """Returns a gloo group of all ranks of a world, for a thread that communicates while the world's own groups are in
-    use.
+    """Returns a new gloo group of all ranks, for a thread that communicates while the world's own groups are in use.
 
-    Collective. The group ends with the default process group.
+    Collective. A communication waits `timeout_s` seconds for the other ranks. The group ends with the default process
+    group.
     """
     return dist.new_group(range(world.world_size), backend="gloo", timeout=timedelta(seconds=timeout_s))
 
 
 def close_world(world: World) -> None:
-    """Waits for the other ranks, then ends all process groups; nothing if the default one existed before `open_world`.
+    """Waits for the other ranks, then ends all process groups that this process has.
 
-    Without the wait, a rank that is still inside a collective would abort its process. Collective; a second call does
-    nothing.
+    Does nothing if the default group existed before `open_world`, or in a second call. Collective. Without the wait, a
+    rank that is still inside a collective would abort its process.
     """
     if not world.owned or not dist.is_initialized():
         return
@@ -179,9 +182,10 @@ def _mesh(device: torch.device, dp: int, tp: int, replicas: int) -> DeviceMesh:
 
 
 def _own_device(device: torch.device, rank: int) -> torch.device:
-    """Returns the device with its index, made the current one. `cuda` without an index means that of the local rank.
+    """Returns the device with its index, and makes a GPU the current one.
 
-    A CPU is returned as it is. The local rank is LOCAL_RANK, or else `rank`.
+    `cuda` without an index becomes the GPU whose index is the local rank (LOCAL_RANK, or else `rank`) modulo the number
+    of visible GPUs. A CPU is returned as it is.
     """
     if device.type != "cuda":
         return device

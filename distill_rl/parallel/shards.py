@@ -13,10 +13,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Returns the position of this rank's part of a DTensor in the whole, one slice per dimension. A plain tensor is
-    whole.
+    """Returns the position of this rank's part of a DTensor in the whole, one slice per dimension.
 
-    This rank must belong to the tensor's mesh.
+    This rank must belong to the tensor's mesh. Of a plain tensor, the part is the whole.
     """
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
@@ -59,8 +58,7 @@ def gather_to_first(tensor: Tensor) -> Tensor | None:
 
 
 def _slices_at(tensor: DTensor, coordinate: Sequence[int]) -> tuple[slice, ...]:
-    """Returns the position in the whole tensor of the part held by the rank at `coordinate` of the mesh, a slice per
-    dimension.
+    """Returns where in the whole tensor the part of the rank at mesh `coordinate` is, one slice per dimension.
 
     FSDP2 shards what tensor parallelism left on the rank, so a dimension that both split is cut by tp first, although
     dp comes first in the mesh (FSDP2's placement is then a `_StridedShard`, with a split factor). Parts are cut as by
@@ -82,8 +80,10 @@ def _chunk(whole: slice, parts: int, index: int) -> slice:
 
 
 def own_columns(columns: int, tp_mesh: DeviceMesh) -> slice:
-    """Returns which of the `columns` of the logits this rank holds if the model is split over `tp_mesh`. May be an
-    empty slice."""
+    """Returns which of the `columns` of the logits this rank holds if the model is split over `tp_mesh`.
+
+    The slice is empty if no column is left for this rank.
+    """
     (size,), (start,) = compute_local_shape_and_global_offset((columns,), tp_mesh, [Shard(0)])
     return slice(start, start + size)
 
@@ -92,8 +92,8 @@ def own_columns(columns: int, tp_mesh: DeviceMesh) -> slice:
 def mask_padded_columns(logits: Tensor, vocabulary_size: int) -> Tensor:
     """Sets the columns that stand for no token to −inf, in place, and returns the same logits.
 
-    Embedding tables are often padded, differently even within one family. If teacher and student both mask the columns that
-    the tokenizer cannot produce, they have the same vocabulary.
+    Embedding tables are often padded, differently even within one family. If teacher and student both mask the columns
+    that the tokenizer cannot produce, they have the same vocabulary.
 
     The gradient is not changed: a column at −inf has probability zero, so softmax gives it gradient zero.
 

@@ -57,15 +57,15 @@ class Checked:
 
 
 def gather(path: str | Path, overrides: Sequence[str] = (), *, clean: bool = False, download: bool = True) -> Checked:
-    """Reads, validates and inspects a configuration, so that a user sees every problem at once; raises nothing for bad
-    input.
+    """Reads, validates and inspects a configuration and the run directory, so that a user sees every problem at once.
 
-    A key with an invalid value has its default in the later checks, and their problems with that key are dropped. If a
-    file of the configuration cannot be read, nothing else is checked.
+    Bad input raises nothing; its problems are in the result. A key with an invalid value has its default in the later
+    checks, and their problems with that key are dropped. If a file of the configuration cannot be read, nothing else is
+    checked.
 
     Args:
         overrides: `key=value`, as for `load_config`.
-        clean: whether the run directory may hold an earlier run, which will be deleted.
+        clean: whether the run directory may hold an earlier run, which the run will delete; nothing is deleted here.
         download: as for `inspect`.
     """
     config, invalid = read_config(path, overrides)
@@ -78,11 +78,10 @@ def gather(path: str | Path, overrides: Sequence[str] = (), *, clean: bool = Fal
 
 
 def inspect(config: Config, *, download: bool = True) -> Checked:
-    """Opens what the configuration names (models, tokenizers, data, suites) and compares it with the settings and this
-    machine.
+    """Opens the models, tokenizers, data and suites of a configuration, and compares them with it and this machine.
 
-    A hub name that cannot be reached is listed as `unreachable`. Neither the configuration's own rules nor the run
-    directory are checked; see `gather`.
+    What is wrong raises nothing; it is listed in the result's `problems`. A hub name that cannot be reached is listed
+    as `unreachable`. Neither the configuration's own rules nor the run directory are checked; see `gather`.
 
     Args:
         download: download a hub data set to inspect it; otherwise only its existence is checked.
@@ -116,7 +115,10 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
 
 
 def _fit_problems(config: Config, models: Sequence[Opened]) -> Iterator[str]:
-    """Settings that exceed a model, one line each: too few positions, attention heads or embedding rows.
+    """Yields settings that exceed a model, one line each.
+
+    These are rows too long for its positions, a `parallel.tp` over which it cannot be split, and a tokenizer with more
+    ids than the model has embedding rows.
 
     Args:
         models: student and running teachers; one without a readable configuration is skipped.

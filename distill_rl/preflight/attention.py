@@ -13,7 +13,11 @@ from distill_rl.preflight.opened import Opened
 
 
 def attention_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> Iterator[str]:
-    """Packages, GPUs and kernels that the requested attention of each model lacks.
+    """Yields what the requested attention of each model lacks, one line each.
+
+    Only `varlen` and `flash_attention_2` are checked. Both need a GPU, which is not looked for if the run joins a
+    cluster; `flash_attention_2` also needs its package and another dtype than fp32, `varlen` a kernel that suits the
+    model.
 
     Args:
         gpus: number visible on this machine. Those of a cluster are not known before it is joined.
@@ -42,8 +46,7 @@ def attention_problems(config: Config, models: Sequence[Opened], *, gpus: int) -
 
 
 def width_problems(config: Config, model: Opened, *, gpus: int) -> Iterator[str]:
-    """Problems if a model has too few positions for `data.max_length`, or for the padded width of such rows; at most
-    one.
+    """Yields at most one problem: a model has too few positions for `data.max_length`, or for such rows when padded.
 
     The padding matters only if positions beyond the last may be an error: in a table of learned positions, or in a
     family that is not tested. A model that states no number of positions has no problem.

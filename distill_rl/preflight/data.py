@@ -1,4 +1,4 @@
-"""Checks the data by opening them and reading a sample of rows, and the suites on which the run evaluates its student."""
+"""Checks the data by opening them and reading a sample of rows, and the suites on which the student is evaluated."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
 
 
 def _check_rows(source: Any, findings: Findings) -> None:
-    """Reads rows at the start and evenly spaced ones until one is bad, and adds that one's error to `findings`.
+    """Reads SAMPLED_ROWS rows at the start and about as many evenly spaced ones; errors go to `findings`.
 
-    The loader checks every row it reads.
+    It stops at the first row that is bad; nothing is added if none is.
     """
     count, num_problems = len(source), len(findings.problems)
     stride = max(1, count // SAMPLED_ROWS)
@@ -79,9 +79,9 @@ def _check_rows(source: Any, findings: Findings) -> None:
 
 
 def suite_problems(config: Config, student: Opened) -> list[str]:
-    """Unknown suites, bad data, and suites of chats for a student without a chat template, one line each.
+    """Returns unknown suites, bad data, and suites of chats for a student without a chat template, one line each.
 
-    Nothing if the run has no suites, or suites without data, which the rules of the configuration report.
+    Empty if the run has no suites, or suites without data, which the rules of the configuration report.
     """
     evaluate = config.evaluate
     if not (evaluate.suites and evaluate.data):

@@ -43,8 +43,7 @@ class Job:
 
 
 def prepare(config: Config, paths: RunPaths) -> Job:
-    """The job of a configuration that has passed preflight: opens the data, computes fingerprints, builds missing
-    projections.
+    """Makes the job of a checked configuration: opens the data, computes fingerprints, builds missing projections.
 
     Downloads hub models and data, projections are kept in `run.dir/.projections`, and no weights are loaded.
 

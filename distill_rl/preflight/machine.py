@@ -16,7 +16,7 @@ from distill_rl.transport.choose import expected
 
 
 def extra_problems(config: Config) -> Iterator[str]:
-    """Settings that need a package of an extra that is not installed on this machine, one line each."""
+    """Yields settings that need a package of an extra that is not installed on this machine, one line each."""
     needs_dashboard = config.ray.dashboard and config.ray.address is None
     extras = {
         "student.kernels": (config.student.kernels == "liger", "liger", "liger_kernel", "liger"),
@@ -32,7 +32,9 @@ def extra_problems(config: Config) -> Iterator[str]:
 
 
 def kernel_problems(config: Config, student: Opened, gpus: int) -> Iterator[str]:
-    """What `student.kernels: liger` lacks besides its package, one line each: a GPU, and a model that liger supports.
+    """Yields what `student.kernels: liger` lacks, one line each: a GPU, and a model that liger supports.
+
+    Whether its package is installed is not looked at here (`extra_problems`).
 
     Nothing for other kernels. GPUs are not required here if the run joins a cluster.
 
@@ -51,7 +53,7 @@ def kernel_problems(config: Config, student: Opened, gpus: int) -> Iterator[str]
 
 
 def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
-    """Too few GPUs for the parallel layout, or none that the aligners or the transport need, one line each.
+    """Yields problems with the GPUs, one line each: too few for the layout, or not what aligners or transport need.
 
     Colocated workers share GPUs rank by rank, so the largest group determines how many are needed. Disaggregated
     workers need one each. On CPUs any number of processes may share the cores. A cluster checks this at placement, so
@@ -83,8 +85,9 @@ def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
 
 
 def _cuda_aligner_problems(gpus: int) -> Iterator[str]:
-    """What the aligners' CUDA kernel lacks on this machine, at most one line. Numba's simulator, which replaces a GPU
-    in tests, needs nothing.
+    """Yields what the aligners' CUDA kernel lacks on this machine, at most one line.
+
+    Numba's simulator, which replaces a GPU in tests, needs nothing.
 
     Args:
         gpus: number visible on this machine.
@@ -99,11 +102,11 @@ def _cuda_aligner_problems(gpus: int) -> Iterator[str]:
 
 
 def space_problems(config: Config, facts: Facts) -> Iterator[str]:
-    """At most one problem: too little disk space for the checkpoints kept, one being written, the export and copies to
-    evaluate.
+    """Yields at most one problem: too little disk space for the run's checkpoints, export and copies to evaluate.
 
-    A checkpoint needs 12 bytes per parameter: master weights and two optimizer moments in fp32. Nothing is reported if
-    the student's size or the disk is not known.
+    The checkpoints are those kept and one being written, or two if none are saved during training. Each needs 12 bytes
+    per parameter: master weights and two optimizer moments in fp32. Nothing is reported if the student's size or the
+    disk is not known.
     """
     if facts.student is None:
         return
@@ -123,5 +126,5 @@ def space_problems(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def _size(count: int) -> str:
-    """A number of bytes in GiB or MiB."""
+    """A number of bytes as text in MiB, or in GiB from one GiB on, such as `1.5 GiB`."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -65,7 +65,10 @@ class Findings:
 
 
 def open_models(config: Config, findings: Findings) -> tuple[Opened, list[Opened]]:
-    """Opens as much as possible of the student and of every running teacher. What fails is added to the findings."""
+    """Opens as much as possible of the student and of every running teacher, in that order, without their weights.
+
+    What fails is added to the findings. `cross_tokenizer_loss` of the teachers is left None (`vocabulary_problems`).
+    """
     student = Opened("student", "student", config.student)
     teachers = [Opened(f"teachers.{i}", f"teacher {t.name}", t) for i, t in enumerate(running_teachers(config))]
     for model in (student, *teachers):
@@ -74,7 +77,10 @@ def open_models(config: Config, findings: Findings) -> tuple[Opened, list[Opened
 
 
 def _open(opened: Opened, findings: Findings) -> None:
-    """Fills `opened`."""
+    """Fills `opened` from its settings: the model's configuration, stops and sizes, and its tokenizer.
+
+    What fails is added to the findings and stays empty. Missing weights are a problem only in a local folder.
+    """
     key, model = opened.key, opened.settings
     folder = _folder(f"{key}.model", model.model, model.revision, findings)
     if folder is not None:

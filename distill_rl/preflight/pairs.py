@@ -19,11 +19,11 @@ ALIGNED_CHARACTERS = 2000
 
 
 def vocabulary_problems(config: Config, student: Opened, teachers: list[Opened]) -> Iterator[str]:
-    """Problems with the vocabularies, one line each; sets `cross_tokenizer_loss` of the teachers on the way.
+    """Yields problems with the vocabularies, one line each; sets `cross_tokenizer_loss` of the teachers on the way.
 
-    A tokenizer that the settings do not allow, an unsuitable export or common vocabulary, and a `loss.top_k` above the
-    vocabulary. Pairs of which a tokenizer could not be read are skipped. The iterator must be exhausted, since
-    `data_facts` and `projection_problems` use what it sets.
+    These are a tokenizer that the settings do not allow, an unsuitable export or common vocabulary, and a `loss.top_k`
+    above the vocabulary. Pairs of which a tokenizer could not be read are skipped. The iterator must be exhausted,
+    since `data_facts` and `projection_problems` use what it sets.
 
     Args:
         teachers: the running teachers, in the order of the configuration.
@@ -50,8 +50,10 @@ def vocabulary_problems(config: Config, student: Opened, teachers: list[Opened])
 
 
 def _pair_problems(config: Config, settings: TeacherConfig, student: Opened, teacher: Opened) -> Iterator[str]:
-    """Problems with one teacher that has another tokenizer, one line each: its export, `loss.top_k`, and the common
-    vocabulary.
+    """Yields problems with one teacher that has another tokenizer, one line each.
+
+    These are an export that does not suit the loss, a `loss.top_k` above its vocabulary, a tokenizer whose vocabulary
+    cannot be read, and, for losses that need one, the lack of a common vocabulary.
 
     Args:
         settings: those of the teacher.
@@ -86,8 +88,7 @@ def _pair_problems(config: Config, settings: TeacherConfig, student: Opened, tea
 
 
 def projection_problems(config: Config, student: Opened, teachers: list[Opened]) -> Iterator[str]:
-    """Problems with a projection given by the user, which must fit the only teacher that has another tokenizer; at most
-    one line.
+    """Yields problems with a projection given by the user, which must fit the only teacher with another tokenizer.
 
     Nothing if `projection.path` is null. The teachers must have their `cross_tokenizer_loss` set
     (`vocabulary_problems`).
@@ -130,7 +131,7 @@ def projection_problems(config: Config, student: Opened, teachers: list[Opened])
 
 
 def template_problems(config: Config, kind: str, student: Opened, teachers: list[Opened]) -> Iterator[str]:
-    """Tokenizers without the chat template that they need to turn chat messages into text, one line each.
+    """Yields tokenizers without the chat template that they need to turn chat messages into text, one line each.
 
     These are the student's, and those of teachers with another tokenizer.
 

@@ -25,12 +25,14 @@ _ATTEMPT = "DISTILL_RL_ATTEMPT"
 
 
 def paths_of(config: Config) -> RunPaths:
+    """The paths of the run directory, `<run.dir>/<run.name>`, as of attempt 1; looks at no file."""
     return RunPaths(Path(config.run.dir).expanduser() / config.run.name)
 
 
 def problems(config: Config, *, clean: bool) -> list[str]:
-    """Why the run directory cannot be used, one line per reason; changes nothing, apart from a probe file that is
-    removed.
+    """Returns why the run directory cannot be used, one line per reason; empty if it can.
+
+    Changes nothing, apart from a probe file that is removed again. Does not look whether another process uses it.
 
     Args:
         clean: whether an earlier run in it will be deleted. A run that resumes may find one, too.
@@ -47,10 +49,10 @@ def problems(config: Config, *, clean: bool) -> list[str]:
 
 
 def _folder_problems(root: Path, *, clean: bool, resume: bool) -> Iterator[str]:
-    """At most one problem with what is in the place of the run directory now: a file, a link that leads outside, or
-    other contents.
+    """Yields at most one problem with what is in the place of the run directory: a file, a bad link, or contents.
 
-    Contents that are allowed: none but SUBMISSION, anything with `resume`, and an earlier run with `clean`.
+    A link is bad if it leads outside (`_link_to_outside`).
+    Contents that are allowed: SUBMISSION alone, anything with `resume` but not `clean`, an earlier run with `clean`.
     """
     if root.exists() and not root.is_dir():
         yield problem(
@@ -78,6 +80,7 @@ def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
 
     Raises:
         ConfigError: another process uses it, or a batch script gives a bad number of the attempt.
+        OSError: it cannot be created or written.
     """
     paths = paths_of(config)
     paths.root.mkdir(parents=True, exist_ok=True)
@@ -108,13 +111,14 @@ def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
 
 
 def record_config(config: Config, paths: RunPaths) -> None:
-    """Writes config.yaml, without `checkpoint.resume`."""
+    """Writes config.yaml in the run directory, with `checkpoint.resume` null; an earlier one is replaced."""
     save_config(replace(config, checkpoint=replace(config.checkpoint, resume=None)), paths.config)
 
 
 def _attempt(logs: Path) -> int:
-    """The number of this start of the run, from 1: given by the batch script, or one more than the highest in the
-    folder of logs.
+    """The number of this start of the run, from 1.
+
+    It is that given by the batch script (DISTILL_RL_ATTEMPT), or one more than the highest `attempt_N` in `logs`.
 
     Raises:
         ConfigError: the batch script gives something other than a number from 1.
@@ -130,9 +134,7 @@ def _attempt(logs: Path) -> int:
 
 
 def _point_latest_at(folder: Path) -> None:
-    """Makes `latest`, beside the folder, a relative link to it, replacing an earlier link atomically, so that it always
-    exists.
-    """
+    """Makes `latest`, beside the folder, a relative link to it; an earlier link is replaced atomically."""
     link = folder.with_name(f".latest.{os.getpid()}")
     link.unlink(missing_ok=True)
     link.symlink_to(folder.name)
@@ -140,8 +142,10 @@ def _point_latest_at(folder: Path) -> None:
 
 
 def _link_to_outside(root: Path) -> Path | None:
-    """The run directory if it is a link itself, or an entry of it, of its logs or checkpoints that links to somewhere
-    outside; None if there is none.
+    """The first link found that leads out of the run directory; None if there is none.
+
+    That is the directory itself if it is a link, or an entry of it, of its `logs` or of its `checkpoints`. Entries of
+    other folders are not looked at.
     """
     if root.is_symlink():
         return root
@@ -154,13 +158,12 @@ def _link_to_outside(root: Path) -> Path | None:
 
 
 def _entries(root: Path) -> list[Path]:
-    """What is in the run directory, without the lock file."""
+    """The paths of what is in the run directory, without the lock file; the directory must exist."""
     return [entry for entry in root.iterdir() if entry.name != _LOCK]
 
 
 def _writable(root: Path) -> bool:
-    """Whether a file can be made in the run directory or, if it does not exist, in the nearest folder above it that
-    does.
+    """Whether a file can be made in the run directory, or in the nearest existing folder above it.
 
     Makes and removes a probe file there.
     """

@@ -17,7 +17,7 @@ def run_cli(arguments: Sequence[str]) -> int:
     """Runs `distill-rl` with its output on ours, waits for it and returns its exit code (128 + n if signal n ended it).
 
     SIGINT, SIGTERM and SIGUSR1 to this process are passed on to the child meanwhile. Call it in the main thread. The
-    child has its own process group, so that Ctrl-C reaches it once, through this process. A second one would end it
+    child has its own process group, so that Ctrl-C reaches it once, through this process: a second SIGINT would end it
     before it has stopped the processes that it started.
 
     Args:

@@ -68,8 +68,9 @@ class Rows:
 def make_material(root: str | Path, seed: int, recipe: Recipe = RECIPE) -> Material:
     """Returns the material in `<root>/<recipe.folder>-<seed>-<hash>`, which is made if it does not exist.
 
-    The hash covers the recipe and its programs. The folder is renamed into place when it is complete, and the link
-    `<root>/<recipe.folder>-<seed>`, the path in the configuration, is set to it. A second process waits for the first.
+    The hash covers the recipe and the programs that make the material. The folder is renamed into place when it is
+    complete, and the link `<root>/<recipe.folder>-<seed>`, the path in the configuration, is set to it. A second
+    process waits for the first.
     """
     root = Path(root)
     stable = f"{recipe.folder}-{seed}"
@@ -113,7 +114,7 @@ def _make(material: Material, seed: int, recipe: Recipe) -> None:
     """Makes the data files, both tokenizers and both models in the folder of `material`, and trains the teacher; takes
     a while.
 
-    The folder must not exist.
+    The folder must not exist. Switches off the progress bars of transformers in this process.
     """
     from transformers.utils import logging
 
@@ -141,7 +142,7 @@ def _make(material: Material, seed: int, recipe: Recipe) -> None:
 
 
 def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Writes one JSON object per line."""
+    """Writes rows to a file, which is replaced, as one JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
 
 

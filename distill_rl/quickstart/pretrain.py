@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def new_model(shape: Shape, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """A Llama with random weights that depend on `seed` alone; fp32, on the CPU. The caller's random state is left
-    unchanged.
+    """A Llama with random weights, which `seed` determines for a given config; fp32, on the CPU. The caller's random
+    state is left unchanged.
 
     Args:
         recipe: positions and initialiser range.
@@ -80,8 +80,8 @@ def train_teacher(
 def encode(tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> tuple[Tensor, Tensor]:
     """Input ids and labels of chats made of the problems, both int64 [R, S], padded on the right to the longest row.
 
-    Labels are shifted (position s predicts labels[s]), and IGNORE_INDEX outside the answers. `problems` must not be
-    empty.
+    Labels are shifted, so that position s predicts labels[s]; they are the tokens of the answer, including its
+    end-of-text token, and IGNORE_INDEX elsewhere. `problems` must not be empty.
     """
     import torch
 
@@ -102,7 +102,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> tuple
 
 
 def _learning_rate(step: int, recipe: Recipe) -> float:
-    """Factor on the peak learning rate: linear warm-up times a cosine that ends at 0."""
+    """Factor on the peak learning rate at a step, counted from 0: linear warm-up times a cosine that ends at 0."""
     return min(1.0, (step + 1) / recipe.teacher_warmup) * 0.5 * (1 + math.cos(math.pi * step / recipe.teacher_steps))
 
 

@@ -38,11 +38,17 @@ RESERVED = {"run.name": "--runs", "run.dir": "--runs", "run.seed": "--seed"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the quickstart.
+    """Runs the quickstart with command-line arguments and returns its exit code; errors are printed on stderr.
+
+    Args:
+        arguments: without the program's name; None: those of this process.
 
     Returns:
-        0; 1 if distillation did not beat its control; 2 for bad input; or the exit code of a command that failed or was
-        stopped (85, 130).
+        0; 1 if distillation did not beat its control, or after a failure; 2 for bad input; 130 after Ctrl-C; or the
+        exit code of a training that failed or was stopped.
+
+    Raises:
+        SystemExit: the arguments are invalid or ask for help.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -59,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def quickstart(options: argparse.Namespace) -> int:
     """Makes the material, trains the student and its control, scores four models, and prints and writes the results.
 
-    Options are those of `_parser`. Writes summary.json and report.html into the run directory.
+    Options are those of `_parser`. Writes summary.json and report.html into the run directory of the distillation. If
+    a training fails, its exit code is returned at once, without scores.
 
     Returns:
         0; 1 if distillation did not beat its control; or the exit code of a training that failed or was stopped.
@@ -96,7 +103,8 @@ def quickstart(options: argparse.Namespace) -> int:
 
 
 def verdict(summary: Mapping[str, Any]) -> int:
-    """0 if the distilled student scores higher than its control; otherwise 1, after an error message on stderr.
+    """Returns 0 if the distilled student scores higher than its control; otherwise prints an error on stderr and
+    returns 1.
 
     Args:
         summary: as `summarise` returns it.
@@ -162,7 +170,8 @@ def summarise(scores: Mapping[str, Mapping[str, Any]], *, seed: int, seconds: fl
 
 
 def alignment(metrics: Path) -> dict[str, float]:
-    """Means over a run's steps of the metrics in ALIGNED, fractions from 0 to 1; empty if the run has none."""
+    """Mean of each metric in ALIGNED over the records of a run's metrics.jsonl that have it, a fraction from 0 to 1, by
+    its name there; metrics that never occur are left out."""
     values: dict[str, list[float]] = {}
     for record in read_records(metrics):
         for name, metric in ALIGNED.items():
@@ -201,7 +210,7 @@ def _settings(options: argparse.Namespace, material: Material) -> list[str]:
 
 
 def _require_usable(options: argparse.Namespace, config: Path, *runs: RunPaths) -> None:
-    """Reports problems that `train` would find only after minutes of other work.
+    """Checks for problems that `train` would find only after minutes of other work.
 
     Args:
         config: the configuration file of the runs.

@@ -27,8 +27,8 @@ distillation wins. Without wrong answers the two would tie."""
 
 
 def print_table(scores: Mapping[str, Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
-    """Prints exact match per model, with 95 % intervals and per task, and notes; with two tokenizers also how well they
-    match.
+    """Prints to stdout exact match per model, with 95 % intervals and per task, notes, speed and time; with two
+    tokenizers also how well they match.
 
     Args:
         scores: result of the suite by model, with the names of ROWS.

@@ -6,7 +6,8 @@ A background save takes three steps:
     ranks, in threads:   write the copy; the first rank leaves a marker when all have finished
     driver, in a thread: wait for the marker, hash, flush, rename, prune
 
-At most one save is in flight; the next one waits for it. The next save, or `settle` at the end, raises its error.
+At most one save is in flight; the next one waits for it. Its error is raised by the next save or by `settle`, or kept
+by `try_settle` for `raise_earlier_error`.
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ log = logging.getLogger(__name__)
 
 
 class Saver:
-    """
+    """Saves the checkpoints of a run, one at a time. As a context manager it ends a save that is still in flight.
+
     Args:
+        store: where checkpoints are committed.
         collective: calls a method on all ranks of the student and waits for their results (`StudentGroup.collective`).
         in_background: save in the background.
-        deadline_s: for the ranks to write a checkpoint.
+        deadline_s: seconds that the ranks may take to write a checkpoint.
         dead: whether a rank of the student is known to be dead.
-        interrupted: called at every poll of a wait; may raise.
+        interrupted: called repeatedly while `settle` waits for a commit; may raise to end the wait.
     """
 
     def __init__(
@@ -64,8 +67,11 @@ class Saver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends a save that is still in flight because the run failed: completes it if the ranks live and write, else
-        drops it."""
+        """Ends a save that is still in flight, as after an error of the run.
+
+        Completes it as long as the ranks live and write, otherwise cancels it and drops its draft. Logs the outcome as
+        a warning. An error of the save is not raised.
+        """
         save, self._in_flight = self._in_flight, None
         if save is not None:
             try:
@@ -77,14 +83,15 @@ class Saver:
     def save(self, state: SavedState, *, at_once: bool = False) -> None:
         """Saves a checkpoint of the student in its present state, in the background unless configured otherwise.
 
-        Waits for the save before it. In the background, the state is copied on return and written and committed later.
+        Waits for the save before it. In the background, the state has been copied on return, and is written and
+        committed later; the next save or `settle` then raises the error, if any.
 
         Args:
             at_once: save without a copy and commit before returning, because the run has nothing else to do. It is
-                tried even if the save before it failed (`try_settle`).
+                tried even if the save before it failed, whose error is kept (`try_settle`).
 
         Raises:
-            WorkerError: this save failed, or the one before it. Older checkpoints are intact.
+            WorkerError: this save failed, or (unless `at_once`) the one before it. Older checkpoints are intact.
         """
         if at_once:
             self.try_settle()
@@ -109,8 +116,10 @@ class Saver:
                 self._in_flight = _BackgroundSave(self._store, draft, what, self._deadline_s)
 
     def try_settle(self) -> bool:
-        """Waits until the last save is committed, and returns whether it succeeded. An error is kept for
-        `raise_earlier_error`."""
+        """Waits until the last save is committed, and returns whether it succeeded; True if none is in flight.
+
+        A WorkerError is logged as a warning and kept for `raise_earlier_error`. What `interrupted` raises passes.
+        """
         try:
             self.settle()
         except WorkerError as error:
@@ -120,10 +129,10 @@ class Saver:
         return True
 
     def raise_earlier_error(self) -> None:
-        """Raises the error that `try_settle` has kept, if any.
+        """Raises the error that `try_settle` has kept; does nothing if there is none.
 
         Raises:
-            WorkerError: a save before the last one failed.
+            WorkerError: a save that `try_settle` waited for failed.
         """
         if self._earlier_error is not None:
             raise self._earlier_error
@@ -132,7 +141,8 @@ class Saver:
         """Waits until the last save is committed; returns at once if none is in flight.
 
         Raises:
-            WorkerError: it failed, or took longer than about twice the deadline. Older checkpoints are intact.
+            WorkerError: it failed, or is not committed within 2 * `deadline_s` + 120 seconds from when the ranks were
+                found to have finished. Older checkpoints are intact. What `interrupted` raises passes, too.
         """
         save = self._in_flight
         if save is None:
@@ -179,16 +189,17 @@ class _BackgroundSave:
 
     @property
     def written(self) -> bool:
-        """Whether the ranks have finished, successfully or not."""
+        """Whether the ranks have finished, successfully or not, or the thread that waits for them has ended."""
         return self._written.is_set() or not self.thread.is_alive()
 
     def complete(self, dead: Callable[[], bool]) -> None:
-        """Waits until the save is committed or has failed; gives up if the ranks die, or write nothing more for 10 s.
+        """Waits until the save is committed or has failed; gives up if a rank dies, or nothing is written for 10 s.
 
-        A commit that has begun no longer needs the ranks, and has `deadline_s` seconds.
+        Once the ranks have finished, the commit no longer needs them, and is waited for up to `deadline_s` seconds. A
+        failure of the save is not raised; it is in `error`.
 
         Args:
-            dead: whether a rank is known to be dead.
+            dead: whether a rank is known to be dead; asked about once a second. An exception counts as yes.
         """
         size = -1
         grown_at = checked_at = time.monotonic()
@@ -209,14 +220,18 @@ class _BackgroundSave:
         self.thread.join(self._deadline_s)
 
     def end(self) -> None:
-        """Cancels a save that is not fully written, so that its draft is dropped, and waits up to 10 s for the
-        thread."""
+        """Cancels the save if it is not fully written, and waits up to 10 s for its thread, which drops the draft.
+
+        A commit that has begun is not cancelled.
+        """
         self._cancelled.set()
         self.thread.join(_PATIENCE_S)
 
     def _work(self) -> None:
-        """Waits for the ranks and commits the draft, in the thread; an error is kept in `error`, and the draft then
-        removed."""
+        """Thread: waits for the ranks and commits the draft; if that fails, drops the draft and keeps the error.
+
+        The error is kept in `error` as a CheckpointError, and logged as a warning unless the save was cancelled.
+        """
         try:
             self._await_ranks()
             self._store.commit(self.draft)
@@ -232,7 +247,8 @@ class _BackgroundSave:
         """Waits until the ranks have written the draft and all of its files are visible on this node.
 
         Raises:
-            CheckpointError: they failed, or were too late; or the save was cancelled.
+            CheckpointError: a rank failed, the marker did not appear within `deadline_s` seconds or the files within
+                another 120, or the save was cancelled.
         """
         marker = self.draft.marker
         rule = f"must be written within ray.step_timeout_s={self._deadline_s:g} s"
@@ -248,11 +264,11 @@ class _BackgroundSave:
         )
 
     def _await(self, condition: Callable[[], bool], rule: str, deadline_s: float) -> None:
-        """Waits until `condition` is true, polling it.
+        """Waits until `condition` is true, calling it every tenth of a second.
 
         Args:
-            rule: what must be so, for the error.
-            deadline_s: in seconds from now.
+            rule: the rule in the error about a missed deadline.
+            deadline_s: seconds from now.
 
         Raises:
             CheckpointError: the deadline has passed, or the save was cancelled.
@@ -267,7 +283,11 @@ class _BackgroundSave:
 
 @contextmanager
 def _as_worker_error(what: str) -> Iterator[None]:
-    """Raises a CheckpointError or OSError of the block as the WorkerError that ends a run; `what` failed."""
+    """Turns a CheckpointError or OSError of the block into the WorkerError that ends a run; other errors pass.
+
+    Args:
+        what: what the block does, for the message.
+    """
     try:
         yield
     except (CheckpointError, OSError) as error:

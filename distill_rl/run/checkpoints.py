@@ -75,18 +75,22 @@ class Draft:
 
     @property
     def student(self) -> Path:
-        """Filled by the student's ranks."""
+        """The folder in the draft that the student's ranks fill."""
         return self.folder / "student"
 
     @property
     def marker(self) -> Path:
-        """Written by the first rank when all ranks are done."""
+        """The file in the draft that the first rank writes in a background save when all ranks are done."""
         return self.folder / "written.json"
 
 
 class CheckpointStore:
-    """
+    """The checkpoints of a run in one folder. Making a store touches no file.
+
     Args:
+        root: the folder, `checkpoints` of the run directory; `begin` creates it.
+        keep_last: number of newest checkpoints to keep.
+        keep_best: number of checkpoints with the lowest validation loss to keep besides.
         about: extra entries of every manifest, for human readers.
     """
 
@@ -96,8 +100,11 @@ class CheckpointStore:
     def begin(self, state: SavedState, num_bytes: Callable[[], int] = lambda: 0) -> Draft:
         """Makes a temporary folder for the student's ranks to fill; `commit` or `drop` it afterwards.
 
+        Creates the store's folder if necessary, and removes other users' permission to write to it.
+
         Args:
-            num_bytes: called for the size of a checkpoint if there is no earlier one to measure.
+            num_bytes: called for the size of a checkpoint if there is no earlier one to measure; 0: unknown, then any
+                free space will do.
 
         Raises:
             CheckpointError: there is less free space than a checkpoint needs.
@@ -114,8 +121,7 @@ class CheckpointStore:
         return draft
 
     def commit(self, draft: Draft) -> None:
-        """Adds state and manifest to what the ranks have written, flushes it, renames it to `step-N`, and prunes older
-        ones.
+        """Adds state and manifest to what the ranks have written, flushes and renames it to `step-N`, and prunes.
 
         A checkpoint of the same step is set aside before the rename and deleted by the pruning, so that at every moment
         a complete one exists under its own name or under the name that `clean_up` restores it from.
@@ -138,14 +144,14 @@ class CheckpointStore:
         self._prune()
 
     def drop(self, draft: Draft) -> None:
-        """Removes a draft that was not committed."""
+        """Removes a draft's folder; ignores errors, and does nothing after a commit, which has renamed the folder."""
         shutil.rmtree(draft.folder, ignore_errors=True)
 
     def explain(self, draft: Draft, error: Exception) -> CheckpointError:
-        """Returns the error to raise after a write failed with `error`; it gives the missing space if that is the
-        reason.
+        """Returns the error to raise after a write failed with `error`, whose text it contains.
 
-        To be called before the draft is dropped.
+        It blames a lack of space if less is free than the draft still needs, or less than 4096 bytes. Call it before
+        the draft is dropped.
         """
         missing = draft.num_bytes - size_of(draft.folder)
         free = shutil.disk_usage(self._root).free
@@ -158,7 +164,7 @@ class CheckpointStore:
         """Returns the newest valid checkpoint, verified file by file; None if there is none.
 
         Args:
-            warn: called with the problem of every newer one.
+            warn: called with the problem of every newer one that is not valid.
         """
         for path in reversed(self._folders()):
             try:
@@ -180,9 +186,9 @@ class CheckpointStore:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def abandon_after(self, step: int) -> None:
-        """Renames checkpoints of steps after `step`, from which the run resumes, to `abandoned-…`, and logs their new
-        names.
+        """Renames checkpoints of steps after `step`, from which the run resumes, and logs their new names as warnings.
 
+        The new names are `abandoned-step-N-…`.
         They belong to another course of the run, and by their step numbers they would be kept in preference to new
         ones.
         """
@@ -193,6 +199,7 @@ class CheckpointStore:
                 log.warning("%s is of a later step than the one resumed from; kept as %s", path, kept.name)
 
     def _folders(self) -> list[Path]:
+        """Returns the folders called `step-N`, unverified, by ascending step."""
         return sorted((path for path in self._root.glob("step-*") if _step(path) >= 0), key=_step)
 
     def _size_of_last(self) -> int:
@@ -205,7 +212,10 @@ class CheckpointStore:
         return 0
 
     def _prune(self) -> None:
-        """Deletes all checkpoints but the newest `keep_last` and the `keep_best` with the lowest scores."""
+        """Deletes all checkpoints but the newest `keep_last` and the `keep_best` with the lowest scores.
+
+        Of equal scores the older one is kept. Other temporary folders are deleted as well (`clean_up`).
+        """
         folders = self._folders()
         kept = set(folders[-self._keep_last :])
         if self._keep_best:
@@ -221,16 +231,16 @@ class CheckpointStore:
 
 
 def find(store: CheckpointStore, resume: str | None, warn: Callable[[str], None] = log.warning) -> Checkpoint | None:
-    """Returns the checkpoint that `resume` names, verified; None: there is none to resume from.
+    """Returns the checkpoint that `resume` names, verified; None if the run is to start afresh.
 
     Args:
         resume: None: no checkpoint; `latest`: the newest valid one; `auto`: the same, or None in an empty store;
             otherwise the path of a step folder.
-        warn: called for damaged ones if an older one is used instead.
+        warn: called with a line for each newer one that is not valid, if an older one is used instead.
 
     Raises:
-        CheckpointError: `latest` and there is no valid one; `auto` and there are some, but none is valid; or a folder
-            that is not a checkpoint.
+        CheckpointError: `latest` and there is no valid one; `auto` and there are some, but none is valid; or a path
+            that is not a valid checkpoint.
     """
     if resume is None:
         return None
@@ -273,9 +283,9 @@ def _require_trust(path: Path, within: Path | None) -> None:
         within: the folder that must directly contain it once links are followed; None: any.
 
     Raises:
-        CheckpointError: it is no folder or contains links; it, a file in it or its parent folder (with one named
-            `checkpoints`, also the parent of that) belongs to another user (root excepted) or can be changed by one; or
-            it is not in `within`.
+        CheckpointError: it is no folder, or is or contains a link or special file; it, a file in it or its parent
+            folder (with one named `checkpoints`, also the parent of that) belongs to another user (root excepted) or
+            can be changed by one; or it is not in `within`.
     """
     if not path.is_dir():
         raise CheckpointError(str(path), "must be a folder with a checkpoint", "nothing like it")
@@ -298,14 +308,13 @@ def _require_trust(path: Path, within: Path | None) -> None:
 
 
 def _step(path: Path) -> int:
-    """The step a checkpoint's folder is named after; -1 if it has another name."""
+    """The number N of a folder called `step-N`; -1 if it has another name."""
     number = path.name.removeprefix("step-")
     return int(number) if number.isdecimal() else -1
 
 
 def _read(path: Path, within: Path | None) -> Checkpoint:
-    """Verifies a checkpoint and returns it, as `read` does, but lets the errors of unexpected content in its JSON files
-    pass.
+    """Verifies a checkpoint and returns it, as `read` does, but lets errors from unexpected content of its files pass.
 
     Raises:
         CheckpointError: it may not be trusted, or its files differ from the manifest.
@@ -338,7 +347,9 @@ def _read(path: Path, within: Path | None) -> Checkpoint:
 
 
 def require_same(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
-    """Refuses to resume with other data, tokenizers or models. What has a fingerprint only now is not compared.
+    """Checks that data, tokenizers and models are those that a checkpoint was saved with.
+
+    What has a fingerprint only now is not compared; what has one only in the checkpoint counts as different.
 
     Args:
         saved, current: fingerprints by name.
@@ -374,14 +385,13 @@ def _no_room(needed: int, free: int, cause: str = "") -> tuple[str, str, str]:
 
 
 def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """A manifest with a hash of itself, so that a change to it is noticed too."""
+    """Returns a copy of a manifest with a hash of its other entries as `sha256`, by which a change to it is noticed."""
     text = json.dumps({key: value for key, value in manifest.items() if key != "sha256"}, sort_keys=True)
     return {**manifest, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def _require_seal(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Checks that a manifest's file reads as it was written and that its hash of itself, which older ones lack, is
-    right.
+    """Checks that a manifest's file is as it was written, and that its hash of itself, which older ones lack, is right.
 
     Raises:
         CheckpointError: it was changed.
@@ -393,8 +403,10 @@ def _require_seal(path: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _manifest(root: Path) -> dict:
-    """Returns the manifest of a folder: format, version, and the size in bytes and sha256 of every file by relative
-    path."""
+    """Returns the manifest of a folder: `format`, `version`, and `files`, by relative path, with `size` and `sha256`.
+
+    Sizes are in bytes. It has no hash of itself yet (`sealed`).
+    """
     files = {
         str(file.relative_to(root)): {"size": file.stat().st_size, "sha256": sha256(file)}
         for file in sorted(root.rglob("*"))
@@ -413,6 +425,9 @@ def _read_score(path: Path) -> float | None:
 
 def _load(file: Path, checkpoint: Path) -> dict:
     """Returns the content of a JSON file of a checkpoint.
+
+    Args:
+        checkpoint: its folder, for the error.
 
     Raises:
         CheckpointError: it cannot be read or is not JSON.

@@ -39,6 +39,8 @@ from distill_rl.workers.start import RunActors, start_actors
 
 @dataclass
 class Driver:
+    """A run with all its parts, made by `open`; `run` is its training loop."""
+
     job: Job
     actors: RunActors
     loader: Loader
@@ -67,11 +69,12 @@ class Driver:
     def open(cls, job: Job, signals: Signals) -> Iterator[Driver]:
         """Starts (or joins) Ray, the actors and the sinks, and ends them all when the block ends, whatever happened.
 
-        Yields a driver ready to `run`. A checkpoint that is resumed from is verified first and loaded; later ones are
-        then set aside, and half-written ones deleted.
+        Yields a driver ready to `run`, after printing which steps are left. Half-written checkpoints are deleted first
+        and again at the end. A checkpoint to resume from is verified before anything starts, and then loaded;
+        config.yaml is rewritten, and checkpoints of later steps are set aside.
 
         Raises:
-            CheckpointError: the checkpoint to resume from is missing, damaged or of another run.
+            CheckpointError: the checkpoint to resume from is missing, damaged, or of other data, tokenizers or models.
             DistillError: an actor failed to start.
         """
         store = checkpoint_store(job)
@@ -115,13 +118,13 @@ class Driver:
             yield cls(job, actors, loader, observer, timer, signals, resumed, evaluations, saver)
 
     def run(self) -> int:
-        """Trains until the last step or a request to stop, with validation, evaluations and checkpoints when they are
-        due.
+        """Trains until the last step or a request to stop, with validation, evaluations and checkpoints when due.
 
-        At the end it exports the student; on a request to stop it only saves, and not directly after a skipped step.
+        After the last step it ends the run (`finish`), which exports the student. On a request to stop it saves after
+        the current step, or, if that was skipped, after the next one that is not, and exports nothing.
 
         Returns:
-            The process's exit code: 0 after the last step, EXIT_PREEMPTED after a stop.
+            The process's exit code: 0 after the last step, EXIT_PREEMPTED after a request to stop.
         """
         submit, depth = self.actors.pipeline.submit, self.config.prefetch.depth
         with closing(Lookahead(self.loader, submit, PendingBatch.release, depth)) as batches:
@@ -171,9 +174,10 @@ class Driver:
         return every > 0 and self.state.step % every == 0
 
     def validate(self) -> None:
-        """Measures and records KD and CE on held-out text, at most once per step; nothing if the run has none.
+        """Measures and records KD and CE on held-out text, at most once per step; does nothing if the run has none.
 
-        Sets `score` to the KD, or to None if that is not finite.
+        Sets `score` to the KD, or to None if that was not measured or is not finite. They are a record of their own;
+        pending metrics are written before it.
         """
         if self.job.validation is None or self._validated_step == self.state.step:
             return
@@ -195,10 +199,10 @@ class Driver:
         self.observer.flush()
 
     def evaluate(self) -> None:
-        """Starts the suites on this step's weights if they are due, and records the scores of earlier ones that have
-        ended.
+        """Starts the suites on this step's weights if they are due, and records the scores of those that have ended.
 
-        May wait for an earlier evaluation (`Evaluations.start`).
+        At the last step none are started, because its weights are the export. May wait for an earlier evaluation
+        (`Evaluations.start`).
         """
         # The last step is left out: its weights are the export, which is evaluated on all items.
         if self.due(suites_every(self.config)) and self.state.step < self.loader.total_steps:
@@ -223,20 +227,24 @@ class Driver:
             self._saved_step = self.state.step
 
     def preempt(self) -> int:
-        """Saves a committed checkpoint, prints how to go on, and returns the process's exit code, EXIT_PREEMPTED."""
+        """Saves and commits a checkpoint, prints how to go on, and returns the process's exit code, EXIT_PREEMPTED.
+
+        Raises:
+            WorkerError: the save failed.
+        """
         self.save(last=True)
         say(f"stopped after step {self.state.step} and saved; go on with --resume")
         return EXIT_PREEMPTED
 
     def finish(self) -> int:
-        """Ends a run after its last step: validates, saves, exports the student with its model card, and waits for
-        evaluations.
+        """Ends a run after its last step: validates, saves, exports the student with its card, waits for evaluations.
 
         Returns:
             0, the exit code.
 
         Raises:
-            WorkerError: a save failed, even an earlier one than the last.
+            WorkerError: the last save failed, or (raised after all else is done) an earlier one.
+            KeyboardInterrupt, Preempted: a signal ended the wait for evaluations.
         """
         self.validate()
         self.save(last=True)
@@ -262,10 +270,9 @@ class Driver:
 
 
 def evaluations_of(job: Job, actors: RunActors, observer: Observer, signals: Signals) -> Evaluations:
-    """Returns the evaluations of a run, in `evals` of its directory, which copy the student's weights and record to
-    `observer`.
+    """Returns the evaluations of a run, which keep files in its folder `evals` and record scores to `observer`.
 
-    They do nothing if the run has no evaluator.
+    They evaluate copies of the student's weights, and do nothing if the run has no evaluator.
     """
 
     def copy(folder: Path) -> str | None:
@@ -284,8 +291,10 @@ def evaluations_of(job: Job, actors: RunActors, observer: Observer, signals: Sig
 
 
 def checkpoint_store(job: Job) -> CheckpointStore:
-    """Returns the store of a run's checkpoints, whose manifests name library versions and fingerprints. Touches no
-    file."""
+    """Returns the store of a run's checkpoints, whose manifests name library versions and fingerprints.
+
+    Reads and writes nothing in the folder.
+    """
     settings = job.config.checkpoint
     about = {
         "libraries": {name: version(name) for name in ("torch", "transformers")},
@@ -297,8 +306,7 @@ def checkpoint_store(job: Job) -> CheckpointStore:
 
 
 def saver_of(store: CheckpointStore, job: Job, actors: RunActors) -> Saver:
-    """Returns the saver of a run's checkpoints, in the background if `checkpoint.async_save`; to be used as a context
-    manager."""
+    """Returns the saver of a run's checkpoints, a context manager; in the background if `checkpoint.async_save`."""
     return Saver(
         store,
         actors.student.collective,
@@ -310,10 +318,13 @@ def saver_of(store: CheckpointStore, job: Job, actors: RunActors) -> Saver:
 
 
 def find_checkpoint(job: Job, store: CheckpointStore) -> Checkpoint | None:
-    """Returns the checkpoint that `checkpoint.resume` names, verified, or None for a fresh start. Prints which it is.
+    """Returns the checkpoint that `checkpoint.resume` names, verified, or None for a fresh start.
+
+    Prints the path of the one to resume from, and a line for each damaged one that is passed over; nothing for None.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it was made from other data, tokenizers or models.
+        CheckpointError: the checkpoint asked for is missing or damaged, or was made from other data, tokenizers or
+            models.
     """
     checkpoint = checkpoints.find(store, job.config.checkpoint.resume, lambda text: say(f"damaged   {text}"))
     if checkpoint:

@@ -27,11 +27,7 @@ _TUNNEL = (
 
 
 class Service:
-    """The requests that the commands send to a cluster.
-
-    Raises:
-        ConfigError: no cluster at the address, a missing or wrong token, or a cluster that does not require a token.
-    """
+    """The requests that the commands send to a cluster."""
 
     def __init__(self, address: str | None = None):
         """Connects to a cluster, after checking that it answers and requires a token.
@@ -40,6 +36,11 @@ class Service:
 
         Args:
             address: `http://HOST:PORT` of the cluster's dashboard; None: $RAY_API_SERVER_ADDRESS, or DEFAULT_ADDRESS.
+
+        Raises:
+            ConfigError: a malformed address, no cluster there, a missing or wrong token, a cluster that does not
+                require a token (unless authentication is disabled here), or Ray's client is not installed.
+            WorkerError: the cluster refuses the request.
         """
         self.address = _checked(address or os.environ.get(_ADDRESS) or DEFAULT_ADDRESS)
         access.require_token()
@@ -57,7 +58,7 @@ class Service:
             details: further arguments of Ray's `submit_job`, such as `metadata` and `runtime_env`.
 
         Raises:
-            ConfigError: a job with this id exists already, or the cluster does not answer.
+            ConfigError: a job with this id exists already, or the cluster cannot be reached or rejects the token.
             WorkerError: the cluster refuses the request.
         """
         with self._as_our_errors():
@@ -70,28 +71,48 @@ class Service:
                 raise ConfigError(f"job {submission_id}", rule, remedy=remedy) from None
 
     def jobs(self) -> list[JobDetails]:
-        """All jobs of the cluster that were submitted to it, those of other programs included."""
+        """All jobs submitted through the cluster's Jobs API, in any state, those of other programs included.
+
+        Raises:
+            ConfigError: the cluster cannot be reached, or rejects the token.
+            WorkerError: it cannot carry out the request.
+        """
         with self._as_our_errors():
             return [job for job in self._client.list_jobs() if job.submission_id]
 
     def job(self, submission_id: str) -> JobDetails:
-        """What Ray knows of a job. Raises ConfigError if the service does not answer."""
+        """What Ray knows of a job.
+
+        Raises:
+            ConfigError: the cluster cannot be reached, or rejects the token.
+            WorkerError: it cannot carry out the request, for instance because it has no such job.
+        """
         with self._as_our_errors():
             return self._client.get_job_info(submission_id)
 
     def logs(self, submission_id: str) -> str:
-        """Everything that a job has printed so far."""
+        """Everything that a job has printed so far.
+
+        Raises:
+            ConfigError: the cluster cannot be reached, or rejects the token.
+            WorkerError: it cannot carry out the request, for instance because it has no such job.
+        """
         with self._as_our_errors():
             return self._client.get_job_logs(submission_id)
 
     def stop(self, submission_id: str) -> None:
-        """Asks a job to end, with SIGTERM, and returns immediately."""
+        """Asks a job to end, with SIGTERM, and returns without waiting for its end.
+
+        Raises:
+            ConfigError: the cluster cannot be reached, or rejects the token.
+            WorkerError: it cannot carry out the request, for instance because it has no such job.
+        """
         with self._as_our_errors():
             self._client.stop_job(submission_id)
 
     @contextmanager
     def _as_our_errors(self) -> Iterator[None]:
-        """Turns errors of the network, the authentication and the cluster inside the block into ours.
+        """Turns errors of the network, the authentication and the cluster inside the block into this package's.
 
         Raises:
             ConfigError: the cluster cannot be reached, or rejects the token.
@@ -116,8 +137,9 @@ class Service:
 
 
 def _client_class() -> Any:
-    """Ray's client of the Jobs API, with a timeout on every request and without redirects; silences Ray's own log below
-    errors.
+    """The class of Ray's client of the Jobs API, with a timeout on every request and without redirects.
+
+    Also silences Ray's own log below level error.
 
     Raises:
         ConfigError: the extra `dashboard` is not installed.
@@ -141,7 +163,7 @@ def _checked(address: str) -> str:
     """The address of a dashboard as `SCHEME://HOST:PORT`, with the scheme's default port if none is given.
 
     Raises:
-        ConfigError: not http or https, no host, a path, a user, or a port that cannot exist.
+        ConfigError: it is not http or https, has no host, or has a path, a user or a port that cannot exist.
     """
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.path.strip("/"):
@@ -155,7 +177,7 @@ def _checked(address: str) -> str:
 
 
 def _require_answer(address: str) -> None:
-    """Checks that something accepts connections at an address with a port, within a few seconds.
+    """Checks that something accepts connections at an address with a port, within 5 seconds.
 
     Raises:
         ConfigError: nothing does.
@@ -190,4 +212,5 @@ def _require_locked(address: str) -> None:
 
 
 def _unreachable(address: str, reason: str) -> ConfigError:
+    """Returns the error that says that no dashboard answers at an address, and how to reach one."""
     return ConfigError(f"--address {address}", "no Ray dashboard answers there", reason, _TUNNEL)

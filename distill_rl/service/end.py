@@ -22,7 +22,8 @@ _STEPS = ((signal.SIGINT, 30.0), (signal.SIGINT, 5.0), (signal.SIGKILL, 5.0))
 def end(submission_id: str) -> bool:
     """Ends the driver of a job on this machine without saving, and waits for its end; returns whether there was one.
 
-    Sends SIGINT, a second SIGINT after 30 seconds, and SIGKILL after another 5.
+    Sends SIGINT; if it still lives after 30 seconds, a second SIGINT; after another 5, SIGKILL, and waits 5 more. True
+    does not say that it has ended.
     """
     processes = list(drivers(submission_id))
     for signal_number, seconds in _STEPS:
@@ -36,7 +37,7 @@ def end(submission_id: str) -> bool:
 
 
 def drivers(submission_id: str) -> Iterator[psutil.Process]:
-    """Processes of this user on this machine that run `entry` for the job `submission_id`, found by their environment.
+    """Yields the processes of this user on this machine that run `entry` for a job, found by their environment.
 
     Processes that cannot be inspected are left out.
     """

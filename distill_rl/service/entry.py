@@ -1,9 +1,10 @@
 """The process of a job on the cluster: `distill-rl train`, with its exit code as the last line of the log.
 
 - Ray keeps no exit code of a job that it stopped (by SIGTERM), so the code is logged.
-- A SIGTERM before `train` has installed its handlers would end the process without an exit code of ours, so it is handled here.
-- SIGINT may be blocked by Ray's processes, the parents of this one, or ignored if a shell started Ray in the background, so it
-  is restored.
+- A SIGTERM before `train` has installed its handlers would end the process without an exit code of ours, so it is
+  handled here.
+- SIGINT may be blocked by Ray's processes, the parents of this one, or ignored if a shell started Ray in the
+  background, so it is restored.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from distill_rl.system.signals import EXIT_PREEMPTED
 
 
 def main(config: str) -> int:
-    """Runs `distill-rl train` with a configuration file in this process, whose signal handling and `sys.argv` it
-    changes.
+    """Runs `distill-rl train` with a configuration file in this process.
+
+    Changes the process's signal handling and `sys.argv`. Returns 0 only if `train` ends without `SystemExit`.
+
+    Args:
+        config: path of the file.
 
     Raises:
-        SystemExit: with the exit code of `train`; normally this never returns.
+        SystemExit: with the exit code of `train`; the normal end.
     """
     signal.signal(signal.SIGTERM, _stop_before_the_run)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,7 +38,7 @@ def main(config: str) -> int:
 
 
 def _stop_before_the_run(signal_number: int, frame: FrameType | None) -> None:
-    """Handles SIGTERM until `train` has its own handlers: exits with 85, as for a run that was stopped and saved."""
+    """Handles SIGTERM outside the run: prints a line and exits with 85, like a run that was stopped and saved."""
     print("stopped outside of the run", flush=True)
     raise SystemExit(EXIT_PREEMPTED)
 

@@ -53,7 +53,7 @@ def require_usable(name: str) -> None:
     """Checks that a run's name can be part of a URL and of a file name.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it is not 1 to 101 ASCII letters, digits, `.`, `_` and `-`, the first a letter or digit.
     """
     if not _USABLE.fullmatch(name):
         rule = "of a submitted run must consist of at most 101 letters, digits, '.', '_' and '-'"
@@ -61,8 +61,9 @@ def require_usable(name: str) -> None:
 
 
 def runs(jobs: Iterable[JobDetails]) -> dict[str, Run]:
-    """The newest submission of every run on a cluster, by name in alphabetical order; jobs of other programs are
-    ignored.
+    """Every run among the jobs, in the state of its newest submission, by name in alphabetical order.
+
+    Jobs of other programs are ignored.
     """
     newest: dict[str, Run] = {}
     for run in filter(None, map(_run, jobs)):
@@ -111,7 +112,7 @@ def next_submission(jobs: Iterable[JobDetails], name: str) -> tuple[str, int]:
 
 
 def exit_code(run: Run, logs: str) -> int:
-    """Exit code of a run that has ended: from its log, else from Ray, else 1.
+    """Exit code of a run that has ended: from its log, else from Ray unless negative, else 1.
 
     Args:
         logs: everything that the job has printed.
@@ -123,9 +124,10 @@ def exit_code(run: Run, logs: str) -> int:
 
 
 def table(of_runs: Iterable[Run]) -> list[str]:
-    """Lines of a table with name, state, steps, latest KD and time, headings first.
+    """Lines of a table with name, state, steps, latest KD and local time (`Run.since`), headings first.
 
-    Reads the metrics in the runs' directories; `?` stands for steps that cannot be read on this machine.
+    Reads the metrics in the runs' directories; `?` stands for steps that are not there yet or cannot be read on this
+    machine.
     """
     rows = [("run", "state", "step", "KD", "since")]
     for run in of_runs:
@@ -138,8 +140,10 @@ def table(of_runs: Iterable[Run]) -> list[str]:
 
 
 def _progress(folder: Path) -> tuple[str, str]:
-    """Last step and latest KD of a run, from the metrics in its directory; "?" and "" where they cannot be read here or
-    there are none yet."""
+    """Last step and latest KD in training of a run, as text, from the metrics in its directory.
+
+    They are "?" and "" where there are none yet, or they cannot be read on this machine.
+    """
     from distill_rl.observe.sinks.sinks import read_records
 
     try:
@@ -174,4 +178,5 @@ def _run(job: JobDetails) -> Run | None:
 
 
 def _to_int(text: Any) -> int | None:
+    """The whole number that a text of decimal digits stands for; None for anything else."""
     return int(text) if isinstance(text, str) and text.isdecimal() else None

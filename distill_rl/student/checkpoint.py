@@ -1,8 +1,9 @@
 """The student's checkpoint: parameters, AdamW's state and random state, written and read by every rank together.
 
-A directory holds files of torch.distributed.checkpoint (DCP), which reshard on load, and `student.json`. Where directories
-are, which is the newest and whether one is whole is the business of `distill_rl.run.checkpoints`, which commits, prunes and
-checks the manifest. DCP's `.metadata` is a pickle, so only a directory that passed that check may be loaded.
+A directory holds files of torch.distributed.checkpoint (DCP), which reshard on load, and `student.json`. Where
+directories are, which is the newest and whether one is whole is the business of `distill_rl.run.checkpoints`, which
+commits, prunes and checks the manifest. DCP's `.metadata` is a pickle, so only a directory that passed that check may
+be loaded.
 """
 
 from __future__ import annotations
@@ -56,14 +57,15 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors of all ranks together."""
+        """Bytes of the trained tensors of all ranks together, and of this rank's random state."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def copied(self, staging: Staging | None = None) -> Snapshot:
         """Returns a copy in plain host memory, complete on return, which further training does not change.
 
         Args:
-            staging: copies tensors on a GPU; None: one is made for this call. Tensors on a CPU are cloned.
+            staging: copies the tensors that are on a GPU; None: one is made for this call if there are any. Tensors on
+                a CPU are cloned.
         """
         on_gpu = {name: tensor for name, tensor in self.tensors.items() if tensor.device.type != "cpu"}
         copies = {name: tensor.detach().clone() for name, tensor in self.tensors.items() if name not in on_gpu}
@@ -76,8 +78,8 @@ class Snapshot:
 def save(directory: str | Path, snapshot: Snapshot, world: World, group: dist.ProcessGroup | None = None) -> list[str]:
     """Writes the student into `directory`, which is created if missing and must be on storage that all ranks share.
 
-    Collective over `group`, by default the default group. Everything is flushed to disk on return. A failure of one rank is
-    raised on all of them.
+    Collective over `group`, by default the default group. Everything is flushed to disk on return. If one rank
+    fails to write, all of them raise.
 
     Returns:
         On the first rank the names of all ranks' files, an empty list on the others.
@@ -99,14 +101,14 @@ def save(directory: str | Path, snapshot: Snapshot, world: World, group: dist.Pr
 def load(
     directory: str | Path, *, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, world: World
 ) -> tuple[StudentState, bool]:
-    """Reads what `save` wrote, on any mesh, into the parameters and their optimizer, in place. Collective over all
-    ranks.
+    """Reads what `save` wrote, on any mesh, into the parameters and their optimizer state, in place.
 
-    The optimizer must already hold state for every parameter (`build_optimizer`). Torch's random state is restored too,
-    if the mesh has the sizes that it had when saving.
+    Collective over all ranks. The optimizer must already hold state for every parameter (`build_optimizer`). Torch's
+    random state is restored too, if dp and tp are those of the save and the checkpoint holds this rank's state, of the
+    CPU and, on a GPU, of the GPU.
 
     Returns:
-        The saved state, and whether this rank's random state was restored.
+        The content of `student.json`, which the caller must apply, and whether this rank's random state was restored.
 
     Raises:
         CheckpointError: missing or unreadable, from another format, or of a model with other parameters.
@@ -134,8 +136,8 @@ def load(
 class Writer:
     """Writes snapshots of the student while training continues, one at a time.
 
-    All ranks call each method together. The threads communicate over a process group of their own, because two threads on
-    one group can meet in different orders on different ranks.
+    All ranks call each method together. The threads communicate over a process group of their own, because two threads
+    on one group can meet in different orders on different ranks.
 
     Args:
         timeout_s: seconds that a rank's thread waits for the others.
@@ -149,14 +151,14 @@ class Writer:
         self._error: Exception | None = None
 
     def start(self, snapshot: Snapshot, directory: Path, marker: Path) -> None:
-        """Copies the snapshot and returns; a thread then writes it into `directory`. Waits for the save before it, if
-        need be.
+        """Waits for the save in progress, if any, copies the snapshot, and starts a thread that writes the copy.
 
-        When all ranks are done, the first rank writes `marker` atomically. It is JSON: `error`, one line or null, and
-        `files`, the names in `directory`. If the marker's folder no longer exists, none is written.
+        The thread writes into `directory`. When all ranks are done or have failed, the first rank writes `marker`
+        atomically. It is JSON: `error`, one line or null, and `files`, the names in `directory` (none after an error).
+        If the marker's folder no longer exists, none is written.
 
         Raises:
-            CheckpointError: the previous save failed.
+            CheckpointError: the previous save failed. The new one is then not started.
         """
         self.wait()
         if self._group is None:
@@ -223,7 +225,8 @@ def read_state(directory: str | Path) -> StudentState:
 def trained_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Returns everything that is trained, and its optimizer state, by the name that it has in a checkpoint.
 
-    The tensors share memory with the parameters and the optimizer, so loading into them restores both.
+    The names are `model.NAME` and `optimizer.NAME.KEY`. The tensors share memory with the parameters and the optimizer,
+    so loading into them restores both.
 
     Args:
         parameters: by name; a tied parameter once.
@@ -237,8 +240,10 @@ def trained_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.opt
 
 
 def random_state(world: World) -> dict[str, Tensor]:
-    """Returns copies of torch's random states of this rank, CPU and GPU, by the names that they have in a
-    checkpoint."""
+    """Returns copies of torch's random states of this rank, by the names that they have in a checkpoint.
+
+    The names are `random.RANK.cpu` and, if the world is on GPUs, also `random.RANK.cuda`.
+    """
     tensors = {f"random.{world.rank}.cpu": torch.get_rng_state()}
     if world.device.type == "cuda":
         tensors[f"random.{world.rank}.cuda"] = torch.cuda.get_rng_state(world.device)
@@ -261,7 +266,8 @@ def _saved_shapes(reader: dcp.FileSystemReader, directory: Path) -> dict[str, tu
 def _check_shapes(directory: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Tensor]) -> None:
     """Checks that a checkpoint holds the wanted tensors, with their shapes, and no other parameters or optimizer state.
 
-    Random state may be missing here, and so may what was trained besides the model (`objective.`).
+    The checkpoint may hold random state and parameters besides the model's (`objective.`) that are not wanted. Dtypes
+    are not compared.
 
     Args:
         saved: shapes in the checkpoint, by name.
@@ -286,13 +292,14 @@ def _check_shapes(directory: Path, saved: Mapping[str, tuple[int, ...]], wanted:
 
 
 def _on_first_rank(world: World, action: Callable[[], None], what: str, group: dist.ProcessGroup | None) -> None:
-    """Runs `action` on rank 0 and waits for it on all ranks. Collective over `group`, None being the default group.
+    """Runs `action` on rank 0 alone; the other ranks wait until it is done. Collective over `group`.
 
     Args:
         what: what is written, for the error.
+        group: None: the default group.
 
     Raises:
-        CheckpointError: on all ranks, if it fails.
+        CheckpointError: on all ranks, if `action` fails.
     """
     failure: list[str | None] = [None]
     if world.rank == 0:
@@ -306,7 +313,9 @@ def _on_first_rank(world: World, action: Callable[[], None], what: str, group: d
 
 
 def _run_dcp(action: Callable[[], Any], what: str) -> Any:
-    """Runs and returns a collective call of torch.distributed.checkpoint, with a failure of any rank as one line.
+    """Runs a collective call of torch.distributed.checkpoint and returns its result.
+
+    The error for a failed call is one line that names each cause and its rank.
 
     Args:
         what: what is written or read, for the error.
@@ -322,4 +331,5 @@ def _run_dcp(action: Callable[[], Any], what: str) -> Any:
 
 
 def _one_line(error: BaseException) -> str:
+    """Returns `TYPE: MESSAGE` of an error, with every run of white space as one blank."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -4,14 +4,14 @@ Every method is collective: all ranks of the mesh call it together, with equal a
 
 One step:
 
-1. `forward_backward`, once per sub-batch, takes this rank's rows one micro-batch after another: fetch the targets, forward,
-   loss, backward. Each loss is divided by the number of labels (or chunks) of the *global* batch, so a gradient is the
-   plain sum over micro-batches, sub-batches and data-parallel ranks, and no division of a batch changes it. A micro-batch
-   without labels is computed too, because the other ranks wait for its collectives.
+1. `forward_backward`, once per sub-batch, takes this rank's rows one micro-batch after another: fetch the targets,
+   forward, loss, backward. Each loss is divided by the number of labels (or chunks) of the *global* batch, so a
+   gradient is the plain sum over micro-batches, sub-batches and data-parallel ranks, and no division of a batch
+   changes it. A micro-batch without labels is computed too, because the other ranks wait for its collectives.
 2. The last call of a step completes the reduction over the data-parallel ranks (`GradientReduction`).
-3. `optim_step` sums the loss over all ranks, computes the gradient's norm, clips, and updates the weights with the step's
-   learning rate. If the loss or the norm is not finite, or is a spike, it leaves the weights alone (`StepGuard`). All
-   ranks decide alike, because they see the same two numbers.
+3. `optim_step` sums the loss over all ranks, computes the gradient's norm, clips, and updates the weights with the
+   step's learning rate. If the loss or the norm is not finite, or is a spike, it leaves the weights alone
+   (`StepGuard`). All ranks decide alike, because they see the same two numbers.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ log = logging.getLogger(__name__)
 
 class StudentEngine:
     """Model, optimizer and schedule of one rank.
+
+    Making one is collective: it loads the model, the projections and the teachers' output layers, and seeds torch.
 
     Args:
         config: the run's settings.
@@ -121,11 +123,13 @@ class StudentEngine:
 
         Returns:
             On the first tensor-parallel rank, `{}` on the others:
-            `train/kl_loss` (weighted over teachers, T² included; a mean over chunks where chunks are compared),
-            `train/nll_loss`, `train/teacher_mass`: means over this rank's labelled tokens with their number as weight,
-            so that merging over ranks gives the mean of the global batch;
-            `train/loss`, the weighted sum of KD and CE; `train/tokens`, the labelled tokens;
-            `train/grad_norm`, before clipping; `train/lr`; `train/kd_scale`, under `loss.dynamic_scale`;
+            `train/loss`, the weighted sum of KD and CE, and its parts: with teachers `train/kl_loss` (weighted over
+            teachers, T² included; a mean over chunks where chunks are compared), with several also
+            `train/kl_loss/NAME`; `train/nll_loss`; `train/teacher_mass`, if the first teacher has the student's
+            tokenizer. All are means over this rank's labelled tokens with their number as weight, so that merging over
+            ranks gives the mean of the global batch;
+            `train/tokens`, this rank's labelled tokens; `train/grad_norm`, before clipping; `train/lr`;
+            `train/kd_scale`, with teachers under `loss.dynamic_scale`;
             `train/skipped`, 1 if the step left the weights alone.
 
         Raises:
@@ -138,9 +142,9 @@ class StudentEngine:
         self, batch: RankBatch, targets: TargetSource, scores: Sequence[float] = (), *, last: bool = True
     ) -> dict[str, Metric]:
         """Computes the gradient of `batch`, micro-batch by micro-batch, and adds it to that of the step so far.
-        Collective.
 
-        The arguments and the returned metrics are those of `train_step`, without what `optim_step` adds.
+        Collective. The arguments and the returned metrics are those of `train_step`, without what `optim_step` adds.
+        Under `loss.dynamic_scale: exact`, a pass over the batch without gradient comes first.
 
         Args:
             last: whether `optim_step` comes next. Only then are the gradients complete in the parameters' `.grad`;
@@ -163,11 +167,10 @@ class StudentEngine:
 
     @gpu_phase("optimizer step")
     def optim_step(self) -> dict[str, Metric]:
-        """Clips the gradients, updates the weights with this step's learning rate, clears the gradients, and counts the
-        step.
+        """Clips the gradients, updates the weights, clears the gradients and counts the step.
 
-        If `StepGuard` finds a reason, only the update is left out. Collective; comes after `forward_backward` with
-        `last`.
+        If `StepGuard` finds a reason to skip the step, only the update is left out and a warning is logged. Collective;
+        comes after `forward_backward` with `last`.
 
         Returns:
             `train/grad_norm`, `train/lr` and `train/skipped`; `{}` on all but the first tensor-parallel rank.
@@ -202,11 +205,10 @@ class StudentEngine:
 
     @torch.no_grad()
     def evaluate(self, batch: RankBatch, targets: TargetSource, scores: Sequence[float] = ()) -> dict[str, Metric]:
-        """Returns `validation/kl_loss` (with teachers) and `validation/nll_loss` of `batch`, computed without gradient
-        or dropout.
+        """Returns `validation/nll_loss` and, with teachers, `validation/kl_loss`, without gradient or dropout.
 
-        Collective. The arguments are those of `train_step`; the metrics are merged over ranks like its own, and `{}` on
-        all but the first tensor-parallel rank.
+        Collective. The arguments are those of `train_step`. The metrics are merged over ranks like its own; on all but
+        the first tensor-parallel rank the result is `{}`. The model is in training mode afterwards.
         """
         blend = self.objective.blend(scores, self.kd_scale)
         self.model.eval()
@@ -220,10 +222,9 @@ class StudentEngine:
 
     @gpu_phase("checkpoint copy")
     def save(self, directory: str | Path, marker: str | Path | None = None) -> None:
-        """Writes weights, optimizer and random state into `directory`, which all ranks must share. The caller commits
-        the directory.
+        """Writes weights, optimizer, random state and `student.json` into `directory`, which all ranks must share.
 
-        Collective. Waits for the previous save.
+        Collective. Waits for the previous save. The caller commits the directory.
 
         Args:
             marker: None: everything is written on return. A path: everything is copied on return and written in the
@@ -248,7 +249,7 @@ class StudentEngine:
         self._writer.wait()
 
     def checkpoint_bytes(self) -> int:
-        """What `save` writes on all ranks together, except a few kilobytes."""
+        """Returns how many bytes `save` writes on all ranks together, except a few kilobytes."""
         return self._snapshot().num_bytes
 
     def _snapshot(self) -> checkpoint.Snapshot:
@@ -278,10 +279,13 @@ class StudentEngine:
 
     @gpu_phase("weight export")
     def export(self, out_dir: str | Path, tokenizer: PreTrainedTokenizerBase, card: str | None = None) -> None:
-        """Writes the student as a Hugging Face folder with its tokenizer; collective.
+        """Writes the student with its tokenizer as a Hugging Face folder, replacing an existing one. Collective.
 
         Args:
             card: the text of the model card; None: none.
+
+        Raises:
+            ExportError: on the first rank only, if the folder cannot be written.
         """
         export_model(
             self.model,
@@ -293,15 +297,18 @@ class StudentEngine:
         )
 
     def export_projections(self, folder: str | Path) -> None:
-        """Writes the learned vocabulary projections into `folder`, on the first rank only; nothing if there are
-        none."""
+        """Writes the learned vocabulary projections into `folder`, on the first rank only; nothing without any.
+
+        The files are those of `save_learned`. The parent of `folder` must exist.
+        """
         if self.world.rank == 0:
             save_learned(self.objective.projections, self.cross_tokenizer_specs, Path(folder))
 
     def _run(
         self, batch: RankBatch, targets: TargetSource, blend: Blend, *, backward: bool = False, last: bool = False
     ) -> LossSums:
-        """Runs forward, and on request backward, over all micro-batches of `batch`, and returns the summed losses.
+        """Runs forward, and on request backward, over all micro-batches of `batch`; returns this rank's summed losses.
+
         Collective.
 
         Args:
@@ -327,8 +334,10 @@ class StudentEngine:
         return sums
 
     def _metrics(self, prefix: str, batch: RankBatch, sums: LossSums, blend: Blend) -> dict[str, Metric]:
-        """Returns the metrics of `batch` from its summed losses, by name with `prefix/`; `{}` on all but the first
-        tensor-parallel rank."""
+        """Returns the metrics of `batch` from its summed losses (`LossSums.metrics`), by name with `prefix/`.
+
+        The result is `{}` on all but the first tensor-parallel rank.
+        """
         if self.world.tp_rank:
             return {}
         num_labels = int(np.count_nonzero(batch.rows.labels != IGNORE_INDEX))
@@ -350,7 +359,9 @@ class StudentEngine:
 
     def _global_loss(self) -> float:
         """Returns the loss of the step's global batch so far, the same on every rank; NaN if it is NaN on one.
-        Collective."""
+
+        Collective.
+        """
         if self.world.world_size == 1:
             return self._loss.item()
         total = self._loss.clone()
@@ -359,22 +370,29 @@ class StudentEngine:
         return total.item() / self.world.tp
 
     def _ratio(self, sums: LossSums) -> float:
-        """Returns CE / KD of the global batch, the same on every rank; 1 if there is no KD to scale. Collective over
-        the DP group."""
+        """Returns CE / KD of the global batch, the same on every rank; 1 if the KD is not above 0.
+
+        Collective over the data-parallel group.
+        """
         total = sums.kd_and_ce.clone()
         dist.all_reduce(total, group=self.world.dp_group)
         kd, ce = total.tolist()
         return ce / kd if kd > 0 else 1.0
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
-        """The model's parameters by name, and other trained ones with the prefix `objective.`."""
+        """Returns the model's sharded parameters by name, and the objective's with the prefix `objective.`.
+
+        Reshards the model first.
+        """
         reshard(self.model)
         named = dict(self.model.named_parameters())
         return named | dict(self.objective.named_parameters(prefix="objective"))
 
     def _logits(self, rows: TokenRows) -> Tensor:
-        """Returns the logits [R, S, V] of a micro-batch's rows, padded columns at −inf; a DTensor under tensor
-        parallelism."""
+        """Returns the logits [R, S, V] of a micro-batch's rows, with padded columns at −inf.
+
+        Under tensor parallelism they are a DTensor sharded over the last dimension.
+        """
         device = self.world.device
         documents = documents_for(self.model.config, rows.position_ids, device)
         ids, positions = to_device(rows.input_ids, device), to_device(rows.position_ids, device)
@@ -382,14 +400,16 @@ class StudentEngine:
         return mask_padded_columns(logits, self.vocabulary_size)
 
     def _seed(self) -> None:
-        """Seeds from run.seed, the step and the data-parallel rank. Tensor-parallel ranks must draw the same
-        numbers."""
+        """Seeds torch from run.seed, the step and the data-parallel rank.
+
+        The tensor-parallel rank has no part in it, because tensor-parallel ranks must draw the same numbers.
+        """
         text = f"{self.config.run.seed}/{self.step}/{self.world.dp_rank}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1)
 
 
 def _on_device(target: Target, device: torch.device) -> Target:
-    """Returns the target with all of its tensors on `device`; the original is unchanged."""
+    """Returns a target with all tensors on `device`; those that are there already are shared with the original."""
     moved: dict[str, Any] = {}
     for field in fields(target):
         value = getattr(target, field.name)

@@ -94,8 +94,9 @@ class Objective(nn.Module):
     Args:
         config: `loss.*`.
         teachers: in the order of their targets. None of them is used if `loss.kd_weight` is 0.
-        cross_tokenizer: per teacher its cross-tokenizer loss and the projection between the vocabularies (a learnable one
-            is a parameter of this module), None for a teacher with the student's tokenizer. Empty if all are.
+        cross_tokenizer: per teacher its cross-tokenizer loss and the projection between the vocabularies (a learnable
+            one becomes a submodule of this module), None for a teacher with the student's tokenizer. Empty if all have
+            it.
         heads: per teacher its output layer if it sends hidden states, else None. Empty if no teacher does.
     """
 
@@ -123,8 +124,8 @@ class Objective(nn.Module):
         Args:
             scores: per teacher its mean CE or entropy on the batch (`teachers[].score`), infinity for a teacher that
                 the run has lost, but not for all. Empty: shares follow from the weights alone.
-            kd_scale: r of `loss.dynamic_scale`, unless that is off: the weight of KD then, beside 1 for CE, in place of
-                the configured weights.
+            kd_scale: weight of KD under `loss.dynamic_scale`, where CE has the weight 1. Ignored if that is off or
+                there are no teachers; the configured weights then apply.
         """
         weights = [teacher.weight for teacher in self.teachers]
         if scores:
@@ -196,13 +197,16 @@ class Objective(nn.Module):
         )
 
     def _token_term(self, batch: _MicroBatch, target: Teacher | None, kd: float, ce: float) -> _Term:
-        """Compares one teacher token by token, and adds CE in the same pass; `kd` and `ce` are the weights of the two
-        losses.
+        """Compares one teacher token by token, and adds CE in the same pass.
 
         `kd_loss` blends them as ratio · KD + (1 − ratio) · CE, hence ratio = kd / (kd + ce) and the factor kd + ce.
 
         Args:
             target: None: CE alone.
+            kd, ce: weights of the two losses.
+
+        Returns:
+            The loss, (kd · ΣKD + ce · ΣCE) / labels of the global batch, and the sums without weights.
         """
         factor = kd + ce
         ratio = kd / factor if factor > 0 else 1.0
@@ -231,14 +235,18 @@ class Objective(nn.Module):
         kd: float,
         ce: float,
     ) -> _Term:
-        """Compares a teacher of another tokenizer chunk by chunk: KD is a mean over the chunks of the global batch, CE
-        over its labels.
+        """Compares a teacher of another tokenizer chunk by chunk.
 
         Args:
             target: over the teacher's whole vocabulary.
             rows: the chunks of the micro-batch's rows.
             cross: the method and the projection between the vocabularies.
             kd, ce: weights of the two losses.
+
+        Returns:
+            The loss, kd · ΣKD / chunks + ce · ΣCE / labels, both counted over the global batch (with method `strict`
+            only chunks of one token on both sides count); and the sums without weights, that of KD times labels /
+            chunks.
         """
         method, projection = cross
         output = chunk_kd_loss(
@@ -264,11 +272,27 @@ class Objective(nn.Module):
         return _Term(loss, output.kd.detach() * labels_per_chunk, output.ce.detach(), output.teacher_mass)
 
     def _with_head(self, target: Target, teacher: int) -> Teacher:
-        """Hidden states with the output layer, whose logits are then computed a chunk at a time."""
+        """Joins hidden states with their teacher's output layer, so that logits are computed a chunk at a time.
+
+        Other targets are returned as they are.
+
+        Args:
+            teacher: index of the teacher.
+
+        Raises:
+            ValueError: hidden states of a teacher without an output layer.
+        """
         return self._head(teacher).attach(target) if isinstance(target, HiddenStates) else target
 
     def _with_logits(self, target: Target, teacher: int) -> TopKLogprobs | DenseLogits:
-        """Hidden states turned into logits."""
+        """Turns hidden states into whole logits; other targets are returned as they are.
+
+        Args:
+            teacher: index of the teacher.
+
+        Raises:
+            ValueError: hidden states of a teacher without an output layer.
+        """
         return self._head(teacher).logits(target) if isinstance(target, HiddenStates) else target
 
     def _head(self, teacher: int) -> TeacherHead:
@@ -326,14 +350,15 @@ class LossSums:
         return self._sums[:2]
 
     def metrics(self, prefix: str, objective: Objective, blend: Blend, num_labels: int) -> dict[str, Metric]:
-        """Returns means over this rank's `num_labels` labelled tokens, with that number as their weight and as
-        `{prefix}/tokens`.
+        """Returns the means of what was added, by name with `{prefix}/`.
 
-        They are `loss`, `nll_loss`; with teachers `kl_loss`, and `teacher_mass` if the first one has the student's
-        tokenizer; with several also `kl_loss/NAME` of those that the run has not lost.
+        They are `loss` and `nll_loss`; with teachers `kl_loss`, and `teacher_mass` if the first one has the student's
+        tokenizer; with several also `kl_loss/NAME` of those that the run has not lost. In addition, `tokens` is
+        `num_labels`. Waits for the device.
 
         Args:
             blend: of the step whose micro-batches were added.
+            num_labels: this rank's labelled tokens in them: divides the sums, and is the weight of the means.
         """
         kd, ce, mass, *kd_per_teacher = (self._sums / max(num_labels, 1)).tolist()
         means = {"loss": blend.kd * kd + blend.ce * ce, "nll_loss": ce}

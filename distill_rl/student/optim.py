@@ -15,8 +15,7 @@ from distill_rl.config.schema import OptimizerConfig, ScheduleConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, *, fused: bool = False) -> torch.optim.AdamW:
-    """Returns an AdamW (Loshchilov & Hutter, arXiv 1711.05101) for all trainable parameters, with weight decay on
-    matrices only.
+    """Returns an AdamW (arXiv 1711.05101) for all trainable parameters, with weight decay on matrices only.
 
     Vectors (norms, biases) are not decayed. The state of every trainable parameter (`exp_avg` and `exp_avg_sq` like the
     parameter, `step` an fp32 scalar) exists from the start, so that memory is known before the first step and a
@@ -55,13 +54,13 @@ class Schedule:
 
     With warm-up w and horizon h (`schedule.steps`, or else the last step of the run), step s, counted from 1, has
     `lr·s/w` while s ≤ w, and afterwards `lr·(m + (1 − m)·shape(x))` with m = `schedule.min_lr_ratio`,
-    x = (s − 1 − w)/(h − w) and a shape that falls from 1 at x = 0 to 0 at x = 1. The first step after the warm-up has the
-    peak rate, and no step up to h has a rate of zero. Steps after h stay at `lr·m` (`constant`: at `lr`).
+    x = (s − 1 − w)/(h − w) and a shape that falls from 1 at x = 0 to 0 at x = 1. The first step after the warm-up has
+    the peak rate, and no step up to h has a rate of zero. Steps after h stay at `lr·m` (`constant`: at `lr`).
 
     The rate depends on s and h alone. So if a run is extended by a larger `train.steps`:
     with `schedule.steps` set, the horizon stays, and the steps beyond it run at the minimum;
-    with `schedule.steps: null`, the horizon moves to the new last step, and from the first step after the resume the rate
-    is that of the longer schedule (a jump upwards, unless `kind: constant`).
+    with `schedule.steps: null`, the horizon moves to the new last step, and from the first step after the resume the
+    rate is that of the longer schedule (a jump upwards, unless `kind: constant`).
 
     Args:
         peak: the rate at the end of the warm-up.
@@ -86,11 +85,11 @@ class Schedule:
 
 
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-    """Scales all gradients in place by one factor so that their global L2 norm is at most `max_norm`; 0 leaves them
-    alone.
+    """Scales all gradients in place by one factor so that their global L2 norm is at most `max_norm`.
 
-    The norm is that of the whole gradient: sharded parts are summed over the mesh, replicated ones count once.
-    Parameters without a gradient are skipped. Collective.
+    With `max_norm` 0 they are left alone, and the norm is only computed. The norm is that of the whole gradient:
+    sharded parts are summed over the mesh, replicated ones count once. Parameters without a gradient are skipped.
+    Collective.
 
     Returns:
         The norm before clipping, a scalar equal on all ranks. NaN or Inf if any gradient holds one.

@@ -24,14 +24,17 @@ CrossTokenizerLoss = tuple[str, VocabularyProjection | LearnableProjection]
 def open_projections(
     cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None], world: World, *, learnable: bool
 ) -> list[CrossTokenizerLoss | None]:
-    """Loads per teacher its cross-tokenizer method and projection onto this rank's device; None for a teacher with the
-    student's tokenizer.
+    """Loads the projection of each teacher with another tokenizer onto this rank's device.
 
     Args:
+        cross_tokenizer_specs: per teacher, None for one with the student's tokenizer.
         learnable: make the projections of `xtoken` trainable; their parameters are DTensors, replicated on all ranks.
 
+    Returns:
+        Per teacher its cross-tokenizer method and projection, or None like its spec.
+
     Raises:
-        ValueError: a damaged projection.
+        ValueError: a missing or damaged projection.
     """
     return [None if spec is None else _open(spec, world, learnable) for spec in cross_tokenizer_specs]
 
@@ -39,7 +42,8 @@ def open_projections(
 def _open(spec: CrossTokenizerSpec, world: World, learnable: bool) -> CrossTokenizerLoss:
     """Loads one projection onto the device; a trainable one if `learnable` and the method is `xtoken`.
 
-    The first rank warns if the file holds no stop tokens, as written by earlier versions.
+    The first rank logs a warning if the tokenizers differ and the file lacks the stop tokens of either one, as files of
+    earlier versions do.
     """
     stored = load_projection(spec.projection)
     same = stored.student_hash == stored.teacher_hash
@@ -83,10 +87,9 @@ def save_learned(
 
 
 def complete_gradient(parameter: nn.Parameter) -> None:
-    """Replaces the gradient of a replicated parameter by its sum over the ranks, which have a share each; nothing if it
-    has none.
+    """Replaces the gradient of a replicated parameter, of which each rank has a share, by its sum over the ranks.
 
-    Collective over the parameter's mesh.
+    Collective over the parameter's mesh. Does nothing if there is no gradient, or if it is not a DTensor.
     """
     if isinstance(parameter.grad, DTensor):
         parameter.grad = parameter.grad.redistribute(placements=[Replicate()] * parameter.grad.device_mesh.ndim)

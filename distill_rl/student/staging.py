@@ -48,10 +48,11 @@ class Staging:
 
     @torch.no_grad()
     def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of the tensors in host memory. A DTensor remains one on the same mesh, with its local part on the host.
+        """Returns copies of the tensors in pageable host memory, by name.
 
-        The copies include all work queued on the current stream before the call, and are complete when it returns: nothing
-        queued afterwards (the next optimizer step) can change them.
+        A DTensor remains one on the same mesh, with its local part on the host. The copies include all work queued on
+        the current stream before the call, and are complete when it returns: nothing queued afterwards (the next
+        optimizer step) can change them.
 
         Args:
             tensors: contiguous, on `device` or on the CPU.
@@ -71,16 +72,17 @@ class Staging:
         return copies
 
     def _fill(self, half: _Half, source: Tensor, target: Tensor) -> None:
-        """Begins to copy `source`, at most as large as the half, into it, and notes `target`. The half must be empty
-        (`_empty`)."""
+        """Begins to copy `source` into an empty half (`_empty`), which must be large enough, and notes `target`."""
         half.memory[: source.numel()].copy_(source, non_blocking=True)
         half.target = target
         if self._stream is not None:
             half.done = self._stream.record_event()
 
     def _empty(self, half: _Half) -> None:
-        """Waits until the half is filled, copies its content to the target and marks it as empty; nothing if it is
-        empty already."""
+        """Waits until the half is filled, copies its content to the target, and marks it as empty.
+
+        Nothing happens if it is empty already.
+        """
         if half.target is None:
             return
         if half.done is not None:
@@ -90,6 +92,6 @@ class Staging:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The local part of a tensor as bytes."""
+    """A flat uint8 view of a tensor's local part, which must be contiguous."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach().view(-1).view(torch.uint8)

@@ -22,7 +22,8 @@ _REMEDY = (
 
 
 class StepGuard:
-    """
+    """Decides step by step whether the optimizer must leave the weights alone.
+
     Args:
         config: `faults.skipped_steps`, `spike_window` and `spike_factor`.
     """
@@ -34,8 +35,9 @@ class StepGuard:
         """(loss, gradient norm) of the newest `spike_window` steps that were taken."""
 
     def reason_to_skip(self, step: int, loss: float, norm: float) -> str | None:
-        """Returns why a step must be skipped, or None. Call it once per step: it counts skipped steps and remembers the
-        others.
+        """Returns why a step must be skipped, or None if it is to be taken.
+
+        Call it once per step: it counts the steps skipped in a row, and remembers loss and norm of the steps taken.
 
         Args:
             step: its number, for the error.
@@ -76,7 +78,7 @@ class StepGuard:
         return None
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON."""
+        """Returns the number of steps skipped in a row and the remembered losses and norms, as a dict for JSON."""
         return {"in_a_row": self._in_a_row, "seen": [list(pair) for pair in self._seen]}
 
     def restore(self, state: Mapping[str, Any]) -> None:

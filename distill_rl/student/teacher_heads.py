@@ -29,17 +29,19 @@ class TeacherHead(OutputLayer):
     """
 
     def attach(self, states: HiddenStates) -> TeacherHidden:
-        """A target whose logits are computed a chunk at a time."""
+        """Returns a target that joins hidden states with this output layer; its logits are not computed here.
+
+        The loss computes them a chunk at a time.
+        """
         return TeacherHidden(
             states.hidden, self.weight, self.softcap, self.scale, label_logprob=states.label_logprob, bias=self.bias
         )
 
     @torch.no_grad()
     def logits(self, states: HiddenStates) -> DenseLogits:
-        """Returns all logits of the hidden states at once, [N, n] for the n columns held here, with the states' label
-        log-probabilities.
+        """Returns all logits, [N, n] for the n columns held here, with the states' label log-probabilities.
 
-        They are fp32 (fp64 for a head in fp64), computed 256 rows at a time without a gradient.
+        Logits are fp32 (fp64 for a head in fp64), computed 256 rows at a time without a gradient.
         """
         rows, columns = states.hidden.shape[0], self.weight.shape[0]
         head = Head(self.weight, self.bias, self.softcap, self.scale)
@@ -83,10 +85,10 @@ def open_heads(
 
 
 def _open(teacher: TeacherConfig, rows: slice | None, tokens: int, device: torch.device) -> TeacherHead:
-    """Reads `rows` of a teacher's output layer (None: all), pads missing rows with zeros, and masks columns beyond
-    `tokens`.
+    """Reads `rows` of a teacher's output layer (None: all) onto `device`.
 
-    On a CPU the weights are converted to fp32.
+    Rows beyond the teacher's last one are zeros, and the bias of every column from `tokens` on is −inf. On a CPU weight
+    and bias are converted to fp32; on a GPU they keep the teacher's dtype.
     """
     layer = read_output_layer(teacher.model, rows, dtype=teacher.dtype, revision=teacher.revision)
     weight, bias, first = layer.weight, layer.bias, 0 if rows is None else rows.start

@@ -31,10 +31,11 @@ def write_atomic(path: str | Path, content: str | bytes) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Writes a value as indented JSON with sorted keys, atomically.
+    """Writes a value as indented JSON with sorted keys, atomically, as `write_atomic` does.
 
     Raises:
-        ValueError: NaN or infinity.
+        ValueError: it contains NaN or infinity.
+        TypeError: it contains something that JSON cannot express.
     """
     write_atomic(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
@@ -61,8 +62,9 @@ def sync_tree(root: str | Path) -> None:
 
 
 def size_of(root: str | Path) -> int:
-    """Bytes of all files under `root`, 0 if it does not exist. Links count by themselves. Files may be deleted
-    meanwhile.
+    """Bytes of all files in the folder `root` and below; 0 if there is no such folder.
+
+    A link counts with its own size, not its target's. Files may be deleted meanwhile.
     """
     total = 0
     for directory, _, names in os.walk(root):
@@ -73,6 +75,6 @@ def size_of(root: str | Path) -> int:
 
 
 def sha256(path: str | Path) -> str:
-    """The hash of the contents of a file, in hex."""
+    """The SHA-256 of the contents of a file, in hex."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -69,10 +69,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def amounts(error: BaseException) -> str:
-    """Bytes asked for, held and free, as far as the error or PyTorch's allocator gives them; for instance `2.00 GiB
-    asked, 70.10 GiB held and 1.50 GiB more reserved by PyTorch, 0.50 GiB free of 79.15 GiB`.
+    """Text on the memory asked for, held and free, as far as the error or PyTorch's allocator gives it.
 
-    Begins with the first line of an error that does not say what was asked for.
+    For instance `2.00 GiB asked, 70.10 GiB held and 1.50 GiB more reserved by PyTorch, 0.50 GiB free of 79.15 GiB`. If
+    the error does not say what was asked for, the text begins with its first line instead.
     """
     text = str(error)
     asked = _match(rf"Tried to allocate {_AMOUNT}", text)
@@ -92,10 +92,10 @@ def amounts(error: BaseException) -> str:
 
 
 def _current_usage() -> tuple[str, str, str, str]:
-    """Memory held, and reserved but not held, by this process, then free and total on its current GPU, each as `12.34
-    GiB`.
+    """Memory held by this process, reserved but not held by it, free on its current GPU, and that GPU's total.
 
-    Empty texts for all if CUDA is not in use, and for the last two if CUDA does not answer after an error.
+    Each as `12.34 GiB`. Empty texts for all if CUDA is not in use, and for the last two if CUDA does not answer after
+    an error.
     """
     import torch
 
@@ -110,7 +110,7 @@ def _current_usage() -> tuple[str, str, str, str]:
 
 
 def gib(num_bytes: float) -> str:
-    """As `12.34 GiB`."""
+    """A number of bytes as text in GiB, such as `12.34 GiB`."""
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
@@ -122,9 +122,11 @@ def _rank() -> str:
 
 
 def _match(pattern: str, text: str) -> str:
+    """The first group of the first match of a pattern anywhere in a text; empty if there is none."""
     match = re.search(pattern, text)
     return match[1] if match else ""
 
 
 def _first_line(text: str) -> str:
+    """The first line of a text, cut to 200 characters; `out of memory` if the text is blank."""
     return (text.strip().splitlines() or ["out of memory"])[0][:200]

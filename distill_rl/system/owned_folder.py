@@ -1,4 +1,4 @@
-"""Folders that disappear with their owner: each is locked by the process that made it, for as long as that process lives.
+"""Folders that disappear with their owner: each is locked by the process that made it, as long as that process lives.
 
 A killed process cannot remove its folder. The next process that makes one removes every folder whose lock is free.
 """
@@ -17,11 +17,7 @@ OWNER = "owner"
 
 
 class OwnedFolder:
-    """A new folder in `root`, which only this user can enter, named `prefix` and eight random digits.
-
-    Raises:
-        OSError: it cannot be made or locked. Nothing of it is left.
-    """
+    """A new folder in `root`, which only this user can enter, named `prefix` and eight random hex digits."""
 
     def __init__(self, root: Path, prefix: str):
         """Makes the folder and locks it for this process; `path` is its path.
@@ -29,6 +25,9 @@ class OwnedFolder:
         Args:
             root: an existing folder.
             prefix: start of the folder's name.
+
+        Raises:
+            OSError: the folder cannot be made or locked. Nothing of it is left.
         """
         while True:
             self.path = root / f"{prefix}{secrets.token_hex(4)}"
@@ -44,8 +43,9 @@ class OwnedFolder:
                 return
 
     def remove(self, *names: str) -> None:
-        """Removes the folder, which holds nothing but files of these names, and gives up its lock. With other contents
-        it stays.
+        """Removes the files of these names and the folder, and gives up its lock; call it once.
+
+        A folder with other contents stays, without those files and its lock file. Nothing is raised for that.
         """
         _remove(self.path, *names)
         os.close(self._lock)
@@ -73,7 +73,8 @@ def remove_abandoned(root: Path, pattern: str) -> list[Path]:
 def claim(folder: Path) -> int | None:
     """Locks a folder and returns the descriptor of its lock file, which the caller must close to give it up.
 
-    None, without waiting, if another process holds the lock or has removed the folder.
+    Creates the lock file if necessary. Returns None, without waiting, if another process holds the lock or has removed
+    the folder.
 
     Raises:
         OSError: it cannot be determined who owns the folder, for example because no descriptor is free.

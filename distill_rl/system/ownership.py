@@ -13,8 +13,9 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def problems(folder: Path) -> Iterator[str]:
-    """Why a folder and its contents cannot be trusted, one clause per entry; nothing if they can. No file is opened.
+    """Yields why a folder and its contents cannot be trusted, one clause per bad entry; nothing if they can.
 
+    No file is opened.
     The owner must be this user or root, neither group nor others may write, and there may be no links or special files.
     The folder must exist.
     """
@@ -32,7 +33,8 @@ def problems(folder: Path) -> Iterator[str]:
 def parent_problem(folder: Path) -> str | None:
     """Why others could swap the entries of a folder, or None if they cannot; the folder must exist.
 
-    They could if another user owns it, or if group or others may write to it. In a sticky folder, like /tmp, they may.
+    They could if a user other than this one or root owns it, or if group or others may write to it and it is not
+    sticky, as /tmp is.
     """
     info = folder.stat()
     if info.st_uid not in (os.geteuid(), 0):

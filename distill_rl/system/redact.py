@@ -20,18 +20,22 @@ _BY_SHAPE = re.compile(
 
 
 def in_text(text: str) -> str:
-    """The text without users and passwords in URLs, without secrets in their queries, and without anything that looks
-    like a token of the Hugging Face hub, GitHub, GitLab, Slack, AWS or a model provider."""
+    """The text with `<redacted>` in place of every secret that can be recognised in it.
+
+    These are users and passwords in URLs, the values of secrets in their queries, and anything that looks like a token
+    of the Hugging Face hub, GitHub, GitLab, Slack, AWS or a model provider.
+    """
     if "://" in text:
         text = _IN_QUERY.sub(rf"\1{REDACTED}", _IN_URL.sub(REDACTED, text))
     return _BY_SHAPE.sub(REDACTED, text)
 
 
 def redact(tree: Any, name: str = "") -> Any:
-    """A copy of nested mappings and lists without secrets: `<redacted>` replaces every value under a key like `token`
-    or `password`, and every secret inside a text.
+    """A copy of nested dicts and lists with `<redacted>` in place of every secret.
 
-    Tuples become lists; None and empty texts stay.
+    Secrets are all values under a key like `token` or `hub_password`, however deeply nested, and those that `in_text`
+    finds inside a text. `text_key` and `messages_key` name columns, not secrets. Tuples become lists; None and empty
+    texts stay.
 
     Args:
         name: the key under which the tree stands, which may itself mark it as a secret.

@@ -32,15 +32,16 @@ class Signals:
     | signal | effect |
     |---|---|
     | first SIGTERM or SIGUSR1 | `preempted` is set: the run stops after the step |
-    | the same again | treated like Ctrl-C |
+    | either of them again | treated like Ctrl-C |
     | Ctrl-C | the run stops now |
-    | a further request after that | the process exits at once |
+    | Ctrl-C, or either of them again, after that | the process exits at once, with 130 |
 
-    The first SIGTERM after a SIGUSR1 does not count: a scheduler sends it at the time limit, while the run is saving.
+    A repeated SIGTERM or SIGUSR1 does not count within a second of the first. The first SIGTERM after a SIGUSR1 never
+    counts: a scheduler sends it at the time limit, while the run is saving.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Handlers that are installed when this object is entered; the main thread must do that.
+        """Makes the object, without touching any handler; the main thread must then enter it to install its handlers.
 
         Args:
             clock: seconds, monotonic.
@@ -54,15 +55,17 @@ class Signals:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Signals:
+        """Installs the handlers for SIGTERM, SIGUSR1 and SIGINT; only the main thread can."""
         self._previous = self._install()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        """Restores the handlers from before `__enter__`."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def install_again(self) -> None:
-        """Restores these handlers. Call it after Ray has started, because Ray installs its own."""
+        """Installs the handlers of this object again. Call it after Ray has started, because Ray installs its own."""
         self._install()
 
     @contextmanager
@@ -72,8 +75,8 @@ class Signals:
         Ray must not be waited for in the block, since it would swallow the exception.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C was pressed, or a second SIGTERM arrived.
-            Preempted: SIGTERM or SIGUSR1 arrived.
+            KeyboardInterrupt: Ctrl-C was pressed, or SIGTERM or SIGUSR1 arrived again.
+            Preempted: SIGTERM or SIGUSR1 arrived once.
         """
         self._at_once = True
         try:
@@ -86,7 +89,7 @@ class Signals:
         """Raises if the run is to stop now, and does nothing otherwise.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C was pressed, or a second SIGTERM arrived.
+            KeyboardInterrupt: Ctrl-C was pressed, or SIGTERM or SIGUSR1 arrived again.
         """
         if self._interrupted:
             raise KeyboardInterrupt
@@ -95,8 +98,8 @@ class Signals:
         """Raises if the run is to stop now or after its step, and does nothing otherwise.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C was pressed, or a second SIGTERM arrived.
-            Preempted: SIGTERM or SIGUSR1 arrived.
+            KeyboardInterrupt: Ctrl-C was pressed, or SIGTERM or SIGUSR1 arrived again.
+            Preempted: SIGTERM or SIGUSR1 arrived once.
         """
         self.raise_if_interrupted()
         if self.preempted:
@@ -107,10 +110,11 @@ class Signals:
         return {number: signal.signal(number, self._on_signal) for number in (*PREEMPT, signal.SIGINT)}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Notes a request to stop, by the table of the class; raises it inside `at_once`, and exits with 130 on the
-        last one.
+        """Handles SIGTERM, SIGUSR1 and SIGINT: notes a request to stop, by the table of the class.
 
-        A repeated SIGTERM or SIGUSR1 within a second of the first is the same request.
+        Inside `at_once` it also raises, as `raise_if_stopping` does. Once the run was told to stop now, Ctrl-C, or
+        SIGTERM or SIGUSR1 again, ends the process with 130. SIGTERM or SIGUSR1 within a second of the first is the same
+        request.
         """
         if number in PREEMPT and not self.preempted:
             self.preempted, self._asked_at, self._asked_by = True, self._clock(), number

@@ -36,7 +36,7 @@ class TeacherEngine:
         vocabulary_size: ids of the tokenizer. Further columns of the output layer are padding without probability.
 
     Raises:
-        ConfigError: the teacher's backend is not supported.
+        ConfigError: the teacher's backend is not supported, or its model cannot be loaded.
     """
 
     @gpu_phase("teacher load")
@@ -61,8 +61,8 @@ class TeacherEngine:
     def forward(self, batch: RankBatch) -> Iterator[tuple[Layout, dict[str, Tensor]]]:
         """Yields the targets of this rank's part of a global batch. A micro-batch is computed when it is requested.
 
-        Rows that only fill the batch are computed like any other, so that all slots have one shape. When the last one
-        has been taken, `score` is set.
+        Rows that only fill the batch are computed like any other, so that all slots have one shape. `score` is set
+        when the iterator is exhausted; an iterator that is left before its end does not change it.
 
         Yields:
             The rows covered, and their TopKLogprobs, HiddenStates or DenseLogits as tensors in the wire dtype, on this
@@ -79,7 +79,7 @@ class TeacherEngine:
 
     @property
     def bytes_per_token(self) -> int:
-        """Size of the tensors that `forward` yields, in bytes per token, padding included."""
+        """Bytes per token of the tensors that `forward` yields; columns that are padding count, too."""
         export, model = self.teacher.export, self.model
         if export == "hidden":
             return target_bytes_per_token(export, model.config.hidden_size, model.dtype.itemsize)
@@ -89,10 +89,10 @@ class TeacherEngine:
     @gpu_phase("teacher forward")
     @torch.no_grad()
     def _target(self, rows: TokenRows, labels: Tensor) -> tuple[Wire, Tensor | None]:
-        """Runs the model on one micro-batch and returns its target, rows flattened to [N, …], in the form that
-        `teacher.export` names.
+        """Runs the model on one micro-batch and returns its target in the form that `teacher.export` names.
 
-        Also returns the entropy per token, if it is the score and does not follow from the target, else None.
+        Rows are flattened to [N, …]. Also returns the entropy per token, fp32 [N], if it is the score and hidden states
+        are exported, from which it does not follow; else None.
         """
         device = self.world.device
         documents = documents_for(self.model.config, rows.position_ids, device)
@@ -106,10 +106,9 @@ class TeacherEngine:
 
     @torch.no_grad()
     def _score(self, target: Wire, entropies: Tensor | None, labels: Tensor) -> Tensor | float:
-        """Returns the sum, over the labelled positions of a micro-batch, of −log p(label) or of the entropy, whichever
-        is the score.
+        """Returns the sum of the score over the labelled positions of a micro-batch: −log p(label), or the entropy.
 
-        It is 0 if the score is `static`.
+        It is an fp64 scalar on the device; the float 0 if the score is `static`.
 
         Args:
             entropies: from `_target`; None: they follow from the target, or are not the score.
@@ -128,7 +127,11 @@ class TeacherEngine:
 
 
 def wire_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Returns the dtype in which log-probabilities are sent. `auto` means fp16 on GPUs, fp32 on CPUs."""
+    """Returns the dtype in which log-probabilities or logits are sent.
+
+    Args:
+        name: `auto` (fp16 on GPUs, fp32 elsewhere), `fp32`, `bf16` or `fp16`.
+    """
     if name == "auto":
         name = "fp16" if device.type == "cuda" else "fp32"
     return DTYPES[name]

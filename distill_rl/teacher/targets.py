@@ -1,8 +1,8 @@
 """From a teacher's hidden states to its targets, a chunk of tokens at a time.
 
-The logits of all tokens together would be far larger than the targets. So for each chunk of tokens: compute the logits, mask
-the padded columns, extract what is exported, and write it to its rows of the result. Only one chunk of logits exists at a
-time.
+The logits of all tokens together would be far larger than the targets. So for each chunk of tokens: compute the logits,
+mask the padded columns, extract what is exported, and write it to its rows of the result. Only one chunk of logits
+exists at a time.
 """
 
 from __future__ import annotations
@@ -52,10 +52,9 @@ class TargetHead:
 
 
 def topk_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, k: int) -> TopKLogprobs:
-    """Returns the k largest log-probabilities per token over the whole vocabulary, with the remaining mass and the
-    label's.
+    """Returns per token the k largest log-probabilities, that of all other tokens together, and the label's.
 
-    Nothing is renormalised. Collective over the tensor-parallel group.
+    They are taken over the whole vocabulary and not renormalised. Collective over the tensor-parallel group.
 
     Args:
         hidden: [N, H] last hidden states, the same on every tensor-parallel rank.
@@ -63,7 +62,7 @@ def topk_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, k: int) ->
         k: entries kept per token.
 
     Returns:
-        Plain tensors of N rows, equal on every tensor-parallel rank.
+        Plain tensors, fp32 (ids: int32), of N rows, equal on every tensor-parallel rank.
     """
     whole: dict[str, Tensor] = {}
     for rows, logits in head.chunks(hidden):
@@ -75,10 +74,10 @@ def topk_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, k: int) ->
 
 
 def logits_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, wire_dtype: torch.dtype) -> DenseLogits:
-    """Returns all logits in `wire_dtype`, not divided by the temperature, and the label's log-probability in fp32 at
-    it.
+    """Returns all logits in `wire_dtype`, and the label's log-probability in fp32.
 
-    Collective. Arguments as in `topk_targets`.
+    Only the label's log-probability is taken at the temperature; the logits are not divided by it. Collective.
+    Arguments as in `topk_targets`.
 
     Returns:
         Plain tensors of N rows with every column of the output layer, padding at −inf, equal on every tensor-parallel
@@ -98,7 +97,7 @@ def logits_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, wire_dty
 def hidden_targets(
     hidden: Tensor, labels: Tensor, head: TargetHead, *, with_entropy: bool = False
 ) -> tuple[HiddenStates, Tensor | None]:
-    """Returns the hidden states as they are, with the label's log-probability, and on request entropies.
+    """Returns the hidden states as they are with the label's fp32 log-probability, and on request the entropies.
 
     Collective. Arguments as in `topk_targets`.
 
@@ -133,8 +132,7 @@ def _write(
 
 
 def entropy(target: TopKLogprobs | DenseLogits, temperature: float, chunk: int) -> Tensor:
-    """Returns the entropy per row at `temperature`, fp32 [N] in nats. All tokens outside the top k count as one more
-    outcome.
+    """Returns the entropy of each row in nats, fp32 [N]; all tokens outside a top k count as one more outcome.
 
     Args:
         temperature: applied to logits; log-probabilities of the top k already have one.

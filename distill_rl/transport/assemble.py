@@ -78,7 +78,7 @@ def _not_once(row: int, sources: str) -> TransportError:
 def assemble(
     content: Callable[[Handle], Mapping[str, Tensor]], handles: Sequence[Handle], first_row: int, num_rows: int
 ) -> dict[str, Tensor]:
-    """The tensors of the `num_rows` global rows from `first_row`, by name, each `[num_rows · S, …]`.
+    """Returns the tensors of the `num_rows` global rows from `first_row`, by name, each `[num_rows · S, …]`.
 
     They are views if one slot holds all of the rows, otherwise copies. All slots must have the same tensors and S.
 

@@ -97,7 +97,7 @@ class Offer:
 
     @property
     def ring_name(self) -> str:
-        """For messages."""
+        """The ring in messages: `ring of SOURCE`, or `ring of a writer` without a source."""
         return f"ring of {self.source or 'a writer'}"
 
 
@@ -133,11 +133,12 @@ class Transport(Protocol):
         """
 
     def accept(self, receipt: Receipt) -> None:
-        """Completes on the writer's side what `open` began on the reader's."""
+        """Takes note on the writer's side that a reader has opened the ring. Call it once per receipt."""
 
     def publish(self, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> Handle:
         """Copies the tensors into the slot, replacing its content, and returns the handle by which readers fetch it.
-        Never waits.
+
+        Never waits for a reader: one that is late is an error.
 
         Args:
             slot: where to write; its generation must be even and larger than that of the slot's previous content.
@@ -149,8 +150,9 @@ class Transport(Protocol):
         """
 
     def fetch(self, handle: Handle) -> AbstractContextManager[dict[str, Tensor]]:
-        """The tensors by name, valid inside the block and read-only. A block that ends without an error is
-        acknowledged.
+        """Gives a `with` block the tensors by name, read-only and valid inside the block only.
+
+        A block that ends without an error is acknowledged to the writer.
 
         Raises:
             TransportError: the slot's generation differs from the handle's, before or after the block; the ring was not

@@ -32,8 +32,8 @@ def choose(name: str, writer: Place, readers: Sequence[Place]) -> Choice:
 
     Args:
         name: auto, or a transport by name. A name that does not exist is not noticed here, but by `make`.
-        writer: of the teacher rank.
-        readers: of the student ranks.
+        writer: where the teacher rank is.
+        readers: where the student ranks are that read from it.
 
     Raises:
         ConfigError: the requested transport cannot work between these places; `local` never can.
@@ -51,11 +51,10 @@ def choose(name: str, writer: Place, readers: Sequence[Place]) -> Choice:
 
 
 def require_between_nodes(name: str) -> None:
-    """Refuses a transport by name that cannot connect teachers and student on different nodes; other names, `auto` too,
-    pass.
+    """Refuses a transport that cannot connect teachers and student on different nodes; other names, `auto` too, pass.
 
     Raises:
-        ConfigError: `name` works only within one node.
+        ConfigError: `name` is shared_memory or cuda_ipc, which work only within one node.
     """
     if name in ("shared_memory", "cuda_ipc"):
         where = "ray.placement=disaggregated, which puts teachers and student on nodes of their own"
@@ -70,7 +69,7 @@ def expected(name: str, *, gpus: int) -> Choice:
         gpus: how many GPUs the run will use.
 
     Raises:
-        ConfigError: the requested transport cannot work here.
+        ConfigError: `local`, which no run can use; or cuda_ipc without GPUs or with expandable segments on.
     """
     if name == "auto":
         if gpus and not expandable_segments(os.environ):
@@ -94,11 +93,13 @@ def make(
     device: str = "cpu",
     backing: Backing = "memfd",
 ) -> Transport:
-    """This process's side of a transport: it writes `ring`, or without one it reads. A ring's memory is allocated here.
+    """Returns this process's side of a transport, which writes `ring` or, without one, reads.
+
+    The ring's memory is allocated here, except for object_store, which needs none.
 
     Args:
         name: as in `Choice`, or `local`; not `auto`.
-        deadline_s: how long a fetch may wait, in seconds.
+        deadline_s: seconds that a fetch may wait; used by object_store and cuda_ipc, the others do not wait.
         node_id: node of this process, as Ray names it.
         ring: the ring to write; None for a side that only reads.
         source: name of the ring, the same for every writer that replaces it.
@@ -106,8 +107,9 @@ def make(
         backing: of the memory of shared_memory.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: an unknown name, or `auto`.
         TransportError: the ring cannot be allocated, or cuda_ipc has no GPU that it can use.
+        GpuMemoryError: the GPU has too little memory for a ring of cuda_ipc.
     """
     if name == "local":
         from distill_rl.transport.local import LocalTransport
@@ -141,8 +143,9 @@ def _requested(name: str) -> Choice:
 
 
 def _obstacles_to_sharing(writer: Place, readers: Sequence[Place]) -> Iterator[str]:
-    """Yields, for messages, why readers cannot map the writer's memory: another node, or another user. Nothing if all
-    can.
+    """Yields, for messages, why readers cannot map the writer's memory: another node, or another user.
+
+    Yields nothing if all of them can.
     """
     for reader in readers:
         if reader.node_id != writer.node_id:
@@ -152,10 +155,10 @@ def _obstacles_to_sharing(writer: Place, readers: Sequence[Place]) -> Iterator[s
 
 
 def _obstacles_to_cuda_ipc(writer: Place, readers: Sequence[Place]) -> Iterator[str]:
-    """Yields, for messages, what speaks against cuda_ipc between a teacher rank and its readers; nothing if it can be
-    used.
+    """Yields, for messages, what speaks against cuda_ipc between a teacher rank and its readers.
 
-    CPUs, expandable segments, different nodes or users, and GPUs that do not reach each other.
+    That is a CPU, expandable segments, different nodes or users, and GPUs that do not reach each other. Yields nothing
+    if cuda_ipc can be used.
     """
     for role, place in [("teacher", writer), *(("student", reader) for reader in readers)]:
         if place.device == "cpu":

@@ -4,14 +4,14 @@ Words and rules are those of every ring (`ring.py`), but they only order what th
 events order what the GPUs do:
 
     written[slot]           recorded by the writer after its copy; readers' streams wait for it before they read
-    finished[reader][slot]  recorded by a reader after its block; the writer's stream waits for it before it writes again
+    finished[reader][slot]  recorded by a reader after its block; the writer's stream waits for it before it writes
 
-Where the slots are on a peer GPU, a reader's kernels on them run on the reader's stream of that GPU, so both that stream
-and the stream of the reader's own GPU observe the events.
+Where the slots are on a peer GPU, a reader's kernels on them run on the reader's stream of that GPU, so both that
+stream and the stream of the reader's own GPU observe the events.
 
 The writer's CPU never waits. A reader's CPU waits at both ends of its block, as long as the writer lives and no longer
-than a deadline (`wait_for`). Before the block, so that no kernels are queued behind a copy that a dead writer's GPU will
-never make. After it, so that the writer is known to have lived until the reader's kernels were done.
+than a deadline (`wait_for`). Before the block, so that no kernels are queued behind a copy that a dead writer's GPU
+will never make. After it, so that the writer is known to have lived until the reader's kernels were done.
 
 A ring is one allocation, exported once per reader and imported once. Torch counts the importers of an export in a word
 that starts at one, so an export used by two readers, or imported twice, would be freed too early.
@@ -88,8 +88,9 @@ class _Opened(OpenedRing):
     """File descriptor of the writer's process."""
 
     def streams(self, device: torch.device) -> list[torch.cuda.Stream]:
-        """The current streams that kernels on the views run on: of the reader's GPU and, if that is another, of the
-        writer's.
+        """Returns the current stream of the reader's GPU and then, if the ring is on another GPU, that of the ring's.
+
+        Kernels on the ring's views run on these streams.
 
         Args:
             device: the reader's GPU.
@@ -102,6 +103,7 @@ class _Opened(OpenedRing):
             raise TransportError(slot, rule, "a writer that died")
 
     def close(self) -> None:
+        """Lets go of the ring's words and closes `process`. The slots stay mapped as long as their tensors exist."""
         self.control.close()
         os.close(self.process)
 
@@ -114,10 +116,12 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         source: name of the ring.
         node_id: node of this process; offers from other nodes are refused.
         device: the GPU of this process's model. Fetched views are on the writer's.
-        deadline_s: how long a fetch may wait for the GPU, before its block and after it.
+        deadline_s: seconds that a fetch may wait for the GPU, before its block and again after it.
 
     Raises:
-        TransportError: there is no GPU, or its allocator's memory cannot be shared.
+        TransportError: there is no GPU, its allocator's memory cannot be shared, or there is too little shared memory
+            for the ring's words.
+        GpuMemoryError: the GPU has too little memory for the ring.
     """
 
     name = "cuda_ipc"
@@ -142,7 +146,7 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
     def open(self, offer: Offer) -> Receipt:
         """Maps the ring of an offer; the receipt carries the events that this reader records when it has read a slot.
 
-        An offer can be opened once. An earlier ring of the same source is closed.
+        Open each offer only once; this is not checked. An earlier ring of the same source is closed.
 
         Raises:
             TransportError: another transport, node or user, or a GPU that is not visible; the writer is gone, or is
@@ -164,14 +168,13 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         self._writing_side().finished[receipt.reader] = events
 
     def publish(self, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> Handle:
-        """Queues the copy of the tensors into the slot on the current stream of this GPU, and returns without waiting
-        for it.
+        """Queues the copy of the tensors into the slot on this GPU's current stream, and returns a handle at once.
 
         On the GPU, the copy waits until the readers have read the slot's previous content.
 
         Raises:
             TransportError: as for `Transport.publish`; the receipt of a reader of the slot's previous content was not
-                accepted.
+                accepted; this side writes no ring.
         """
         written = self._writing_side()
         if unknown := set(written.writer.readers_of(slot.index)) - written.finished.keys():
@@ -181,7 +184,7 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
 
     @contextmanager
     def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:
-        """The tensors on the writer's GPU, by name, valid inside the block and read-only, without a copy.
+        """Gives a `with` block the tensors on the writer's GPU by name, without a copy; read-only, valid inside only.
 
         Waits on the CPU until the slot is written and, at the end of the block, until the GPU work that the block has
         queued on the current streams is done. The slot is then acknowledged, unless the block fails.
@@ -218,7 +221,13 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         torch.cuda.ipc_collect()
 
     def _payload(self, written: _Written) -> _Exported:
-        """What a reader needs to open the ring: its control words, its layout, the buffer's IPC handle and the events' handles."""
+        """Returns what one reader needs to open the ring: the address of its words, its sizes and IPC handles.
+
+        The handles are those of the buffer, exported anew in each call, and of the `written` events.
+
+        Raises:
+            TransportError: the buffer cannot be exported as a whole allocation.
+        """
         events = tuple(event.ipc_handle() for event in written.written)
         return _Exported(written.control.address, written.ring, _export(written.buffer), events)
 
@@ -243,8 +252,9 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
             raise TransportError(offer.ring_name, "its GPU memory must open here", reason) from error
 
     def _copy(self, written: _Written, index: int, views: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-        """Queues the copy on this GPU's current stream, behind all accepted readers' use of the slot, and records the
-        event after it.
+        """Queues the copy on this GPU's current stream and records the slot's `written` event after it.
+
+        The copy waits on the GPU until every accepted reader has read the slot.
         """
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream(self._device)
@@ -255,7 +265,9 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
 
 
 def _make_ring(ring: Ring, device: torch.device) -> _Written:
-    """Allocates the words of a ring in shared memory and its slots on the GPU; frees the words again if that fails.
+    """Allocates the words of a ring in shared memory and its slots on the GPU, and creates its `written` events.
+
+    If it fails, the words are freed again.
 
     Raises:
         TransportError: expandable segments are on, there is too little shared memory, or the slots would share an
@@ -287,10 +299,11 @@ def _make_ring(ring: Ring, device: torch.device) -> _Written:
 
 @gpu_phase("transport ring")
 def _allocate(size: int, device: torch.device) -> tuple[torch.cuda.MemPool, Tensor]:
-    """A memory pool and its only content, a buffer of at least `size` bytes, uint8, that is an allocation of its own.
+    """Allocates a uint8 buffer in a new memory pool, and returns the pool and the buffer.
 
-    It must hold nothing else because readers map all of it; the pool, which must be kept as long as the buffer, keeps
-    it so. Empties the allocator's cache first.
+    The buffer has `size` bytes, rounded up to a multiple of 2 MiB and at least 10 MiB. Readers map its whole
+    allocation, so nothing else may be in it; for that, the caller must keep the pool as long as the buffer. Empties the
+    allocator's cache first.
 
     Raises:
         TransportError: the buffer is not a whole allocation.
@@ -333,7 +346,11 @@ def _open_ring(exported: _Exported, offer: Offer, gpu: torch.device, reader_gpu:
 
 
 def _export(buffer: Tensor) -> tuple[Any, ...]:
-    """What one reader rebuilds the buffer from."""
+    """Exports the buffer for one reader, and returns the arguments from which that reader rebuilds it (`_import`).
+
+    Raises:
+        TransportError: the buffer is not a whole allocation that can be shared.
+    """
     _, arguments = reduce_tensor(buffer)
     check_export(arguments)
     return arguments

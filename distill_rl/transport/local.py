@@ -31,7 +31,8 @@ class LocalTransport(RingTransport[WrittenRing, OpenedRing]):
     Args:
         ring: the ring to write; None for a side that only reads.
         source: name of the ring.
-        device: where the slots are.
+        node_id: node of this process; offers from other nodes are refused.
+        device: where the slots are, as torch names it.
     """
 
     name = "local"
@@ -46,6 +47,7 @@ class LocalTransport(RingTransport[WrittenRing, OpenedRing]):
         super().__init__(written, source, node_id)
 
     def __reduce__(self) -> NoReturn:
+        """Raises TransportError: the transport works inside one process and cannot be pickled."""
         raise TransportError("transport local", "works inside one process", remedy="use transport=auto between two")
 
     def _payload(self, written: WrittenRing) -> tuple[Any, ...]:

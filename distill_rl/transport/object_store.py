@@ -26,7 +26,7 @@ class ObjectStoreTransport:
 
     Args:
         ring: bounds the slots; None for a side that only reads.
-        deadline_s: how long a fetch may wait for an object.
+        deadline_s: seconds that a fetch may wait for an object.
     """
 
     name = "object_store"
@@ -38,9 +38,11 @@ class ObjectStoreTransport:
         """Generation and object by slot."""
 
     def offer(self, reader: int) -> Offer:
+        """Returns an offer without content, for any reader: a fetch needs nothing but the handle."""
         return Offer(self.name, self._source, self._node_id, "cpu", reader)
 
     def open(self, offer: Offer) -> Receipt:
+        """Returns a receipt. Nothing is opened or checked."""
         return Receipt(offer.reader)
 
     def accept(self, receipt: Receipt) -> None:
@@ -53,7 +55,8 @@ class ObjectStoreTransport:
         checked.
 
         Raises:
-            TransportError: no such slot, or a generation that is odd or not larger than the previous one.
+            TransportError: no such slot (checked only if this side has a ring), or a generation that is odd or not
+                larger than the slot's previous one.
         """
         if self._ring is not None and not 0 <= slot.index < self._ring.num_slots:
             raise TransportError(f"slot {slot.index}", f"the ring has {self._ring.num_slots} slots")
@@ -66,9 +69,9 @@ class ObjectStoreTransport:
 
     @contextmanager
     def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:
-        """The tensors in host memory, by name, read-only and without a copy if the object is on this node.
+        """Gives a `with` block the tensors in host memory, by name, read-only; no copy if the object is on this node.
 
-        Waits for the object, which may come from another node.
+        Waits for the object, which may come from another node. Nothing is acknowledged.
 
         Raises:
             TransportError: the object does not arrive within the deadline, its publisher has died, or the block wrote
@@ -88,6 +91,7 @@ class ObjectStoreTransport:
             yield tensors
 
     def close(self) -> None:
+        """Lets go of the slots' objects; Ray frees those to which nobody else holds a reference."""
         self._kept.clear()
 
 

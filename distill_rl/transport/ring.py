@@ -60,17 +60,20 @@ def place(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
 
 
 def slot_stride(ring: Ring) -> int:
-    """Distance from one slot to the next in the buffer of a ring."""
+    """Bytes from the beginning of one slot to that of the next in a ring's buffer: the slot's size in whole pages."""
     return round_up(ring.slot_bytes, PAGE)
 
 
 def bytes_needed(sizes: Sequence[int]) -> int:
-    """Size of a slot for tensors of these sizes in bytes."""
+    """Bytes that a slot needs for tensors of these sizes in bytes, each rounded up to a multiple of `ALIGNMENT`."""
     return sum(round_up(size, ALIGNMENT) for size in sizes)
 
 
 def state_bytes(ring: Ring) -> int:
-    """Size of a ring's words, in whole pages: a line for the nonce, and per slot one for the generation and each reader."""
+    """Bytes of a ring's words, rounded up to whole pages.
+
+    They are one line for the nonce and, per slot, one for the generation and one for each reader.
+    """
     return round_up(LINE * (1 + ring.num_slots * (1 + len(ring.readers))), PAGE)
 
 
@@ -128,15 +131,16 @@ class SlotWriter(_State):
 
     @contextmanager
     def writing(self, slot: Slot, specs: Sequence[TensorSpec], layout: Layout) -> Iterator[None]:
-        """The block writes the slot, which has the given generation afterwards. If it fails, the generation stays odd,
-        so that nobody can read the slot.
+        """Marks the slot as being written while the block runs, and gives it the generation of `slot` afterwards.
+
+        The block does the writing. If it fails, the generation stays odd, so that nobody can read the slot.
 
         Args:
             specs: the tensors to be written, in their order.
             layout: names the readers that must acknowledge the content before the slot is written again.
 
         Raises:
-            TransportError: before the block, and nothing is changed; see `Transport.publish`.
+            TransportError: as for `Transport.publish`, before the block runs and with nothing changed.
         """
         readers = self._check(slot, specs, layout)
         word = self._word(slot.index)
@@ -147,7 +151,7 @@ class SlotWriter(_State):
         self._words[word] = slot.generation
 
     def _check(self, slot: Slot, specs: Sequence[TensorSpec], layout: Layout) -> tuple[int, ...]:
-        """The readers of the content to be written; changes nothing.
+        """Checks whether the slot may be written, and returns the readers of the new content; changes nothing.
 
         Raises:
             TransportError: no such slot; a generation that is odd or not above the present one; a reader that has not
@@ -184,7 +188,9 @@ class SlotReader(_State):
 
     @contextmanager
     def reading(self, handle: Handle) -> Iterator[None]:
-        """The block reads the slot. It is acknowledged to the writer if it ends without an error.
+        """Checks the slot's generation before and after the block, and then acknowledges the slot to the writer.
+
+        A block that fails is not acknowledged.
 
         Raises:
             TransportError: the slot's generation is not the handle's, at the beginning or at the end of the block.
@@ -296,6 +302,11 @@ class RingTransport(ABC, Generic[W, R]):
         return Offer(self.name, self._source, self._node_id, self._device_name, reader, payload)
 
     def open(self, offer: Offer) -> Receipt:
+        """Opens the ring of an offer for reading, in place of an earlier one of the same source.
+
+        Raises:
+            TransportError: the ring belongs to another transport or node, is gone, or cannot be reached from here.
+        """
         check_offer(offer, self.name, self._node_id)
         self._opened[offer.source] = self._attach(offer)
         return Receipt(offer.reader)
@@ -304,11 +315,12 @@ class RingTransport(ABC, Generic[W, R]):
         pass
 
     def publish(self, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> Handle:
-        """Copies the tensors into the slot, marks it with the slot's generation, and returns a handle on it. Never
-        waits.
+        """Copies the tensors into the slot, marks it with the slot's generation, and returns a handle on it.
+
+        Never waits for a reader: one that is late is an error.
 
         Raises:
-            TransportError: see `Transport.publish`; this side writes no ring.
+            TransportError: as for `Transport.publish`; this side writes no ring.
         """
         written, specs = self._writing_side(), describe(tensors)
         with written.writer.writing(slot, specs, layout):
@@ -318,18 +330,19 @@ class RingTransport(ABC, Generic[W, R]):
 
     @contextmanager
     def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:
-        """The tensors of a slot by name, as views of its memory, valid inside the block and read-only.
+        """Gives a `with` block the tensors of a slot by name, as read-only views of its memory, valid inside it only.
 
         A block that ends without an error is acknowledged to the writer.
 
         Raises:
-            TransportError: see `Transport.fetch`.
+            TransportError: as for `Transport.fetch`; the ring was replaced by that of a newer writer.
         """
         opened, slot = self._ring_of(handle), handle.slot
         with opened.reader.reading(handle), unwritten(opened.views(slot.index, handle.tensors), slot) as views:
             yield views
 
     def close(self) -> None:
+        """Lets go of the ring that this side writes and of all that it has opened."""
         self._opened.clear()
         self._written = None
 

@@ -34,11 +34,10 @@ def object_store_room() -> int:
 
 
 def available_bytes(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:
-    """Bytes of memory that this process may use: free or reclaimable on this machine, within the limits of its control
-    groups.
+    """Returns how many bytes of memory this process may use now, within the limits of its control groups.
 
-    The smallest amount counts of what the machine has and what each group leaves (limit − usage + pages of files);
-    never below 0.
+    That is the smallest of what the machine has free or can reclaim, and what each group leaves (limit − usage + pages
+    of files); never below 0.
 
     Args:
         membership: file in which the kernel lists the groups of this process.
@@ -60,11 +59,10 @@ def _machine_bytes() -> int:
 
 
 def _groups(membership: Path, mount: Path) -> Iterator[Path]:
-    """Yields the folders of this process's memory control groups and of all their parents, because each may have a
-    limit.
+    """Yields the folders of this process's memory control groups and of all their parents; each may have a limit.
 
     In a container the listed path may be one of the machine's, while the container's group is the root of the mount; so
-    the folders need not exist. Nothing if the list cannot be read.
+    the folders need not exist. Yields nothing if the list cannot be read.
 
     Args:
         membership, mount: as for `available_bytes`.

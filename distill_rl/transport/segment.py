@@ -1,8 +1,8 @@
 """Memory that several processes map: a memfd, or a file in /dev/shm where a memfd cannot be used.
 
-A memfd has no name, so a killed process leaves nothing behind. A reader opens it through `/proc/<pid>/fd`, which needs the
-same user and PID namespace and a living writer. A file is in a folder of its own, whose owner holds a lock on it. The next
-process that makes a segment removes all folders whose owner is dead.
+A memfd has no name, so a killed process leaves nothing behind. A reader opens it through `/proc/<pid>/fd`, which needs
+the same user and PID namespace and a living writer. A file is in a folder of its own, whose owner holds a lock on it.
+The next process of this user that makes a segment removes all folders whose owner is dead.
 """
 
 from __future__ import annotations
@@ -129,16 +129,18 @@ class Segment:
         return self.view[: len(self.view) // 8 * 8].cast("Q")
 
     def forget_name(self) -> None:
-        """Call it when nobody needs to open the segment any more. Removes a file, so that a kill cannot leave it behind."""
+        """Removes the file of a segment that this process has made as one, so that a kill cannot leave it behind.
+
+        Call it when nobody needs to open the segment any more; the memory stays mapped. Nothing happens for a memfd.
+        """
         if self._folder:
             self._folder.remove(RING)
             self._folder = None
 
     def close(self) -> None:
-        """Frees the memory as soon as nobody holds a view of it, and removes the file if it is one; may be called
-        again.
+        """Lets go of the memory, which this process unmaps as soon as nobody in it holds a view; may be called again.
 
-        Nobody can attach the segment afterwards.
+        In the process that made the segment, its file or memfd goes too, so nobody can attach it afterwards.
         """
         self.forget_name()
         if self._fd >= 0:
@@ -148,7 +150,7 @@ class Segment:
 
 
 def sweep(root: Path = SHM) -> list[Path]:
-    """Removes the folders of segments whose owners are dead, and returns them."""
+    """Removes the folders of this user's segments whose owners are dead, and returns their paths."""
     return remove_abandoned(root, f"{_prefix()}*")
 
 
@@ -158,8 +160,9 @@ def _prefix() -> str:
 
 
 def _memfd() -> int:
-    """File descriptor of a new, empty memfd that other processes can open; -1 if that is not possible. The caller
-    closes it.
+    """Returns the file descriptor of a new, empty memfd that other processes can open; -1 if that is not possible.
+
+    The caller closes it.
     """
     try:
         fd = os.memfd_create("distill_rl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -199,5 +202,8 @@ def _allocate(fd: int, size: int) -> None:
 
 
 def _map(fd: int, size: int) -> mmap.mmap:
-    """Maps all pages now, because the first access to a page costs several times what copying it does."""
+    """Maps `size` bytes of a file, shared and writable, with all pages present from the start.
+
+    Otherwise the first access to a page would cost several times what copying it does.
+    """
     return mmap.mmap(fd, size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))

@@ -55,14 +55,20 @@ class SharedMemoryTransport(RingTransport[_Written, OpenedRing]):
         super().__init__(written, source, node_id)
 
     def accept(self, receipt: Receipt) -> None:
-        """Notes that a reader has the ring open. After the last one, nobody else can open a ring that is a file."""
+        """Notes that a reader has the ring open.
+
+        After the last one, the file of a ring that is one is removed, so that nobody else can open it.
+
+        Raises:
+            TransportError: this side writes no ring.
+        """
         written = self._writing_side()
         written.unopened.discard(receipt.reader)
         if not written.unopened:
             written.segment.forget_name()
 
     def close(self) -> None:
-        """The memory is freed with the last view of it."""
+        """Lets go of all rings that this side writes or has opened; their memory is freed with the last view of it."""
         if self._written is not None:
             self._written.segment.close()
         super().close()

@@ -21,12 +21,16 @@ _PAD_LEFT, _PAD_RIGHT = 3, 5
 def check_alignment(
     aligner: TokenAligner, student_tokenizer: Any, teacher_tokenizer: Any, texts: Sequence[str]
 ) -> list[Check]:
-    """The results of seven checks of what the aligner guarantees, on `texts`, three of them also on the texts truncated
-    to half.
+    """The results of seven checks of what the aligner guarantees, on `texts`.
+
+    The first three checks (equal bytes, order, chunks that cannot be divided) also run on the texts truncated to half.
 
     Args:
         aligner: for these two tokenizers, in this order.
         texts: if there are none, the checks neither pass nor fail.
+
+    Raises:
+        ValueError: a text with a lone surrogate.
     """
     whole = [aligner.align(text) for text in texts]
     pairs = [*zip(texts, whole)]
@@ -54,11 +58,12 @@ def check_alignment(
 
 
 def check_chats(aligner: TokenAligner, chats: Sequence[Sequence[Message]]) -> list[Check]:
-    """The results of two checks on chats, which each side renders with its own template: equal bytes, and paired ends
-    of answers.
+    """The results of two checks on chats: equal bytes on both sides of a chunk, and paired ends of answers.
+
+    Each side renders a chat with its own template. Without chats the checks neither pass nor fail.
 
     Raises:
-        ValueError: a tokenizer without a chat template.
+        ValueError: a tokenizer without a chat template; a text with a lone surrogate.
     """
     rows = [(chat, aligner.align_messages(chat)) for chat in chats]
     return [
@@ -100,9 +105,9 @@ def stop_problem(chat: Sequence[Message], row: Alignment) -> str | None:
 
 
 def order_problem(row: Alignment) -> str | None:
-    """Checks that chunk indices increase by at most one from token to token, from 0 to the last, on both sides.
+    """Checks that on both sides the chunk indices of the tokens run from 0 to the last, without going back or gaps.
 
-    Returns what is wrong, or None.
+    Tokens in no chunk are passed over. Returns what is wrong, or None.
     """
     for side, chunks in (("student", row.student_chunk), ("teacher", row.teacher_chunk)):
         indices = chunks[chunks >= 0]
@@ -115,8 +120,7 @@ def order_problem(row: Alignment) -> str | None:
 
 
 def boundary_problem(aligner: TokenAligner, text: str, row: Alignment) -> str | None:
-    """Checks that inside a chunk no student token ends at the same byte as a teacher token: the chunk could be divided
-    there.
+    """Checks that no chunk could be divided: inside a chunk, student and teacher tokens never end at the same byte.
 
     Returns what is wrong, or None.
 
@@ -131,7 +135,10 @@ def boundary_problem(aligner: TokenAligner, text: str, row: Alignment) -> str | 
 
 
 def difference(one: Alignment, other: Alignment) -> str | None:
-    """What differs between two alignments (ids, chunks, counts or exactness), in words; None if they are equal."""
+    """What differs first between two alignments (ids, chunks, counts or exactness), in words; None if nothing does.
+
+    Methods, dropped tokens, stop pairs and lossy stretches are not compared.
+    """
     for name in ("student_ids", "teacher_ids", "student_chunk", "teacher_chunk"):
         if not np.array_equal(getattr(one, name), getattr(other, name)):
             return f"{name} differ"
@@ -141,7 +148,7 @@ def difference(one: Alignment, other: Alignment) -> str | None:
 
 
 def padding_problem(aligner: TokenAligner, row: Alignment) -> str | None:
-    """Checks that the ids of an alignment, put between masked padding, are aligned as without it.
+    """Checks that `align_ids` gives an alignment's ids the same chunks with masked padding around them as without it.
 
     Returns what is wrong, or None.
     """
@@ -158,7 +165,10 @@ def padding_problem(aligner: TokenAligner, row: Alignment) -> str | None:
 
 
 def identity_problem(row: Alignment) -> str | None:
-    """Checks that the alignment of a tokenizer with itself has one chunk per token. Returns what is wrong, or None."""
+    """Checks that the alignment of a tokenizer with itself has only 1:1 chunks, the same on both sides.
+
+    Tokens in no chunk are allowed. Returns what is wrong, or None.
+    """
     if not np.array_equal(row.student_chunk, row.teacher_chunk):
         return "the two sides have different chunks"
     others = {kind: count for kind, count in row.counts.items() if kind != "1:1" and count}
@@ -166,7 +176,7 @@ def identity_problem(row: Alignment) -> str | None:
 
 
 def _half(aligner: TokenAligner, text: str, row: Alignment) -> Alignment:
-    """The alignment of a text of which each side keeps half of its tokens, rounded down, but at least one."""
+    """The alignment of a text, truncated: each side's limit is half of its tokens in `row`, at least one."""
     student, teacher = (max(1, len(ids) // 2) for ids in (row.student_ids, row.teacher_ids))
     return aligner.align(text, max_student_tokens=student, max_teacher_tokens=teacher)
 
@@ -215,7 +225,7 @@ def _chunk_bytes(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, co
 
 
 def _inner_ends(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, text: bytes) -> set[int]:
-    """The positions in the spelled bytes at which tokens end, except for the last token of each chunk.
+    """The positions in the bytes that the chunks spell at which tokens end, except for the last token of each chunk.
 
     Args:
         chunks: per id, the index of its chunk; -1: none.

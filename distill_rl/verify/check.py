@@ -10,6 +10,8 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Check:
+    """What was checked, whether it holds, and how this was found."""
+
     name: str
     """What must hold"""
     passed: bool | None
@@ -19,8 +21,9 @@ class Check:
 
 
 def check_each(name: str, problems: Iterable[str | None], items: str) -> Check:
-    """The result of a check of many items, which passes if none has a problem. Without items it neither passes nor
-    fails.
+    """The result of a check of many items, which passes if none has a problem.
+
+    Without items it neither passes nor fails (`passed` is None). `detail` names the first problem and its index.
 
     Args:
         name: what must hold.
@@ -36,9 +39,11 @@ def check_each(name: str, problems: Iterable[str | None], items: str) -> Check:
 
 
 def check_bound(name: str, values: Sequence[float], bound: float, what: str) -> Check:
-    """The result of a check that all measured numbers are at most `bound`. NaN fails; `values` must not be empty.
+    """The result of a check that all measured numbers are at most `bound`. NaN fails.
 
     Args:
+        name: what must hold.
+        values: at least one.
         what: put before the largest value in `detail`.
     """
     value = float(np.max(values))

@@ -48,7 +48,8 @@ def check_losses(
 ) -> list[Check]:
     """Compares every method with the plain reference, and checks that KD is 0 for a teacher that equals the student.
 
-    Returns two results per method. Random logits from a fixed seed take the place of models.
+    Returns two results per method; a failed check raises nothing. Random logits from a fixed seed take the place of
+    models.
 
     Args:
         projection: for the aligner's two tokenizers, with a column for every id.
@@ -65,9 +66,9 @@ def check_losses(
 
 
 def _against_reference(projection: Projection, sample: Sample, draw: torch.Generator) -> Iterator[Check]:
-    """One result per method: KD, CE and the gradient on random logits equal those of the plain reference, to BOUND.
+    """Yields one result per method: whether KD, CE and the gradient equal those of the plain reference, to BOUND.
 
-    Each method is run with every export and every average of chunks that it supports.
+    Each method is run on random logits with every export and every average of chunks that it supports.
 
     Args:
         projection: of the two whole vocabularies; the reference gets the part of it that the sample needs.
@@ -91,7 +92,7 @@ def _against_reference(projection: Projection, sample: Sample, draw: torch.Gener
 
 
 def _against_itself(identity: Projection, sample: Sample, draw: torch.Generator) -> Iterator[Check]:
-    """One result per method: KD is 0, to BOUND, for a teacher that equals the student.
+    """Yields one result per method: whether KD is 0, to BOUND, for a teacher that equals the student.
 
     Both have one tokenization, every token a chunk, and the same logits.
 
@@ -188,8 +189,12 @@ def _run(
 
 
 def _export(rows: _Rows, export: str) -> TopKLogprobs | DenseLogits:
-    """The targets that a teacher with these logits exports, with the label's log-prob: TOP_K log-probs, or all logits
-    for any export other than `topk`.
+    """The targets that a teacher with these logits exports, with the log-probability of each row's label.
+
+    For a row without a label, that of id 0.
+
+    Args:
+        export: `topk`: the TOP_K most likely ids, or all if there are fewer; anything else: all logits.
     """
     if export == "topk":
         k = min(TOP_K, rows.logits.shape[1])

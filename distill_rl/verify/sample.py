@@ -22,7 +22,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Some chunks, laid out as rows of logits: each chunk's rows, then a row with only a label and a row without one."""
+    """Some chunks, laid out as rows of logits: each chunk's rows, then a row with only a label, and one without."""
 
     chunks: Chunks
     student_labels: Tensor
@@ -143,5 +143,5 @@ def _indptr(lengths: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
 
 
 def _spread(count: int) -> np.ndarray:
-    """OTHER_IDS evenly spaced integers below `count`, or all of them if there are fewer."""
+    """int64, ascending: OTHER_IDS evenly spaced integers from 0 to `count` - 1, or all of them if there are fewer."""
     return np.unique(np.linspace(0, count - 1, min(count, OTHER_IDS)).astype(np.int64))

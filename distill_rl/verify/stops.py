@@ -27,11 +27,11 @@ Pair = tuple[int, int]
 
 
 def check_stops(aligner: TokenAligner, projection: Projection, rows: Sequence[Alignment]) -> list[Check]:
-    """The results of three checks, the last one on the gradient of every method; no checks for two copies of one
-    tokenizer.
+    """The results of three checks of stop tokens; an empty list for two copies of one tokenizer.
 
-    Paired stop tokens are stops to the losses, stops are mapped to stops only, and a teacher that is certain to stop
-    never makes the student less likely to.
+    Paired stop tokens are stops to the losses, stops are mapped to stops only, and by the gradient of every method a
+    teacher that is certain to stop never makes the student less likely to. A failed check raises nothing; one that
+    finds no stop tokens neither passes nor fails.
 
     Args:
         projection: for the aligner's two tokenizers and the same stop tokens.
@@ -73,9 +73,7 @@ def check_stops(aligner: TokenAligner, projection: Projection, rows: Sequence[Al
 
 
 def _not_a_stop(projection: VocabularyProjection, pair: Pair) -> str | None:
-    """Checks that both ids of a pair (student, teacher) are stop tokens of the projection. Returns what is wrong, or
-    None.
-    """
+    """What is wrong if an id of a pair (student, teacher) is no stop token of the projection; None if both are."""
     for side, token, stops in zip(("student", "teacher"), pair, (projection.student_stops, projection.teacher_stops)):
         if token not in stops:
             return f"the {side}'s id {token} is paired as a stop; the projection's are {stops.tolist()}"
@@ -99,14 +97,14 @@ def _stops_mapped_to_others(projection: VocabularyProjection) -> Iterator[str | 
 
 
 def _pushed_down(projection: VocabularyProjection, pair: Pair, method: str) -> str | None:
-    """Checks that the gradient of KD does not lower the logit of the student's stop token. Returns what is wrong, or
-    None.
+    """Checks that a step down the gradient of KD does not lower the logit of the student's stop token.
 
-    Looks at one position where the teacher is certain to stop and the student has random logits from a fixed seed.
+    Returns what is wrong, or None. Looks at one position where the teacher is certain to stop and the student has
+    random logits from a fixed seed.
 
     Args:
         pair: stop tokens (student, teacher).
-        method: cross-tokenizer loss.
+        method: cross-tokenizer loss, a key of `METHODS`.
     """
     draw = torch.Generator().manual_seed(0)
     student, teacher = (

@@ -48,12 +48,13 @@ class RunActors:
 
 @contextmanager
 def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iterator[RunActors]:
-    """Starts (or joins) Ray, starts all actors, loads the models, opens the rings, and yields the actors ready for step
-    1.
+    """Starts (or joins) Ray and all actors, loads the models, opens the rings, and yields the actors.
 
-    If the block succeeds, student and teachers leave their process groups, and a timeline is written if requested.
-    After a failure the actors' output and stacks are kept in `logs`. In any case the actors are then killed and Ray is
-    ended or left.
+    They are ready for step 1, or to load a checkpoint. Prints what it does.
+
+    If the block succeeds, a timeline is written if requested, and student and teachers leave their process groups.
+    After a DistillError the actors' output is kept in `logs`, with their stacks if its exit code is 1. In any case the
+    actors are then killed, and Ray is ended or left.
 
     Args:
         total_steps: of the whole run.
@@ -140,8 +141,10 @@ class _Actors:
 def _create(
     job: Job, total_steps: int, num_aligners: int, plan: PlacementPlan, placement: PlacementGroup, calls: Calls
 ) -> _Actors:
-    """Creates all actors of the run in their reserved places, without waiting for them. The evaluator is None without
-    suites."""
+    """Creates all actors of the run in their reserved places, without waiting for them.
+
+    The evaluator is None if the run evaluates no suites.
+    """
     config = job.config
     threads = threads_per_worker(sum(compute_groups(config)))
     student_names, teacher_names, aligner_names = actor_names(config, num_aligners)
@@ -168,14 +171,19 @@ def _create(
 
 
 def _aligner_arguments(job: Job) -> tuple[Any, ...]:
-    """The arguments of each aligner actor."""
+    """Returns the arguments of each aligner actor after its rank."""
     other_tokenizer = tuple(spec is not None for spec in job.cross_tokenizer_specs)
     return job.config, job.data_format, job.plan, other_tokenizer
 
 
 def _pool(job: Job, group: WorkerGroup, calls: Calls) -> AlignerPool:
-    """Returns a pool of the aligner actors, or, if `group` is empty, of an aligner in this process, which is
-    started."""
+    """Returns the pool of the aligner actors, or of an aligner in this process if `group` is empty.
+
+    An aligner in this process has been started on return.
+
+    Raises:
+        AlignmentError: earlier parts of the run have left out more rows than `aligner.max_bad_rows`.
+    """
     local = None
     if not group.actors:
         local = AlignerWorker(0, *_aligner_arguments(job))
@@ -218,8 +226,9 @@ def _target_bytes(job: Job) -> int:
 
 
 def _start(job: Job, actors: _Actors, calls: Calls) -> None:
-    """Waits until all actors run, then starts them all and waits until the models are loaded, which happens at the same
-    time.
+    """Waits until all actors run, then starts them all at the same time, and waits until the models are loaded.
+
+    The evaluator has no model to load yet.
 
     Raises:
         DistillError: an actor fails, or does not answer within `ray.start_timeout_s`.

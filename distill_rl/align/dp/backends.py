@@ -1,7 +1,7 @@
 """Needleman–Wunsch alignment on canonical strings, for windows in which bytes and offsets give no exact answer.
 
-An alignment of n row tokens with m column tokens is built from these moves, with the scores of X-Token (arXiv 2605.21699,
-as in NeMo-RL #2245):
+An alignment of n row tokens with m column tokens is built from these moves, with the scores of X-Token (arXiv
+2605.21699, as in NeMo-RL #2245):
 
     equal      one row with one column of the same canonical string          +3
     unequal    one row with one column of different strings                  −3
@@ -17,14 +17,14 @@ Let S[i, j] be the best score for the first i rows and the first j columns. Then
 
 Steps:
 
-1. `canonical`: each token's canonical string, as an id and as a polynomial hash. The hash of a join follows from those of
-   its tokens, so joins are compared without building strings.
+1. `canonical`: each token's canonical string, as an id and as a polynomial hash. The hash of a join follows from those
+   of its tokens, so joins are compared without building strings.
 2. `problem`: the strip of cells to search around the expected path, linear in n + m.
 3. A backend fills the strip, storing one move per cell, and traces the moves back from (n, m).
 4. `check`: chunks whose bytes differ (equal hashes), or that lie at two places of the text, are removed.
 
-Scores are doubled to be integers, and ties are resolved in a fixed order, so all backends find the same alignment and not
-merely an equally good one.
+Scores are doubled to be integers, and ties are resolved in a fixed order, so all backends find the same alignment and
+not merely an equally good one.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class CanonicalTables:
             self._tables = self._tabulate(np.arange(student.size + 1), np.arange(teacher.size + 1))
 
     def _tabulate(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> tuple[CanonicalTokens, CanonicalTokens]:
-        """Both sides' canonical tokens for these ids, int64; the ids of equal strings are equal across the two sides."""
+        """Both sides' canonical tokens for these ids, int64; equal strings have equal ids across the two sides."""
         return _intern(
             _canonical(self.student, student_ids, self.fold), _canonical(self.teacher, teacher_ids, self.fold)
         )
@@ -190,6 +190,7 @@ def fold_of(lossy: list[Vocabulary]) -> Callable[[str], str]:
     steps.sort(key=(_nfkc, _strip_accents, str.lower).index)
 
     def fold(text: str) -> str:
+        """The text after all folds that were chosen."""
         for step in steps:
             text = step(text)
         return text
@@ -198,10 +199,12 @@ def fold_of(lossy: list[Vocabulary]) -> Callable[[str], str]:
 
 
 def _nfd(text: str) -> str:
+    """The text in NFD."""
     return unicodedata.normalize("NFD", text)
 
 
 def _nfkc(text: str) -> str:
+    """The text in NFKC."""
     return unicodedata.normalize("NFKC", text)
 
 

@@ -62,8 +62,8 @@ def _in_place(sides: Sides, chunks: Chunked, count: int, *, spaces: bool = True)
 
     1. A chunk's drift is the number of row bytes before it minus the number of column bytes. While both sides spell the
        same text, the drift is constant; the window's beginning and end count as chunks.
-    2. Where the drift changes and returns to its old value within `REACH` chunks, compare the bytes that both sides spell
-       between the two chunks where it is equal.
+    2. Where the drift changes and returns to its old value within `REACH` chunks, compare the bytes that both sides
+       spell between the two chunks where it is equal.
     3. If these bytes are equal, that piece of the text is known, and the chunks in between lie at two places of it.
        If they differ (a lossy side changed the text), nothing is concluded.
 
@@ -93,10 +93,10 @@ def _in_place(sides: Sides, chunks: Chunked, count: int, *, spaces: bool = True)
 def _extents(
     side: CanonicalTokens, chunk: np.ndarray, count: int, spaces: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """uint8: the bytes that the side spells in the window, and where each chunk begins and ends in them, int64 [count +
-    2] each.
+    """The bytes that a side spells in the window, uint8, and where each chunk begins and ends in them.
 
-    The first entry of the two arrays is the window's beginning, the last one its end; chunk i is entry i + 1.
+    The two arrays of positions are int64 [count + 2]: the first entry is the window's beginning, the last one its end;
+    chunk i is entry i + 1.
 
     Args:
         chunk: int32 [n]: chunk index of each token.

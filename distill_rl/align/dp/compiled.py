@@ -118,10 +118,9 @@ def _fill(row_ids, column_ids, row_joins, column_joins, low, high, offsets):  # 
 
 
 def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    """For each problem the best alignment within its strip: row marks int32 [n], column marks int32 [m], number of
-    chunks.
+    """The best alignment of each problem within its strip, in order: (row marks, column marks, number of chunks).
 
-    Marks are those of `trace_back`. Every backend returns the same ones.
+    Marks, int32 [n] and int32 [m], are those of `trace_back`. Every backend returns the same ones.
     """
     solved = []
     for problem in problems:

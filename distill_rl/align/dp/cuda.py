@@ -1,8 +1,8 @@
 """The dynamic programme on a CUDA device: one block per window, one thread per cell of an anti-diagonal.
 
 A cell on the anti-diagonal d = i + j depends only on the five anti-diagonals before it (a join of four with one). So a
-block goes through d = 0 … n + m, its threads compute the cells of one diagonal in parallel and then synchronise, and only
-six diagonals of scores are kept. This pays off for many windows at a time; a single one is faster on the CPU.
+block goes through d = 0 … n + m, its threads compute the cells of one diagonal in parallel and then synchronise, and
+only six diagonals of scores are kept. This pays off for many windows at a time; a single one is faster on the CPU.
 
 On a GPU, `numba.cuda` comes from the package numba-cuda (`device.missing_for_cuda`). The kernel also runs, slowly, in
 Numba's simulator, with or without that package (`NUMBA_ENABLE_CUDASIM=1` before numba is imported).
@@ -51,13 +51,13 @@ def _align(  # type: ignore[no-untyped-def]
     column_marks,
     counts,
 ):
-    """The kernel: solves one window per block, and writes into `row_marks`, `column_marks` and `counts` what
-    `trace_back` gives.
+    """The kernel: solves one window per block.
 
-    All windows' arrays are concatenated; r0, c0, m0 and b0 are where this window's rows, columns, cells and strip
-    bounds begin. Rows `first` to `last` have a cell on the current anti-diagonal d. These are at most `width`
-    consecutive rows, so S[i, d − i] is kept at scores[window, d % DIAGONALS, i % width] without collisions. `scores`
-    and `moves` are scratch memory, whatever they hold before.
+    Writes what `trace_back` gives into `row_marks`, `column_marks` and `counts`. All windows' arrays are concatenated;
+    r0, c0, m0 and b0 are where this window's rows, columns, cells and strip bounds begin. Rows `first` to `last` have a
+    cell on the current anti-diagonal d. These are at most `width` consecutive rows, so S[i, d − i] is kept at
+    scores[window, d % DIAGONALS, i % width] without collisions. `scores` and `moves` are scratch memory, whatever they
+    hold before.
     """
     window = cuda.blockIdx.x
     r0, c0, m0 = row_starts[window], column_starts[window], cell_starts[window]
@@ -109,10 +109,9 @@ def _align(  # type: ignore[no-untyped-def]
 
 
 def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    """For each problem the best alignment within its strip: row marks int32 [n], column marks int32 [m], number of
-    chunks.
+    """The best alignment of each problem within its strip, in order: (row marks, column marks, number of chunks).
 
-    Marks are those of `trace_back`. Every backend returns the same ones.
+    Marks, int32 [n] and int32 [m], are those of `trace_back`. Every backend returns the same ones.
     """
     return [result for group in _groups(problems) for result in _launch(group)]
 
@@ -135,16 +134,17 @@ def _groups(problems: list[Problem]) -> Iterator[list[Problem]]:
 
 
 def _launch(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    """Solves the problems in one launch of the kernel, waits for it, and returns the solutions in order, as `solve`
-    does.
+    """Solves the problems in one launch of the kernel, waits for it, and returns the solutions as `solve` does.
 
     Needs at least one problem and device memory for all their cells.
     """
 
     def joined(name: str) -> np.ndarray:
+        """One field of all problems, concatenated, on the device."""
         return cuda.to_device(np.concatenate([getattr(problem, name) for problem in problems]))
 
     def starts(lengths: list[int]) -> np.ndarray:
+        """int64 [n + 1]: 0 and the cumulative sums of the lengths."""
         return np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
 
     rows = starts([len(problem.row_ids) for problem in problems])

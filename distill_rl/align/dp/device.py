@@ -42,16 +42,16 @@ def missing_for_cuda() -> Missing | None:
 
 
 def require_cuda() -> None:
-    """Returns if the CUDA backend can run on this machine; initialises the CUDA driver.
+    """Raises an error unless the CUDA backend can run on this machine; initialises the CUDA driver.
 
     Raises:
-        ValueError: it cannot; the message names what is missing and the remedy.
+        ValueError: it cannot run; the message names what is missing and the remedy.
     """
     if missing := missing_for_cuda():
         raise ValueError(f"aligner.dp.backend: cuda {missing.rule}; {missing.remedy}")
 
 
 def _first_line(error: object) -> str:
-    """The first informative line of an error; the driver's errors begin with an empty one."""
+    """The first informative line of an error, "unknown" if it has none; the driver's errors begin with an empty one."""
     lines = [line.strip(" :") for line in str(error).splitlines()]
     return next((line for line in lines if line and not line.startswith("Error at driver init")), "unknown")

@@ -1,4 +1,4 @@
-"""The dynamic programme in NumPy, a row of cells at a time. It compiles nothing and is about 30 times slower than Numba."""
+"""The dynamic programme in NumPy, a row of cells at a time; compiles nothing, about 30 times slower than Numba."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from distill_rl.align.dp.problem import Problem, trace_back
 
 
 def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    """For each problem the best alignment within its strip: row marks int32 [n], column marks int32 [m], number of
-    chunks.
+    """The best alignment of each problem within its strip, in order: (row marks, column marks, number of chunks).
 
-    Marks are those of `trace_back`. Every backend returns the same ones.
+    Marks, int32 [n] and int32 [m], are those of `trace_back`. Every backend returns the same ones.
     """
     solved = []
     for problem in problems:

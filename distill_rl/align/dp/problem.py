@@ -89,8 +89,9 @@ def _expected_paths(rows: CanonicalTokens, columns: CanonicalTokens, band: int) 
        letters throughout.
     2. By equal bytes: where the columns have spelled as many bytes as the rows. This holds if one side was cut off.
 
-    The second path is returned only if it leaves the middle of the first one's strip. If a side spells nothing, tokens
-    are counted in place of bytes. Bytes are `ByteStrings.widths`.
+    The second path is returned only if it departs from the first one by more than half of `band` somewhere. If a side
+    spells nothing, only the first is returned, and tokens are counted in place of bytes. Bytes are
+    `ByteStrings.widths`.
     """
     n, m = len(rows), len(columns)
     row_bytes, column_bytes = (np.cumsum(side.strings.widths, dtype=np.int64) for side in (rows, columns))

@@ -35,8 +35,9 @@ class WindowSolver:
     def __call__(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> IdPair:
         """Chunk indices int32 [n], int32 [m] of a window; −1 for a token in no chunk.
 
-        The two sides of a chunk spell the same bytes, even if a side is lossy. While `solve_ahead` collects windows,
-        this one is only noted, and all tokens are in no chunk.
+        The two sides of a chunk spell the same bytes, even if a side is lossy; only a leading space that a tokenizer
+        adds or drops may differ (`same_spelling`). While `solve_ahead` collects windows, this one is only noted, and
+        all tokens are in no chunk.
 
         Args:
             student_ids, teacher_ids: int [n], [m]; either may be empty.
@@ -75,14 +76,19 @@ class WindowSolver:
         self._solved = {_key(window): solution for window, solution in zip(windows, self._solve(windows))}
 
     def warm_up(self) -> None:
-        """Compiles the backend and builds the tables, which takes seconds the first time in a process."""
+        """Compiles the backend and builds the tables, which takes seconds the first time in a process.
+
+        Raises:
+            ValueError: the backend is unknown or cannot run here, or the band is below 1.
+        """
         one_id = np.zeros(1, np.int64)
         self._solve([(one_id, one_id)])
 
     def _solve(self, windows: list[IdPair]) -> list[IdPair]:
         """The chunk indices (student, teacher) of each window, in order, in one call of the backend.
 
-        Builds the tables on the first call. Chunks whose sides spell different bytes are removed (`same_spelling`).
+        Builds the tables on the first call. Chunks whose sides spell different bytes are removed (`same_spelling`). An
+        empty list of windows is allowed.
 
         Raises:
             ValueError: as for `align_windows`.

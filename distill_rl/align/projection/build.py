@@ -47,14 +47,15 @@ def build_projection(
     student_stops: Sequence[int] = (),
     teacher_stops: Sequence[int] = (),
 ) -> Projection:
-    """Computes W and the common vocabulary of two fast tokenizers, by the rules above; takes seconds and writes no
-    file.
+    """Computes W and the common vocabulary of two fast tokenizers, by the rules above; writes no file.
+
+    Takes seconds.
 
     Args:
         student_columns, teacher_columns: V_s and V_t, the models' `config.vocab_size`.
         student_stops, teacher_stops: as for `TokenAligner`.
     Raises:
-        ValueError: a slow tokenizer, or one with more ids than its model has columns.
+        ValueError: a slow tokenizer, one without tokens, or one with more ids than its model has columns.
     """
     student = read_vocabulary(student_tokenizer, Encoder(student_tokenizer), student_stops)
     encoder = Encoder(teacher_tokenizer)
@@ -112,17 +113,18 @@ def cached_projection(
     student_stops: Sequence[int] = (),
     teacher_stops: Sequence[int] = (),
 ) -> Path:
-    """The path of the file in `folder` with this pair's W. It is built if it is missing, damaged, or for other stop
-    tokens.
+    """The path of the file in `folder` with this pair's W, which is built if necessary.
 
-    The folder is created if needed. Several processes may call this at once: each that finds no file writes the same
-    bytes and renames them into place.
+    It is built if the file is missing, damaged (logged as a warning), or for other stop tokens. The folder is created
+    if needed. Several processes may call this at once: each that finds no file writes the same bytes and renames them
+    into place.
 
     Args:
         student_columns, teacher_columns, student_stops, teacher_stops: as for `build_projection`.
 
     Raises:
         ValueError: as for `build_projection`.
+        OSError: the file cannot be written.
     """
     student = read_vocabulary(student_tokenizer, Encoder(student_tokenizer), student_stops)
     encoder = Encoder(teacher_tokenizer)
@@ -177,7 +179,9 @@ def _check_columns(side: str, vocabulary: Vocabulary, columns: int) -> None:
 def _exact_rows(
     student: Vocabulary, teacher: Vocabulary, common: tuple[np.ndarray, np.ndarray], teacher_ids: dict[bytes, int]
 ) -> dict[int, dict[int, float]]:
-    """Student id → {teacher id: 1.0}, for student tokens with a teacher token of equal bytes or role.
+    """Student id → {teacher id: 1.0}, for student tokens that have exactly one counterpart.
+
+    That is a pair of the common vocabulary, a teacher token of equal bytes or one of equal role.
 
     Args:
         common: (student ids, teacher ids) of the common vocabulary, which take precedence.

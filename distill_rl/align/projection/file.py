@@ -63,7 +63,7 @@ class Projection:
 
     @property
     def split_rows(self) -> int:
-        """Number of rows with several pieces of the teacher's tokenizer."""
+        """Number of rows that are neither exact nor empty: tokens spelled in pieces of the teacher's tokenizer."""
         return self.num_student - self.exact_rows - self.empty_rows
 
 
@@ -180,8 +180,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def _first_problem(projection: Projection, rows: int) -> str | None:
-    """The first rule that the arrays break, with the value that breaks it, as part of an error message; None if all
-    hold.
+    """The first rule that the arrays break, with the value that breaks it, as part of an error message; None if none.
 
     Args:
         rows: V_s according to the file's header.

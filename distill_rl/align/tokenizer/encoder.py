@@ -30,14 +30,17 @@ def backend_of(tokenizer: Any) -> Any:
 
 
 class Encoder:
-    """Text → ids and character offsets. The caller's tokenizer is not modified; its padding and truncation are off here.
+    """Text → ids and character offsets. The caller's tokenizer is not modified.
 
-    Special tokens are read in three ways, each by a copy of the tokenizer:
+    Its padding and truncation are off here. Special tokens are read in three ways, each by a copy of the tokenizer:
 
     - `_plain`: never, so whatever a text contains is text;
     - `_with_specials`: wherever they are written, as in what a chat template produces;
     - `_after_special`: never, for text that follows a special token: some tokenizers put a dummy space only before the
       beginning of the whole text.
+
+    Raises:
+        ValueError: a slow tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -64,8 +67,9 @@ class Encoder:
 
     @cached_property
     def _after_special(self) -> Any:
-        """A copy that reads no special tokens, and puts no dummy space where a tokenizer puts one only before a whole
-        text.
+        """A copy that reads no special tokens, for the text after one.
+
+        It puts no dummy space where the tokenizer puts one only before a whole text.
         """
         described = json.loads(self._plain.to_str())
         split = json.dumps(described["pre_tokenizer"])
@@ -86,11 +90,14 @@ class Encoder:
         return self.specials[match[0]] if match else None
 
     def ids(self, text: str, *, add_special: bool = True) -> np.ndarray:
-        """int32 [n]: `text` as text; with `add_special`, between the special tokens that the tokenizer puts around it."""
+        """int32 [n]: `text` as text; with `add_special`, between the special tokens that the tokenizer adds."""
         return np.array(self._plain.encode_batch_fast([text], add_special_tokens=add_special)[0].ids, np.int32)
 
     def batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`ids` of many texts, in order. The tokenizer may spread them over its own threads."""
+        """int32 [n] each: `ids` of many texts, in order, with the special tokens that the tokenizer puts around each.
+
+        The tokenizer may spread the texts over its own threads.
+        """
         return [np.array(encoding.ids, np.int32) for encoding in self._plain.encode_batch_fast(list(texts))]
 
     def offsets(self, text: str, *, add_special: bool = True) -> tuple[np.ndarray, np.ndarray]:
@@ -122,10 +129,9 @@ class Encoder:
         return np.concatenate(ids), np.concatenate(offsets)
 
     def _written_specials(self, text: str, contents: Sequence[CharSpan]) -> list[CharSpan]:
-        """Character spans of the special tokens that the template writes, in order, with the white space that they
-        strip.
+        """Character spans of the special tokens that the template writes, in order.
 
-        The tokenizer must have special tokens.
+        A span includes the white space that its token strips. The tokenizer must have special tokens.
 
         Args:
             contents: spans of the messages' contents in `text`, in order; special tokens inside them are not reported.
@@ -166,7 +172,7 @@ def _hide_specials(described: dict[str, Any], description: Description, special:
 
     Models that look up whole stretches of text (Unigram, WordPiece, BPE with `ignore_merges`) would otherwise produce a
     special id for text that looks like it, however added tokens are matched. Renamed tokens are no longer added tokens;
-    pieces that merges mention are left alone. None if nothing has to be renamed.
+    pieces that merges mention are left alone. None for other models, and for one without special pieces.
 
     Args:
         described: the parsed tokenizer.json, not modified.

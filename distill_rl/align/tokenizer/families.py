@@ -31,7 +31,10 @@ _REMOVING_PRE_TOKENIZERS = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer",
 
 @cache
 def byte_of_letter() -> dict[int, int]:
-    """GPT-2's byte map, letter → byte: printable Latin-1 stands for itself, the other 68 bytes for U+0100 onwards."""
+    """GPT-2's byte map, letter (code point) → byte.
+
+    Printable Latin-1 stands for itself, the letters from U+0100 on for the other 68 bytes.
+    """
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in set(kept))
     return {byte: byte for byte in kept} | {0x100 + i: byte for i, byte in enumerate(others)}
@@ -106,10 +109,9 @@ class Description:
         return METASPACE if replaces else ""
 
     def changes_text(self) -> str | None:
-        """A name for the first part of the pipeline that changes or drops text, for messages; None if no part is known
-        to.
+        """A name for the first part of the pipeline that changes or drops text, for messages; None if there is none.
 
-        NFC does not count, nor does the replacement of spaces by ▁.
+        Only parts known to do so count; neither NFC nor the replacement of spaces by ▁ does.
         """
         for part in self.normalizers:
             if part["type"] in _CHANGING_NORMALIZERS:
@@ -123,7 +125,10 @@ class Description:
         return "an end-of-word mark" if self.model.get("end_of_word_suffix") else None
 
     def strips(self) -> dict[int, tuple[bool, bool]]:
-        """Added token → whether it strips the white space (before it, behind it) where it is written."""
+        """Added token → whether it strips the white space (before it, behind it) where it is written.
+
+        Tokens that strip neither are left out.
+        """
         sides = {token["id"]: (bool(token.get("lstrip")), bool(token.get("rstrip"))) for token in self.added}
         return {token: strips for token, strips in sides.items() if any(strips)}
 
@@ -132,17 +137,17 @@ class Description:
         return any(part["type"] == "NFC" for part in self.normalizers)
 
     def can_be_unknown(self) -> bool:
-        """Whether some text becomes the unknown token: pieces are not written in the byte map, and there is no byte
-        fallback.
+        """Whether the tokenizer may have no piece for some text, by its settings.
+
+        True if its pieces are not written in the byte map and it has no byte fallback.
         """
         return not (self.byte_level or self.model.get("byte_fallback"))
 
     def speller(self) -> Callable[[str], tuple[bytes, bool]]:
-        """A function: piece of the model → (the bytes that it stands for, whether it is a byte-fallback piece such as
-        <0x0A>).
+        """A function: piece of the model → (the bytes that it stands for, whether it is a byte-fallback piece).
 
-        It undoes the byte map or ▁, and takes off the marks of word parts (`##`) and word ends. It must not be used for
-        added tokens, which are written literally.
+        A byte-fallback piece is one such as <0x0A>. The function undoes the byte map or ▁, and takes off the marks of
+        word parts (`##`) and word ends. It must not be used for added tokens, which are written literally.
         """
         prefix = self.model.get("continuing_subword_prefix") or ""
         suffix = self.model.get("end_of_word_suffix") or ""
@@ -170,6 +175,7 @@ class _Letters(dict[int, int]):
     """For `str.translate`: letters outside the byte map become one that Latin-1 cannot encode."""
 
     def __missing__(self, letter: int) -> int:
+        """0xFFFF, for every letter outside the byte map."""
         return 0xFFFF
 
 

@@ -26,8 +26,10 @@ _PROBES = (
 
 
 def _spell(encoder: Encoder, table: list[bytes], text: str) -> tuple[np.ndarray, bytes]:
-    """Encodes a text without the special tokens around it: the ids, int32 [n], and the bytes that they spell by the
-    table.
+    """Encodes a text without the special tokens around it: the ids, int32 [n], and the bytes that they spell.
+
+    Args:
+        table: bytes of each id.
     """
     ids = encoder.ids(text, add_special=False)
     return ids, b"".join(table[token] for token in ids.tolist())
@@ -62,10 +64,10 @@ def probe_normalization(encoder: Encoder, table: list[bytes], unknown: int | Non
 
 
 def probe_spaces(encoder: Encoder, table: list[bytes]) -> tuple[bool, bool, bool]:
-    """The values of `dummy`, `dummy_after_special` and `drops_spaces` of `Vocabulary`, tried with a letter that the
-    tokenizer knows.
+    """The values of `dummy`, `dummy_after_special` and `drops_spaces` of `Vocabulary`, by encoding a letter.
 
-    All False if it knows none of a few letters of several scripts; only its first eight special tokens are tried.
+    All False if the tokenizer knows none of a few letters of several scripts; only its first eight special tokens are
+    tried.
 
     Args:
         table: bytes of each id.

@@ -17,14 +17,14 @@ BATCH = 4096
 class Retokenizer:
     """Spells the bytes of another tokenizer's token in this tokenizer's ids, independent of the text around it.
 
-    The first of these that spells exactly the given bytes is used:
+    The first of these ways that works is used; all but the third spell exactly the given bytes:
 
     1. The tokenizer's encoding of the bytes, if they are UTF-8.
     2. The encoding by its model alone, without normaliser and pre-tokeniser, of the bytes in the model's alphabet (a
        letter per byte, or ▁ for a space). Unlike 1 it puts no dummy space before a piece from the middle of a word, and
        it splits parts of characters by the merges of a byte-level BPE.
-    3. For a lossy tokenizer, its encoding of the bytes if that differs only by what the tokenizer changes (the canonical
-       folds) and by outer spaces.
+    3. For a lossy tokenizer, its encoding of the bytes if that differs only by what the tokenizer changes (the
+       canonical folds) and by outer spaces.
     4. Greedily, the longest token that the remaining bytes begin with (byte-fallback pieces for parts of characters).
 
     Args:
@@ -101,8 +101,9 @@ class Retokenizer:
             return []
 
     def _greedy(self, spelling: bytes) -> list[int]:
-        """The ids found by repeatedly taking the longest token that the remaining bytes begin with; [] if none fits
-        somewhere.
+        """The ids found by repeatedly taking the longest token that the remaining bytes begin with.
+
+        [] if no token fits at some point.
         """
         ids, done = [], 0
         while done < len(spelling):

@@ -66,10 +66,10 @@ class Vocabulary:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any) -> Vocabulary:
-        """Reads a fast transformers tokenizer, or a `tokenizers.Tokenizer`, of which only the unknown token's role is
-        known.
+        """Reads the vocabulary of a fast transformers tokenizer or of a `tokenizers.Tokenizer`.
 
-        It encodes test strings to see what the tokenizer does to a text. The tokenizer is not modified.
+        Of the latter only the unknown token's role is known. Test strings are encoded to see what the tokenizer does to
+        a text. The tokenizer is not modified.
 
         Raises:
             ValueError: a slow tokenizer; a tokenizer without tokens.
@@ -98,7 +98,7 @@ class Vocabulary:
         return ids
 
     def literal(self, token_id: int) -> bytes:
-        """The text that a special token is written as; empty for other tokens."""
+        """The UTF-8 bytes of the text that a special token is written as; empty for other tokens."""
         return self.literals.get(int(token_id), b"")
 
     def opens_with_space(self, token_id: int) -> bool:
@@ -157,12 +157,13 @@ def read_vocabulary(tokenizer: Any, encoder: Encoder, stops: Iterable[int] = ())
 
 
 def _stops(roles: Mapping[str, int], special: np.ndarray, more: Iterable[int]) -> tuple[int, ...]:
-    """The ids that may end an answer, ascending: eos and end_of_turn, and those of `more` that are special and not
-    unknown.
+    """The ids that may end an answer, ascending: eos, end_of_turn and the special ones among `more`.
+
+    The unknown token is never taken from `more`.
 
     Args:
         special: bool [size].
-        more: any ids; the others are ignored.
+        more: any ids; those that are not special or do not exist are ignored.
     """
     stops = {roles[role] for role in STOPS if role in roles}
     stops |= {token for token in more if 0 <= token < len(special) and special[token]} - {roles.get("unk", -1)}
@@ -174,8 +175,8 @@ def _read_table(
 ) -> tuple[list[bytes], np.ndarray, np.ndarray, dict[int, bytes]]:
     """(bytes of each id, bool: byte fallback, bool: special, special id → the text that it is written as).
 
-    An id is special if the tokenizer marks it so or if it is in `named`; a special id spells nothing. So does an id
-    below the highest one that no token has.
+    An id is special if the tokenizer marks it so or if it is in `named`. Special ids spell nothing, nor do ids below
+    the highest one that no token has.
 
     Args:
         named: ids to treat as special because they have a role.

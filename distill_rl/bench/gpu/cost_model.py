@@ -124,12 +124,15 @@ class Part:
         return self.flops / (self.share * card.matmul) + self.bytes / card.bandwidth
 
     def ideal_seconds(self, card: Card) -> float:
-        """The same FLOPs at the full rate, and the fewest bytes."""
+        """The time on `card` of the same FLOPs at the full matrix-product rate and of the ideal's bytes."""
         return self.flops / card.matmul + self.ideal_bytes / card.bandwidth
 
 
 def parts(pair: Pair, step: Step, card: Card) -> list[Part]:
-    """Everything that costs more than a hundredth of a microsecond per token on an H200, in the order of `PHASES`."""
+    """The parts of one step of teacher and student, in the order of `PHASES`.
+
+    What costs less than a hundredth of a microsecond per token on an H200 is not modelled.
+    """
     return [*_teacher(pair.teacher, step, card), *_student(pair.student, step, card)]
 
 
@@ -187,7 +190,12 @@ def _student(shape: Shape, step: Step, card: Card) -> list[Part]:
 
 
 def _elementwise(phase: str, shape: Shape, backward: int) -> Part:
-    """The part of a layer that is bound by memory: norms, rotary embedding, SwiGLU and sums. `backward`: 0 forward, 1 backward."""
+    """The memory-bound part of all layers and the last norm: norms, rotary embedding, SwiGLU and residual sums.
+
+    Args:
+        phase: of the part that is returned.
+        backward: index into the pairs of constants: 0 for forward, 1 for backward.
+    """
     ours = [NORM[backward], ROTARY[backward], SWIGLU[backward], RESIDUAL[backward]]
     ideal = [FUSED_NORM[backward], FUSED_ROTARY[backward], FUSED_SWIGLU[backward], FUSED_RESIDUAL[backward]]
     formula = "norms {}, rotary {}, SwiGLU {}, sums {} bytes per element; ideal {}, {}, {}, {}".format(*ours, *ideal)
@@ -195,14 +203,27 @@ def _elementwise(phase: str, shape: Shape, backward: int) -> Part:
 
 
 def _elements(shape: Shape, norm: float, rotary: float, swiglu: float, residual: float) -> float:
-    """Bytes per token of all layers and the last norm, from bytes per element."""
+    """Bytes per token of all layers and the last norm.
+
+    Args:
+        norm: bytes per element of a normed vector; Qwen3 also norms queries and keys.
+        rotary: bytes per element of queries and keys.
+        swiglu: bytes per element of the intermediate size.
+        residual: bytes per element of the hidden size.
+    """
     normed = 2 * shape.hidden + (shape.query_and_key if shape.family == "qwen3" else 0)
     layer = norm * normed + rotary * shape.query_and_key + swiglu * shape.intermediate + residual * shape.hidden
     return shape.layers * layer + norm * shape.hidden
 
 
 def microseconds(found: list[Part], card: Card, *, by: str, ideal: bool = False) -> dict[str, float]:
-    """µs per token by `phase` or `kind`, in their usual order."""
+    """Predicted µs per token, summed by phase or by kind of work; all names of `PHASES` or `KINDS` in that order.
+
+    Args:
+        found: what `parts` returned.
+        by: `phase` or `kind`.
+        ideal: give the ideal times instead of ours.
+    """
     sums = dict.fromkeys(PHASES if by == "phase" else KINDS, 0.0)
     for part in found:
         seconds = part.ideal_seconds(card) if ideal else part.seconds(card)
@@ -243,7 +264,7 @@ _LEFT_OUT = """\
 
 
 def page() -> str:
-    """The whole page: an H200, all pairs, the default step."""
+    """The Markdown of docs/benchmarks/gpu_model.md: an H200, all pairs, the default step. Writes nothing."""
     card, step = CARDS["h200"], Step()
     introduction = _INTRODUCTION.format(
         card=card.name, rows=step.rows, length=step.length, micro_batch=step.micro_batch, source=card.source,
@@ -254,7 +275,7 @@ def page() -> str:
 
 
 def _section(pair: Pair, step: Step, card: Card) -> str:
-    """The Markdown section of a pair: the verdict, a table by kind of work, and a table with the formula of every part."""
+    """The Markdown section of a pair: the summary, a table by kind of work, and one with the formula of every part."""
     found = parts(pair, step, card)
     lines = [f"## {pair.name}", "", _verdict(pair, step, card, found), ""]
     lines += ["| kind | µs per token, ours | ideal |", "|---|---:|---:|"]
@@ -269,7 +290,7 @@ def _section(pair: Pair, step: Step, card: Card) -> str:
 
 
 def _verdict(pair: Pair, step: Step, card: Card, found: list[Part]) -> str:
-    """Predicted microseconds per token and tokens per second of a pair, ours and ideal, as one paragraph.
+    """A Markdown paragraph with the predicted µs per token and tokens per second of a pair, ours and ideal.
 
     Args:
         found: the parts of the pair.
@@ -287,14 +308,18 @@ def _verdict(pair: Pair, step: Step, card: Card, found: list[Part]) -> str:
 
 
 def _rows(found: list[Part], card: Card, *, by: str) -> list[tuple[str, float, float]]:
-    """Per phase or kind of work its name, our time and the ideal time in microseconds; last, their sums."""
+    """(name, our µs per token, ideal µs per token) for each phase or kind of work; last, `all` with the sums.
+
+    Args:
+        by: `phase` or `kind`.
+    """
     ours, ideal = (microseconds(found, card, by=by, ideal=each) for each in (False, True))
     rows = [(name, ours[name], ideal[name]) for name in (KINDS if by == "kind" else PHASES)]
     return [*rows, ("all", sum(ours.values()), sum(ideal.values()))]
 
 
 def table(pair: Pair, step: Step, card: Card) -> str:
-    """A pair's prediction as text for a terminal: times by phase and by kind of work, and the verdict."""
+    """A pair's prediction as text for a terminal: µs per token by phase and by kind of work, and the summary."""
     found = parts(pair, step, card)
     lines = [f"{pair.name} on one {card.name} ({card.source}), µs per token"]
     for by in ("phase", "kind"):
@@ -304,7 +329,10 @@ def table(pair: Pair, step: Step, card: Card) -> str:
 
 
 def measure_card(device: torch.device) -> Card:
-    """A card with this device's measured rates; attention's shares stay assumptions."""
+    """A card with the copy bandwidth and matrix-product rate measured on this device now.
+
+    Attention's shares stay the assumed defaults. `nominal` is None for a CPU and for GPUs that are not in `CARDS`.
+    """
     import torch
 
     from distill_rl.bench.gpu.timing import copy_bandwidth, matmul_rate
@@ -315,7 +343,10 @@ def measure_card(device: torch.device) -> Card:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the prediction for one or all pairs, or writes the page with --write. Returns 2 for sizes that do not fit."""
+    """Prints the prediction for one or all pairs, or with --write writes the page instead.
+
+    Returns the exit code: 0, or 2 with a line on standard error if the sizes do not fit each other.
+    """
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--card", choices=(*CARDS, "cpu"), default="h200", help="cpu: its rates are measured first")
     parser.add_argument("--pair", choices=tuple(PAIRS), help="by its teacher; default: all")

@@ -1,12 +1,13 @@
 """Time and memory of the cross-tokenizer losses on a CUDA device, at the vocabularies of two real models.
 
-Forward and backward of KD plus cross-entropy, from logits of the student and targets of the teacher: whole logits, and for
-`hybrid` also its top k. Chunks are of all kinds, three quarters of them 1:1. Beside them, in the same run, stands the loss for
-one tokenizer on the same student logits, against a teacher with the student's vocabulary; ratios are to that.
-Times are medians by CUDA events after a warm-up, memory is the allocator's peak above what was there before, the gradient
-included.
+Forward and backward of KD plus cross-entropy, from logits of the student and targets of the teacher: whole logits, and
+for `hybrid` also its top k. Chunks are of all kinds, three quarters of them 1:1. Beside them, in the same run, stands
+the loss for one tokenizer on the same student logits, against a teacher with the student's vocabulary; ratios are to
+that. Times are medians by CUDA events after a warm-up, memory is the allocator's peak above what was there before, the
+gradient included.
 
-`--device cpu` is the same at small sizes in fp32, to see that it works; its figures say nothing and are kept only where --out says.
+`--device cpu` is the same at small sizes in fp32, to see that it works; its figures say nothing and are kept only where
+--out says.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ ONE_TOKENIZER = "kd_loss, one tokenizer"
 
 
 def _chunks(rows: int, device: str) -> Chunks:
-    """Made-up chunks of mixed lengths over `rows` rows on each side; student rows that are left over are in no chunk."""
+    """Made-up chunks of mixed lengths over `rows` student rows and as many teacher rows as the chunks need.
+
+    Student rows that are left over at the end are in no chunk.
+    """
     sides = fill_chunks((rows, sys.maxsize))
     count = sides[0][-1] + 1
     sides[0].extend([-1] * (rows - len(sides[0])))
@@ -50,7 +54,14 @@ def _chunks(rows: int, device: str) -> Chunks:
 
 
 def draw(sizes: Mapping[str, int], device: str) -> tuple[Tensor, list[Case]]:
-    """Random logits of the student, of standard deviation 2; and every method on each of its kinds of targets."""
+    """The student's logits [rows, columns], random with standard deviation 2, and the cases to measure on them.
+
+    The first case is `kd_loss` for one tokenizer; the others are every method on each kind of targets measured for it.
+    The dtype is bf16 on `cuda` and fp32 otherwise; the seeds are fixed.
+
+    Args:
+        sizes: by name, as in `SIZES`.
+    """
     rows, columns, teacher_columns = sizes["rows"], sizes["columns"], sizes["teacher_columns"]
     generator = torch.Generator(device).manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -102,7 +113,7 @@ def draw(sizes: Mapping[str, int], device: str) -> tuple[Tensor, list[Case]]:
 
 
 def compare(_: Path, *, device: str, sizes: Mapping[str, int], repeats: int = 5) -> dict[str, Any]:
-    """Measures all cases on the same draw.
+    """Measures all cases on the same draw, with the ratio of each time to that of `kd_loss` for one tokenizer.
 
     Args:
         repeats: timed runs of each case.

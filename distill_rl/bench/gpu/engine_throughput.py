@@ -1,12 +1,13 @@
 """Tokens per second of a teacher and a student engine in one process on one GPU, beside what the cost model predicts.
 
 Real shapes, random weights, full rows: a student of the shape of Llama-3.2-1B learns from a teacher of the shape of
-Qwen3-4B, with another vocabulary, and from one of the shape of Llama-3.1-8B. The teacher runs over the whole batch, then
-the student takes its step; nothing overlaps, as on one card nothing can. There is no driver, no aligner and no transport but
-a copy into slots; the engines need torch, transformers, numpy and safetensors only.
+Qwen3-4B, with another vocabulary, and from one of the shape of Llama-3.1-8B. The teacher runs over the whole batch,
+then the student takes its step; nothing overlaps, as on one card nothing can. There is no driver, no aligner and no
+transport but a copy into slots; the engines need torch, transformers, numpy and safetensors only.
 
-The total is timed without instruments. A second pass times the phases by events between them. MFU is what the models need,
-forward and backward, over the rate of a large matrix product measured just before (`mfu`), and over the card's nominal one.
+The total is timed without instruments. A second pass times the phases by events between them. MFU is what the models
+need, forward and backward, over the rate of a large matrix product measured just before (`mfu`), and over the card's
+nominal one.
 
 `--device cpu --tiny` is the same with tiny models, to see that it works; figures of a CPU are no record.
 """
@@ -47,19 +48,19 @@ def measure(
     step: Step | None = None,
     pairs: Iterable[str] = tuple(PAIRS),
 ) -> dict[str, Any]:
-    """Every pair in turn; what goes wrong with one is its `status`, and the others go on.
+    """Measures every pair in turn; if one cannot be measured, its `status` says why and the others go on.
 
     Args:
         device: where both engines live.
         tiny: the pairs in tiny sizes, as always on a CPU.
-        budget_s: seconds for everything, which the pairs share; it decides how many steps are timed.
+        budget_s: seconds for all pairs together, shared among them; it decides how many steps are timed.
         step: rows, micro-batch, length and top-k; None: the default sizes.
         pairs: names in `PAIRS`.
 
     Returns:
-        `card`: the rates measured first; `step`: the sizes; `pairs`: by name, each with a `status` ("ok", "out of
-        memory", "no time left", or "failed: …" with the `traceback` beside it) and, where that is ok, with the figures
-        of `_measure_pair`.
+        `card`: the rates measured first; `step`: the sizes; `pairs`: by name, each with its description as `pair`, a
+        `status` ("ok", "out of memory", "no time left", or "failed: …" with the `traceback` beside it) and, if that is
+        ok, the figures of `_measure_pair`.
     """
     deadline = time.monotonic() + budget_s
     tiny = tiny or device.type != "cuda"
@@ -79,7 +80,9 @@ def measure(
 
 
 def _try_pair(pair: Pair, step: Step, card: Card, world: World, budget_s: float) -> dict[str, Any]:
-    """Figures of a pair with `status: ok`, or only a status: out of memory, no time left, or the error with its traceback.
+    """Figures of a pair with `status: ok`, or only a status if it cannot be measured.
+
+    That is "out of memory", "no time left", or "failed: " and the error, with its `traceback`; the error is not raised.
 
     Args:
         budget_s: seconds left for this pair.
@@ -97,9 +100,17 @@ def _try_pair(pair: Pair, step: Step, card: Card, world: World, budget_s: float)
 
 
 def _measure_pair(pair: Pair, step: Step, card: Card, world: World, folder: Path, budget_s: float) -> dict[str, Any]:
-    """Figures of one pair; µs are per token of the student's batch.
+    """Figures of one pair; times in µs are per token of the student's batch.
 
-    Half of the budget, less what loading took, goes to the timed steps: at least one, at most `MOST_STEPS`.
+    Half of the budget that is left after loading and warm-up goes to the timed steps: at least one, at most
+    `MOST_STEPS`. `PROFILED` further steps are then timed by phase.
+
+    Args:
+        folder: an empty directory for the models.
+        budget_s: seconds for this pair.
+
+    Raises:
+        ArithmeticError: the last timed step's loss is not finite.
     """
     device, start = world.device, time.monotonic()
     engines = Engines(pair, step, world, folder, WARM_UP + MOST_STEPS + PROFILED)
@@ -136,10 +147,10 @@ def _measure_pair(pair: Pair, step: Step, card: Card, world: World, folder: Path
 
 
 def _figures(pair: Pair, step: Step, card: Card, seconds: float, phases: dict[str, float]) -> dict[str, Any]:
-    """Speed, share of the card's matrix-product rate, and measured beside predicted time by phase, of a pair.
+    """Speed of a pair, its share of the card's matrix-product rate, and measured and predicted µs per token by phase.
 
     Args:
-        card: with the rates measured before, by which times are predicted.
+        card: with the rates measured before, from which times are predicted.
         seconds: per step, timed as a whole.
         phases: seconds per step of each phase.
     """
@@ -162,7 +173,7 @@ def _compared(measured: float, predicted: float) -> dict[str, float]:
 
 
 def problems(measured: Mapping[str, Any]) -> list[str]:
-    """Pairs that could not be measured."""
+    """One line, its name and status, for each pair that could not be measured; empty if all could."""
     return [f"{name}: {pair['status']}" for name, pair in measured["pairs"].items() if pair["status"] != "ok"]
 
 
@@ -179,10 +190,12 @@ def report(measured: dict[str, Any]) -> str:
 
 
 def _pair_lines(found: dict[str, Any]) -> list[str]:
-    """One pair's figures as lines of text: a headline, speed and memory, then measured and predicted time of each phase.
+    """One pair's figures as lines of text: a headline, speed and memory, then measured and predicted time by phase.
+
+    A pair that could not be measured is one line with its status.
 
     Args:
-        found: what `_try_pair` returned, with the pair's name.
+        found: what `_try_pair` returned, with the pair's name as `pair`.
     """
     if found["status"] != "ok":
         return [f"{found['pair']}: {found['status']}"]
@@ -201,9 +214,10 @@ def _pair_lines(found: dict[str, Any]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures one or all pairs, prints and records the figures.
+    """Measures one or all pairs, prints the figures and writes them.
 
-    Returns 1 if a pair failed, 2 for options that do not fit the machine or each other.
+    Returns the exit code: 1 if a pair's status is "failed: …" (out of memory and no time left do not count), 2 with a
+    line on standard error for options that do not fit the machine or each other, otherwise 0.
     """
     parser = harness.parser(__doc__)
     harness.add_sizes(parser, {"cuda": asdict(Step()), "cpu": asdict(TINY)})

@@ -72,7 +72,10 @@ class Engines:
         self._slots: dict[int, dict[str, Tensor]] = {}
 
     def teach(self) -> Iterator[None]:
-        """The teacher's targets of the whole batch, a micro-batch per iteration, copied into slots as a transport does."""
+        """Runs the teacher, one micro-batch per iteration, and copies its targets into slots that `targets` reads.
+
+        Nothing runs until the generator is iterated; it yields None after each copy. Slots are allocated on first use.
+        """
         for layout, tensors in self.teacher.forward(self.teacher_batch):
             if layout.first_row not in self._slots:
                 self._slots[layout.first_row] = {name: torch.empty_like(each) for name, each in tensors.items()}
@@ -82,18 +85,21 @@ class Engines:
 
     @contextmanager
     def targets(self, first_row: int, num_rows: int) -> Iterator[Sequence[TopKLogprobs]]:
-        """What the student reads: the slot of these rows, which are one micro-batch of either."""
+        """Yields the student's targets for one micro-batch: the slot that `teach` filled for rows from `first_row`.
+
+        `num_rows` is ignored: teacher and student have micro-batches of the same size.
+        """
         yield [TopKLogprobs.from_tensors(self._slots[first_row], self.temperature)]
 
     def step(self) -> dict[str, Any]:
-        """The teacher's forward over the batch, then the student's whole step; the student's metrics."""
+        """Runs the teacher over the batch, then the student's whole optimizer step; returns the student's metrics."""
         for _ in self.teach():
             pass
         return self.student.train_step(self.batch, self.targets)
 
 
 def phase_seconds(engines: Engines, device: torch.device, steps: int) -> dict[str, float]:
-    """Seconds per step of each of `PHASES`, over `steps` steps.
+    """Runs `steps` steps and returns the seconds per step of each of `PHASES`.
 
     Copies of weights and gradients run in FSDP2's own streams and may overlap with the phase they are counted in.
     """
@@ -115,9 +121,11 @@ def phase_seconds(engines: Engines, device: torch.device, steps: int) -> dict[st
 
 @contextmanager
 def _marked(engines: Engines, clock: Clock) -> Iterator[None]:
-    """Marks the ends of the phases from hooks on the modules: the engines run as they are.
+    """Inside the block, hooks on the modules mark the ends of the phases that lie within the engines' calls.
 
-    The loss ends twice in a micro-batch: forward, and when the gradient of the logits is complete.
+    These are the teacher's body, the student's forward, the loss, and the backward of every micro-batch that another
+    one follows. The caller marks the teacher's head, the last backward of a step and the optimizer. The loss ends twice
+    in a micro-batch: after its forward, and when the gradient of the logits is complete.
     """
     student = engines.student.model
 
@@ -143,7 +151,7 @@ def _marked(engines: Engines, clock: Clock) -> Iterator[None]:
 
 
 def _config(folder: Path, step: Step) -> Config:
-    """The configuration of both engines: models in `folder`, rows of the step's length without packing, top-k targets."""
+    """The configuration of both engines: models in `folder`, unpacked rows of the step's length, top-k targets."""
     return Config(
         student=StudentConfig(model=str(folder / "student")),
         teachers=[TeacherConfig(model=str(folder / "teacher"))],
@@ -155,7 +163,7 @@ def _config(folder: Path, step: Step) -> Config:
 
 @contextmanager
 def one_rank(device: torch.device) -> Iterator[World]:
-    """A world of one rank on the device."""
+    """Opens a world of one rank on the device; the end of the block closes it."""
     world = open_world(rank=0, dp=1, tp=1, device=device)
     try:
         yield world
@@ -164,7 +172,14 @@ def one_rank(device: torch.device) -> Iterator[World]:
 
 
 def write_model(folder: Path, shape: Shape, length: int) -> None:
-    """config.json, and model.safetensors with zeros in bf16 that take no room on the disk."""
+    """Writes a model of this shape to `folder`: config.json, and model.safetensors with bf16 zeros.
+
+    The weight file is sparse, so the zeros take no room on the disk.
+
+    Args:
+        folder: made if missing.
+        length: the configuration's `max_position_embeddings`.
+    """
     from transformers import AutoModelForCausalLM
 
     config = shape.config(max_position_embeddings=length)
@@ -185,7 +200,10 @@ def write_model(folder: Path, shape: Shape, length: int) -> None:
 
 @torch.no_grad()
 def draw_weights(model: nn.Module) -> None:
-    """Matrices from N(0, 0.02²), vectors (norms) ones; in place, whatever device and shards they are on."""
+    """Draws the weights in place: matrices from N(0, 0.02²), vectors are set to 1.
+
+    Works on any device and on sharded weights. Uses torch's global generator.
+    """
     for parameter in model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if parameter.ndim > 1:
@@ -195,7 +213,11 @@ def draw_weights(model: nn.Module) -> None:
 
 
 def made_up_batches(pair: Pair, step: Step) -> tuple[RankBatch, RankBatch]:
-    """Full rows of random ids for student and teacher, every token labelled."""
+    """Batches of student and teacher: full rows of random ids, every token labelled. The same on every call.
+
+    With one tokenizer both are the same object. Otherwise the student's batch also holds the chunks of
+    `made_up_chunks`.
+    """
     draw = np.random.default_rng(0)
     shape = (step.rows, step.length)
     positions = np.broadcast_to(np.arange(step.length, dtype=np.int32), shape)
@@ -213,7 +235,7 @@ def made_up_batches(pair: Pair, step: Step) -> tuple[RankBatch, RankBatch]:
 
 
 def made_up_chunks(step: Step) -> ChunkRows:
-    """The same chunks in every row, of `KINDS` in turn until one side's row is full."""
+    """Chunks of `KINDS` in turn until one side's row is full, the same in every row; leftover positions have -1."""
     sides = fill_chunks((step.length, step.length))
     count = sides[0][-1] + 1
     one_to_one = sum(KINDS[i % len(KINDS)] == (1, 1) for i in range(count))
@@ -224,7 +246,14 @@ def made_up_chunks(step: Step) -> ChunkRows:
 
 
 def fill_chunks(limits: tuple[int, int]) -> tuple[list[int], list[int]]:
-    """The chunk of each token of student and teacher: chunks of `KINDS` in turn, until a side reaches its limit."""
+    """The chunk number of each token of student and of teacher: chunks of `KINDS` in turn while both sides have room.
+
+    Args:
+        limits: the most tokens of the student and of the teacher.
+
+    Returns:
+        Two lists, which may be shorter than the limits: the first chunk that does not fit ends both.
+    """
     sides: tuple[list[int], list[int]] = [], []
     for i, lengths in enumerate(cycle(KINDS)):
         if any(len(side) + length > limit for side, length, limit in zip(sides, lengths, limits)):
@@ -235,14 +264,22 @@ def fill_chunks(limits: tuple[int, int]) -> tuple[list[int], list[int]]:
 
 
 def random_projection(columns: int, teacher_columns: int) -> VocabularyProjection:
-    """A made-up projection for the losses, between vocabularies without padding."""
+    """The `VocabularyProjection` of a `made_up_projection` between vocabularies of these sizes without padding.
+
+    Args:
+        columns: of the student.
+    """
     student = replace(LLAMA_1B, columns=columns, tokens=columns)
     teacher = replace(QWEN3_4B, columns=teacher_columns, tokens=teacher_columns)
     return VocabularyProjection.from_projection(made_up_projection(Pair(student, teacher)))
 
 
 def made_up_projection(pair: Pair) -> Projection:
-    """Two thirds of the smaller vocabulary in common, the student's other tokens in two or three of the teacher's."""
+    """A made-up W between the pair's vocabularies; the same on every call.
+
+    As many tokens as two thirds of the smaller vocabulary are common to both. Each further student token is spread over
+    two or three neighbouring teacher tokens. The student's padding columns are empty rows.
+    """
     student, teacher = pair.student, pair.teacher
     draw = np.random.default_rng(0)
     common = 2 * min(student.tokens, teacher.tokens) // 3

@@ -1,12 +1,14 @@
 """Time and memory of the losses on a CUDA device, beside plain torch and Liger-Kernel, in one run.
 
-Forward and backward of mean KD at temperature 1, once from hidden states (gradients of the hidden states and of the output
-layer) and once from logits. Times are medians by CUDA events after a warm-up, memory is the allocator's peak above what
-was there before, gradients included. Ratios are to plain torch, dense, on the same inputs and divergence; top-k targets
-are compared with that as well. Every loss's value is kept beside its figures: who computes something else is seen by it.
+Forward and backward of mean KD at temperature 1, once from hidden states (gradients of the hidden states and of the
+output layer) and once from logits. Times are medians by CUDA events after a warm-up, memory is the allocator's peak
+above what was there before, gradients included. Ratios are to plain torch, dense, on the same inputs and divergence;
+top-k targets are compared with that as well. Every loss's value is kept beside its figures: who computes something else
+is seen by it.
 
-Liger-Kernel is measured where it is installed. Its chunked losses compute a cross-entropy even at weight 0.
-`--device cpu` is the same at small sizes in fp32, to see that it works; its figures say nothing and are kept only where --out says.
+Liger-Kernel is measured where it is installed. Its chunked losses compute a cross-entropy even at weight 0. `--device
+cpu` is the same at small sizes in fp32, to see that it works; its figures say nothing and are kept only where --out
+says.
 """
 
 from __future__ import annotations
@@ -69,7 +71,14 @@ Side = tuple[Tensor, Tensor]
 
 
 def draw(sizes: Mapping[str, int], device: str) -> tuple[Side, Side]:
-    """Student and teacher, random, of `rows`, `hidden` and `columns`, with logits of standard deviation 2."""
+    """Random hidden states and output layers of student and teacher, whose logits have standard deviation 2.
+
+    Both sides have the same shapes. The dtype is bf16 on `cuda` and fp32 otherwise; the generator starts from a fixed
+    seed.
+
+    Args:
+        sizes: `rows`, `hidden` and `columns`.
+    """
     rows, hidden, columns = sizes["rows"], sizes["hidden"], sizes["columns"]
     generator = torch.Generator(device).manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -83,7 +92,11 @@ def draw(sizes: Mapping[str, int], device: str) -> tuple[Side, Side]:
 
 
 def plain(student: Tensor, teacher: Tensor, divergence: str) -> Tensor:
-    """What one writes without a library: fp32 copies of logits, log_softmax, kl_div."""
+    """Mean KD per row of logits [N, V], as one writes it without a library: fp32 copies, log_softmax, kl_div.
+
+    Args:
+        divergence: `forward_kl`; anything else is the JSD with β = ½.
+    """
     q, p = F.log_softmax(student.float(), -1), F.log_softmax(teacher.float(), -1)
     kl = partial(F.kl_div, reduction="batchmean", log_target=True)
     if divergence == "forward_kl":
@@ -93,7 +106,11 @@ def plain(student: Tensor, teacher: Tensor, divergence: str) -> Tensor:
 
 
 def cases(student: Side, teacher: Side) -> Iterator[tuple[Sequence[Tensor], list[Case]]]:
-    """Leaves, and what is computed of them. Logits are made once the hidden states' group is done."""
+    """Yields two groups, (tensors, cases): first from hidden states and output layer, then from logits.
+
+    The tensors are the student's, of which each case's step takes leaves. Only the first group has Liger's cases. The
+    logits of the second group are made when it is requested, so that they take no memory while the first is measured.
+    """
     hidden, weight = teacher
     logits = hidden @ weight.T
     k = min(TOP_K, logits.shape[1])
@@ -119,12 +136,16 @@ def cases(student: Side, teacher: Side) -> Iterator[tuple[Sequence[Tensor], list
 
 
 def _ours(loss: Callable[..., Any], teacher: Teacher, divergence: str, *leaves: Tensor) -> Tensor:
-    """The scalar loss of one of this package's losses."""
+    """The scalar loss of one of this package's losses on the student's leaves, with β = `BETA`."""
     return loss(*leaves, teacher, divergence=divergence, beta=BETA).loss
 
 
 def liger(teacher: Side) -> Iterator[Case]:
-    """Its chunked losses, and its fused JSD in Triton; forward KL is their JSD at β = 0 where it has no class of its own."""
+    """Yields Liger's cases from hidden states, for forward KL and JSD: a chunked loss, and the fused JSD in Triton.
+
+    Forward KL is their JSD at β = 0 where they have no class of its own. A case that cannot be measured here has no
+    step.
+    """
     states, weight = teacher
     labels = torch.zeros(len(states), dtype=torch.int64, device=states.device)
     # The weights choose KD alone. Compiled as by default, except on a CPU, which may have no compiler.
@@ -140,7 +161,16 @@ def liger(teacher: Side) -> Iterator[Case]:
 
 
 def _liger_case(package: str, divergence: str, classes: dict[str, dict[str, Any]], rest: tuple[Any, ...]) -> Case:
-    """The first of these classes that the installed version has, and its settings."""
+    """A case with the first of these Liger classes that the installed version has.
+
+    If there is none, or importing or building it fails, the case has no step and its status says why; nothing is
+    raised.
+
+    Args:
+        package: module of `liger_kernel` to look in.
+        classes: settings of the constructor by class name, in order of preference.
+        rest: arguments of the loss after the student's leaves.
+    """
     name = list(classes)[-1]
     try:
         if importlib.util.find_spec("liger_kernel") is None:
@@ -165,7 +195,19 @@ def failure(error: Exception) -> str:
 
 
 def measure(figures: Figures, step: Step | None, inputs: Sequence[Tensor], repeats: int) -> Figures:
-    """Out of memory is a result; so is whatever Liger raises. Anything else that goes wrong is ours, and is raised."""
+    """`figures` with the value, median milliseconds and peak MiB of forward and backward of `step`.
+
+    Unchanged without a step. Out of memory becomes the status, as does whatever a case of Liger raises.
+
+    Args:
+        figures: what is measured; its `by` tells Liger's cases.
+        step: leaves → loss.
+        inputs: tensors that become the leaves of every run.
+        repeats: timed runs.
+
+    Raises:
+        Exception: whatever else a case that is not Liger's raises.
+    """
     if step is None:
         return figures
     device = inputs[0].device
@@ -193,7 +235,7 @@ def measure(figures: Figures, step: Step | None, inputs: Sequence[Tensor], repea
 
 
 def compare(_: Path, *, device: str, sizes: Mapping[str, int], repeats: int = 7) -> dict[str, Any]:
-    """Measures all cases on the same draw.
+    """Measures all cases on the same draw, with the ratio of each time to plain torch's, same inputs and divergence.
 
     Args:
         repeats: timed runs of each case.
@@ -207,12 +249,12 @@ def compare(_: Path, *, device: str, sizes: Mapping[str, int], repeats: int = 7)
 
 
 def with_ratio(line: Figures, base: float | None) -> Figures:
-    """The figures with their time divided by `base` in milliseconds; unchanged if either is missing."""
+    """`line` with `ratio`: its milliseconds over `base`, also in milliseconds; unchanged if either is missing or 0."""
     return replace(line, ratio=round(line.milliseconds / base, 3)) if line.milliseconds and base else line
 
 
 def recorded(figures: Sequence[Figures], *, sizes: Mapping[str, int], device: str, **settings: Any) -> dict[str, Any]:
-    """The figures with the settings that gave them."""
+    """The figures as `results`, beside the `settings` that gave them: sizes, device, its dtype, and further ones."""
     dtype = "bfloat16" if device == "cuda" else "float32"
     settings = {**sizes, "device": device, "dtype": dtype, **settings}
     return {"settings": settings, "results": [asdict(line) for line in figures]}

@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def body_parameters(self) -> int:
-        """Of the matrices of all layers: everything that multiplies before the output layer."""
+        """Number of parameters in the matrices of all layers: everything that multiplies before the output layer."""
         attention = 2 * self.hidden * self.query_and_key  # query and output; key and value
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
@@ -64,17 +64,25 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All matrices that are stored; the norms' vectors, less than 0.1 %, are left out."""
+        """Number of parameters in all stored matrices; the norms' vectors, less than 0.1 %, are left out."""
         return self.body_parameters + (1 if self.tied else 2) * self.head_parameters
 
     def attention_flops(self, length: int) -> float:
-        """Forward, per token of a row of `length`: two products with, on average, half of the row's positions."""
+        """FLOPs per token of causal attention's forward in all layers, averaged over a row of `length` tokens.
+
+        These are two products with, on average, half of the row's positions; the projections are not included.
+        """
         return self.layers * 2.0 * self.heads * self.head_size * length
 
     def flops_per_token(self, length: int, *, trained: bool) -> float:
-        """What the model needs: two per parameter that multiplies, and causal attention; backward costs twice forward.
+        """FLOPs that the model needs per token: two per parameter that multiplies, and causal attention.
 
-        Looking up an embedding multiplies nothing. What a kernel or activation checkpointing computes again is not counted.
+        Looking up an embedding multiplies nothing. What a kernel or activation checkpointing computes again is not
+        counted.
+
+        Args:
+            length: tokens per row.
+            trained: count backward too, as twice the forward.
         """
         forward = 2.0 * (self.body_parameters + self.head_parameters) + self.attention_flops(length)
         return forward * (3.0 if trained else 1.0)
@@ -102,10 +110,11 @@ class Pair:
 
     @property
     def one_tokenizer(self) -> bool:
+        """Whether both have equally many tokens, which stands for the same tokenizer here."""
         return self.student.tokens == self.teacher.tokens
 
     def flops_per_token(self, length: int) -> float:
-        """Of the trained student and its teacher, which reads as many tokens."""
+        """FLOPs per token of training the student and of the teacher's forward pass over as many tokens."""
         student = self.student.flops_per_token(length, trained=True)
         return student + self.teacher.flops_per_token(length, trained=False)
 

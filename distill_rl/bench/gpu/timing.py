@@ -17,9 +17,10 @@ _REPEATS = 20
 
 
 class Clock:
-    """Marks in the order of work; what lies between two of them is charged to the name of the later.
+    """Marks points in a sequence of work; the time between two marks is charged to the name of the later one.
 
-    On a GPU a mark is an event in the current stream, and nothing waits before `intervals` does; on a CPU it is the time.
+    On a GPU a mark is an event in the current stream, and only `intervals` waits for it; on a CPU it is the wall-clock
+    time.
     """
 
     def __init__(self, device: torch.device):
@@ -28,10 +29,11 @@ class Clock:
 
     @property
     def last(self) -> str:
+        """The name of the latest mark; empty before the first."""
         return self._marks[-1][0] if self._marks else ""
 
     def mark(self, name: str = "") -> None:
-        """Ends the interval called `name`. Does not wait for a GPU."""
+        """Ends the interval called `name` and starts the next; the first mark only starts. Does not wait for a GPU."""
         if not self._cuda:
             self._marks.append((name, time.perf_counter()))
             return
@@ -40,7 +42,7 @@ class Clock:
         self._marks.append((name, event))
 
     def intervals(self) -> list[tuple[str, float]]:
-        """(name, seconds) of each interval. Waits for the device."""
+        """(name, seconds) of each interval, in order. Waits for a GPU first."""
         if self._cuda:
             torch.cuda.synchronize()
         return [
@@ -50,7 +52,7 @@ class Clock:
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median time of one call, after a warm-up.
+    """The median time of one call over `repeats` calls, after `WARM_UPS` calls that are not timed.
 
     On a GPU all calls are submitted before waiting for any, so that launches overlap with kernels as in training.
     """
@@ -66,7 +68,7 @@ def median_seconds(run: Callable[[], object], device: torch.device, repeats: int
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
-    """Peak memory of one call beyond what was allocated before, by torch's allocator; None on a CPU."""
+    """Peak memory of one call beyond what torch's allocator held before; None on a CPU, where `run` is not called."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -84,7 +86,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written, of a copy that no cache holds."""
+    """Bytes per second, read and written bytes both counted, of copying a tensor that no cache holds."""
     source = torch.zeros(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / median_seconds(lambda: target.copy_(source), device, _REPEATS)

@@ -1,12 +1,14 @@
 """Training steps with models of real shape on one GPU that teacher and student share: tokens/s, memory, waits, FLOP/s.
 
 A student of the shape of Llama-3.2-1B learns from a teacher of the shape of Qwen3-4B, weights random, vocabularies of
-their sizes: two small tokenizers are learnt from invented text and filled up with entries that never occur, most of them
-common to both. The real command line trains on full rows. Memory is the most that the card reports in use above what was
-before, contexts and caches of both processes included. FLOP/s count what the models need, forward and backward, without
-what activation checkpointing computes again, and stand beside the rate of a large matrix product measured just before.
+their sizes: two small tokenizers are learnt from invented text and filled up with entries that never occur, most of
+them common to both. The real command line trains on full rows. Memory is the most that the card reports in use above
+what was before, contexts and caches of both processes included. FLOP/s count what the models need, forward and
+backward, without what activation checkpointing computes again, and stand beside the rate of a large matrix product
+measured just before.
 
-`--device cpu` is the same with tiny models, to see that it works; its figures say nothing and are kept only where --out says.
+`--device cpu` is the same with tiny models, to see that it works; its figures say nothing and are kept only where --out
+says.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ observe: {{tensorboard: false}}
 
 
 def fill_up(tokenizer: PreTrainedTokenizerFast, size: int) -> PreTrainedTokenizerFast:
-    """The same tokenizer with `size` ids; the new ones are words that no merge makes."""
+    """A copy of the tokenizer, filled up to `size` ids with words that no merge makes; none if it has as many."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -70,7 +72,16 @@ def fill_up(tokenizer: PreTrainedTokenizerFast, size: int) -> PreTrainedTokenize
 
 
 def write_material(root: Path, device: str, *, rows: int, length: int, one_tokenizer: bool) -> float:
-    """student/, teacher/ and text.jsonl, documents longer than a row; the teacher's tokens per token of the student."""
+    """Writes student/, teacher/ and text.jsonl below `root`; returns the teacher's tokens per token of the student.
+
+    Documents are longer than a row. Both folders hold a tokenizer and a random model of the device's shape.
+
+    Args:
+        device: `cuda` or `cpu`; chooses the models of `SHAPES`.
+        rows: documents.
+        length: tokens per row.
+        one_tokenizer: give the teacher the student's tokenizer.
+    """
     texts = write_texts(root / "text.jsonl", rows=rows, words_per_row=length, vocabulary=8000)
     student, teacher = SHAPES[device]
     ends, counts = ("</s>", "<|end|>"), []
@@ -84,7 +95,12 @@ def write_material(root: Path, device: str, *, rows: int, length: int, one_token
 
 
 def write_model(folder: Path, shape: Shape, tokenizer: PreTrainedTokenizerFast, device: str, length: int) -> None:
-    """Random weights, made on the device and in the dtype that they are kept in."""
+    """Writes a model with random weights to `folder`: bf16 if made on `cuda`, fp32 on a CPU.
+
+    Args:
+        device: where the weights are drawn.
+        length: tokens per row; the model has at least 4,096 positions.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -101,7 +117,18 @@ def write_model(folder: Path, shape: Shape, tokenizer: PreTrainedTokenizerFast, 
 
 
 def train(root: Path, device: str, settings: Mapping[str, Any]) -> tuple[list[dict[str, Any]], float | None]:
-    """The records of a run of the command line, and the most GiB that the card had in use during it."""
+    """Trains once with the real command line; returns its step records, and the peak of the card's memory use in GiB.
+
+    The peak is None on a CPU. The configuration is written to train.yaml below `root`.
+
+    Args:
+        root: the folder of the material.
+        device: `cuda`, or `cpu`, which hides all GPUs from the run.
+        settings: for the placeholders of `CONFIG`, without root and dtype.
+
+    Raises:
+        SystemExit: the run failed; with the end of its log.
+    """
     path = root / "train.yaml"
     dtype = "bf16" if device == "cuda" else "fp32"
     path.write_text(CONFIG.format(root=root, dtype=dtype, **settings), "utf-8")
@@ -114,7 +141,10 @@ def train(root: Path, device: str, settings: Mapping[str, Any]) -> tuple[list[di
 
 @contextmanager
 def _watch_memory(device: str) -> Iterator[list[float]]:
-    """GiB in use on the card beyond what is in use now, looked at ten times a second; empty on a CPU."""
+    """Yields a list that grows while the block runs: GiB in use on the card beyond those in use at its start.
+
+    The card is sampled ten times a second, all processes included. On a CPU the list stays empty.
+    """
     seen: list[float] = []
     if device != "cuda":
         yield seen
@@ -136,9 +166,15 @@ def _watch_memory(device: str) -> Iterator[list[float]]:
 
 
 def figures(steps: Sequence[Mapping[str, Any]], shapes: Sequence[Shape], length: int, ratio: float) -> dict[str, Any]:
-    """Of the steps of a run after its warm-up, a twentieth of them but at least one.
+    """Speed, waits, FLOP/s and losses of a run, from its steps after the warm-up.
+
+    The warm-up is a twentieth of the steps, at least one. The losses are those of the first and the last step of the
+    run.
 
     Args:
+        steps: step records of metrics.jsonl.
+        shapes: student and teacher.
+        length: tokens per row.
         ratio: the teacher's tokens per token of the student.
     """
     warm_up = max(1, len(steps) // 20)
@@ -172,7 +208,7 @@ def measure(
     checkpointing: bool = False,
     one_tokenizer: bool = False,
 ) -> dict[str, Any]:
-    """Trains once.
+    """Trains once on invented material; returns the settings and the figures beside the card's matrix-product rate.
 
     Args:
         micro_batch: rows per forward and backward.

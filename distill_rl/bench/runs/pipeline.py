@@ -43,7 +43,14 @@ TEACHER = "teacher"
 
 
 def write_material(root: Path, *, rows: int, length: int) -> None:
-    """Write student/ and text.jsonl: documents longer than `length` tokens, so that all rows are full and all steps equal."""
+    """Writes student/ (tokenizer and model) and text.jsonl below `root`.
+
+    Documents are longer than `length` tokens, so that all rows are full and all steps equal.
+
+    Args:
+        rows: documents.
+        length: tokens per row.
+    """
     texts = write_texts(root / "text.jsonl", rows=rows, words_per_row=length)
     tokenizer = train_tokenizer(texts, VOCABULARY, "</s>")
     tokenizer.save_pretrained(root / "student")
@@ -51,7 +58,7 @@ def write_material(root: Path, *, rows: int, length: int) -> None:
 
 
 def write_teacher(root: Path, layers: int, length: int) -> None:
-    """Write teacher/, replacing an existing one."""
+    """Writes teacher/, with the student's tokenizer and a random model, replacing an existing one."""
     from transformers import AutoTokenizer
 
     shutil.rmtree(root / "teacher", ignore_errors=True)
@@ -62,7 +69,7 @@ def write_teacher(root: Path, layers: int, length: int) -> None:
 
 
 def write_model(folder: Path, tokenizer: PreTrainedTokenizerBase, layers: int, length: int) -> None:
-    """Write a random Llama for this tokenizer."""
+    """Writes a random Llama for this tokenizer to `folder`. The tokenizer itself is not written."""
     import torch
 
     torch.manual_seed(0)
@@ -77,19 +84,27 @@ def write_model(folder: Path, tokenizer: PreTrainedTokenizerBase, layers: int, l
 
 
 def configuration(root: Path, name: str, depth: int, **sizes: Any) -> Path:
-    """Writes the configuration of a run with prefetch.depth = `depth` and returns its path."""
+    """Writes the configuration of a run with prefetch.depth = `depth` and returns its path.
+
+    Args:
+        sizes: keywords of `write_config`.
+    """
     return write_config(root, name, **sizes, top_k=32, lr=1e-4, prefetch={"depth": depth})
 
 
 def run(root: Path, name: str, depth: int, **sizes: int) -> dict[str, Any]:
-    """Train once; return the figures of its metrics."""
+    """Trains once in `runs/<name>`; returns the figures of its metrics. Raises SystemExit if the run fails.
+
+    Args:
+        sizes: keywords of `write_config`.
+    """
     folder = root / "runs" / name
     harness.train(configuration(root, name, depth, **sizes), folder, environment=harness.ONE_THREAD, quiet=True)
     return figures(folder / "metrics.jsonl")
 
 
 def figures(metrics: Path) -> dict[str, Any]:
-    """Medians over the steps after the warm-up, in seconds, and the losses of all steps."""
+    """Medians over the steps after the warm-up, in seconds, and the losses of all steps, from a metrics.jsonl."""
     steps = harness.step_records(metrics)
     counted = steps[WARM_UP - 1 :]
 
@@ -106,10 +121,10 @@ def figures(metrics: Path) -> dict[str, Any]:
 
 
 def make_equal(root: Path, sizes: Mapping[str, int]) -> int:
-    """Write a teacher whose forward pass takes as long as a student's step; return its number of layers.
+    """Writes a teacher whose forward pass takes about as long as a student's step; returns its number of layers.
 
     Scales the number of layers by the measured ratio of the two times. A pass has costs besides its layers, so this
-    takes a few rounds to converge.
+    takes a few rounds, at most four. Each is a run of the command line, and prints a line.
     """
     layers = 3 * STUDENT_LAYERS
     for attempt in range(4):
@@ -136,6 +151,8 @@ def measure(
     teacher_layers: int | None = None,
 ) -> dict[str, Any]:
     """Run every depth in turn, with a teacher that takes as long as the student.
+
+    Binds this process to two cores. Raises `Refused` where there are fewer.
 
     Args:
         repeats: runs per depth.
@@ -169,7 +186,13 @@ def measure(
 
 
 def summary(runs: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Medians over the runs of each depth, and of the stages alone."""
+    """`stages`: seconds of each stage at depth 0; `depths`: by depth, medians over runs and ratios to the longer stage.
+
+    `over_longer_stage` refers to the stages at depth 0, `over_longer_stage_as_it_ran` to those at the same depth.
+
+    Args:
+        runs: by depth, what `run` returned.
+    """
     names = ("step", "teacher", "student", "waited_for_teacher")
     depths: dict[str, dict[str, Any]] = {
         str(depth): {name: round(median(run[name] for run in runs[depth]), 4) for name in names} for depth in runs

@@ -1,9 +1,9 @@
 """What prefetching saves: how long a step waits for alignment at prefetch.depth 0 and 1.
 
 Trains two tokenizers and writes two random models to a temporary folder, with documents of random words, numbers and
-punctuation. Like web pages, the documents are several times longer than `data.max_length`: a whole document is tokenised
-and aligned on both sides, but only its beginning is trained on. The real command line trains on them once per depth, and
-the waits are read from the metrics of the runs.
+punctuation. Like web pages, the documents are several times longer than `data.max_length`: a whole document is
+tokenised and aligned on both sides, but only its beginning is trained on. The real command line trains on them once per
+depth, and the waits are read from the metrics of the runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 
 
 def write_material(root: Path, *, rows: int, words_per_row: int, length: int) -> None:
-    """Write student/, teacher/ and text.jsonl."""
+    """Writes student/, teacher/ (a tokenizer of its own and a random model each) and text.jsonl below `root`.
+
+    Args:
+        rows: documents.
+        length: the most positions of the models.
+    """
     texts = write_texts(root / "text.jsonl", rows=rows, words_per_row=words_per_row)
     for name, size, end in (("student", 2000, "</s>"), ("teacher", 1000, "<|end|>")):
         tokenizer = train_tokenizer(texts[:64], size, end)
@@ -35,19 +40,32 @@ def write_material(root: Path, *, rows: int, words_per_row: int, length: int) ->
 
 
 def configuration(root: Path, depth: int, **sizes: Any) -> Path:
-    """Writes the configuration of a run with prefetch.depth = `depth` and returns its path."""
+    """Writes the configuration of a run with prefetch.depth = `depth` and returns its path.
+
+    Args:
+        sizes: `steps`, `batch` and `length`; a micro-batch is the whole batch.
+    """
     return write_config(root, f"depth-{depth}", micro_batch=sizes["batch"], **sizes, prefetch={"depth": depth})
 
 
 def run(root: Path, depth: int, **sizes: int) -> dict[str, Any]:
-    """Train at one depth; return medians over the steps after the warm-up, in seconds and as shares of a step."""
+    """Trains at one depth; returns what `waits` reads from its metrics. Raises SystemExit if the run fails.
+
+    Args:
+        sizes: as in `configuration`.
+    """
     folder = root / "runs" / f"depth-{depth}"
     harness.train(configuration(root, depth, **sizes), folder, environment=harness.ONE_THREAD)
     return waits(folder / "metrics.jsonl")
 
 
 def waits(metrics: Path) -> dict[str, Any]:
-    """How long a run waited for alignment, from its metrics.jsonl."""
+    """How long the steps of a run after its warm-up waited for alignment, from its metrics.jsonl.
+
+    Returns:
+        The share of a step spent waiting (median and largest), the median seconds of a step and its parts, and the
+        losses.
+    """
     steps = [step for step in harness.step_records(metrics) if step["step"] > WARM_UP]
     shares = [step["timing/wait_aligner"] / step["timing/step"] for step in steps]
     parts = ("step", "wait_aligner", "wait_teachers", "student", "aligner/align")
@@ -61,7 +79,7 @@ def waits(metrics: Path) -> dict[str, Any]:
 
 
 def measure(folder: Path, *, steps: int = 60, batch: int = 16, length: int = 128, words: int = 1500) -> dict[str, Any]:
-    """Run both depths on the same material; the losses must be equal bit for bit.
+    """Run both depths on the same material; `same_losses` says whether their losses are equal bit for bit.
 
     Args:
         steps: optimizer steps per run.

@@ -18,7 +18,13 @@ from distill_rl.quickstart.recipe import CROSS
 
 
 def measure_seed(seed: int, root: Path, *, learnable: bool) -> dict[str, Any]:
-    """Run once; return the validation KD by step, and exact match."""
+    """Trains a student on the material of a seed; returns its KD on the validation chats by step, and exact match.
+
+    Args:
+        seed: of material and run.
+        root: folder of the material, made where it is missing, and of the runs.
+        learnable: train W; otherwise it is fixed.
+    """
     name = "learnt" if learnable else "fixed"
     material, runs = make_material(root / "material", seed, CROSS), root / "runs"
     learns = f"projection.learnable={str(learnable).lower()}"
@@ -34,7 +40,7 @@ def measure_seed(seed: int, root: Path, *, learnable: bool) -> dict[str, Any]:
 
 
 def measure(folder: Path, *, seeds: tuple[int, ...] = SEEDS) -> dict[str, Any]:
-    """Trains both ways with each seed below `folder` and returns their scores."""
+    """Trains both ways with each seed below `folder`; returns `measure_seed` of each, as `fixed` and `learnt`."""
     rows = []
     for seed in seeds:
         root = folder / str(seed)

@@ -23,7 +23,7 @@ _HELP_RUNS = 11
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Runs the quickstart once, and `--help` several times, as processes; returns time, peak memory, speed and scores."""
+    """Runs `--help` several times, then the quickstart once; returns the times, peak memory, speed and scores."""
     help_s = [_seconds("-m", "distill_rl", "--help") for _ in range(_HELP_RUNS)]
     runs, material = folder / "runs", folder / "material"
     start = time.perf_counter()
@@ -41,7 +41,11 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def _seconds(*arguments: str) -> float:
-    """The wall-clock time of a Python process with these arguments."""
+    """The wall-clock time of a Python process with these arguments; its output is discarded.
+
+    Raises:
+        subprocess.CalledProcessError: the process fails.
+    """
     start = time.perf_counter()
     subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
     return time.perf_counter() - start

@@ -34,9 +34,10 @@ COLUMNS = {
 
 
 def measure_seed(seed: int, root: Path) -> dict[str, Any]:
-    """The quickstart's summary for one seed, with exact match and intervals of the other students added.
+    """Runs the quickstart for a seed and trains the two other students; returns its summary with their figures added.
 
-    `truncated` is the number of answers without a stop token.
+    These are exact match and its interval. `truncated` is the number of answers without a stop token, by student except
+    the control. The summary's `tasks` are left out.
     """
     runs, material = root / "runs", root / "material"
     options = ["--cross", "--seed", str(seed), "--runs", str(runs), "--material", str(material)]
@@ -55,7 +56,17 @@ def measure_seed(seed: int, root: Path) -> dict[str, Any]:
 
 
 def train(name: str, material: Path, seed: int, runs: Path, *overrides: str) -> dict[str, Any]:
-    """Train a student with the quickstart's configuration on this material; return its evaluation."""
+    """Trains a student with the quickstart's configuration on this material; returns its evaluation.
+
+    Args:
+        name: of the run.
+        material: a folder that `make_material` made.
+        runs: folder of all runs.
+        overrides: further settings, `key=value`.
+
+    Raises:
+        SystemExit: the run failed.
+    """
     settings = {
         "run.name": name,
         "run.dir": runs,
@@ -72,12 +83,17 @@ def train(name: str, material: Path, seed: int, runs: Path, *overrides: str) -> 
 
 
 def _scores(run: Path, model: str) -> dict[str, Any]:
-    """What a run's evaluation of `model` (student | baseline) recorded."""
+    """What a run recorded of its exact-match evaluation.
+
+    Args:
+        run: the run's directory.
+        model: folder of the evaluation, such as `student` or `student_after`.
+    """
     return json.loads((run / "evals" / model / "exact_match.json").read_text())
 
 
 def measure(folder: Path, *, seeds: tuple[int, ...] = SEEDS) -> dict[str, Any]:
-    """Measures the quickstart with each seed below `folder`."""
+    """Runs all students with each seed below `folder`; returns the figures of `measure_seed` for every seed."""
     return {"seeds": [measure_seed(seed, folder / str(seed)) for seed in seeds]}
 
 

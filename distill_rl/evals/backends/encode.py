@@ -41,7 +41,7 @@ class Encoder:
         self.stop_ids = _stop_ids(folder, self.tokenizer)
 
     def encode(self, item: Item) -> list[int]:
-        """The ids of an item's prompt with its prefix, as for continuation: without the end-of-text token that some
+        """The ids of an item's prefix and prompt, for the model to continue: without the end-of-text token that some
         tokenizers append. A chat is rendered with the start of the assistant's turn.
 
         Raises:
@@ -81,7 +81,10 @@ class Encoder:
         """The ids of prefix and prompt followed by each of the endings: one list per ending.
 
         A chat is rendered by its template, which writes the special tokens; otherwise the tokenizer adds them, and
-        end-of-text tokens at the end are removed. Raises DataError as `_chat`.
+        end-of-text tokens at the end are removed.
+
+        Raises:
+            DataError: as `_chat`.
         """
         chat = not isinstance(item.prompt, str)
         text = item.prefix + (self._chat(item) if chat else item.prompt)  # type: ignore[operator]
@@ -131,7 +134,7 @@ def model_folder(model_dir: str | Path, what: str | None = None) -> Path:
 
 
 def common_start(rows: Sequence[Sequence[int]]) -> Any:
-    """The tokens that all rows begin with, as a part of one of them; empty if there are none."""
+    """The tokens that all rows begin with, as a slice of one of the rows; empty if there are none."""
     return commonprefix(rows)  # type: ignore[arg-type]  # noqa: RUF071 (of lists of ids, which it takes as well)
 
 

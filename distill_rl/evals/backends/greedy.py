@@ -94,7 +94,7 @@ class StopDetector:
         """The output at the first end in a complete sequence of generated ids, as if `output` had been called after
         every token; None if it does not end. For engines that may run past a stop text.
 
-        Without stop texts only the last token is examined, so it must be the first end.
+        Without stop texts only the end of the sequence is examined, so no earlier token may be a stop token.
         """
         counts = range(1, len(written) + 1) if self._stop else [len(written)]
         outputs = (self.output(row, written[:count]) for count in counts)

@@ -26,7 +26,8 @@ class HfBackend:
 
     Rows of similar length share a batch, the longest rows first: this keeps padding low and shows at once whether the
     largest batch fits into memory. If the model's cache allows it, the prefix that items share (`Item.prefix`) runs
-    once, and its keys and values are repeated over the batch.
+    once, and its keys and values are repeated over the batch. The limit of GPU memory (`Settings.gpu_share`) and the
+    number of threads apply to torch in the whole process.
 
     Raises:
         ConfigError: the folder is missing or holds no such model.
@@ -66,14 +67,14 @@ class HfBackend:
     def generate(
         self, items: Sequence[Item], *, max_new_tokens: int, stop: Sequence[str] = ()
     ) -> Iterator[tuple[int, Output]]:
-        """Yields greedy completions, batch by batch: (index into `items`, output) for every item, those that are too
-        long to run first.
+        """Yields greedy completions, batch by batch: (index into `items`, output) for every item. Items that are too
+        long to run come first, with `Output.too_long`.
 
         A completion ends at a stop token, at a text in `stop`, which it does not contain, or at the limit of
         `max_new_tokens` or of the model's positions.
 
         Raises:
-            DataError: a chat that the tokenizer's template rejects, or an empty prompt.
+            DataError: at the first step, a chat that the tokenizer's template rejects, or an empty prompt.
         """
         rows, too_long = greedy.prompt_rows(self.encoder, items, max_new_tokens, self.encoder.positions)
         yield from too_long
@@ -87,7 +88,7 @@ class HfBackend:
 
     def choose(self, items: Sequence[Item]) -> Iterator[tuple[int, Output]]:
         """Yields the log-likelihoods of every item's `choices`, batch by batch: (index into `items`, output) for every
-        item, those that are too long to run first.
+        item. Items that are too long to run come first, with `Output.too_long`.
 
         Raises:
             DataError: as `generate`, or a choice that adds no token to its prompt.
@@ -105,11 +106,11 @@ class HfBackend:
     def _batches(
         self, rows: Sequence[Any], max_shared: Sequence[int], items: Sequence[Item], *, share: bool
     ) -> Iterator[tuple[list[Any], SharedPrefix]]:
-        """Yields batches of at most `settings.batch_size` rows, each with the prefix that its rows share; that of
-        length 0 if none.
+        """Yields batches of at most `settings.batch_size` rows, each with the prefix that its rows share (of length 0
+        if they share nothing).
 
-        Rows of similar length share a batch, longest first within each group. Computes a group's prefix before its
-        first batch.
+        Rows are grouped by `prefix_sharing.group_by_prefix`; within a group the longest rows come first. Runs the model
+        on a group's prefix before the group's first batch.
 
         Args:
             rows: objects with `ids` and `item_index`; every one occurs once.

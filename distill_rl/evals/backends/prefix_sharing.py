@@ -102,10 +102,10 @@ def cache_support(model: Any) -> CacheSupport:
 
 
 class SharedPrefix:
-    """The cache of the tokens that the rows of a group share; None if nothing is shared.
+    """The keys and values of the tokens that the rows of a group share, computed by one forward pass at construction.
 
     Args:
-        ids: [P] integers.
+        ids: [P] token ids; empty: nothing is shared, and nothing is run.
     """
 
     @torch.inference_mode()

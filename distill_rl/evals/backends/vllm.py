@@ -71,15 +71,15 @@ class VllmBackend:
     def generate(
         self, items: Sequence[Item], *, max_new_tokens: int, stop: Sequence[str] = ()
     ) -> Iterator[tuple[int, Output]]:
-        """Yields greedy completions as the engine finishes them: (index into `items`, output) for every item, those
-        that are too long to run first.
+        """Yields greedy completions as the engine finishes them: (index into `items`, output) for every item. Items
+        that are too long to run come first, with `Output.too_long`.
 
         A completion ends at a stop token, at a text in `stop`, which it does not contain, or at the limit of
         `max_new_tokens` or of the positions. All prompts are queued at once. A caller that stops iterating aborts the
         remaining ones.
 
         Raises:
-            DataError: a chat that the tokenizer's template rejects, or an empty prompt.
+            DataError: at the first step, a chat that the tokenizer's template rejects, or an empty prompt.
         """
         from vllm import SamplingParams
 
@@ -101,8 +101,8 @@ class VllmBackend:
 
     def choose(self, items: Sequence[Item]) -> Iterator[tuple[int, Output]]:
         """Yields the log-likelihoods of every item's `choices` as the engine finishes them: (index into `items`,
-        output) for every item, those that are too long to run first. A caller that stops iterating aborts the remaining
-        ones.
+        output) for every item. Items that are too long to run come first, with `Output.too_long`. A caller that stops
+        iterating aborts the remaining ones.
 
         Raises:
             DataError: as `generate`, or a choice that adds no token to its prompt.
@@ -121,8 +121,9 @@ class VllmBackend:
         """Replaces the model by that of another folder, with its tokenizer and stop tokens. The previous folder need
         not exist any more.
 
-        The engine keeps running and takes the new weights if config, weights' shapes and tokenizer are equal;
-        otherwise, or if that fails, it is closed and a new one is started.
+        The engine keeps running and takes the new weights if config, weights' shapes and tokenizer are equal.
+        Otherwise, or if the embeddings are tied or loading into the running engine fails, the engine is closed and a
+        new one is started.
 
         Raises:
             ConfigError, GpuMemoryError: as the constructor; only `close` may follow.
@@ -151,12 +152,15 @@ class VllmBackend:
     def _start(self) -> None:
         """Starts an engine for `folder` and sets `device`; no engine may be running.
 
-        Sets environment variables of this process (_ENVIRONMENT, unless the user has, and OMP_NUM_THREADS). On GPUs,
-        waits for other engines of this user that are starting, and checks the free memory.
+        Sets environment variables of this process: those of _ENVIRONMENT that are not set yet, and OMP_NUM_THREADS if
+        the settings give a number of threads. On GPUs, waits for other engines of this user that are starting, and
+        checks the free memory.
 
         Raises:
-            ConfigError: vllm is not installed, is a build for another device, or cannot load the model.
-            GpuMemoryError: a GPU has too little free memory.
+            ConfigError: vllm is not installed, does not support `settings.device`, cannot load the model, or (on CPUs)
+                does not support its head size.
+            GpuMemoryError: a GPU has too little free memory before the start. If memory runs out during the start, the
+                library's own error passes through.
         """
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -304,10 +308,11 @@ def startup_lock() -> Iterator[None]:
 
 
 def _scoring(row: Any) -> Any:
-    """Sampling parameters that make vllm return the log-probabilities of a row's choices (a `likelihood.Row`).
+    """Sampling parameters that make vllm return the log-probabilities that `_sums` needs for a `likelihood.Row`.
 
-    The last token of every choice is the token after the row. The tokens before it lie in the row after the context;
-    their log-probabilities make vllm compute the whole row without its cache, so they are requested only if needed.
+    The last tokens of the choices are candidates for the one token that follows the row. Their earlier tokens are part
+    of the row, after the context. Log-probabilities of prompt tokens keep vllm from using its prefix cache, so they are
+    requested only if there are such tokens.
     """
     from vllm import SamplingParams
 
@@ -317,8 +322,8 @@ def _scoring(row: Any) -> Any:
 
 
 def _sums(row: Any, result: Any) -> dict[int, float]:
-    """{index of a choice: sum of its tokens' log-probabilities} from vllm's result for a row that was run with
-    `_scoring`."""
+    """{index of a choice: sum of its tokens' log-probabilities (natural logarithm)} from vllm's result for a row that
+    was run with `_scoring`."""
     body = sum(result.prompt_logprobs[column][row.ids[column]].logprob for column in range(row.start, len(row.ids)))
     last = result.outputs[0].logprobs[0]
     return {i: body + last[ids[-1]].logprob for i, ids in row.choices}
@@ -329,7 +334,8 @@ def _require_device(device: str, cpu: bool) -> None:
     GPUs.
 
     Raises:
-        ConfigError: any other device; the message says how to choose GPUs.
+        ConfigError: any other device. The message suggests the other build or the backend hf, or, for other GPUs than
+            the first, CUDA_VISIBLE_DEVICES.
     """
     supported = ("", "cpu") if cpu else ("", "cuda", "cuda:0")
     if device in supported:

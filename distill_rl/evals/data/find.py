@@ -78,7 +78,7 @@ def find(data: Path, names: DataSetNames, split: str) -> list[Path]:
         split: its name in lower case, such as `test`.
 
     Raises:
-        DataError: no such split; the message lists the searched folders.
+        DataError: `data` does not exist or does not hold the split; the message names up to three searched folders.
     """
     data = data.expanduser()
     if not data.exists():
@@ -146,8 +146,10 @@ def _in_root(root: Path, names: DataSetNames, split: str, may_hold_others: bool)
 
 
 def _in_folder(folder: Path, names: DataSetNames, split: str, deep: bool = True) -> list[Path]:
-    """The files of a split in one folder, by their names; for a data set that `datasets` saved, its folder. Empty if
-    there are none.
+    """The files of a split in one folder, found by their names; for a data set that `datasets` saved, its folder. Empty
+    if there are none.
+
+    A file named after the data set alone, and a saved data set without splits, count as the test split.
 
     Args:
         deep: also take all files below a subfolder that is named after the split.
@@ -184,9 +186,9 @@ def _lone(data: Path, names: DataSetNames, split: str) -> list[Path]:
 
 
 def _other_split(file: Path, split: str) -> list[Path]:
-    """The file of another split beside the file with the test questions; empty if there is none.
+    """The file (or shards) of another split beside the file with the test questions; empty if there is none.
 
-    It has the same name with the split in place of "test", or else the split as its whole name.
+    It has the same name with the split in place of "test", or else the split as its whole name without suffix.
     """
     name = re.sub("test", split, file.name, flags=re.IGNORECASE)
     if name != file.name and file.with_name(name).is_file():
@@ -228,7 +230,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """The entries of a folder; none if it is unreadable, which does not matter for a neighbour of the data."""
+    """The entries of a folder, in no particular order; empty if it cannot be read."""
     try:
         return list(folder.iterdir())
     except OSError:
@@ -246,5 +248,5 @@ def _snapshot(folder: Path) -> Path:
 
 
 def _canonical(name: str) -> str:
-    """Letters and digits in lower case, without the prefix of folders in the hub's cache (datasets--owner--name)."""
+    """The letters and digits of a name in lower case; the prefix `datasets--` of the hub's cache is dropped."""
     return "".join(char for char in name.lower().removeprefix("datasets--") if char.isalnum())

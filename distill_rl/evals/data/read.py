@@ -70,8 +70,8 @@ def convert_rows(rows: Iterable[Row], function: Callable[[Row], T]) -> list[T]:
         function: raises ValueError with the rule that a bad row breaks.
 
     Raises:
-        DataError: the bad rows, including those with a `problem`, one line each with file, position and rule; reading
-            stops after MAX_PROBLEMS of them.
+        DataError: the bad rows, including those with a `problem`, one line each with file, position and rule; stops
+            after MAX_PROBLEMS of them.
     """
     converted, problems = [], []
     for row in rows:
@@ -97,7 +97,7 @@ def require_columns(rows: Sequence[Row], kinds: Columns, foreign: Columns | None
         foreign: columns that occur only in the data of other suites.
 
     Raises:
-        DataError: a file lacks a kind of column or has a foreign one; one line per file and kind.
+        DataError: a file lacks a kind of column or has a foreign one; one line per file and kind, up to MAX_PROBLEMS.
     """
     columns_of: dict[Path, dict[str, None]] = {}
     for row in rows:
@@ -182,7 +182,7 @@ class ContentIds:
 
 
 def _digest(texts: Sequence[str], *, exact: bool = False) -> str:
-    """SHA-256 of texts; unless `exact`, runs of white space count as one space."""
+    """SHA-256 of texts in their order, as hexadecimal digits; white space counts as in `content_sha256`."""
     hashed = [text if exact else " ".join(text.split()) for text in texts]
     return hashlib.sha256(json.dumps(hashed).encode()).hexdigest()
 
@@ -260,8 +260,10 @@ def _csv(path: Path, header: Sequence[str]) -> Iterator[tuple[int, Mapping[str, 
 
 
 def _json(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
-    """Yields the rows of a file of JSON lines, or of a .json file with a list of objects or a single object: (position
-    from 1, the object or the rule that the row breaks). Blank lines are skipped but count.
+    """Yields the rows of a JSON file: (position from 1, the object or the rule that the row breaks).
+
+    A .json file may be a list of objects or a single object. Anything else is read as JSON lines; blank lines are
+    skipped but count.
 
     Raises:
         DataError: at the first step, a .json file that begins as a list and is not valid.
@@ -285,8 +287,8 @@ def _json(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
 
 
 def _parse(content: bytes) -> Mapping[str, Any] | list[Any] | str:
-    """Parses bytes as JSON: an object, a list, or, as text, the rule that the content breaks; any other JSON value
-    breaks it too."""
+    """Parses bytes as JSON; returns the object or list. If they are not valid JSON in UTF-8, or another JSON value, it
+    returns a text instead, the rule that they break."""
     try:
         parsed = json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError:

@@ -98,8 +98,8 @@ class Child:
         return self._request_id
 
     def read(self, timeout_s: float) -> dict[str, Any]:
-        """Waits for the next line from the process and returns it as a JSON object; empty if it is invalid, too long
-        (MAX_REPLY_BYTES), or answers another request than the last one.
+        """Waits for the next line from the process and returns it as a JSON object; empty if it is no JSON object, too
+        long (MAX_REPLY_BYTES), or the `done` of another request than the last one.
 
         Raises:
             ChildTimeout: no complete line within `timeout_s` seconds.

@@ -59,7 +59,8 @@ def same_math(gold: str, answer: str) -> bool:
 
 
 def _clean(answer: str) -> str:
-    r"""The answer without delimiters and without thousands separators, which LaTeX writes as `,\!`, `\,` or `{,}`.
+    r"""The answer without delimiters and without thousands separators, which LaTeX writes as `,\!`, `\,` or `{,}`, and
+    with `-` for any minus sign.
 
     `2 1/2` becomes `2\frac{1}{2}`, because it would read as 21/2 once its blank is removed.
     """
@@ -76,7 +77,7 @@ def _base(answer: str) -> str | None:
 @functools.cache
 def _math_verify() -> tuple[Callable[[str], list], Callable[[list, list], bool]]:
     """math-verify's `parse` and `verify` without their time limits, imported at the first call; both raise what goes
-    wrong.
+    wrong. Also silences math-verify's log messages below errors.
 
     `parse` takes the content of a box and returns the expressions; `verify` takes those of the gold answer and of the
     other. The limits use an alarm, which works in the main thread only and counts a timeout as a wrong answer; the

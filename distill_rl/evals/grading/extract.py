@@ -80,7 +80,8 @@ def last_boxed(text: str) -> str | None:
     2. Go from the last box out to its outermost closed box.
     3. While a box contains nothing but another box, go in again, so that `\boxed{\boxed{5}}` gives 5.
 
-    `\boxed 5` extends to the next space or `$`. Braces written as `\{` do not nest.
+    `\boxed 5` extends to the next space or `$`. Braces written as `\{` do not nest. Box commands inside the content are
+    removed, their braces stay: `\boxed{x=\boxed{5}}` gives `x={5}`.
     """
     text = plain(text)
     boxes = [box for box in _boxes(text) if box.end is None or not _SPACE.fullmatch(text, box.start, box.end)]
@@ -142,7 +143,8 @@ def final_answer(text: str) -> str | None:
     """The text between the first "Final Answer: The final answer is" (in any case) and the next ". I hope it is
     correct."; None if the first part is missing or nothing follows it.
 
-    Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D. If the second part is missing, the rest of the line counts.
+    Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D. If the second part is missing, the first line of the remaining
+    text counts. White space at the ends, a leading colon and one final full stop are removed.
     """
     text = plain(text)
     begin = _FINAL.search(text)
@@ -191,6 +193,6 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 def _plain_number(text: str) -> str:
     """The match of `_NUMBER` in the form that `last_number` returns: without separators and currency signs, a fraction
-    as `a/b`."""
+    as `a/b`; two minus signs in a row cancel out."""
     text = _FRACTION.sub(r" \1/\2", _NUMBER_MARKUP.sub("", text))
     return _LOOSE_BLANK.sub("", " ".join(text.split())).replace("--", "")

@@ -1,11 +1,11 @@
 """Grades completions in child processes, because a model's output is hostile input.
 
-One thread per child sends it one completion at a time. If a child exceeds its time or memory, or crashes, only that item
-is lost: the thread kills the child and starts another one. No item is graded twice.
+One thread per child sends it one completion at a time. If a child exceeds its time or memory, or crashes, only that
+item is lost: the thread kills the child and starts another one. No item is graded twice.
 
-Protocol, as JSON lines (see `judge`): the parent sends an item; the child replies `begun` once the suite is loaded, then
-`done` with the verdict. Until `begun`, a failure is a problem of starting up and the item is sent again, to a new child;
-afterwards, a failure is the outcome of the item.
+Protocol, as JSON lines (see `judge`): the parent sends an item; the child replies `begun` once the suite is loaded,
+then `done` with the verdict. Until `begun`, a failure is a problem of starting up and the item is sent again, to a new
+child; afterwards, a failure is the outcome of the item.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class _Task:
 
 
 class Grader:
-    """A pool of grading processes. Use it as a context manager, or call `close`. Any thread may submit items.
+    """A pool of grading processes, which start when items arrive. Use it as a context manager, or call `close`. Any
+    thread may submit items.
 
     Args:
         workers: number of children; None: one per processor that this process may use, at most 8.
@@ -100,10 +101,11 @@ class Grader:
         return future
 
     def close(self) -> None:
-        """Kills the children at once, cancels the remaining items and waits for the threads. A second call does
+        """Kills the children at once, cancels the remaining items and waits for the threads. A second call changes
         nothing.
 
-        A child that cannot be killed is abandoned after `2 * REAP_S` seconds.
+        A child that cannot be killed is abandoned: this returns after `2 * REAP_S` seconds if threads still wait for
+        one.
         """
         deadline = time.monotonic() + 2 * REAP_S
         with self._lock:

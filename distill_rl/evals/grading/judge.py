@@ -70,8 +70,9 @@ def main() -> None:
 
 
 def _judge(suite: Suite, item: Item, completion: str, deadline_s: float) -> dict[str, Any]:
-    """Judges a completion; returns the fields of the reply: score and extracted answer, or the error that was raised.
-    `last` among them asks for a new process, after errors such as MemoryError.
+    """Judges a completion; returns the fields of the reply: `score` and `extracted`, or, if the judge raised or its
+    verdict is invalid, `error` and `last`. `last` asks for a new process: after MemoryError and exceptions such as
+    SystemExit.
 
     SIGPROF kills this process if the judgement takes more than `deadline_s` seconds of processor time.
     """
@@ -91,7 +92,7 @@ def _judge(suite: Suite, item: Item, completion: str, deadline_s: float) -> dict
 
 
 def _item(fields: Mapping[str, Any]) -> Item:
-    """The item of a request, whose prompt and choices JSON turned from tuples into lists."""
+    """The item of a request; turns the lists that JSON made of prompt and choices back into tuples."""
     prompt = fields["prompt"] if isinstance(fields["prompt"], str) else tuple(fields["prompt"])
     return Item(**{**fields, "prompt": prompt, "choices": tuple(fields["choices"])})
 

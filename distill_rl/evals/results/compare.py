@@ -39,8 +39,8 @@ Items = Mapping[str, ItemScore]
 
 
 def find(paths: Sequence[Path]) -> Evaluation:
-    """Reads the results in folders, without computing differences; a model is named by the part of its path that is
-    unique.
+    """Reads the results in folders, without computing differences; a model is named by the shortest end of its folder's
+    path that no other model has (`_labels`).
 
     Damaged files are listed in `problems`, evaluations that have not finished in `notes`.
 
@@ -78,7 +78,7 @@ def of_run(root: Path, comparisons: Sequence[Path] = (), baseline: str | None = 
         baseline: name of a model; None: the first one.
 
     Raises:
-        ConfigError: no model is called `baseline`.
+        ConfigError: no model is called `baseline`; the message lists those that there are.
     """
     roots = [root, *comparisons]
     return compare(read_runs(roots, [run.resolve().name for run in roots]), baseline)
@@ -158,7 +158,8 @@ def read_items(file: Path) -> Items:
 
 
 def _parse_item(line: bytes) -> tuple[str, ItemScore]:
-    """Parses a line of an items file into its id and its score with the task (empty if there is none; safe to print).
+    """Parses a line of an items file into the item's id and its score and task; the task is made safe to print, and
+    empty if the line has none.
 
     Raises:
         ValueError: no JSON object, no `id`, a `task` that is not text, or a score that is not a number from 0 to 1.
@@ -292,8 +293,8 @@ def _looks_like_result(file: Path) -> bool:
 
 
 def _unfinished(folder: Path, model: str) -> Iterator[str]:
-    """Yields a note for each suite in a model's folder whose evaluation has not finished, so that only a partial file
-    is there."""
+    """Yields a note for each partial file in a model's folder, which an evaluation leaves that has not finished; the
+    note names the suite and the model."""
     for file in sorted(folder.glob(f".*{PARTIAL}")):
         suite = file.name.removeprefix(".").removesuffix(PARTIAL)
         yield printable(f"{suite}: the evaluation of {model} has not finished; run it again to continue")

@@ -32,8 +32,8 @@ Row = dict[str, Any]
 def choice_row(item: Item, output: Output) -> Row:
     """The row of an item with choices, for the items file: the likeliest choice is the answer, the first one in a tie.
 
-    Beside the fields of every row it has `choice_logprobs`, None where a value is not finite. An item that was too long
-    to run, or without any finite value ("unparsable"), scores 0.
+    Beside the fields of every row it has `choice_logprobs`, rounded to six decimals, None where a value is not finite.
+    An item that was too long to run, or without any finite value ("unparsable"), scores 0.
     """
     if output.too_long:
         return _row(item, output, "too_long", 0.0, None) | {"choice_logprobs": []}
@@ -48,8 +48,8 @@ def choice_row(item: Item, output: Output) -> Row:
 
 
 def completion_row(item: Item, output: Output, graded: Graded | None) -> Row:
-    """The row of an item with a completion, for the items file: score, outcome, extracted answer, and the completion
-    itself.
+    """The row of an item with a completion, for the items file: the fields of every row, the `completion` itself, and,
+    if grading failed, the reason as `detail`.
 
     Args:
         graded: None if the prompt was too long and nothing was run.

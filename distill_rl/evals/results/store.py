@@ -168,7 +168,8 @@ class Store:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks a result folder against other processes for the duration of the block; creates the folder if necessary.
+    """Locks a result folder against other evaluations for the duration of the block; creates the folder if necessary.
+    The file `.lock` remains in it.
 
     Raises:
         ConfigError: another process holds the lock (this does not wait for it), or the folder cannot be created.
@@ -190,6 +191,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
+    """A row as one line of JSON in UTF-8; lone surrogates become question marks."""
     return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", errors="replace")
 
 

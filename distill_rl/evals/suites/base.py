@@ -90,7 +90,7 @@ class Suite(Protocol):
         without choices.
 
         Runs in a child process with a deadline, so it may call code that hangs on hostile text. An exception costs this
-        item only.
+        item only, which then scores 0.
         """
         ...
 

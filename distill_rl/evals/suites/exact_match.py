@@ -24,7 +24,7 @@ class ExactMatch:
     stop: tuple[str, ...] = ()
 
     def load(self, data: Path, num_fewshot: int = 0) -> Questions:
-        """Reads the questions from a file of rows, or from `exact_match.jsonl` in a folder.
+        """Reads the questions from a file that `read.read_rows` can read, or from `exact_match.jsonl` in a folder.
 
         Each row has an `answer`, either a `prompt` (text) or `messages` (a chat that ends with a user turn), and maybe
         a `task`. An item's id is `<file name>:<line>`. The content hash counts every character, white space included.
@@ -55,7 +55,11 @@ class ExactMatch:
 
 
 def _item(row: Row) -> Item:
-    """The item of a row, with file name and line as its id. Raises ValueError with the rule that the row breaks."""
+    """The item of a row, with `<file name>:<position>` as its id.
+
+    Raises:
+        ValueError: no `answer` with text, a `task` that is not text, or as `_prompt`; the message is the broken rule.
+    """
     answer, task = required_text(row, ["answer"]), row.values.get("task")
     if task is not None and not isinstance(task, str):
         raise ValueError("`task` must be a text")

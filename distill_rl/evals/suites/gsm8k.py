@@ -21,7 +21,9 @@ INSTRUCTION = "Please reason step by step, and end with a line of the form `####
 
 @dataclass(slots=True)
 class Gsm8k(SuiteSettings):
-    """As text: worked examples "Q: …" and "A: …", the chain-of-thought prompt of Wei et al. 2022 (arXiv:2201.11903).
+    """GSM8K as text, or as a chat if `chat` is set.
+
+    As text: worked examples "Q: …" and "A: …", the chain-of-thought prompt of Wei et al. 2022 (arXiv:2201.11903).
     As a chat: the question and an instruction on how to write the answer.
     """
 
@@ -59,8 +61,8 @@ class Gsm8k(SuiteSettings):
 
 
 def _gold(row: Row) -> str:
-    """The right answer of a row: the number after `####`, or the whole answer if it is a number; without thousands
-    separators.
+    """The right answer of a row: the number after the last `####`, or the whole answer if it is a number; without
+    thousands separators and dollar sign.
 
     Raises:
         ValueError: the answer is neither.

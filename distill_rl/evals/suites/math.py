@@ -31,7 +31,7 @@ class _Problem:
 
 @dataclass(slots=True)
 class BoxedMath(SuiteSettings):
-    r"""As a chat, without examples; the answer is the content of the last `\boxed{}`."""
+    r"""MATH or MATH-500 as a chat, without examples; the answer is the content of the last `\boxed{}`."""
 
     chat: bool = True
     max_new_tokens: int | None = 2048
@@ -56,7 +56,7 @@ class BoxedMath(SuiteSettings):
 
     def judge(self, item: Item, completion: str) -> Verdict:
         r"""Scores 1 if the content of the completion's last `\boxed{}` is equivalent to the answer
-        (`equivalence.same_math`), otherwise 0."""
+        (`equivalence.same_math`), otherwise 0; the content, or None, is the extracted answer."""
         from distill_rl.evals.grading.extract import last_boxed
 
         return _judge(item, last_boxed(completion))
@@ -64,8 +64,8 @@ class BoxedMath(SuiteSettings):
 
 @dataclass(slots=True)
 class MinervaMath(SuiteSettings):
-    """As text after the worked examples of Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D.2; the answer is the
-    text between "Final Answer: The final answer is" and ". I hope it is correct."."""
+    """MATH as text after the worked examples of Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D.2; the answer is
+    the text between "Final Answer: The final answer is" and ". I hope it is correct."."""
 
     def load(self, data: Path, num_fewshot: int = 4) -> Questions:
         """Loads the test split of MATH from a folder of data sets or a single file; each prompt is text, the problem
@@ -87,7 +87,8 @@ class MinervaMath(SuiteSettings):
 
     def judge(self, item: Item, completion: str) -> Verdict:
         """Scores 1 if the text after the completion's first "Final Answer: The final answer is" is equivalent to the
-        answer (`equivalence.same_math`), otherwise 0."""
+        answer (`equivalence.same_math`), otherwise 0; that text (`extract.final_answer`), or None, is the extracted
+        answer."""
         from distill_rl.evals.grading.extract import final_answer
 
         return _judge(item, final_answer(completion))
@@ -114,10 +115,8 @@ def _load(
 
 
 def _judge(item: Item, extracted: str | None) -> Verdict:
-    """Scores 1 if the extracted answer is equivalent to the item's (`equivalence.same_math`), otherwise 0; None, no
-    answer, scores
-    0. Call it only in a grading process, since the comparison may hang.
-    """
+    """Scores 1 if the extracted answer is equivalent to the item's (`equivalence.same_math`), otherwise 0; None (no
+    answer found) scores 0. Call it only in a grading process, since the comparison may hang."""
     from distill_rl.evals.grading.equivalence import same_math
 
     return Verdict(0.0 if extracted is None else float(same_math(item.answer, extracted)), extracted)

@@ -1,4 +1,4 @@
-"""MMLU (Hendrycks et al. 2021, arXiv:2009.03300): multiple-choice questions from 57 subjects, with four choices each."""
+"""MMLU (Hendrycks et al. 2021, arXiv:2009.03300): multiple-choice questions from 57 subjects, four choices each."""
 
 from __future__ import annotations
 
@@ -35,25 +35,29 @@ class _Question:
 
     @property
     def content(self) -> tuple[str, ...]:
+        """The texts that identify the question: subject, question, choices and answer."""
         return (self.subject, self.question, *self.choices, self.answer)
 
     @property
     def topic(self) -> str:
+        """The subject with blanks in place of underscores."""
         return self.subject.replace("_", " ")
 
     @property
     def listed(self) -> str:
-        """The stripped question and its unchanged choices, as in lm-evaluation-harness."""
+        """The stripped question and, on a line each, the unchanged choices (`A. …`), as in lm-evaluation-harness."""
         lines = [f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, self.choices)]
         return self.question.strip() + "".join(lines)
 
 
 @dataclass(slots=True)
 class Mmlu(SuiteSettings):
-    """As text after worked examples, the first ones of the subject in the dev split; the answer is the letter with the
-    highest likelihood. Header, examples and question are joined as by Hendrycks et al.
+    """MMLU as text, or as a chat if `chat` is set.
 
-    As a chat, with reasoning and without examples; the answer is the letter of the last `Answer: X`.
+    As text, the question follows worked examples, the first ones of its subject in the dev split, and the answer is the
+    letter with the highest likelihood. Header, examples and question are joined as by Hendrycks et al.
+
+    As a chat, the model reasons, without examples, and the answer is the letter of the last `Answer: X`.
     """
 
     def load(self, data: Path, num_fewshot: int) -> Questions:

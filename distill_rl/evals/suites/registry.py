@@ -34,18 +34,22 @@ def _is_text(value: object) -> bool:
 
 
 def _is_number(value: object, least: int = 0) -> bool:
+    """Whether a value is an integer of at least `least`; booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _is_name(value: object) -> bool:
+    """Whether a value is a valid suite name (_NAME) that no built-in suite has."""
     return isinstance(value, str) and _NAME.fullmatch(value) is not None and value not in SUITES
 
 
 def _tuple_of(kind: type) -> Callable[[object], bool]:
+    """Returns a check whether a value is a tuple, maybe empty, whose members are all instances of `kind`."""
     return lambda value: isinstance(value, tuple) and all(isinstance(member, kind) for member in value)
 
 
 def _is_message(value: object) -> bool:
+    """Whether a value is a mapping whose `role` and `content` are texts; further keys do not matter."""
     return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
@@ -283,8 +287,10 @@ def _failed(path: Path, rule: str, error: BaseException) -> ConfigError:
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
+    """Returns the error about a user's suite file that could not be read because of `error`."""
     return ConfigError(f"suite {path}", "must be a Python file", error.strerror or "unreadable")
 
 
 def _unknown(name: str) -> ConfigError:
+    """Returns the error about unknown suites, which lists the built-in ones; `name` may hold several names."""
     return ConfigError("suites", f"must be among {', '.join(SUITES)}, or the path of a .py file", name)

@@ -1,5 +1,8 @@
-"""What all autograd functions of this package share: they are not traced by torch.compile, they choose their own dtypes,
-and second derivatives raise an error instead of silently being 0."""
+"""What all autograd functions of this package share.
+
+torch.compile does not trace them, they choose their own dtypes, and second derivatives raise an error instead of
+silently being 0.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,18 @@ Entry = TypeVar("Entry", bound=Callable[..., Any])
 
 
 def untraced(entry: Entry) -> Entry:
-    """Decorator of the public functions: a compiled model that calls one has a single graph break there. Otherwise the
-    loop over chunks would be unrolled, or broken at every collective."""
+    """Decorator of the public functions: torch.compile does not trace them; a compiled caller has a graph break there.
+
+    Traced, the loop over chunks would be unrolled, or broken at every collective.
+    """
     return cast(Entry, torch.compiler.disable(entry))
 
 
 def own_dtypes(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of an autograd function's `forward`: disables autocast, which would do its matrix products in bf16."""
+    """Decorator of an autograd function's `forward`: runs it with autocast disabled on the device of its first tensor.
+
+    Autocast would do its matrix products in bf16.
+    """
 
     @wraps(forward)
     def wrapped(ctx: Any, tensor: Tensor, *arguments: Any) -> Any:
@@ -31,8 +39,9 @@ def own_dtypes(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of an autograd function's `backward`: disables autocast, and with `create_graph=True` returns gradients that
-    raise when they are differentiated.
+    """Decorator of an autograd function's `backward`: runs it without autocast and without building a graph.
+
+    With `create_graph=True` the returned gradients raise RuntimeError when they are differentiated in turn.
 
     torch's `once_differentiable` does this only if an incoming gradient requires a gradient. The second derivative of a
     loss that is the root of its graph would silently be 0.
@@ -40,7 +49,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def wrapped(ctx: Any, *grads: Tensor | None) -> Any:
-        """Runs `backward` without a graph; if one is being built (create_graph), the results refuse to be differentiated again."""
+        """Runs `backward` without a graph; under `create_graph`, differentiating the results raises RuntimeError."""
         device = next((each.device.type for each in grads if each is not None), "cpu")
         with torch.no_grad(), _without_autocast(device):
             found = backward(ctx, *grads)
@@ -59,20 +68,29 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_autocast(device: str) -> torch.autocast:
-    """Autocast switched off on `device`, so that sums stay in the accumulator's dtype."""
+    """Returns a context manager that disables autocast on this type of device, such as "cuda".
+
+    For a type without autocast, such as "meta", it disables the CPU's.
+    """
     known = torch.amp.is_autocast_available(device)  # not on the meta device
     return torch.autocast(device if known else "cpu", enabled=False)
 
 
 class _Refusing(torch.autograd.Function):
+    """Copies a gradient; backward through the copy raises RuntimeError."""
+
     @staticmethod
     def forward(ctx, gradient: Tensor, *sources: Tensor) -> Tensor:
-        """A copy of the gradient, whose own derivative is refused."""
+        """Returns a copy of the gradient.
+
+        Args:
+            sources: tensors that require a gradient; they only connect the copy to the graph.
+        """
         return gradient.clone()  # a view could not be modified in place downstream
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        """Raises RuntimeError: a second derivative was asked for."""
+        """Always raises RuntimeError: a second derivative was asked for."""
         raise RuntimeError(
             "second derivative: the losses of this package have first derivatives only; take it of "
             "losses.reference, which is plain autograd in fp64"
@@ -80,7 +98,10 @@ class _Refusing(torch.autograd.Function):
 
 
 class Anchor(torch.autograd.Function):
-    """An empty tensor connected to another one in the graph, without keeping its memory alive."""
+    """Returns an empty tensor connected to another one in the graph, without keeping its memory alive.
+
+    It passes no gradient back.
+    """
 
     @staticmethod
     def forward(ctx, tensor: Tensor) -> Tensor:

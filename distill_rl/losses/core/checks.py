@@ -1,6 +1,7 @@
 """Argument checks. Each error names the argument, the rule and the value.
 
-Shapes are always checked. Values are checked on CPU tensors, and on a GPU only on request, because reading them waits for it.
+Shapes are always checked. Values are checked on CPU tensors, and on a GPU only on request, because reading them waits
+for it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ def in_unit_interval(name: str, value: float) -> None:
 
 
 def positive(name: str, value: float) -> None:
-    """Raises ValueError unless `value` is one positive, finite number: a float or a tensor with one element."""
+    """Raises ValueError unless `value` is one positive, finite number: a plain number or a tensor with one element.
+
+    A GPU tensor's value is read, which waits for it.
+    """
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{name}: must be one number for all rows; got a tensor {list(value.shape)}")
     if not (value > 0 and math.isfinite(value)):
@@ -47,7 +51,7 @@ def count(name: str, value: int | float | Tensor | None) -> None:
     The value of a GPU tensor is not read, since that would wait for it; only its shape and dtype are checked.
 
     Raises:
-        ValueError: in one line that names the argument.
+        ValueError: a tensor that is boolean, has several elements or requires a gradient; or any other value.
     """
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.dtype == torch.bool:
@@ -62,7 +66,7 @@ def count(name: str, value: int | float | Tensor | None) -> None:
 
 
 def constant(name: str, tensor: Tensor | None) -> None:
-    """Raises ValueError if the tensor requires a gradient, which no argument but the student's gets."""
+    """Raises ValueError if the tensor requires a gradient. None passes."""
     if tensor is not None and tensor.requires_grad:
         raise ValueError(f"{name}: are constants and get no gradient; got a tensor that requires one, detach it")
 
@@ -74,19 +78,23 @@ def chunk_size(value: int | None) -> None:
 
 
 def inplace(inplace_backward: bool, logits: Tensor) -> None:
-    """Raises ValueError if the gradient would overwrite a leaf."""
+    """Raises ValueError if `inplace_backward` is set and the logits are a leaf that requires a gradient.
+
+    The gradient would overwrite the leaf itself.
+    """
     if inplace_backward and logits.is_leaf and logits.requires_grad:
         raise ValueError("inplace_backward: overwrites the logits, which must be the output of something; got a leaf")
 
 
 def floating(name: str, tensor: Tensor, dims: tuple[int, ...]) -> None:
-    """Requires a float tensor whose number of dimensions is one of `dims`, and that is not inside a torch.func transform.
+    """Requires a float tensor whose number of dimensions is one of `dims`, outside torch.func transforms.
 
     Args:
         name: of the argument, for the message.
+        dims: the allowed numbers of dimensions.
 
     Raises:
-        ValueError: in one line that names the argument.
+        ValueError: any of the three is violated.
     """
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise ValueError(f"{name}: torch.func's transforms are not supported; use torch.autograd")
@@ -98,13 +106,15 @@ def floating(name: str, tensor: Tensor, dims: tuple[int, ...]) -> None:
 
 
 def rows(name: str, tensor: Tensor, leading: torch.Size) -> Tensor:
-    """The tensor flattened to [N].
+    """Returns the tensor flattened to [N].
 
     Args:
-        leading: the leading dimensions of the logits, [N] or [B, S]; the tensor must have this shape.
+        name: of the argument, for the message.
+        tensor: of shape `leading`, or flat already.
+        leading: the leading dimensions of the logits, [N] or [B, S].
 
     Raises:
-        ValueError: it has another shape.
+        ValueError: another shape, or a DTensor.
     """
     if isinstance(tensor, DTensor):
         raise ValueError(f"{name}: must be a plain tensor, this rank's rows; got a DTensor, give its local part")
@@ -115,26 +125,28 @@ def rows(name: str, tensor: Tensor, leading: torch.Size) -> Tensor:
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether its values can be read without waiting for a device: a CPU tensor that is not fake."""
+    """Whether the tensor's values can be read without waiting for a device: a CPU tensor that is not fake."""
     return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
 
 
 def looked_at(validate: bool | None, tensor: Tensor) -> bool:
-    """Whether values are checked: as the caller says or, by default (None), where reading them does not wait for a GPU."""
+    """Whether values are to be checked: `validate` itself or, if it is None, whether the tensor is `readable`."""
     return readable(tensor) if validate is None else validate
 
 
 def labels(name: str, values: Tensor, valid: Tensor, vocabulary: int, ignore_index: int, validate: bool | None) -> None:
     """Requires integer labels that are ids of the vocabulary wherever `valid`.
 
-    Values are looked at as `looked_at` decides: on a CPU by default, on a GPU only with `validate`, because that waits for it.
+    Values are looked at as `looked_at` decides: on a CPU by default, on a GPU only with `validate`, because that waits
+    for it.
 
     Args:
         values, valid: [N], the labels and which of them count; those that do not may hold anything.
         vocabulary: number of ids.
+        ignore_index: for the message only.
 
     Raises:
-        ValueError: another dtype, or the first id out of range.
+        ValueError: a float or bool dtype, or a valid label out of range; the message gives the first one.
     """
     if values.is_floating_point() or values.dtype == torch.bool:
         raise ValueError(f"{name}: must be integers; got {values.dtype}")
@@ -147,7 +159,7 @@ def labels(name: str, values: Tensor, valid: Tensor, vocabulary: int, ignore_ind
 
 
 def top_k(teacher: TopKLogprobs, num_rows: int, vocabulary: int, temperature: float, validate: bool | None) -> None:
-    """Requires top-k targets that fit the student: dtypes, shapes, k, temperature, and ids that are distinct and in range.
+    """Requires top-k targets that fit the student: dtypes, shapes, k, temperature, and distinct ids that are in range.
 
     The ids' values are looked at as `looked_at` decides: on a CPU by default, on a GPU only with `validate`.
 
@@ -157,7 +169,7 @@ def top_k(teacher: TopKLogprobs, num_rows: int, vocabulary: int, temperature: fl
         temperature: at which the loss compares; the targets must have been made at the same one.
 
     Raises:
-        ValueError: in one line that names the field.
+        ValueError: any of these does not fit; the message names the field.
     """
     ids, logprobs = teacher.ids, teacher.logprobs
     if ids.dtype not in (torch.int32, torch.int64):
@@ -183,10 +195,14 @@ def top_k(teacher: TopKLogprobs, num_rows: int, vocabulary: int, temperature: fl
 
 
 def _distinct_ids(ids: Tensor, vocabulary: int) -> None:
-    """Requires ids [N, k] that lie in the vocabulary and occur once per row. Waits for the device.
+    """Requires ids [N, k] that lie in the vocabulary and occur at most once per row. Waits for the device.
+
+    Args:
+        ids: not empty.
+        vocabulary: number of ids.
 
     Raises:
-        ValueError: with the offending id, and its row if it occurs twice.
+        ValueError: an id out of range or twice in a row; the message gives the id, and the row of a duplicate.
     """
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or highest >= vocabulary:

@@ -35,10 +35,15 @@ class TeacherChunks(Protocol):
     """A source of the teacher's logits, a chunk of rows at a time."""
 
     def load(self, rows: slice, buffers: Buffers, centre: Centre, *, first: bool) -> Tensor:
-        """This rank's columns of these rows, centred and scaled, [n, width], in a buffer of `buffers`. Read-only."""
+        """This rank's columns of these rows, centred and scaled as `Buffers.load` does, [n, width]. Read-only.
+
+        Args:
+            buffers: provides the buffer, `teacher`, that is filled and returned.
+            first: during the first pass, which measures the centre.
+        """
 
     def select(self, kept: Tensor) -> TeacherChunks:
-        """The same for the rows with these numbers only."""
+        """A source of the rows with the numbers `kept` only, counted anew from 0."""
 
     def to_save(self) -> tuple[Tensor, ...]:
         """See `RowFunction.to_save`."""
@@ -121,9 +126,10 @@ class DenseRows(RowFunction):
         self.teacher.restore(tensors)
 
     def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
-        """First pass over a chunk: adds both sides' normalisers, and for a plain KL Σ e·(x − y) of the side that leads it.
+        """First pass over a chunk: stores this rank's part of both sides' normalisers and, with labels, their logits.
 
-        x and y are the two sides' logits and e = exp(x). Reads u; loads the teacher's chunk.
+        For a plain KL also Σ e·(x − y), with x the logits of the side that leads it, y the other side's and e = exp(x).
+        u stays as it is; the teacher's chunk is loaded.
         """
         w = self.teacher.load(rows, buffers, self.teacher_centre, first=True)
         if self.label is not None:
@@ -135,7 +141,7 @@ class DenseRows(RowFunction):
                 sums.weigh(rows, exponentials, x - y)
 
     def _complete(self, rows: slice) -> None:
-        """Sums the chunk's exponentials over the shards and stores both sides' log-sum-exp; with labels also the cross-entropy."""
+        """Sums these rows' totals over the ranks; stores both sides' logsumexp and, with labels, the cross-entropy."""
         picked = [self.label.picked(rows)] if self.label else []
         all_reduce_sums(self.shard, rows, [self.student_sums, self.teacher_sums], picked)
         self.student_lse[rows] = self.student_sums.log(rows)
@@ -144,9 +150,9 @@ class DenseRows(RowFunction):
             self.values[1][rows] = self.label.cross_entropy(rows, self.student_sums.log(rows, -1))
 
     def _complete_kl(self, rows: slice) -> None:
-        """Sums over the ranks, and sets divergence and slope sum of these rows in closed form, for the two plain KLs.
+        """For the two plain KLs: sums over the ranks, then sets T²·D and the slope sum H of these rows in closed form.
 
-        A plain KL needs no second pass: with the means of the first one, D = Σ p·(log p − log q) is known.
+        The weighted means of the first pass are enough (module docstring). Sets the cross-entropy as `_complete` does.
         """
         self._complete(rows)
         difference = self.student_lse[rows] - self.teacher_lse[rows]
@@ -159,26 +165,26 @@ class DenseRows(RowFunction):
             self.slope_sum[rows] = value + 1
 
     def _collect_terms(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
-        """This rank's part of D = Σ f(p, q) and of H."""
+        """Second pass over a chunk: stores this rank's part of D = Σ f(p, q) and of the slope sum H."""
         p, q = self._distributions(rows, u, buffers, out=buffers.buffer("work", u.shape[0]))
         self.values[0][rows] = row_sum(self.divergence.value(p, q))
         self.slope_sum[rows] = row_sum(self.divergence.slope(p, q))
 
     def _complete_terms(self, rows: slice) -> None:
-        """Sums the chunk's divergence and its slopes over the shards and stores the value."""
+        """Sums D and the slope sum H of these rows over the ranks and stores T²·D. Where D is NaN, so is H."""
         self.shard.sum_(self.values[0][rows], self.slope_sum[rows])
         # A NaN must reach the gradient, too: the sign in TVD's slope would hide it.
         self.slope_sum[rows].masked_fill_(self.values[0][rows].isnan(), torch.nan)
         self._set_value(rows, self.values[0][rows])
 
     def _set_value(self, rows: slice, divergence: Tensor) -> None:
-        """A divergence is never negative; what is left below zero is rounding."""
+        """Stores T²·D of these rows, with D clamped at 0: below it there is only rounding. NaN stays."""
         self.values[0][rows] = self.temperature**2 * divergence.clamp_min(0)
 
     def _distributions(
         self, rows: slice, u: Tensor, buffers: Buffers, out: Tensor
     ) -> tuple[Distribution, Distribution]:
-        """p and q of a chunk, [n, width]. `out` receives log q and may be u."""
+        """The distributions p (teacher) and q (student) of a chunk, [n, width]. `out` receives log q and may be u."""
         w = self.teacher.load(rows, buffers, self.teacher_centre, first=False)
         log_q = torch.sub(u, self.student_lse[rows, None], out=out)
         return Distribution(w - self.teacher_lse[rows, None]), Distribution(log_q)

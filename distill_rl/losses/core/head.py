@@ -1,4 +1,7 @@
-"""An output layer applied to a chunk of hidden states at a time. Products are accumulated in fp32 and never rounded to bf16."""
+"""An output layer applied to a chunk of hidden states at a time.
+
+Products are accumulated in fp32 and never rounded to bf16.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,12 @@ class Head:
                 out.masked_fill_(self.bias == -torch.inf, -torch.inf)  # the cap has turned masked columns into −softcap
 
     def cap_slope(self, loaded: Tensor, centre: Centre, rows: slice, buffers: Buffers) -> Tensor | None:
-        """∂ logits/∂ (uncapped logits) = 1 − tanh², from what `load` returned; None without a softcap."""
+        """∂ logits/∂ (uncapped logits) = 1 − tanh², [n, width]; None without a softcap.
+
+        Args:
+            loaded: what `load` returned for these rows, moved to the ranks' common centre; left as it is.
+            buffers: the slope is written into its buffer `cap`.
+        """
         if self.softcap is None:
             return None
         slope = torch.mul(loaded, 1 / (centre.scale * self.softcap), out=buffers.buffer("cap", loaded.shape[0]))
@@ -58,10 +66,12 @@ class Head:
         return slope.square_().neg_().add_(1).clamp_min_(0)  # a masked column is at −inf
 
     def hidden_gradient(self, gradient: Tensor) -> Tensor:
-        """This rank's part of the hidden states' gradient, [n, H] in fp32 (fp64 for fp64 weights): gradient · W.
+        """gradient · W, this rank's part of the hidden states' gradient, [n, H] in fp32 (fp64 for fp64 weights).
+
+        The caller sums the parts over the ranks.
 
         Args:
-            gradient: of the logits before softcap and scale, [n, Vl]. The caller sums the parts over the ranks.
+            gradient: [n, Vl], with respect to hidden · Wᵀ, before scale, bias and softcap.
         """
         wide = accumulator(self.weight.dtype)
         if self.weight.is_cuda or self.weight.dtype == wide:
@@ -83,8 +93,11 @@ class Head:
                 torch.mm(hidden, tile.T, out=out[:, columns])
 
     def _tiles(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        """Rows of the weight in fp32, a cache-sized tile at a time. A CPU's bf16 products are rounded to bf16, so it
-        multiplies in fp32; an fp32 copy of the whole weight would be the largest tensor of all."""
+        """Yields slices of the weight's rows with those rows in `dtype`, a cache-sized tile at a time.
+
+        All tiles share one buffer: each is valid only until the next. A CPU's bf16 products are rounded to bf16, so it
+        multiplies in fp32; an fp32 copy of the whole weight would be the largest tensor of all.
+        """
         buffer = self.weight.new_empty(max(1, _TILE // max(self.weight.shape[1], 1)), self.weight.shape[1], dtype=dtype)
         for columns in chunks(self.weight.shape[0], buffer.shape[0]):
             tile = buffer[: columns.stop - columns.start]
@@ -92,7 +105,10 @@ class Head:
 
 
 def multiply(a: Tensor, b: Tensor, narrow: torch.dtype) -> Tensor:
-    """a · b as fp32 (fp64 for fp64). A GPU takes `narrow` inputs and accumulates in fp32; a CPU multiplies in fp32."""
+    """The matrix product a · b in fp32, or in fp64 if `narrow` is fp64.
+
+    On a GPU both inputs are rounded to `narrow` first and accumulated in fp32; a CPU multiplies in the result's dtype.
+    """
     wide = accumulator(narrow)
     if a.is_cuda and narrow != wide:
         return torch.mm(a.to(narrow), b.to(narrow), out_dtype=wide)
@@ -106,10 +122,13 @@ class HiddenChunks:
         self.hidden, self.head = hidden, head
 
     def load(self, rows: slice, buffers: Buffers, centre: Centre, *, first: bool) -> Tensor:
-        """The teacher's centred logits u of these rows, [n, width], in the buffer `teacher`; computed only if it does not hold them.
+        """The teacher's centred logits u of these rows, [n, width], in the buffer `teacher`. Read-only.
+
+        They are computed only if the buffer does not hold them already; if it holds them with this rank's first centre,
+        they are shifted to the common one.
 
         Args:
-            first: during the first pass, before the ranks agree on a common centre. Afterwards the same rows are only shifted.
+            first: during the first pass, before the ranks agree on a common centre.
         """
         if buffers.held.get("teacher") != (rows, first):
             again = buffers.held.get("teacher") == (rows, True)

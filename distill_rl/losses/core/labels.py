@@ -1,5 +1,8 @@
-"""The label's log-probability: alone (`LabelRows`), or as the cross-entropy that KD's pass over the logits yields as well
-(`LabelTerm` forward, `LabelGradient` backward)."""
+"""The label's log-probability.
+
+Alone (`LabelRows`), or as the cross-entropy that KD's pass over the logits yields as well (`LabelTerm` forward,
+`LabelGradient` backward).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, Pass, Pic
 class LabelTerm:
     """The label's logit per row, collected in a pass over logits divided by T, and what follows from it.
 
-    The cross-entropy is at T = 1. A label that no rank holds (an ignored row) counts as a logit of 0, which is finite; the
-    caller masks the row.
+    The cross-entropy is at T = 1. A label that no rank holds (an ignored row) counts as a logit of 0, which is finite;
+    the caller masks the row.
     """
 
     def __init__(self, labels: Tensor, shard: VocabularyShard, like: Tensor, temperature: float = 1.0):
@@ -34,7 +37,7 @@ class LabelTerm:
         """[N], probability at T of all other columns; set by `logprob`."""
 
     def picked(self, rows: slice) -> Picked:
-        """See `all_reduce_sums`."""
+        """(the labels' logits [N], the local columns [n] of the labels of these rows), for `all_reduce_sums`."""
         return self.logit, self.columns[rows]
 
     @property
@@ -43,12 +46,14 @@ class LabelTerm:
         return (1.0,) if self.temperature == 1 else (1.0, self.temperature)
 
     def collect(self, rows: slice, u: Tensor) -> None:
-        """Stores the labels' logits, 0 where the label lies on another shard. `u`: [n, columns of the shard]."""
+        """Stores the labels' logits of these rows from u [n, width]; 0 where another rank holds the label."""
         columns = self.columns[rows, None]
         self.logit[rows] = torch.where(columns < self.size, u.gather(1, columns), 0)[:, 0]
 
     def cross_entropy(self, rows: slice, lse: Tensor) -> Tensor:
-        """The cross-entropy of the labels at temperature 1, [n]. Keeps `lse` for the gradient.
+        """The cross-entropy of these rows' labels at temperature 1, [n]. Keeps `lse` for the gradient.
+
+        Call it after the ranks have been summed.
 
         Args:
             lse: [n], the logsumexp over the whole vocabulary of the logits that are not divided by T.
@@ -59,16 +64,19 @@ class LabelTerm:
     def logprob(self, rows: slice, others: Tensor) -> Tensor:
         """The label's log-probability at T, [n]. Keeps 1 − q(label) for the gradient (`others`).
 
-        Computed from the other columns, because it keeps its digits where q(label) is close to 1, and so does 1 − q(label).
+        Computed from the other columns, so that it keeps its digits where q(label) is close to 1; so does 1 − q(label).
 
         Args:
-            others: [n], the logsumexp of all other columns.
+            others: [n], the logsumexp of u over all other columns of the whole vocabulary.
         """
         self.others[rows] = (others - self.logit[rows]).sigmoid()
         return logsigmoid(self.logit[rows] - others)
 
     def subtract(self, rows: slice, gradient: Tensor, weight: Tensor) -> Tensor:
-        """Subtracts weight [n] from the label's column of the gradient, in place."""
+        """Subtracts `weight` [n] from the label's column of `gradient` [n, width], in place, and returns it.
+
+        A label that another rank holds changes a dummy column only.
+        """
         return gradient.scatter_add_(1, self.columns[rows, None], -weight[:, None])
 
 
@@ -81,8 +89,8 @@ class LabelGradient:
     Terms with the softmax at T, which KD computes anyway, are added by the caller: their weight is `shared` [n]. A
     cross-entropy at T ≠ 1 needs a softmax of its own, computed here before the chunk is overwritten.
 
-    `logprob_grad` may be as large as 1/(1 − q). Therefore 1 − q(label) is taken from `LabelTerm.others` instead of from the
-    softmax, where rounding has lost it when q is close to 1. Rows with a `logprob_grad` have no KD.
+    `logprob_grad` may be as large as 1/(1 − q). Therefore 1 − q(label) is taken from `LabelTerm.others` instead of from
+    the softmax, where rounding has lost it when q is close to 1. Rows with a `logprob_grad` have no KD.
     """
 
     def __init__(
@@ -110,7 +118,7 @@ class LabelGradient:
             self._apart = logits.sub_(term.lse[rows, None]).exp_().mul_(self._ce[:, None])
 
     def add_to(self, gradient: Tensor) -> Tensor:
-        """Adds, in place, the parts of the label terms that the caller has not added with `shared`; returns the gradient.
+        """Adds, in place, the parts of the label terms that the caller has not added with `shared`; returns `gradient`.
 
         These are the label's own column, and for a cross-entropy at T ≠ 1 all columns.
 
@@ -131,12 +139,17 @@ class LabelGradient:
 
 
 def given(grads: Sequence[Tensor | None], number: int) -> Tensor | None:
-    """The gradient of value `number`, None if it was not asked for."""
+    """The entry `number` of the values' gradients; None if it is None or there are fewer."""
     return grads[number] if number < len(grads) else None
 
 
 def weight_of(grads: Sequence[Tensor | None], number: int, u: Tensor) -> Tensor:
-    """The gradient of value `number` for the rows of chunk u, [n]; zeros if it was not asked for."""
+    """The gradient [n] of value `number` in the dtype of u; zeros if it is None or there are fewer values.
+
+    Args:
+        grads: [n] per value, already those of the rows of chunk u.
+        u: the chunk, for number of rows, dtype and device.
+    """
     grad = given(grads, number)
     return u.new_zeros(u.shape[0]) if grad is None else grad.to(u.dtype)
 
@@ -171,14 +184,14 @@ class LabelRows(RowFunction):
         return values, ()
 
     def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
-        """First half of the vocabulary pass: this shard's label logits and sums of exponentials."""
+        """Stores this rank's label logits and its sums of exponentials for these rows; with `entropy` also Σ e^u·u."""
         self.label.collect(rows, u)
         exponentials = self.sums.add(rows, u, buffers.buffer("work", u.shape[0]))
         if self.sums.weighted is not None:
             self.sums.weigh(rows, exponentials, u)
 
     def _complete(self, rows: slice) -> None:
-        """Second half: sums over the shards, from which the label's log-prob and, if asked for, the entropy follow."""
+        """Sums over the ranks; sets these rows' label log-probability and, if asked for, the entropy (nats)."""
         all_reduce_sums(self.shard, rows, [self.sums], [self.label.picked(rows)])
         self.lse[rows] = self.sums.log(rows)
         self.values[0][rows] = self.label.logit[rows] - self.lse[rows]
@@ -187,7 +200,7 @@ class LabelRows(RowFunction):
             self.values[1][rows] = self.entropy[rows]
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
-        """The gradient of log-probability and entropy (class docstring) for a chunk's logits, [n, width]; u is overwritten."""
+        """The gradient of log-probability and entropy by a chunk's logits, [n, width]; u is overwritten."""
         label, entropy = (weight_of(grads, number, u) / self.temperature for number in (0, 1))
         log_q = u.sub_(self.lse[rows, None])
         if self.with_entropy:

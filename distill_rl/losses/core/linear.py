@@ -2,7 +2,8 @@
 
 Logits = hidden · Wᵀ exist a chunk of rows at a time (`head.Head`). With G = ∂loss/∂logits of a chunk [n, Vl]:
 
-    ∂loss/∂hidden = G · W   (summed over the tensor-parallel ranks)        ∂loss/∂W += Gᵀ · hidden        ∂loss/∂bias += Σ_rows G
+    ∂loss/∂hidden = G · W   (summed over the tensor-parallel ranks)
+    ∂loss/∂W += Gᵀ · hidden        ∂loss/∂bias += Σ_rows G
 """
 
 from __future__ import annotations
@@ -46,14 +47,18 @@ class FusedRows(torch.autograd.Function):
         weights: Sequence[Tensor | None] | None,
         *anchors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The row function's values, streamed over the rows; with `weights` preceded by the loss (class docstring).
+        """The row function's values and constants, [N] each; with `weights` preceded by the loss, a scalar.
+
+        The modes, and which outputs are differentiable, are in the class docstring.
 
         Args:
             softcap: see `Head`.
             function: its outputs become the outputs here, differentiable ones first.
             chunk: rows at a time.
+            shard: the columns that `weight` holds; its group sums the gradient of the hidden states.
             weights: ∂loss/∂value [N] per differentiable value; None within for a value that does not enter the loss.
-            anchors: empty tensors connected to the inputs that require a gradient, so that a second derivative is refused.
+            anchors: empty tensors connected to the inputs that require a gradient, so that a second derivative is
+                refused.
         """
         needs = ctx.needs_input_grad[:3]
         gradients = (
@@ -77,7 +82,10 @@ class FusedRows(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx, *grads: Tensor | None):
-        """Gradients of hidden, weight and bias: those made in forward times the loss's gradient, or computed now from the saved inputs."""
+        """Gradients of hidden, weight and bias, None for the other arguments.
+
+        With `weights` those made in forward times the loss's gradient; otherwise computed now from the saved inputs.
+        """
         if ctx.rest is None:
             factor, made, anchors = grads[0], ctx.saved_tensors[:3], ctx.saved_tensors[3:]
             assert factor is not None
@@ -93,7 +101,11 @@ class FusedRows(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient · factor, rounded once. Computed in tiles if the gradient is narrower than the product."""
+    """gradient · factor in the gradient's dtype, rounded once. If dtypes differ, it is computed in tiles of rows.
+
+    Args:
+        factor: a scalar tensor.
+    """
     if gradient.dtype == factor.dtype:
         return gradient * factor
     out = torch.empty_like(gradient)
@@ -114,9 +126,10 @@ def _forward(
     gradients: _Gradients | None,
     weights: Sequence[Tensor | None] | None,
 ) -> None:
-    """Streams all rows through the function's passes, and adds each chunk's gradients while its logits exist.
+    """Streams all rows through the function's passes; with `gradients` adds each chunk's while its logits exist.
 
-    With tensor parallelism, u is moved to the ranks' common centre after the first pass.
+    Results stay in `function` and `gradients`. With tensor parallelism, u is moved to the ranks' common centre after
+    the first pass.
 
     Args:
         gradients: sums to add to, or None. Used only together with `weights`.
@@ -142,7 +155,12 @@ def _backward(
     gradients: _Gradients,
     grads: Sequence[Tensor | None],
 ) -> None:
-    """Computes each chunk's logits again and adds its gradients, given `grads` of the differentiable values, to `gradients`."""
+    """Computes each chunk's logits again and adds its gradients to `gradients`.
+
+    Args:
+        function: has been through `_forward` and has its tensors back (`restore`).
+        grads: [N] per differentiable value; None for one that does not enter the loss.
+    """
     buffers = _buffers(hidden, head.weight, chunk)
     for rows in chunks(hidden.shape[0], chunk):
         u = head.load("student", hidden[rows], buffers, function.centre, rows)
@@ -150,7 +168,11 @@ def _backward(
 
 
 class _Gradients:
-    """Gradients of the inputs that need one, accumulated over chunks in fp32. That of the hidden states is complete on every rank."""
+    """Gradients of the inputs that need one, collected chunk by chunk.
+
+    Those of weight and bias are sums over chunks in fp32 (fp64 for fp64 weights), except that a single chunk's weight
+    gradient is made in the weight's dtype. `finish` sums that of the hidden states over the ranks.
+    """
 
     def __init__(
         self,
@@ -178,10 +200,10 @@ class _Gradients:
         head: Head,
         buffers: Buffers,
     ) -> None:
-        """Adds one chunk to the gradients that are asked for; u is overwritten.
+        """Adds one chunk to the gradients of weight and bias and sets its rows of that of hidden, as needed.
 
         Args:
-            u: the chunk's centred logits.
+            u: the chunk's centred logits, [n, width]; overwritten.
             grads: [N] per differentiable value of `function`, or None.
         """
         cap_slope = head.cap_slope(u, function.centre, rows, buffers)
@@ -218,7 +240,10 @@ class _Gradients:
             self.weight.addmm_(gradient.T, chunk.to(wide))
 
     def finish(self) -> tuple[Tensor | None, ...]:
-        """The finished gradients of hidden states, weight and bias, in the dtypes of the inputs; None where none is needed."""
+        """Returns the gradients of hidden, weight and bias in the dtypes of the inputs; None where none is needed.
+
+        Sums that of the hidden states over the ranks first (a collective), so call it once.
+        """
         if self.hidden is not None:
             self.shard.sum_(self.hidden)
         made = zip((self.hidden, self.weight, self.bias), self.inputs)

@@ -17,7 +17,10 @@ _EQUAL: set[tuple[str, int] | None] = set()
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Columns [offset, offset + size) of `total`. `group`: the ranks that hold all columns together; None if this one does."""
+    """Columns [offset, offset + size) of `total`.
+
+    `group` are the ranks that hold all columns together; None if this one does.
+    """
 
     offset: int
     size: int
@@ -37,7 +40,7 @@ class VocabularyShard:
         return torch.where((local >= 0) & (local < self.size), local, self.size)
 
     def max_(self, *tensors: Tensor) -> None:
-        """Replaces the tensors by their maximum over the group, in one collective.
+        """Replaces the tensors by their maximum over the group, in one collective. Does nothing without a group.
 
         Raises:
             ValueError: on all ranks alike, if shards were assumed to be equally wide and are not.
@@ -49,7 +52,9 @@ class VocabularyShard:
         self.require_equal(sizes)
 
     def require_equal(self, sizes: Tensor) -> None:
-        """Checks that all ranks' shards are equally wide. Waits for a GPU once per group and size; later calls return at once.
+        """Checks that all ranks' shards are equally wide.
+
+        Waits for a GPU once per group and shard size; after a success later calls with GPU tensors return at once.
 
         Args:
             sizes: [2], the largest shard size of any rank, and minus the smallest.
@@ -69,11 +74,14 @@ class VocabularyShard:
         _EQUAL.add(known)
 
     def sum_(self, *tensors: Tensor) -> None:
-        """Replaces the tensors by their sum over the group, in one collective."""
+        """Replaces the tensors by their sum over the group, in one collective. Does nothing without a group."""
         self._all_reduce(tensors, dist.ReduceOp.SUM)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, in rank order. Shapes must be equal."""
+        """The tensors of all ranks of the group, in rank order; without a group a list of this tensor itself.
+
+        Shapes must be equal on all ranks.
+        """
         if self.group is None:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self.group))]
@@ -81,7 +89,10 @@ class VocabularyShard:
         return parts
 
     def _all_reduce(self, tensors: tuple[Tensor, ...], op: dist.ReduceOp.RedOpType) -> None:
-        """Reduces all tensors in place in one collective, packed into one buffer. Without a group, does nothing."""
+        """Reduces all tensors in place, packed into one buffer for one collective.
+
+        They must be of one dtype. Does nothing without a group or tensors.
+        """
         if self.group is None or not tensors:
             return
         packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -96,12 +107,13 @@ def split(tensor: Tensor, tp_group: ProcessGroup | None, *, dim: int, name: str)
     Args:
         tensor: a DTensor sharded over that dimension (the shards may be uneven or empty; the group is its mesh's), or a
             plain tensor: the whole vocabulary, or with `tp_group` this rank's shard of equal shards in rank order.
-        tp_group: for plain tensors only.
+        tp_group: for plain tensors only; a group of one rank is as good as None.
         dim: −1 for logits, 0 for the weight of an output layer.
         name: of the argument, for error messages.
 
     Raises:
-        ValueError: a Partial placement, the vocabulary sharded over two mesh dimensions, or a DTensor with a `tp_group`.
+        ValueError: a Partial placement, the vocabulary sharded over two mesh dimensions, or a DTensor with a
+            `tp_group`.
     """
     dim %= tensor.ndim
     if isinstance(tensor, DTensor):
@@ -117,10 +129,10 @@ def split(tensor: Tensor, tp_group: ProcessGroup | None, *, dim: int, name: str)
 
 
 class _OwnPart(torch.autograd.Function):
-    """`DTensor.to_local` with a gradient of the same placements and strides.
+    """`DTensor.to_local` whose gradient has the placements and strides of the input.
 
-    Before torch 2.12 that gradient's strides are computed as if all shards had equal sizes. With uneven shards a leaf then
-    receives a copy of its gradient, and the copy is replicated.
+    Before torch 2.12 that gradient's strides are computed as if all shards had equal sizes. With uneven shards a leaf
+    then receives a copy of its gradient, and the copy is replicated.
     """
 
     @staticmethod
@@ -139,9 +151,9 @@ class _OwnPart(torch.autograd.Function):
 
 
 def _dtensor_shard(tensor: DTensor, dim: int, name: str) -> VocabularyShard:
-    """Which part of the vocabulary this rank holds of a DTensor that is sharded over dimension `dim`, and its group.
+    """The part of the vocabulary, dimension `dim` of a DTensor, that this rank holds, with the group that shares it.
 
-    A tensor that no rank splits, or a mesh dimension of one rank, gives a shard without a group.
+    If the dimension is not sharded, or over one rank only, the shard is the whole vocabulary and has no group.
 
     Raises:
         ValueError: a Partial tensor, or a vocabulary sharded over several mesh dimensions.
@@ -163,13 +175,16 @@ def _shards(placement: object, dim: int, ndim: int) -> bool:
 
 
 def local_like(tensor: Tensor, shard: VocabularyShard, *, dim: int, name: str) -> Tensor:
-    """The part of another model's logits or output layer that matches the student's shard.
+    """The local part of the teacher's logits or output layer (or a bias) that matches the student's shard.
 
     Args:
-        tensor: plain and of the shard's size, or a DTensor, sharded in the same way or replicated.
+        tensor: plain and of the shard's size, which is taken as it is; or a DTensor, sharded in the same way or
+            replicated, of which a replicated one is cut.
+        dim: the vocabulary's dimension.
+        name: of the argument, for error messages.
 
     Raises:
-        ValueError: it covers other columns.
+        ValueError: it covers other columns, or is a DTensor that `_dtensor_shard` refuses.
     """
     dim %= tensor.ndim
     if not isinstance(tensor, DTensor):

@@ -32,11 +32,12 @@ FULL_MASS = 1 - 1e-6
 
 
 class TopKRows(RowFunction):
-    """Per row T²·D; with labels the cross-entropy and, on request, the label's log-probability at T. As constants both sides'
-    mass in S.
+    """Per row T²·D; with labels the cross-entropy and, on request, the label's log-probability at T.
 
-    An id of −1 is an absent entry: neither side has mass there. The label's log-probability is that of rows whose label is
-    an entry of S.
+    Both sides' mass in S are its constants.
+
+    An id of −1 is an absent entry: neither side has mass there. The label's log-probability is that of rows whose label
+    is an entry of S.
     """
 
     def __init__(
@@ -53,6 +54,10 @@ class TopKRows(RowFunction):
     ):
         """
         Args:
+            teacher: ids [N, k] in the student's vocabulary, −1 for absent entries.
+            label: the labels of all rows; None: no cross-entropy and no label's log-probability.
+            like: any tensor with the device and dtype of the arithmetic.
+            with_label_logprob: only with `label`.
             centre: of the student's logits, if another row function loads and centres them.
         """
         self.teacher, self.shard, self.divergence, self.tail, self.label = teacher, shard, divergence, tail, label
@@ -90,7 +95,7 @@ class TopKRows(RowFunction):
         self.teacher = TopKLogprobs(ids, logprobs, rest[0] if rest else None, self.teacher.temperature)
 
     def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
-        """Gathers the logits at S into `top` (0 where another rank has the column) and sums those of R. Leaves u as it was."""
+        """Gathers the logits at S into `top` (0 where another rank has the column) and sums R's. u stays as it was."""
         if self.label is not None:
             self.label.collect(rows, u)
         columns = self.shard.columns(self.teacher.ids[rows])
@@ -100,7 +105,10 @@ class TopKRows(RowFunction):
         u.scatter_(1, columns, top)
 
     def _complete(self, rows: slice) -> None:
-        """Sums over the ranks; computes the normalisers, the divergence and, with labels, their cross-entropy and log-probability."""
+        """Sums over the ranks; sets T²·D, the masses and, with labels, the cross-entropy and log-probability.
+
+        Only for these rows. Keeps the normalisers for backward.
+        """
         picked = [(self.top, self.shard.columns(self.teacher.ids[rows]))]
         all_reduce_sums(self.shard, rows, [self.rest], picked + ([self.label.picked(rows)] if self.label else []))
         top = torch.where(self.teacher.ids[rows] < 0, floor_of(self.top.dtype), self.top[rows])
@@ -151,8 +159,9 @@ class TopKRows(RowFunction):
         self.rest_factor[rows] = 0 if self.tail == "renormalize" else rest_slope - rest_q.prob * slope
 
     def _terms(self, p: Distribution, q: Distribution) -> tuple[Tensor, Tensor]:
-        """Per compared token the divergence's term and its slope with respect to log q, with the masses' difference if
-        `balance` is set.
+        """(value, slope): per compared token the divergence's term and its derivative with respect to log q.
+
+        With a bucket (`balance` is not 0) each value includes κ·(q − p), and each slope κ·q.
         """
         value, slope = self.divergence.value(p, q), self.divergence.slope(p, q)
         if self.balance:
@@ -160,11 +169,11 @@ class TopKRows(RowFunction):
         return value, slope
 
     def _teacher_logprobs(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """The chunk's teacher log-probs in `dtype`, held above its floor so that -inf gives no NaN."""
+        """The teacher's log-probabilities of these rows, [n, k] in `dtype`, with the floor instead of −inf."""
         return self.teacher.logprobs[rows].to(dtype).clamp_min(floor_of(dtype))
 
     def _rest_logprob(self, rows: slice, log_p: Tensor) -> Tensor:
-        """log p_R [n], the floor where p_R is 0."""
+        """log p_R [n], at least the floor: the teacher's `rest_logprob`, or without one what `log_p` [n, k] leaves."""
         if self.teacher.rest_logprob is None:
             return rest_of(log_p)
         return self.teacher.rest_logprob[rows].to(log_p.dtype).clamp_min(floor_of(log_p.dtype))
@@ -198,11 +207,11 @@ class TopKRows(RowFunction):
 
 
 def rest_of(logprobs: Tensor) -> Tensor:
-    """log(1 − Σ exp(logprobs)) per row, [n, k] → [n]; the floor where nothing is missing."""
+    """log(1 − Σ exp(logprobs)) per row, [n, k] → [n]; the floor where the sum is at least `FULL_MASS`."""
     mass = logprobs.exp().sum(1)
     return torch.where(mass >= FULL_MASS, floor_of(mass.dtype), torch.log1p(-mass.clamp_max(FULL_MASS)))
 
 
 def _logsumexp(top: Tensor, rest: Tensor) -> Tensor:
-    """[n, k] and [n] → [n]"""
+    """The logsumexp of each row of `top` [n, k] and its entry of `rest` [n]: [n]."""
     return torch.cat([top, rest[:, None]], 1).logsumexp(1)

@@ -1,8 +1,8 @@
 """Losses streamed over logits that are sharded over the vocabulary: [N, Vl] → numbers per row, and a streamed gradient.
 
-Rows are independent, so logits are processed a chunk of rows at a time and no more than a chunk ever exists in the dtype
-of the arithmetic. Forward keeps a few numbers per row. Backward recomputes each chunk from the logits and writes its
-gradient, rounded once, into one buffer of the logits' dtype.
+Rows are independent, so logits are processed a chunk of rows at a time and no more than a chunk ever exists in the
+dtype of the arithmetic. Forward keeps a few numbers per row. Backward recomputes each chunk from the logits and writes
+its gradient, rounded once, into one buffer of the logits' dtype.
 
 How one chunk is processed, with z the logits of this rank's columns, T the temperature and c a row's centre:
 
@@ -43,19 +43,22 @@ def floor_of(dtype: torch.dtype) -> float:
 
 
 def default_chunk(columns: int, device: torch.device) -> int:
-    """Rows per chunk. On a CPU a chunk and its copies fit into a core's cache; on a GPU a chunk is 128 MiB of fp32."""
+    """Rows per chunk, at least 1: on CUDA 128 MiB of fp32; on a CPU 512 KiB, so that copies fit into a core's cache."""
     return max(1, (_CUDA_CHUNK if device.type == "cuda" else _CPU_CHUNK) // max(columns, 1))
 
 
 def chunks(num_rows: int, size: int) -> Iterator[slice]:
-    """Consecutive slices of `size` rows that tile `num_rows`. The last one may be shorter."""
+    """Yields consecutive slices of `size` rows that tile `num_rows`; the last may be shorter. Nothing for 0 rows."""
     for start in range(0, num_rows, size):
         yield slice(start, min(start + size, num_rows))
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which rows are streamed, in which order and in which chunks. Rows that are left out have no value and no gradient."""
+    """Which rows are streamed, in which order and in which chunks.
+
+    Rows that are left out have no value, and their gradient is 0.
+    """
 
     pieces: tuple[slice, ...]
     """Chunks, as positions in the order of streaming. They tile it."""
@@ -66,7 +69,12 @@ class RowPlan:
 
     @classmethod
     def of(cls, num_rows: int, size: int, *, order: Tensor | None = None, counts: Tensor | None = None) -> RowPlan:
-        """`num_rows` rows in chunks of `size`."""
+        """A plan that streams `num_rows` rows in chunks of `size`; the last one may be shorter.
+
+        Args:
+            num_rows: M, the length of `order` if that is given.
+            order, counts: see the fields.
+        """
         return cls(tuple(chunks(num_rows, size)), order, counts)
 
     @property
@@ -80,11 +88,17 @@ class RowPlan:
         return max((rows.stop - rows.start for rows in self.pieces), default=0)
 
     def take(self, logits: Tensor, rows: slice) -> Tensor:
-        """[N, Vl] → [n, Vl], the rows of one chunk."""
+        """The logits of one chunk: [N, Vl] → [n, Vl], a view without `order`, otherwise a copy.
+
+        Args:
+            rows: the chunk, as positions in the order of streaming.
+        """
         return logits[rows] if self.order is None else logits.index_select(0, self.order[rows])
 
     def put(self, out: Tensor, rows: slice, gradient: Tensor) -> None:
-        """Writes a chunk's gradient [n, Vl] into its rows of `out` [N, Vl], in the dtype of `out`; 0 for rows that do not count.
+        """Writes a chunk's gradient [n, Vl] into its rows of `out` [N, Vl], in the dtype of `out`.
+
+        Without `order`, rows that do not count (`counts`) are set to 0; with it `counts` has no effect.
 
         Args:
             rows: the chunk, as positions in the order of streaming.
@@ -97,7 +111,7 @@ class RowPlan:
             out[rows].masked_fill_(~self.counts[rows, None], 0)
 
     def clear_others(self, out: Tensor) -> Tensor:
-        """Sets the rows that are not streamed to 0."""
+        """Sets the rows of `out` [N, Vl] that are not streamed to 0, in place, and returns it. Requires `order`."""
         assert self.order is not None
         others = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, self.order, False)
         return out.index_fill_(0, others.nonzero()[:, 0], 0)
@@ -122,11 +136,11 @@ class Buffers:
 
     Dummy columns hold the floor, so they add exactly 0 to a row's sums, as masked columns do. They serve two purposes:
 
-    - Ids that another rank holds map to the first dummy column, `columns`. Gathering from it yields the floor, scattering
-      to it does no harm, and an empty shard is no special case.
-    - Every row starts at a multiple of 128 bytes, so that a GPU's matrix products can use `buffer[:, :columns]` in place.
-      The padding is part of the buffer instead of a gap between rows, because torch vectorises elementwise CUDA kernels
-      only over contiguous tensors.
+    - Ids that another rank holds map to the first dummy column, `columns`. Gathering from it yields the floor,
+      scattering to it does no harm, and an empty shard is no special case.
+    - Every row starts at a multiple of 128 bytes, so that a GPU's matrix products can use `buffer[:, :columns]` in
+      place. The padding is part of the buffer instead of a gap between rows, because torch vectorises elementwise CUDA
+      kernels only over contiguous tensors.
     """
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device):
@@ -138,22 +152,32 @@ class Buffers:
         compute them again."""
 
     def buffer(self, name: str, rows: int) -> Tensor:
-        """[rows, width], contiguous, with unspecified content."""
+        """The first rows of the buffer with this name, [rows, width], contiguous; allocated on first use.
+
+        It holds what was last written to it.
+        """
         if name not in self._buffers:
             self._buffers[name] = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         return self._buffers[name][:rows]
 
     def load(self, name: str, logits: Tensor, centre: Centre, rows: slice, *, first: bool = False) -> Tensor:
-        """u = (z − c)/T of these rows' logits z [n, columns]; the floor where z is −inf and in the dummy columns."""
+        """Returns u = (z − c)/T of these rows' logits z; the floor where z is −inf and in the dummy columns.
+
+        Args:
+            name: of the buffer that receives u; it is what is returned, [n, width].
+            logits: z, [n, columns].
+            rows: the chunk, for the centre.
+            first: during the first pass, which measures the centre of these rows.
+        """
         buffer = self.buffer(name, logits.shape[0])
         return self.finish(buffer, logits, centre, rows, first=first)
 
     def finish(self, buffer: Tensor, logits: Tensor, centre: Centre, rows: slice, *, first: bool) -> Tensor:
-        """Centres and scales logits into a buffer (`load`), which may already hold them; narrow logits are widened on the way.
+        """Centres and scales logits into `buffer`, as `load` describes, and returns it. Widens narrow logits.
 
         Args:
             buffer: [n, width]; its dummy columns are set to the floor.
-            logits: [n, columns].
+            logits: [n, columns]; may be those columns of `buffer` itself.
             first: during the first pass, which measures the centre of these rows.
         """
         if first:
@@ -169,9 +193,9 @@ class Buffers:
 class Centre:
     """What is subtracted from each row of logits before anything else: about its maximum.
 
-    The result does not depend on it, except for rounding: fp32 has seven digits, and logits near 300 (and a normaliser of
-    that size) would leave four of them for the differences. Each rank starts with the maximum of its own columns; after
-    the first pass `all_reduce_sums` moves all ranks to the largest.
+    The result does not depend on it, except for rounding: fp32 has seven digits, and logits near 300 (and a normaliser
+    of that size) would leave four of them for the differences. Each rank starts with the maximum of its own columns;
+    after the first pass `all_reduce_sums` moves all ranks to the largest.
     """
 
     NOTHING = -1e30
@@ -189,11 +213,15 @@ class Centre:
         """[N], the common centre of all ranks."""
 
     def of(self, rows: slice, *, first: bool) -> Tensor:
-        """[n]. `first`: during the first pass, before the ranks agree on a common centre."""
+        """The centre of these rows, [n]: this rank's own with `first`, otherwise the common one of all ranks.
+
+        Args:
+            first: during the first pass, before the ranks agree on a common centre.
+        """
         return self.local[rows] if first else self.value[rows]
 
     def measure(self, rows: slice, logits: Tensor) -> None:
-        """Sets this rank's centre from logits [n, Vl]."""
+        """Sets this rank's centre of these rows to the maximum of logits [n, Vl], or `NOTHING` if that is −inf."""
         if not logits.shape[1]:
             self.local[rows] = self.NOTHING
             return
@@ -208,9 +236,9 @@ class Centre:
 class LogSums:
     """Per row Σ_v exp(power · (x_v − m)) · y_v over centred logits x, first over this rank's columns, then over all.
 
-    m is the maximum of x. There is one total with y = 1 per power: power 1 gives the normaliser at the temperature of x,
-    power T that at temperature 1. `weighted` adds one total of power 1 with another y; `columns` adds a table of further
-    totals of power 1 that the caller fills.
+    m is the maximum of x. There is one total with y = 1 per power: power 1 gives the normaliser at the temperature of
+    x, power T that at temperature 1. `weighted` adds one total of power 1 with another y; `columns` adds a table of
+    further totals of power 1 that the caller fills.
     """
 
     def __init__(
@@ -237,10 +265,15 @@ class LogSums:
         self.table = None if columns is None else like.new_zeros(num_rows, columns)
 
     def add(self, rows: slice, x: Tensor, work: Tensor) -> Tensor:
-        """Computes the totals of a chunk x [n, width]. Returns exp(x − m), which is stored in `work`; x is left as it is.
+        """Sets the maximum and the totals of these rows, one per power, from a chunk x [n, width], left as it is.
+
+        The weighted total and the table are left to `weigh` and to the caller.
 
         Args:
             work: [n, width], overwritten.
+
+        Returns:
+            exp(x − m) [n, width], in `work`.
         """
         if not self._whole:
             self.max[rows] = x.amax(1)
@@ -253,27 +286,32 @@ class LogSums:
         return work
 
     def weigh(self, rows: slice, exponentials: Tensor, y: Tensor) -> None:
-        """Computes the weighted total from what `add` returned, which is overwritten."""
+        """Sets the weighted total of these rows, Σ exponentials · y.
+
+        Args:
+            exponentials: what `add` returned, [n, width]; overwritten.
+            y: [n, width].
+        """
         assert self.weighted is not None
         self.weighted[rows] = row_sum(exponentials.mul_(y))
 
     def log(self, rows: slice, number: int = 0) -> Tensor:
-        """log Σ exp(power · x) of the total with this number, at least the floor."""
+        """log Σ exp(power · x) of these rows, [n], for the power with this number; at least the floor."""
         total = self.max[rows] * self.powers[number] + self.totals[number][rows].log()
         return total.clamp_min(floor_of(total.dtype))
 
     def mean(self, rows: slice) -> Tensor:
-        """Σ exp(x) · y / Σ exp(x)."""
+        """Σ exp(x) · y / Σ exp(x) of these rows, [n]. Only with a weighted total; the first power must be 1."""
         assert self.weighted is not None
         return self.weighted[rows] / self.totals[0][rows]
 
     def parts(self) -> list[tuple[float, Tensor]]:
-        """Every total with its power."""
+        """Pairs (power, total): the totals, then the weighted one and the table where they exist, both of power 1."""
         more = [(1.0, extra) for extra in (self.weighted, self.table) if extra is not None]
         return [*zip(self.powers, self.totals), *more]
 
     def move(self, rows: slice, largest: Tensor) -> None:
-        """Rescales this rank's totals of these rows to the common centre and the common maximum, so that ranks can be added up.
+        """Rescales this rank's totals of these rows, in place, to the common centre and maximum, so that ranks add up.
 
         Args:
             largest: [n], the common maximum of the logits before centring, times 1/T.
@@ -341,27 +379,34 @@ class RowFunction(ABC):
     @property
     @abstractmethod
     def passes(self) -> list[Pass]:
-        """In order. A later pass needs what an earlier one completed."""
+        """The passes over the logits, in order. A later pass needs what an earlier one completed."""
 
     @abstractmethod
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The [N] values: differentiable ones and constants. The object drops its references to them, because autograd
-        makes them refer to it."""
+        """Returns (differentiable values, constants), each with one entry per row; called once, after the passes.
+
+        The object drops its references to the values, because autograd makes them refer to it.
+        """
 
     @abstractmethod
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
-        """∂(Σ grads · differentiable values)/∂z of a chunk's logits z, [n, width]."""
+        """∂(Σ grads · differentiable values)/∂z of a chunk's logits z, [n, width].
+
+        Args:
+            u: the loaded chunk; may be overwritten and returned.
+            grads: [n] per differentiable value; None for one that does not enter the loss.
+        """
 
     def to_save(self) -> tuple[Tensor, ...]:
-        """The caller's tensors that `gradient` reads. The object drops them until `restore`.
+        """Returns the caller's tensors that `gradient` reads, and drops them until `restore`. None by default.
 
-        Autograd keeps them in between (`save_for_backward`): it detects writes to them, frees them after backward, and lets
-        saved-tensor hooks move them elsewhere.
+        Autograd keeps them in between (`save_for_backward`): it detects writes to them, frees them after backward, and
+        lets saved-tensor hooks move them elsewhere.
         """
         return ()
 
     def restore(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027, most have saved nothing
-        """Takes what `to_save` returned, in the same order."""
+        """Takes back what `to_save` returned, in the same order. Does nothing by default."""
 
 
 class LearningFunction(RowFunction):
@@ -383,12 +428,13 @@ class StreamingLoss(torch.autograd.Function):
     def forward(
         ctx, logits: Tensor, function: RowFunction, plan: RowPlan, inplace: bool, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        """The row function's differentiable values and then its constants, each [N] of the plan's rows.
+        """The row function's differentiable values and then its constants, of the plan's M rows in its order.
 
         Args:
             logits: [N, Vl].
             inplace: write the gradient over the logits.
-            parameters: of a `LearningFunction`, which already holds them. Passed so that autograd asks for their gradients.
+            parameters: of a `LearningFunction`, which already holds them. Passed so that autograd asks for their
+                gradients.
         """
         buffers = _buffers_for(logits, plan)
         for i, (collect, complete) in enumerate(function.passes):
@@ -408,7 +454,9 @@ class StreamingLoss(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx, *grads: Tensor | None):
-        """The gradient of the logits, chunk by chunk, in their dtype; 0 for rows that are not streamed. Then those of the parameters.
+        """The gradient of the logits, computed chunk by chunk, in their dtype; then those of the parameters.
+
+        It is 0 for rows that are not streamed. With `inplace` it is the logits' own memory.
 
         Raises:
             RuntimeError: a second backward with `inplace`, which has overwritten the logits.
@@ -440,5 +488,5 @@ def _buffers_for(logits: Tensor, plan: RowPlan) -> Buffers:
 
 
 def part(grad: Tensor | None, rows: slice) -> Tensor | None:
-    """A chunk's part of a gradient that may be missing."""
+    """The part of a gradient [N] that belongs to these rows; None if the gradient is None."""
     return None if grad is None else grad[rows]

@@ -1,4 +1,4 @@
-"""What `kd_loss` and `fused_linear_kd_loss` share: checked inputs, the computation per row, and the way from rows to a loss.
+"""What `kd_loss` and `fused_linear_kd_loss` share: checked inputs, the computation per row, the reduction to a loss.
 
 inputs ──make_task──► Task ──Task.rows──► RowFunction: T²·D and CE per row ──Task.output──► KDOutput
 """
@@ -67,7 +67,7 @@ class Task:
     reduction: Reduction
 
     def without_ignored(self) -> tuple[Task, Tensor | None]:
-        """The same task without its ignored rows, and the row numbers that remain; (itself, None) if all rows count.
+        """The task without its ignored rows, and the int64 row numbers that remain; (itself, None) if all count.
 
         Counts the rows, which waits for a GPU.
         """
@@ -80,10 +80,10 @@ class Task:
         return replace(self, num_rows=len(kept), reduction=reduction, labels=self.labels[kept]), kept
 
     def rows(self, teacher: TopKLogprobs | TeacherChunks | None, like: Tensor) -> RowFunction:
-        """The row function that computes the values of this task: KD with or without cross-entropy, or label log-probabilities.
+        """The row function of this task: T²·D with or without cross-entropy, or the labels' log-probabilities at T = 1.
 
         Args:
-            teacher: None for cross-entropy alone.
+            teacher: None for cross-entropy alone, of which the log-probabilities are the negative; needs labels.
             like: any tensor with the device and dtype of the arithmetic.
         """
         if teacher is None:
@@ -97,9 +97,11 @@ class Task:
         return DenseRows(teacher, self.shard, divergence, options.temperature, label, self.num_rows, like)
 
     def row_weights(self, dtype: torch.dtype, has_teacher: bool) -> tuple[Tensor | None, ...]:
-        """∂loss/∂value [N] of each differentiable value of the row function; None for a value that does not enter the loss.
+        """∂loss/∂value [N] of each differentiable value of the row function. Only for "sum" and "mean".
 
-        Without a teacher the value is the label's log-probability, so its weight is negative. Only for "sum" and "mean".
+        Returns:
+            (KD, CE) with a teacher, None for one whose share of the loss is 0; otherwise (log-probability,), which is
+            negative, because the cross-entropy is minus the log-probability.
         """
         weights, ratio = self.reduction.row_weights(dtype), self.options.kd_ratio
         ce = weights * (1 - ratio) if ratio < 1 else None
@@ -109,7 +111,9 @@ class Task:
         return (weights * ratio if ratio > 0 else None, ce)
 
     def output(self, values: Sequence[Tensor], has_teacher: bool, loss: Tensor | None = None) -> KDOutput:
-        """Reduces the row function's values to the result of a loss call.
+        """Reduces the row function's values to the result of a loss call. Everything but `loss` is detached.
+
+        Without a teacher, KD and both masses are 0.
 
         Args:
             values: as the row function returns them, [N] each, differentiable ones first.
@@ -134,14 +138,17 @@ class Task:
 
 
 def _mix(kd_loss: Tensor, ce_loss: Tensor | None, kd_ratio: float) -> Tensor:
-    """A part with weight 0 is left out, so that an infinite one does not make the loss NaN."""
+    """kd_ratio · kd_loss + (1 − kd_ratio) · ce_loss; just kd_loss without a ce_loss.
+
+    A part with weight 0 is left out, so that an infinite one does not make the loss NaN.
+    """
     if kd_ratio == 1 or ce_loss is None:
         return kd_loss
     return ce_loss if kd_ratio == 0 else kd_ratio * kd_loss + (1 - kd_ratio) * ce_loss
 
 
 def spread(values: Sequence[Tensor], kept: Tensor | None, num_rows: int) -> Sequence[Tensor]:
-    """Values of the rows `kept` as [num_rows] each, 0 elsewhere. Unchanged if all rows were kept."""
+    """Values [len(kept)] of the rows `kept`, as [num_rows] each with 0 elsewhere. Unchanged if `kept` is None."""
     if kept is None:
         return values
     return [value.new_zeros(num_rows).index_copy(0, kept, value) for value in values]
@@ -155,9 +162,10 @@ def make_task(
     Args:
         leading: the dimensions of the rows, [N] or [B, S].
         shard: this rank's part of the student's vocabulary.
+        device: of the logits.
 
     Raises:
-        ValueError: in one line that names the argument.
+        ValueError: an argument does not fit, or labels are missing although kd_ratio is below 1.
     """
     checks.count("num_items_in_batch", batch.num_items_in_batch)
     checks.constant("token_weights", batch.token_weights)
@@ -211,7 +219,8 @@ def _hidden_teacher(teacher: TeacherHidden, task: Task) -> HiddenChunks:
     """The teacher's logits as chunks computed from its hidden states and this rank's rows of its output layer.
 
     Raises:
-        ValueError: wrong dtypes, or shapes that do not fit the student's rows or each other.
+        ValueError: wrong dtypes, shapes that do not fit the student's rows or shard or each other, or a softcap that is
+            not positive.
     """
     checks.floating("teacher.hidden", teacher.hidden, (2, 3))
     checks.floating("teacher.lm_head_weight", teacher.lm_head_weight, (2,))

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def as_tree(cls: type[T]) -> type[T]:
-    """Decorator of a dataclass: registers it as a pytree, whose leaves are its fields, so that torch tools can go through it."""
+    """Decorator of a dataclass: registers it as a torch pytree of its fields and returns it unchanged."""
     names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
     pytree.register_pytree_node(
         cls,

@@ -32,10 +32,11 @@ class Chunks:
     def from_alignment(
         cls, *alignments: Any, student_length: int | None = None, teacher_length: int | None = None, stops: bool = True
     ) -> Chunks:
-        """Chunks of aligned texts, one text per row of a batch, for logits [R, S, V] that start at the text's first token.
+        """Chunks of aligned texts, one text per row of a batch, for logits [R, S, V] that start at its first token.
 
-        A token is predicted by the row of the token before it, so chunk numbers move one row up. A chunk that contains the
-        first token of either side is dropped, because no row predicts that token.
+        A token is predicted by the row of the token before it, so chunk numbers move one row up. A chunk that contains
+        the first token of either side is dropped, because no row predicts that token. Chunks are numbered across the
+        texts.
 
         Args:
             alignments: results of `TokenAligner` (`distill_rl.align.Alignment`).
@@ -97,7 +98,11 @@ def _in_rows(name: str, found: list[Tensor], length: int | None) -> Tensor:
 
 
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sums over consecutive segments of rows. Unlike `index_add`, it sums in a fixed order on every device."""
+    """Sums over consecutive segments of rows, [n, …] → [m, …]. Unlike `index_add`, the order is fixed on every device.
+
+    Args:
+        lengths: int64 [m], rows per segment, which add up to n (unchecked).
+    """
     return torch.segment_reduce(values, "sum", lengths=lengths, axis=0, unsafe=True)
 
 
@@ -114,8 +119,11 @@ class Side:
 
     @classmethod
     def of(cls, numbers: Tensor, count: int) -> Side:
-        """Sorts one side's tokens by chunk. `numbers`: int [n], each token's chunk, -1 outside of chunks; `count`: the
-        number of chunks.
+        """Sorts one side's rows by chunk; rows of one chunk stay in their order.
+
+        Args:
+            numbers: int [N], each row's chunk, −1 for none.
+            count: number of chunks.
         """
         rows = (numbers >= 0).nonzero()[:, 0]
         chunk, order = numbers[rows].long().sort(stable=True)
@@ -133,11 +141,11 @@ class Side:
         return self.rows[self.start]
 
     def sum(self, values: Tensor) -> Tensor:
-        """[n] in the order of `rows` → [count]"""
+        """The sum of each chunk's values: [n] in the order of `rows` → [count]."""
         return segment_sum(values, self.length)
 
     def after_first(self, values: Tensor) -> Tensor:
-        """[n] → [count], the sum over all rows of a chunk but the first."""
+        """The sum over all rows of a chunk but its first: [n] in the order of `rows` → [count]."""
         later = torch.ones_like(self.chunk, dtype=torch.bool).index_fill_(0, self.start, False)
         return self.sum(torch.where(later, values, 0))
 
@@ -160,6 +168,7 @@ def pair(chunks: Chunks, num_student: int, num_teacher: int, validate: bool | No
     """The chunks as a `Pairing`, checked against the numbers of rows of both sides.
 
     Args:
+        num_student, num_teacher: N_s and N_t, the rows of logits.
         validate: whether chunk numbers are looked at; None: only on a CPU.
 
     Raises:

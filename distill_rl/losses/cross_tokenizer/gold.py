@@ -8,8 +8,8 @@ distance Σ_i |Q_(i) − P_(i)| of probabilities sorted by size (`SortedL1`):
     uld    D = sorted L1 over all columns (arXiv 2402.12030)
 
 `mean`: Q is the arithmetic mean of the student's rows of the chunk, P the normalised geometric mean of the teacher's.
-`chain`: the first row of either side times the probability of the chunk's other tokens, and what is missing to one as one
-more outcome.
+`chain`: the first row of either side times the probability of the chunk's other tokens, and what is missing to one as
+one more outcome.
 
 Gradient: with s = ∂D/∂log Q, and ρ_n = q_n / (len · Q) the share of row n in the mean,
 
@@ -52,6 +52,7 @@ class Comparison:
         """
         Args:
             columns, counterparts: this rank's columns of the student that have a counterpart, and that counterpart.
+            divergence: compares the pairs.
             rest: the sorted L1 distance over the student's other columns.
             others: the teacher's columns without a counterpart; None: all of its columns.
             balanced: whether every term gets κ·(q − p).
@@ -61,7 +62,16 @@ class Comparison:
         self._balance = divergence.balance if balanced else 0.0
 
     def value(self, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's part of D [n], the part that is equal on all ranks [n], and what `slope` needs."""
+        """The parts of D for n chunks. Called by all ranks alike, because the sorted distance communicates.
+
+        Args:
+            log_q: [n, width], the student's log-probabilities of this rank's columns.
+            log_p: [n, V_t], the teacher's.
+
+        Returns:
+            This rank's part of the terms over pairs [n], to be summed over the ranks; the sorted distance [n], equal on
+            all ranks; and what `slope` needs as `counted`.
+        """
         p, q = Distribution(log_p[:, self.counterparts]), Distribution(log_q[:, self.columns])
         paired = self.divergence.value(p, q).add_(q.prob - p.prob, alpha=self._balance).sum(1)
         left = log_p if self.others is None else log_p[:, self.others]
@@ -69,7 +79,12 @@ class Comparison:
         return paired, sorted_, counted
 
     def slope(self, log_q: Tensor, log_p: Tensor, counted: Tensor) -> Tensor:
-        """∂D/∂log q, [n, width]"""
+        """∂D/∂log q of this rank's columns, [n, width].
+
+        Args:
+            log_q, log_p: as in `value`.
+            counted: from `value`.
+        """
         p, q = Distribution(log_p[:, self.counterparts]), Distribution(log_q[:, self.columns])
         slope = torch.zeros_like(log_q)
         slope[:, self.columns] = self.divergence.slope(p, q).add_(q.prob, alpha=self._balance)
@@ -78,7 +93,7 @@ class Comparison:
 
 
 class DistributionRows(LabelLogprobRows):
-    """Per row the cross-entropy, the label's log-probability and T²·D: a chunk's D is at its first row, 0 at the others.
+    """Per row cross-entropy, the label's log-probability and T²·D: a chunk's D is at its first row, 0 at the others.
 
     With `chain`, the probability of the chunk's other tokens is a constant here, and ∂D/∂(its logarithm) is an output.
     """
@@ -121,7 +136,10 @@ class DistributionRows(LabelLogprobRows):
         self.teacher.restore(tensors)
 
     def _complete_first(self, rows: slice) -> None:
-        """Completes the log-probs of the labels; with `chain` also the log-probs of each chunk's tokens after its first."""
+        """Sets cross-entropy and label log-probabilities of these rows; with `chain` also each chunk's `continuation`.
+
+        That is the log-probability of its tokens after the first.
+        """
         self.complete(rows)
         if self.task.options.chain:
             self.continuation = self.task.pairing.student.after_first(
@@ -129,9 +147,10 @@ class DistributionRows(LabelLogprobRows):
             ).clamp_max(0)
 
     def _collect_chunks(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
-        """Second pass: this rank's part of D and of Σ s·ρ for the chunks whose rows these are. Nothing for rows in no chunk.
+        """Second pass: stores D's parts, Σ s·ρ and both masses for the chunks that these rows belong to.
 
-        Keeps which columns the sorted distance counted, so that backward counts the same.
+        They are this rank's parts, but for the sorted distance. Does nothing for rows in no chunk. Keeps which columns
+        the sorted distance counted, so that backward counts the same.
         """
         group = self.groups.get(rows.start) if rows.start < self.labelled.num_first else None
         if group is None:
@@ -148,7 +167,13 @@ class DistributionRows(LabelLogprobRows):
         student[group] = log_q[:, self.comparison.columns].exp().sum(1)
 
     def _complete_chunks(self, rows: slice) -> None:
-        """Sums the parts over the ranks and adds what all ranks share; with `chain`, also the outcome "what is missing to one"."""
+        """Sums all chunks' parts of D, Σ s·ρ and the masses over the ranks, and adds the sorted distance to D.
+
+        With `chain` also adds the outcome "what is missing to one". Balanced D is clamped at 0.
+
+        Args:
+            rows: not used; must be all rows.
+        """
         self.shard.sum_(self.divergence, self.mean, *self.mass)
         self.divergence += self.shared_part
         if self.task.options.chain:
@@ -161,11 +186,15 @@ class DistributionRows(LabelLogprobRows):
     def _student_distributions(
         self, rows: slice, group: slice, u: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The student's distributions over the common vocabulary of a group of chunks.
+        """The student's distributions of a group of chunks over this rank's columns.
+
+        Args:
+            u: [n rows, width], the loaded logits of the group's rows.
 
         Returns:
             (log Q, ρ, log q). log Q [n chunks, width]: of each chunk, the mean of its rows' distributions, or with
-            `chain` its first row's, continued. ρ [n rows, width]: each row's part of that mean; None: 1 everywhere.
+            `chain` its first row's times the probability of the other tokens. ρ [n rows, width]: each row's part of
+            that mean; None: 1 everywhere.
             log q [n rows, width]: of each row, written into `out`, which may be `u`. log Q may be the same tensor.
         """
         log_q = torch.sub(u, self.lse[rows, None], out=out)
@@ -186,7 +215,10 @@ class DistributionRows(LabelLogprobRows):
         return log_p + self.teacher.continuation[group, None] if self.task.options.chain else log_p
 
     def _by_row(self, values: Tensor, group: slice) -> Tensor:
-        """Repeats the values of each chunk of a group for every student row of that chunk: [n chunks, …] → [n rows, …]."""
+        """Repeats each chunk's values for every student row of the chunk: [n chunks, …] → [n rows, …].
+
+        Unchanged with `chain`, which streams one row per chunk.
+        """
         if self.task.options.chain:
             return values
         start, stop = (self.task.ends[0][number] for number in (group.start, group.stop))
@@ -195,7 +227,7 @@ class DistributionRows(LabelLogprobRows):
         return values.repeat_interleave(self.task.pairing.student.length[group], 0, output_size=stop - start)
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
-        """The gradient (module docstring) of a chunk's D plus that of the label terms, [n, width]; u is overwritten."""
+        """The gradient of T²·D (module docstring) plus that of the label terms, [n, width]; u is overwritten."""
         group = self.groups.get(rows.start) if rows.start < self.labelled.num_first else None
         grad = given(grads, 2)
         if group is None or grad is None:
@@ -210,17 +242,19 @@ class DistributionRows(LabelLogprobRows):
 
 
 def gold(task: ChunkTask) -> Terms:
-    """Balanced terms over the common vocabulary, and sorted L1 over the rest."""
+    """The terms of `gold`: balanced divergence over the common vocabulary plus sorted L1 over other columns."""
     return _by_parts(task, balanced=True)
 
 
 def hkl(task: ChunkTask) -> Terms:
-    """Plain terms over the common vocabulary, and sorted L1 over the rest."""
+    """The terms of `hkl`: divergence without balance over the common vocabulary plus sorted L1 over other columns."""
     return _by_parts(task, balanced=False)
 
 
 def _by_parts(task: ChunkTask, *, balanced: bool) -> Terms:
-    """`gold` and `hkl`: divergence over the common vocabulary plus sorted L1 over at most `uncommon_top_k` other columns.
+    """`gold` and `hkl`: divergence over the common vocabulary plus sorted L1 over up to `uncommon_top_k` others.
+
+    With `relaxed`, the common vocabulary includes the relaxed matches.
 
     Args:
         balanced: True for gold, False for hkl (module docstring).
@@ -237,7 +271,7 @@ def _by_parts(task: ChunkTask, *, balanced: bool) -> Terms:
 
 
 def uld(task: ChunkTask) -> Terms:
-    """Sorted L1 over all columns."""
+    """The terms of `uld`: sorted L1 over the `uncommon_top_k` largest probabilities of either side."""
     length = min(max(task.shard.total, task.projection.num_teacher), task.options.uncommon_top_k)
     nothing = task.label_rows[:0]
     rest = SortedL1(task.shard, None, task.shard.total, length, filled=True)
@@ -245,7 +279,7 @@ def uld(task: ChunkTask) -> Terms:
 
 
 def _compared(task: ChunkTask, comparison: Comparison) -> Terms:
-    """Runs a comparison over all chunks: the value of each chunk, the cross-entropy of each row, and the mass of the pairs."""
+    """Runs a comparison over all chunks: T²·D per chunk, the cross-entropy per row, the masses of 1:1 chunks."""
     side = task.pairing.student
     cuts = None if task.options.chain else [task.ends[0][group.stop] for group in task.groups]
     labelled = task.labelled_rows(side.first if task.options.chain else side.rows, cuts)
@@ -261,5 +295,5 @@ def _compared(task: ChunkTask, comparison: Comparison) -> Terms:
 
 
 def _others(ids: Tensor, size: int) -> Tensor:
-    """int64, all ids below `size` except these, in order."""
+    """All ids below `size` that are not in `ids`, in ascending order, int64."""
     return torch.ones(size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, False).nonzero()[:, 0]

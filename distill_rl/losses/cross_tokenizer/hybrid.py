@@ -1,4 +1,4 @@
-"""The methods `hybrid` and `alm`. They need no dense teacher: its top k columns and its label log-probabilities suffice.
+"""The methods `hybrid` and `alm`, which need no dense teacher: its top k and its label log-probabilities suffice.
 
     alm      every chunk: T²·D(coin(Q^(1/τ)), coin(P^(1/τ))) with log Q = Σ log q(label) over the student's rows of the
              chunk and log P the same for the teacher's. A coin of probability x has the outcomes x and 1 − x
@@ -6,8 +6,8 @@
     hybrid   chunks of one token on both sides: T²·D over S and one more outcome for all else, where S are the teacher's
              top k tokens that have a counterpart in the common vocabulary. All other chunks: as alm.
 
-Both come out of one `TopKRows` over all labelled rows: rows of 1:1 chunks carry the teacher's top k, translated into the
-student's ids; all other rows carry their label as the only entry, because only its log-probability is needed.
+Both come out of one `TopKRows` over all labelled rows: rows of 1:1 chunks carry the teacher's top k, translated into
+the student's ids; all other rows carry their label as the only entry, because only its log-probability is needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from distill_rl.losses.topk import vocab_parallel_topk
 
 
 def alm(task: ChunkTask) -> Terms:
-    """T²·D between the probabilities that the two sides give to each chunk's text."""
+    """The terms of `alm`: per chunk T²·D between coins, and the cross-entropy per row. No masses.
+
+    A coin has the probability that a side gives to the chunk's text, to the power 1/τ.
+    """
     labelled = task.labelled_rows()
     nothing = TopKLogprobs(labelled.labels[:0, None], task.like[:, None], task.like, task.temperature)
     _, ce, label_logprobs, *_ = labelled.run(_rows(task, labelled, nothing, labelled.labels[:0]))
@@ -50,7 +53,14 @@ def hybrid(task: ChunkTask) -> Terms:
 
 
 def _rows(task: ChunkTask, labelled: LabelledRows, teacher: TopKLogprobs, places: Tensor) -> TopKRows:
-    """The top-k comparison at the given places, with the log-prob of the label beside it."""
+    """The row function of all labelled rows: `teacher` at `places`, the label as the only entry at the others.
+
+    Its T²·D counts at `places` only, its label log-probability at the others.
+
+    Args:
+        teacher: [m, k], in the student's ids.
+        places: int64 [m], positions in the order of `labelled`.
+    """
     label = LabelTerm(labelled.labels, task.shard, task.like, task.temperature)
     spread = _spread(teacher, places, labelled.labels)
     return TopKRows(
@@ -59,7 +69,11 @@ def _rows(task: ChunkTask, labelled: LabelledRows, teacher: TopKLogprobs, places
 
 
 def _chunk_likelihoods(task: ChunkTask, labelled: LabelledRows, label_logprobs: Tensor) -> Tensor:
-    """[count], T²·D between the probabilities of the chunks' text to the power 1/τ."""
+    """[count], T²·D between coins: the probabilities that either side gives to a chunk's text, to the power 1/τ.
+
+    Args:
+        label_logprobs: [M], the student's at T, in the order of `labelled`.
+    """
     student = task.pairing.student.sum(labelled.of_student_side(label_logprobs)) / task.options.tau
     teacher = task.pairing.teacher.sum(task.teacher_label) / task.options.tau
     return task.temperature**2 * Bernoulli.apply(student, teacher, task.divergence)
@@ -67,14 +81,20 @@ def _chunk_likelihoods(task: ChunkTask, labelled: LabelledRows, label_logprobs: 
 
 @torch.no_grad()
 def common_top_k(task: ChunkTask, rows: Tensor) -> TopKLogprobs:
-    """The teacher's top k of these rows, in the student's ids. The mass of entries without a counterpart joins the rest."""
+    """The teacher's top k of these rows in the student's ids; −1 for entries without one, whose mass joins the rest.
+
+    Of a dense teacher the `top_k` of the options; top-k targets keep their own k.
+
+    Args:
+        rows: int64, numbers of teacher rows.
+    """
     teacher, dtype = task.teacher, task.dtype
     top = _top_k_of(teacher, rows, task) if isinstance(teacher, DenseLogits) else teacher.select(rows)
     return translated(top, task.projection, dtype)
 
 
 def _top_k_of(teacher: DenseLogits, rows: Tensor, task: ChunkTask) -> TopKLogprobs:
-    """The top k log-probabilities of these rows of dense teacher logits, with the rest, chunk by chunk; empty for no rows."""
+    """The top k log-probabilities at T, with the rest, of these rows of dense teacher logits; [0, k] for no rows."""
     logits = teacher.logits
     k = min(task.options.top_k, logits.shape[1])
     parts = [
@@ -89,7 +109,7 @@ def _top_k_of(teacher: DenseLogits, rows: Tensor, task: ChunkTask) -> TopKLogpro
 
 
 def translated(teacher: TopKLogprobs, projection: VocabularyProjection, dtype: torch.dtype) -> TopKLogprobs:
-    """The teacher's top k in the student's ids; those without a counterpart get −1, and their mass joins the rest.
+    """The teacher's top k in the student's ids; those without a counterpart get −1 and the floor, and join the rest.
 
     Args:
         dtype: of the returned log-probabilities.
@@ -105,7 +125,7 @@ def translated(teacher: TopKLogprobs, projection: VocabularyProjection, dtype: t
 
 
 def _spread(teacher: TopKLogprobs, places: Tensor, labels: Tensor) -> TopKLogprobs:
-    """Targets for all M labelled rows: those of `teacher` at the rows `places`, and at all others the label as the only entry.
+    """Targets for all M labelled rows: those of `teacher` at the rows `places`, elsewhere the label as the only entry.
 
     The latter rows then yield the label's log-probability (`TopKRows`).
 

@@ -1,4 +1,4 @@
-"""Knowledge distillation from a teacher with another tokenizer. One function for all methods; each has a file of its own."""
+"""Knowledge distillation from a teacher with another tokenizer: one function; each method has a file of its own."""
 
 from __future__ import annotations
 
@@ -64,27 +64,32 @@ def chunk_kd_loss(
 
     Args:
         student_logits: [N_s, V] or [R, S, V], sharded as in `kd_loss`.
-        teacher: for `hybrid` and `alm` either kind, with `label_logprob`; for the others DenseLogits. Its ids and columns
-            are the teacher's own, its rows N_t; dense logits are whole on every rank. `label_logprob` is at `temperature`.
+        teacher: for `hybrid` and `alm` either kind, with `label_logprob`; for the others DenseLogits. Its ids and
+            columns are the teacher's own, its rows N_t; dense logits are whole on every rank. `label_logprob` is at
+            `temperature`.
         chunks: which rows of both sides stand for the same text.
-        bridge: from the student's vocabulary to the teacher's. If its values require a gradient, `xtoken` gives them one:
-            this rank's share, complete once summed over the tensor-parallel group (see `LearnableProjection`).
+        bridge: from the student's vocabulary to the teacher's. If its values require a gradient, `xtoken` gives them
+            one: this rank's share, complete once summed over the tensor-parallel group (see `LearnableProjection`).
         method: hybrid, xtoken, gold, hkl, uld, alm or strict.
         labels: int [N_s] or [R, S], already shifted. Every row of a chunk has one.
         divergence, beta: as in `kd_loss`; `strict` is reverse KL whatever they say, and `uld` has none.
         temperature: of both sides; D is scaled by its square. The cross-entropy is at 1.
         tail: as in `kd_loss`, of `hybrid` and `xtoken`.
         top_k: of a dense teacher's columns, for `hybrid` (per row) and `xtoken` (per chunk).
-        chunk_average: what `xtoken`, `gold`, `hkl` and `uld` take for a chunk's distribution. `mean`: the arithmetic mean of the
-            student's rows, the normalised geometric mean of the teacher's (NeMo-RL #2245). `chain`: that of the first
-            token times the probability of the chunk's other tokens as they stand, and what is missing to 1 as one more
-            outcome.
+        chunk_average: what `xtoken`, `gold`, `hkl` and `uld` take for a chunk's distribution. `mean`: the arithmetic
+            mean of the student's rows, the normalised geometric mean of the teacher's (NeMo-RL #2245). `chain`: that of
+            the first token times the probability of the chunk's other tokens as they stand, and what is missing to 1 as
+            one more outcome.
         uncommon_top_k: how many of the sorted probabilities `gold`, `hkl` and `uld` compare.
         relaxed: `gold` and `hkl` also take for common what W sends mostly into one token.
         tau: `alm` compares probabilities to the power 1/tau.
         reduction: sum, or none: one number per chunk, and per row for the cross-entropy.
         chunk_size: rows of logits worked on at once, rounded to whole chunks of text where a method needs it.
         validate: look at ids, labels and chunk numbers; None means on CPU tensors only.
+
+    Returns:
+        The sums (or, with `none`, kd [count] and ce [N_s]), of which `kd` and `ce` are differentiable, and the number
+        of chunks that the method compares.
 
     Raises:
         ValueError: naming the argument, the rule and the value.

@@ -1,4 +1,4 @@
-"""From the student's vocabulary to the teacher's: the tokens in common, and a sparse row-stochastic matrix for all tokens."""
+"""From the student's vocabulary to the teacher's: the tokens in common, and a sparse row-stochastic matrix for all."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class VocabularyProjection:
         student_stops: Any = (),
         teacher_stops: Any = (),
     ) -> VocabularyProjection:
-        """A projection from arrays or lists in compressed-row form, copied into tensors of the right dtypes.
+        """A projection from arrays or lists in compressed-row form, copied into tensors: int64 ids, fp32 values.
 
         Args:
             indptr, indices, values: row s holds `values[indptr[s]:indptr[s + 1]]` at the teacher ids `indices[…]`.
@@ -78,7 +78,7 @@ class VocabularyProjection:
 
     @classmethod
     def from_projection(cls, projection: Any) -> VocabularyProjection:
-        """Of `distill_rl.align.Projection`."""
+        """Copies a `distill_rl.align.Projection` into tensors, as `from_arrays` does."""
         return cls.from_arrays(
             projection.indptr, projection.indices, projection.values, num_teacher=projection.num_teacher,
             student_common=projection.student_common, teacher_common=projection.teacher_common,
@@ -91,14 +91,18 @@ class VocabularyProjection:
         return self.indptr.shape[0] - 1
 
     def to(self, device: torch.device | str) -> VocabularyProjection:
-        """A copy whose tensors are on `device`."""
+        """A copy whose tensors are on `device`; derived tables are computed there again."""
         moved = {
             each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("num_teacher", "_made")
         }
         return replace(self, **{name: tensor.to(device) for name, tensor in moved.items()}, _made={})
 
     def with_values(self, values: Tensor) -> VocabularyProjection:
-        """The same support with other weights; what was derived is kept, relaxed matches of the first weights included."""
+        """The same projection with other values [nnz] on the same support.
+
+        Derived tables are shared with this object, so relaxed matches stay those of the first values they were asked
+        for.
+        """
         return replace(self, values=values)
 
     @property
@@ -112,20 +116,21 @@ class VocabularyProjection:
         return self.once("to_student", make)
 
     def matches(self, relaxed: bool) -> tuple[Tensor, Tensor]:
-        """Student and teacher ids [n] that are taken for one token, one-to-one.
+        """Student ids and teacher ids, int64 [n] each: pair i is taken for one token. No id occurs twice on its side.
 
-        Relaxed, a student token without a match is given the teacher token into which it goes with a weight of at least
-        `RELAXED_WEIGHT`, if that has none; of several the heaviest gets it, of equals the lowest id.
+        They are the common vocabulary. Relaxed, there are more: a student token without a match is given the teacher
+        token into which it goes with a weight of at least `RELAXED_WEIGHT`, if that has none; of several the heaviest
+        gets it, of equals the lowest id.
         """
         if not relaxed:
             return self.student_common, self.teacher_common
         return self.once("relaxed", self._relaxed_matches)
 
     def _relaxed_matches(self) -> tuple[Tensor, Tensor]:
-        """The common pairs (student ids, teacher ids), and beside them near-certain pairs of the projection, one to one.
+        """The common pairs (student ids, teacher ids), then near-certain pairs of the projection, one to one.
 
-        A pair is added if its weight is at least `RELAXED_WEIGHT` and neither id is in a common pair; of several students of one
-        teacher id, the heaviest wins, then the lowest student id.
+        A pair is added if its weight is at least `RELAXED_WEIGHT` and neither id is in a common pair; of several
+        students of one teacher id, the heaviest wins, then the lowest student id.
         """
         rows, values = self.entry_rows, self.values.detach()
         taken = torch.zeros(self.num_student, dtype=torch.bool, device=rows.device)
@@ -141,7 +146,7 @@ class VocabularyProjection:
 
     @property
     def reachable(self) -> Tensor:
-        """bool [V_t], teacher ids into which anything goes."""
+        """bool [V_t], the teacher ids into which at least one student token is projected."""
         nothing = torch.zeros(self.num_teacher, dtype=torch.bool, device=self.indptr.device)
         return self.once("reachable", lambda: nothing.index_fill_(0, self.indices, True))
 
@@ -152,7 +157,7 @@ class VocabularyProjection:
         return self.once("rows", lambda: numbers.repeat_interleave(self.indptr.diff()))
 
     def once(self, key: Any, make: Callable[[], Made]) -> Made:
-        """What `make` gives, made on the first call."""
+        """The result of `make()`, called only the first time for this `key`; later calls return the same object."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
@@ -161,11 +166,16 @@ class VocabularyProjection:
 class ColumnProduct:
     """Products with this rank's rows of W and some of its columns; the other columns are summed into one, the rest.
 
-    x stands for numbers per row of logits and local student column, [n, width] with the dummy columns (`labelled.Buffers`).
+    x stands for numbers per row of logits and local student column, [n, width] with the dummy columns
+    (`core.streaming.Buffers`).
     """
 
     def __init__(self, projection: VocabularyProjection, shard: VocabularyShard, columns: Tensor, dtype: torch.dtype):
-        """columns: int64 [m], distinct teacher ids."""
+        """
+        Args:
+            columns: int64 [m], distinct teacher ids.
+            dtype: of the products.
+        """
         start, stop = projection.once(
             (shard.offset, shard.size), lambda: projection.indptr[[shard.offset, shard.offset + shard.size]].tolist()
         )
@@ -191,22 +201,28 @@ class ColumnProduct:
         self._gradient = weights.new_zeros(weights.shape[0])
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x · W: [n, m], and the rest [n]"""
+        """x · W: its columns [n, m], and the rest [n]: all other columns, and x of the rows of W without entries."""
         return torch.sparse.mm(self._transposed, x.T).T, x @ self.rest
 
     def project_back(self, y: Tensor, rest: Tensor) -> Tensor:
-        """[n, m] and [n] → y · Wᵀ, [n, width]"""
+        """The transpose of `project`, [n, width]: y [n, m] · Wᵀ plus the outer product of `rest` and `self.rest`."""
         return torch.sparse.mm(self._matrix, y.T).T.addcmul(rest[:, None], self.rest)
 
     def learn(self, x: Tensor, y: Tensor, rest: Tensor) -> None:
-        """Add the derivative of Σ y · (x · W) + rest · (the rest of x · W) with respect to this rank's weights."""
+        """Adds the derivative of Σ y · (x · W) + Σ rest · (the rest of x · W) by this rank's weights to `gradient`.
+
+        Args:
+            x: [n, width].
+            y: [n, m].
+            rest: [n].
+        """
         gradient = (rest @ x)[self._rows]
         for part in self._kept.split(_ENTRIES):
             gradient[part] = (x[:, self._rows[part]] * y[:, self._slots[part]]).sum(0)
         self._gradient += gradient
 
     def gradient(self) -> Tensor:
-        """[nnz], what was added up; 0 for other ranks' rows."""
+        """Returns the derivatives added by `learn`, [nnz], 0 for other ranks' rows of W, and resets them to 0."""
         whole = self._gradient.new_zeros(self._count)
         whole[self._entries], self._gradient = self._gradient, torch.zeros_like(self._gradient)
         return whole
@@ -217,7 +233,10 @@ _ENTRIES = 2**14
 
 
 def _sparse(rows: Tensor, columns: Tensor, values: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Entries in the order of rows, distinct: taken as coalesced without a look, which would wait for a GPU."""
+    """A sparse COO matrix of these entries, which must be distinct and in the order of their rows.
+
+    It is marked as coalesced unchecked, because a check would wait for a GPU.
+    """
     # torch 2.11 warns of `check_invariants=False` as it does of no word at all; of the context it does not.
     with torch.sparse.check_sparse_tensor_invariants(False):
         return torch.sparse_coo_tensor(torch.stack([rows, columns]), values, size, is_coalesced=True)
@@ -226,10 +245,10 @@ def _sparse(rows: Tensor, columns: Tensor, values: Tensor, size: tuple[int, ...]
 class LearnableProjection(nn.Module):
     """W with weights that are learned: each row the softmax of parameters on the row's fixed support.
 
-    Rows stay stochastic whatever the optimiser does, and start as they were. The parameters are replicated over all ranks;
-    after backward each rank has its own share of their gradient: of its data-parallel part of the batch, and of the rows
-    of W that belong to its part of the student's vocabulary. The sum over *all* ranks of the student, data- and
-    tensor-parallel alike, is the gradient: one all-reduce a step, taken by the code that steps the optimiser.
+    Rows stay stochastic whatever the optimiser does, and start as they were. The parameters are replicated over all
+    ranks; after backward each rank has its own share of their gradient: of its data-parallel part of the batch, and of
+    the rows of W that belong to its part of the student's vocabulary. The sum over *all* ranks of the student, data-
+    and tensor-parallel alike, is the gradient: one all-reduce a step, taken by the code that steps the optimiser.
     """
 
     def __init__(self, projection: VocabularyProjection):
@@ -251,7 +270,10 @@ class LearnableProjection(nn.Module):
 
 
 def _local(logits: Tensor) -> Tensor:
-    """A replicated DTensor's own copy, whose gradient is one share of several."""
+    """The parameters as a plain tensor: of a replicated DTensor the local copy, a plain tensor itself.
+
+    A DTensor's gradient then comes back as Partial: each rank's is one summand.
+    """
     if not isinstance(logits, DTensor):
         return logits
     return logits.to_local(grad_placements=[Partial()] * logits.device_mesh.ndim)

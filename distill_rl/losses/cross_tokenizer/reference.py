@@ -1,7 +1,7 @@
 """The cross-tokenizer losses written plainly: chunk by chunk, whole vocabularies, fp64, autograd.
 
-The tests and `distill-rl align --verify` compare against it. It shares nothing with the fast path except types, and nothing
-in it is fast.
+The tests and `distill-rl align --verify` compare against it. It shares nothing with the fast path except types, and
+nothing in it is fast.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ STRICT_TOP_K = 16
 
 @dataclass(frozen=True)
 class _Settings:
+    """The settings of a call of `chunk_kd_loss`, by their names there; `chain` means a `chunk_average` of "chain"."""
+
     bridge: VocabularyProjection
     divergence: str
     beta: float
@@ -34,7 +36,12 @@ class _Settings:
     tau: float
 
     def compare(self, p: Tensor, q: Tensor, *, balanced: bool = True) -> Tensor:
-        """Σ of terms over outcomes [m]."""
+        """D, a scalar: the sum of the divergence's terms over outcomes.
+
+        Args:
+            p, q: [m], probabilities of teacher and student.
+            balanced: add κ·(q − p) to every term (`Divergence.balance`).
+        """
         name = reference._limit(self.divergence, self.beta)
         terms = reference.DIVERGENCES[name](p, q, self.beta)
         return (terms + reference.BALANCES[name](p, q, self.beta) if balanced else terms).sum()
@@ -60,7 +67,14 @@ def chunk_kd_loss(
     relaxed: bool = False,
     tau: float = 1.0,
 ) -> ChunkOutput:
-    """`losses.chunk_kd_loss` on unsharded tensors, with the same arguments. The masses are not computed (0)."""
+    """`losses.chunk_kd_loss` on unsharded tensors in fp64. The masses are not computed (0).
+
+    The arguments mean the same; those that concern speed, sharding and validation are missing.
+
+    Raises:
+        ValueError: the method needs dense targets or label log-probabilities that the teacher does not have. Nothing
+            else is checked.
+    """
     z = student_logits.double().reshape(-1, student_logits.shape[-1])
     flat = labels.reshape(-1)
     valid = flat != ignore_index
@@ -110,7 +124,7 @@ def _chunk(
     Args:
         student: [n, V_s] log-probabilities at T.
         label_logprobs: [n], those of the labels.
-        teacher: the chunk's rows.
+        teacher: the targets of the chunk's rows.
     """
     single = len(student) == 1 and (teacher.label_logprob is None or len(teacher.label_logprob) == 1)
     single &= len(teacher.ids if isinstance(teacher, TopKLogprobs) else teacher.logits) == 1
@@ -141,8 +155,13 @@ class _Side(NamedTuple):
 
 
 def _teacher_side(teacher: DenseLogits, settings: _Settings) -> _Side:
-    """The teacher's distribution over one chunk from its rows [n, V_teacher]: at the first row times the continuation's
-    probability (`chain`), otherwise the normalised geometric mean of all rows.
+    """The teacher's distribution of one chunk from its rows [n, V_t], at temperature T.
+
+    The normalised geometric mean of all rows; with `chain` that of the first row times the probability of the chunk's
+    other tokens.
+
+    Raises:
+        ValueError: `chain` without label log-probabilities.
     """
     log_p = (teacher.logits.double() / settings.temperature).log_softmax(1)
     present = ~log_p.isneginf().all(0)
@@ -153,21 +172,29 @@ def _teacher_side(teacher: DenseLogits, settings: _Settings) -> _Side:
 
 
 def _dense(teacher: TopKLogprobs | DenseLogits) -> DenseLogits:
-    """The targets, which must be dense; raises ValueError otherwise."""
+    """Returns the targets if they are dense logits; raises ValueError otherwise."""
     if not isinstance(teacher, DenseLogits):
         raise ValueError(f"teacher: must be DenseLogits for this method; got {type(teacher).__name__}")
     return teacher
 
 
 def _label_logprobs(teacher: TopKLogprobs | DenseLogits) -> Tensor:
-    """The teacher's log-probs of its labels in fp64; raises ValueError if there are none."""
+    """The teacher's `label_logprob` [n] in fp64; raises ValueError if it is None."""
     if teacher.label_logprob is None:
         raise ValueError("teacher.label_logprob: needed by this method; got None")
     return teacher.label_logprob.double()
 
 
 def _stops(method: str, log_q: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
-    """D between two coins: does the text stop here? For the teacher by any of its stop tokens, for the student by its label."""
+    """D between two coins, without T²: does the text stop here?
+
+    For the teacher by any of its stop tokens, for the student by its label. `strict` is reverse KL, `uld` twice the
+    total variation; tau applies to `alm` only.
+
+    Args:
+        log_q: scalar, the student's log-probability of its label at T.
+        teacher: the targets of one row.
+    """
     ends = settings.bridge.teacher_stops
     if isinstance(teacher, DenseLogits):
         log_p = (teacher.logits[0].double() / settings.temperature).log_softmax(0)[ends].logsumexp(0)
@@ -184,13 +211,19 @@ def _stops(method: str, log_q: Tensor, teacher: TopKLogprobs | DenseLogits, sett
 
 
 def _coins(x: Tensor, y: Tensor, settings: _Settings) -> Tensor:
-    """D between two coins that show heads with log-probs x (student) and y (teacher), each divided by tau."""
+    """D between two coins that show heads with probability exp(x/τ) (student) and exp(y/τ) (teacher); scalars."""
     q, p = (x / settings.tau).exp(), (y / settings.tau).exp()
     return settings.compare(torch.stack([p, 1 - p]), torch.stack([q, 1 - q]))
 
 
 def _common_top_k(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
-    """`hybrid` for one chunk of one row: the teacher's top k that are common ids, every other one added to the rest; in fp64."""
+    """`hybrid` for a 1:1 chunk, without T²: D over the teacher's top k ids that have a counterpart, and the rest.
+
+    The mass of the other top k ids joins the rest.
+
+    Args:
+        student: [1, V_s] log-probabilities at T.
+    """
     if isinstance(teacher, DenseLogits):
         log_p = (teacher.logits.double() / settings.temperature).log_softmax(1)
         top, ids = log_p.topk(min(settings.top_k, log_p.shape[1]), 1)
@@ -212,14 +245,14 @@ def _common_top_k(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings
 
 
 def _dense_projection(bridge: VocabularyProjection) -> Tensor:
-    """W [V_s, V_t]"""
+    """W as a dense matrix [V_s, V_t] in fp64, differentiable in the bridge's values."""
     matrix = bridge.values.new_zeros(bridge.num_student, bridge.num_teacher, dtype=torch.float64)
     rows = torch.arange(bridge.num_student).repeat_interleave(bridge.indptr.diff())
     return matrix.index_put((rows, bridge.indices), bridge.values.double())
 
 
 def _projected(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
-    """`xtoken` for one chunk: D between the teacher and the student projected into its vocabulary, over its top k and the rest.
+    """`xtoken` for one chunk: D (without T²) between teacher and projected student over the top k and the rest.
 
     Columns into which nothing is projected are part of the rest.
     """
@@ -244,7 +277,7 @@ def _projected(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
 
 
 def _matches(settings: _Settings) -> tuple[list[int], list[int]]:
-    """The pairs (student ids, teacher ids) of `gold` and `hkl`, by the definition of `VocabularyProjection.matches`."""
+    """The pairs of `gold` and `hkl`, as lists of student and teacher ids, see `VocabularyProjection.matches`."""
     bridge = settings.bridge
     matches = dict(zip(bridge.student_common.tolist(), bridge.teacher_common.tolist()))
     if settings.relaxed:
@@ -265,20 +298,23 @@ def _others(size: int, taken: list[int]) -> Tensor:
 
 
 def _gold(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
-    """H-KL: balanced terms on the common vocabulary, sorted L1 on the rest; never fewer sorted than either side has."""
+    """`gold` for one chunk: balanced terms over the common vocabulary plus `_rest`. A scalar without T²."""
     of_student, of_teacher = _matches(settings)
     return settings.compare(teacher.prob[of_teacher], student.prob[of_student]) + _rest(teacher, student, settings)
 
 
 def _hkl(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
-    """The same without the balance: p·log(p/q) as it stands."""
+    """`hkl` for one chunk: as `_gold`, but without balance, so it may be negative."""
     of_student, of_teacher = _matches(settings)
     common = settings.compare(teacher.prob[of_teacher], student.prob[of_student], balanced=False)
     return common + _rest(teacher, student, settings)
 
 
 def _rest(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
-    """Sorted L1 of the columns that have no counterpart, at most `uncommon_top_k` of them. Masked padding is no column."""
+    """Sorted L1 of the unmasked columns without a counterpart, plus |difference| of what the sides miss to one.
+
+    It compares as many as the side with fewer columns has, at most `uncommon_top_k`.
+    """
     left = []
     for side, taken in zip((student, teacher), _matches(settings)):
         others = _others(len(side.prob), taken)
@@ -289,7 +325,10 @@ def _rest(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
 
 
 def _uld(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
-    """Sorted L1 over all columns of both sides, at most `uncommon_top_k`; the shorter side is filled up with zeros."""
+    """`uld` for one chunk: sorted L1 over all columns, at most `uncommon_top_k`.
+
+    Adds |difference| of what the sides miss to one. The shorter side is filled up with zeros.
+    """
     length = min(max(len(teacher.prob), len(student.prob)), settings.uncommon_top_k)
     filled = [
         torch.cat([side.sort(descending=True).values, side.new_zeros(max(0, length - len(side)))])[:length]

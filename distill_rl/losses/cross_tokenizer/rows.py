@@ -41,7 +41,8 @@ class LabelLogprobRows(RowFunction):
     def __init__(self, labelled: LabelledRows, *, with_label_logprob: bool = False, columns: int | None = None):
         """
         Args:
-            columns: number of further totals per row in `sums.table`.
+            with_label_logprob: whether the label's log-probability at T is computed.
+            columns: number of further totals per row in `sums.table`, which subclasses fill; None: no table.
         """
         task, labels, like = labelled.task, labelled.labels, labelled.task.like
         shard, temperature = task.shard, task.temperature
@@ -62,7 +63,10 @@ class LabelLogprobRows(RowFunction):
         return values, ()
 
     def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> Tensor:
-        """First pass over a chunk: adds its sums and gathers the labels' logits. Returns exp(u); u is left as it was."""
+        """First pass over a chunk: stores its sums and the labels' logits. Returns exp(u) in the buffer `work`.
+
+        u is left as it was.
+        """
         self.label.collect(rows, u)
         if self.others is not None:
             columns = self.label.columns[rows, None]
@@ -75,7 +79,7 @@ class LabelLogprobRows(RowFunction):
         self.collect(rows, u, buffers)
 
     def complete(self, rows: slice) -> None:
-        """Sums over the ranks and sets the values of these rows: the cross-entropy and, if asked for, the label's log-probability."""
+        """Sums over the ranks; sets these rows' cross-entropy and, if asked for, the label's log-probability."""
         all_reduce_sums(
             self.shard, rows, [self.sums, *([self.others] if self.others else [])], [self.label.picked(rows)]
         )
@@ -85,11 +89,14 @@ class LabelLogprobRows(RowFunction):
             self.values[1][rows] = self.label.logprob(rows, self.others.log(rows))
 
     def label_gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> LabelGradient:
-        """The part of the gradient that comes from the label's cross-entropy and, if it was asked for, its log-prob."""
+        """The label's part of the gradient: of the cross-entropy (value 0) and, if computed, the log-probability (1).
+
+        It reads u, so call it before u is overwritten.
+        """
         return LabelGradient(self.label, rows, u, given(grads, 0), buffers, given(grads, 1) if self.others else None)
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
-        """The gradient with respect to the chunk's logits, written over `u`."""
+        """The gradient of cross-entropy and log-probability by the chunk's logits, [n, width], written over `u`."""
         label = self.label_gradient(rows, u, grads, buffers)
         return label.add_to(u.sub_(self.lse[rows, None]).exp_().mul_(label.shared[:, None]))
 
@@ -97,7 +104,7 @@ class LabelLogprobRows(RowFunction):
 class Compared(torch.autograd.Function):
     """D of a few outcomes per row, from log-probabilities of student and teacher: [n, m] → [n].
 
-    Balanced terms (`Divergence.balance`) make it non-negative even if the outcomes do not sum to one.
+    With balanced terms (`Divergence.balance`) it is non-negative even if the outcomes do not sum to one.
     """
 
     @staticmethod
@@ -126,8 +133,8 @@ class Compared(torch.autograd.Function):
 class Bernoulli(torch.autograd.Function):
     """D between two coins with the probabilities exp(x) (student) and exp(y) (teacher): [n] → [n].
 
-    ∂D/∂x = slope(heads) − slope(tails) · exp(x)/(1 − exp(x)) grows as 1/(1 − exp(x)) near x = 0, and ∂x/∂logits shrinks as
-    much, so x must be precise near 0. Values closer to 0 than `_CERTAIN` are clamped.
+    ∂D/∂x = slope(heads) − slope(tails) · exp(x)/(1 − exp(x)) grows as 1/(1 − exp(x)) near x = 0, and ∂x/∂logits shrinks
+    as much, so x must be precise near 0. Values closer to 0 than `_CERTAIN` are clamped.
     """
 
     @staticmethod

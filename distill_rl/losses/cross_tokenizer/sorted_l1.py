@@ -1,4 +1,4 @@
-"""Sorted L1: two distributions compared by rank, whatever their tokens are (arXiv 2402.12030), over a sharded vocabulary."""
+"""Sorted L1 (arXiv 2402.12030) over a sharded vocabulary: distributions compared by rank, whatever their tokens."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from distill_rl.losses.core.streaming import floor_of
 
 
 class SortedL1:
-    """Σ_i |q_(i) − p_(i)| over the largest `length` probabilities of either side; a side with fewer is filled up with zeros.
+    """Σ_i |q_(i) − p_(i)| over the largest `length` probabilities of either side.
 
-    Of equal probabilities the lower id comes first, so that the derivative does not depend on the sharding.
+    A side with fewer is filled up with zeros (`filled`), or the sum ends where the shorter side does. Of equal
+    probabilities the lower id comes first, so that the derivative does not depend on the sharding.
     """
 
     def __init__(self, shard: VocabularyShard, columns: Tensor | None, total: int, length: int, *, filled: bool):
         """
         Args:
             columns: local columns of the student that are compared, None for all; `total` of them over all ranks.
-            filled: as above; else no more are compared than either side has columns that are not masked.
+            length: at most this many probabilities are compared.
+            filled: whether the shorter side is filled up with zeros; otherwise no more are compared than the side with
+                fewer unmasked columns has.
         """
         self.shard, self.columns, self.length, self.filled = shard, columns, length, filled
         self._width = min(length, total)
@@ -33,7 +36,8 @@ class SortedL1:
             log_p: [n, any], those of the teacher.
 
         Returns:
-            The sum [n], the same on every rank, and [n, m] int32: which of this rank's columns count, and on which side.
+            The sum [n], the same on every rank; and `counted` for `add_slope`, int32 [n, m]: positions (from 1) of this
+            rank's largest columns, with the sign of q − p, 0 for those that do not count.
         """
         own = self._own(log_q)
         values, places = own.exp().sort(dim=1, descending=True, stable=True)
@@ -61,18 +65,23 @@ class SortedL1:
         return difference.abs().sum(1), sides.to(torch.int32) * (places + 1).to(torch.int32)
 
     def add_slope(self, slope: Tensor, log_q: Tensor, counted: Tensor) -> None:
-        """Add ∂/∂log q of the sum, [n, width]."""
+        """Adds the derivative of the sum with respect to log q to `slope` [n, width], in place.
+
+        Args:
+            log_q: as in `compare`.
+            counted: from `compare`.
+        """
         places = counted.abs().long() - 1
         columns = places.clamp_min(0) if self.columns is None else self.columns[places.clamp_min(0)]
         if columns.shape[1]:
             slope.scatter_add_(1, columns, counted.sign() * log_q.gather(1, columns).exp())
 
     def _own(self, log_q: Tensor) -> Tensor:
-        """The columns of log q that count, among those of this shard."""
+        """This rank's columns of log q that are compared, [n, held]; dummy columns are never among them."""
         return log_q[:, : self.shard.size] if self.columns is None else log_q[:, self.columns]
 
     def _padded(self, values: Tensor) -> Tensor:
-        """The values with zeros appended, up to the length of the longer vocabulary."""
+        """The values [n, m] with zeros appended up to `length` columns; unchanged if there are as many."""
         missing = self.length - values.shape[1]
         return torch.nn.functional.pad(values, (0, missing)) if missing > 0 else values
 

@@ -1,13 +1,13 @@
 """Stop tokens across tokenizers: where an answer ends, all methods compare only whether the text stops here.
 
 A model may have several stop tokens (eos, end of turn, others in its generation config), and two models' lists do not
-correspond. Compared token by token, a teacher that stops with one token would teach the student not to stop with another.
-So at a paired stop token, and only there,
+correspond. Compared token by token, a teacher that stops with one token would teach the student not to stop with
+another. So at a paired stop token, and only there,
 
     D = D(coin(P), coin(Q))      P = Σ p over all stop tokens of the teacher,   Q = q(the student's own token here)
 
-The student's other stop tokens are not part of Q: they would be trained as much, and the student would end answers with a
-token that its template never writes (docs/decisions/0023).
+The student's other stop tokens are not part of Q: they would be trained as much, and the student would end answers with
+a token that its template never writes (docs/decisions/0023).
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from distill_rl.losses.targets import DenseLogits
 
 
 def with_stops(task: ChunkTask, method: str, terms_of: Callable[[ChunkTask], Terms]) -> Terms:
-    """The terms of all chunks: the method's own for chunks of text, and coins for stop tokens (does the text stop here or not?).
+    """The terms of all chunks: the method's own for chunks of text, coins for stop tokens (does the text stop here?).
 
-    A stop token is a 1:1 chunk whose label is a stop token of the student. Waits for a GPU, to count them.
+    A stop token is a 1:1 chunk whose label is a stop token of the student. Without any, or if the stop tokens of a side
+    are unknown, these are the method's own terms. Waits for a GPU, to count them.
 
     Args:
         method: its name; the coins are compared in its terms.
-        terms_of: computes the method's terms of a task; called once, on the task without the stop tokens.
+        terms_of: computes the method's terms of a task; called once, on the task without the stop chunks.
     """
     are_stops = _are_stops(task)
     count = 0 if are_stops is None else int(are_stops.sum())  # a GPU is waited for
@@ -58,7 +59,7 @@ def with_stops(task: ChunkTask, method: str, terms_of: Callable[[ChunkTask], Ter
 
 
 def _are_stops(task: ChunkTask) -> Tensor | None:
-    """bool [count], chunks that are stop tokens; None if the stop tokens of a side are unknown."""
+    """bool [count]: 1:1 chunks whose label is a stop token of the student; None if a side's stop tokens are unknown."""
     pairing, stops = task.pairing, task.projection.student_stops
     if not len(stops) or not len(task.projection.teacher_stops):
         return None
@@ -85,14 +86,18 @@ def _without(pairing: Pairing, stops: Tensor, kept: Tensor) -> Pairing:
 
 
 def _own_tokens(task: ChunkTask) -> Tensor:
-    """[n], log-probabilities at T of the labels."""
+    """[n], the student's log-probabilities at T of the labels, differentiable.
+
+    Args:
+        task: one whose logits and labels are those of the stop chunks' rows.
+    """
     labelled = LabelledRows(task, None, RowPlan.of(len(task.labels), task.piece).pieces, 0)
     _, label_logprobs = labelled.run(LabelLogprobRows(labelled, with_label_logprob=True))
     return label_logprobs
 
 
 def _coins(task: ChunkTask, method: str, ours: Tensor, theirs: Tensor) -> Tensor:
-    """D between the two coins of each stop chunk, [n], in the method's own terms.
+    """D between the two coins of each stop chunk, [n], in the method's own terms, without the factor T².
 
     `strict` is reverse KL, `uld` is L1 (twice the total variation of two coins), `alm` applies 1/τ.
 
@@ -109,10 +114,13 @@ def _coins(task: ChunkTask, method: str, ours: Tensor, theirs: Tensor) -> Tensor
 
 @torch.no_grad()
 def _teacher_stops(task: ChunkTask, stops: Tensor) -> Tensor:
-    """[n], log-probability at T that the teacher stops.
+    """[n], log-probability at T that the teacher ends with any of its stop tokens.
 
-    A top-k teacher's is the sum over the stop tokens among its k columns, at least that of its own token. Each missing stop
-    token is less likely than the k-th column.
+    A top-k teacher's is the sum over the stop tokens among its k columns, at least that of its own token. Each missing
+    stop token is less likely than the k-th column.
+
+    Args:
+        stops: int64 [n], numbers of the stop chunks.
     """
     teacher, ids, rows = task.teacher, task.projection.teacher_stops, task.pairing.teacher.first[stops]
     floor = floor_of(task.dtype)
@@ -130,12 +138,15 @@ def _teacher_stops(task: ChunkTask, stops: Tensor) -> Tensor:
 
 
 class RowsApart(torch.autograd.Function):
-    """Returns the logits [N, Vl] unchanged and a copy of some rows. The copy's gradient is added in place: autograd would
-    otherwise allocate a second gradient of the logits' size."""
+    """Returns the logits [N, Vl] (a view) and a copy of some rows.
+
+    The copy's gradient is added in place to that of the view: autograd would otherwise allocate a second gradient of
+    the logits' size.
+    """
 
     @staticmethod
     def forward(ctx, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits, and beside them a copy of the given rows."""
+        """A view of the logits, and a copy of the rows with the numbers `rows`, [len(rows), Vl]."""
         ctx.save_for_backward(rows, logits)
         ctx.set_materialize_grads(False)
         return logits.view_as(logits), logits.index_select(0, rows)
@@ -143,7 +154,7 @@ class RowsApart(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx, whole: Tensor | None, apart: Tensor | None):
-        """The gradient of the whole logits, plus that of the copied rows at their places."""
+        """The view's gradient, to which that of the copied rows is added in place; None for `rows`."""
         rows, logits = ctx.saved_tensors
         if whole is None:
             whole = torch.zeros_like(logits)

@@ -1,7 +1,7 @@
 """The method `strict`: reverse KL on 1:1 chunks only, within the shared vocabulary (arXiv 2610.08448).
 
-Both sides are conditioned on the shared vocabulary (all other columns are masked). S are the student's `TOP_K` most likely
-shared tokens:
+Both sides are conditioned on the shared vocabulary (all other columns are masked). S are the student's `TOP_K` most
+likely shared tokens:
 
     D = Σ_{v∈S} q_v log(q_v/p_v) + q_R log(q_R/p_R)      with R the rest of the shared vocabulary
 """
@@ -36,6 +36,7 @@ class StrictRows(LabelLogprobRows):
     def __init__(self, labelled: LabelledRows, teacher: TopKLogprobs, unshared: Tensor):
         """
         Args:
+            teacher: [num_first, k], in the student's ids, conditioned on the shared vocabulary.
             unshared: local columns outside the shared vocabulary.
         """
         task = labelled.task
@@ -62,7 +63,7 @@ class StrictRows(LabelLogprobRows):
         self.top.restore(tensors)
 
     def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
-        """First half of the vocabulary pass: the label's sums and, for rows in 1:1 chunks, the top-k comparison's."""
+        """Stores this rank's sums of these rows for the labels and, in 1:1 chunks, for the top-k comparison."""
         self.collect(rows, u, buffers)
         if rows.start < self.num_first:
             ((collect, _),) = self.top.passes
@@ -81,15 +82,16 @@ class StrictRows(LabelLogprobRows):
         return of_label if gradient is None else of_label.add_(gradient)
 
     def _masked(self, u: Tensor, buffers: Buffers) -> Tensor:
-        """A copy of the logits in which columns that the teacher's vocabulary lacks have no probability."""
+        """A copy of u, in the buffer `masked`, with the columns outside the shared vocabulary at the floor."""
         masked = buffers.buffer("masked", u.shape[0]).copy_(u)
         return masked.index_fill_(1, self.unshared, floor_of(u.dtype))
 
 
 def strict(task: ChunkTask) -> Terms:
-    """The terms of `strict`: per 1:1 chunk the reverse KL, both sides conditioned on the common vocabulary; 0 for other chunks.
+    """The terms of `strict`: T² · reverse KL per 1:1 chunk, 0 for other chunks; the cross-entropy per row; the masses.
 
-    Over the student's TOP_K most likely columns of the common vocabulary and the rest of it.
+    Both sides are conditioned on the common vocabulary. The sum is over the student's TOP_K most likely columns of the
+    common vocabulary and the rest of it.
     """
     pairing, projection = task.pairing, task.projection
     paired = pairing.one_to_one
@@ -107,8 +109,9 @@ def strict(task: ChunkTask) -> Terms:
 
 @torch.no_grad()
 def _student_top(task: ChunkTask, rows: Tensor, unshared: Tensor) -> Tensor:
-    """The student's TOP_K most likely common ids in each of these rows (all, if there are fewer), int64 [n, k]; equal on all
-    ranks.
+    """The student's TOP_K most likely common ids in each of these rows, int64 [n, k], equal on all ranks.
+
+    All of them, if there are fewer.
 
     Args:
         unshared: this rank's columns without a counterpart.
@@ -128,7 +131,7 @@ def _teacher_at(task: ChunkTask, rows: Tensor, ids: Tensor) -> TopKLogprobs:
 
     Args:
         rows: rows of the teacher.
-        ids: int64 [n, k], student ids that have a counterpart.
+        ids: int64 [n, k], student ids; those without a counterpart are returned as −1, at the floor.
     """
     projection, logits, floor = task.projection, task.dense_teacher().logits, floor_of(task.dtype)
     place = projection.student_common.new_full((projection.num_student,), -1)

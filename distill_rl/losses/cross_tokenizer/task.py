@@ -24,7 +24,7 @@ from distill_rl.losses.targets import DenseLogits, TopKLogprobs
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """One call, checked."""
+    """One call of `chunk_kd_loss`, checked."""
 
     logits: Tensor
     """[N_s, Vl], this rank's columns"""
@@ -66,13 +66,20 @@ class ChunkTask:
 
     @cached_property
     def ends(self) -> tuple[list[int], list[int]]:
-        """Where each chunk's rows begin on either side, and the total. Waits for a GPU."""
+        """For student and teacher, count + 1 positions in `Side.rows`: where each chunk begins, then the total.
+
+        Computed on first use, which waits for a GPU.
+        """
         sides = torch.stack([self.pairing.student.length, self.pairing.teacher.length]).cumsum(1).tolist()
         return [0, *sides[0]], [0, *sides[1]]
 
     @cached_property
     def groups(self) -> list[slice]:
-        """Slices of consecutive chunks that tile all chunks; each has at most `piece` rows on either side, or is one larger chunk."""
+        """Slices of consecutive chunk numbers that tile all chunks.
+
+        Each has at most `piece` rows on either side, or is one larger chunk. With `chain`, which streams a chunk's
+        first row only, each has at most `piece` chunks.
+        """
         count = self.pairing.count
         if self.options.chain:
             return list(chunks(count, self.piece))
@@ -85,7 +92,7 @@ class ChunkTask:
         return groups
 
     def bare(self) -> ChunkTask:
-        """A copy without logits and teacher, for objects that live until backward."""
+        """A copy with empty logits and teacher, for objects that live until backward; `groups` is computed before."""
         nothing = self.logits.new_empty(0, 0)
         bare = replace(self, logits=nothing, teacher=DenseLogits(nothing))
         bare.__dict__["groups"] = self.groups
@@ -94,7 +101,7 @@ class ChunkTask:
         return bare
 
     def dense_teacher(self) -> DenseLogits:
-        """The teacher's targets, for methods that need dense logits."""
+        """The teacher's targets, asserted to be dense logits."""
         assert isinstance(self.teacher, DenseLogits), "checked on entry"
         return self.teacher
 
@@ -102,8 +109,8 @@ class ChunkTask:
         """The labelled rows of the student in the order of streaming: the rows `first`, then the others.
 
         Args:
-            first: int64, row numbers; None: no row comes first.
-            cuts: where pieces within `first` end. None: pieces of equal length.
+            first: int64, distinct numbers of labelled rows; None: no row comes first.
+            cuts: where pieces within `first` end. None: pieces of `piece` rows.
         """
         count = self.label_rows.shape[0]
         if first is None:
@@ -139,25 +146,31 @@ class LabelledRows:
 
     @cached_property
     def _place(self) -> Tensor:
-        """int64 [N_s], a row's position in the order."""
+        """int64 [N_s], a row's position in the order; 0 for rows that are not in it."""
         assert self.order is not None
         numbers = torch.arange(self.order.shape[0], device=self.order.device)
         return torch.zeros_like(self.task.labels).index_copy_(0, self.order, numbers)
 
     def place(self, rows: Tensor) -> Tensor:
-        """The positions of these rows in the order."""
+        """The positions in the order of the rows with these numbers, which must be labelled."""
         return rows if self.order is None else self._place[rows]
 
     def run(self, function: RowFunction, *parameters: Tensor) -> tuple[Tensor, ...]:
-        """Streams the rows through a row function. Returns its values in the order."""
+        """Streams the rows through a row function; returns its values and then its constants, as the function has them.
+
+        Values per row, [M], are in the order of streaming.
+
+        Args:
+            parameters: of a `LearningFunction`.
+        """
         return StreamingLoss.apply(self.task.logits, function, RowPlan(self.pieces, self.order), False, *parameters)
 
     def of_student_side(self, values: Tensor) -> Tensor:
-        """[M] → [n], the values of the student's rows of all chunks, chunk by chunk."""
+        """Selects from values [M] in the order those of the student's rows of all chunks, chunk by chunk, [n]."""
         return values[self.place(self.task.pairing.student.rows)]
 
     def scatter(self, values: Tensor) -> Tensor:
-        """[M] → [N_s], 0 for ignored rows."""
+        """Values [M] in the order → [N_s] by row number, 0 for ignored rows."""
         if self.order is None:
             return values
         whole = values.new_zeros(self.task.labels.shape[0]).index_copy(0, self.order, values)
@@ -192,8 +205,14 @@ def make_task(
 ) -> ChunkTask:
     """Checks the arguments of `chunk_kd_loss` against each other and returns them as a task.
 
+    Args:
+        method: what `options.method` requires.
+        numbers: `chunks` of `chunk_kd_loss`.
+        projection: `bridge` of `chunk_kd_loss`.
+
     Raises:
-        ValueError: in one line that names the argument.
+        ValueError: naming the argument as `chunk_kd_loss` calls it, the rule and the value. Values of GPU tensors are
+            looked at only with `options.validate`.
     """
     checks.floating("student_logits", student_logits, (2, 3))
     logits, shard = split(student_logits, tp_group, dim=-1, name="student_logits")
@@ -220,7 +239,10 @@ def make_task(
 
 
 def _default_piece(shard: VocabularyShard, teacher: TopKLogprobs | DenseLogits, device: torch.device) -> int:
-    """The same on every rank, however uneven the shards: some methods end each piece with a collective."""
+    """Rows of logits to work on at once if the caller names no `chunk_size`.
+
+    The same on every rank, however uneven the shards: some methods end each piece with a collective.
+    """
     ranks = 1 if shard.group is None else torch.distributed.get_world_size(shard.group)
     columns = -(-shard.total // ranks)
     return default_chunk(max(columns, teacher.logits.shape[1]) if isinstance(teacher, DenseLogits) else columns, device)

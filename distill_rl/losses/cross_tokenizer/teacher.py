@@ -15,7 +15,11 @@ from distill_rl.losses.cross_tokenizer.task import ChunkTask
 
 
 class TeacherDistributions:
-    """`mean`: the normalised geometric mean of a chunk's rows. `chain`: its first row, with the other tokens in `continuation`."""
+    """The teacher's distribution of each chunk.
+
+    `mean`: the normalised geometric mean of the chunk's rows. `chain`: its first row, with the other tokens in
+    `continuation`.
+    """
 
     def __init__(self, task: ChunkTask):
         self._logits = task.dense_teacher().logits
@@ -29,7 +33,7 @@ class TeacherDistributions:
         self._task = task.bare()
 
     def to_save(self) -> tuple[Tensor, ...]:
-        """See `RowFunction.to_save`."""
+        """Returns the teacher's logits and drops them until `restore`; see `RowFunction.to_save`."""
         logits, self._logits = self._logits, self._logits.new_empty(0)
         return (logits,)
 
@@ -39,6 +43,8 @@ class TeacherDistributions:
 
     def of(self, group: slice) -> Tensor:
         """The teacher's log-probabilities of each chunk of a group, [n, V_t], at least the floor (class docstring).
+
+        With `chain` `continuation` is not added.
 
         Args:
             group: consecutive chunk numbers.
@@ -55,21 +61,21 @@ class TeacherDistributions:
         return rows.clamp_min(floor)
 
     def _rows(self, rows: Tensor) -> Tensor:
-        """The teacher's log-probs at the loss's temperature, [rows, V_teacher]."""
+        """The teacher's log-probabilities at T of the rows with these numbers, [len(rows), V_t]."""
         return self._logits.index_select(0, rows).to(self._task.dtype).mul_(1 / self._task.temperature).log_softmax(1)
 
     @property
     def _starts(self) -> list[int]:
-        """For each chunk, where its teacher tokens begin."""
+        """For each chunk, where its teacher rows begin in `Side.rows`; then the total."""
         return self._task.ends[1]
 
     @cached_property
     def complement(self) -> Tensor:
-        """[count], log-probability that other tokens follow."""
+        """[count], log(1 − exp(continuation)): the chunk's later tokens do not follow; the floor with `mean`."""
         return complement(self.continuation)
 
 
 def complement(logprob: Tensor) -> Tensor:
-    """log(1 − exp(logprob)), the floor where the result is log 0."""
+    """log(1 − exp(logprob)) elementwise; the floor where `logprob` is not below 0."""
     some = logprob < 0
     return torch.where(some, log1mexp(torch.where(some, logprob, -1)), floor_of(logprob.dtype))

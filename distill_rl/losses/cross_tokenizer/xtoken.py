@@ -7,10 +7,13 @@ With W [V_s, V_t] the row-stochastic projection, q a student row, and S the teac
     D   = Σ_{t∈S} f(P_t, Q_t) + f(P_rest, Q_rest)
 
 `mean` averages Q over the student's rows of the chunk, and P is the normalised geometric mean of the teacher's rows.
-`chain` takes the first row of either side times the probability of the chunk's other tokens; what is missing to one joins
-the rest.
+`chain` takes the first row of either side times the probability of the chunk's other tokens; what is missing to one
+joins the rest.
 
-Gradient: with g_t = ∂loss/∂Q_t and back = W·g [V_s],   ∂loss/∂u_v = q_v (back_v − Σ_w q_w back_w),   Σ_w q_w back_w = Σ_t g_t Q_t.
+Gradient: with g_t = ∂loss/∂Q_t and back = W·g [V_s],
+
+    ∂loss/∂u_v = q_v (back_v − Σ_w q_w back_w),   Σ_w q_w back_w = Σ_t g_t Q_t
+
 Only the columns in any chunk's S are multiplied (`ColumnProduct`); all others share the rest's gradient.
 """
 
@@ -46,12 +49,16 @@ class Top(NamedTuple):
 
 
 class ProjectedRows(LabelLogprobRows, LearningFunction):
-    """Per row the cross-entropy, the label's log-probability and the projected probabilities [M, k + 1]: Q at the columns of
-    the row's chunk, then Q_rest. Only the first `num_first` rows belong to a chunk."""
+    """Per row the cross-entropy, the label's log-probability and the projected probabilities.
+
+    The last are [M, k + 1]: Q at the columns of the row's chunk, then Q_rest. Only the first `num_first` rows belong to
+    a chunk.
+    """
 
     def __init__(self, labelled: LabelledRows, product: ColumnProduct, slots: Tensor, learn: bool):
         """
         Args:
+            product: with all teacher columns that any chunk compares.
             slots: int64 [num_first, k], where the row's columns are among those of the product.
             learn: whether W gets a gradient, too.
         """
@@ -65,7 +72,10 @@ class ProjectedRows(LabelLogprobRows, LearningFunction):
         return (*values, self.projected.detach()), constants
 
     def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
-        """Collects the sums of a chunk and, for its rows that belong to a chunk of text, Q at their columns and Q_rest."""
+        """Stores this rank's sums of these rows; for rows that belong to a chunk also Q at their columns and Q_rest.
+
+        Q is not normalised before `complete`.
+        """
         exponentials = self.collect(rows, u, buffers)
         slots = self.slots[rows]
         if not len(slots):
@@ -75,11 +85,18 @@ class ProjectedRows(LabelLogprobRows, LearningFunction):
         self.projected[rows, -1] = rest + columns.scatter(1, slots, 0).sum(1)
 
     def complete(self, rows: slice) -> None:
+        """Completes the label terms of these rows, which must be all rows, and normalises Q.
+
+        Called once, because the division is applied to the whole table.
+        """
         super().complete(rows)
         self.projected /= self.sums.totals[0][:, None]
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
-        """The gradient (module docstring) plus that of the label terms, [n, width]; u is overwritten. Adds W's gradient if it is learned."""
+        """The gradient (module docstring) plus that of the label terms, [n, width]; u is overwritten.
+
+        Adds to W's gradient if W is learned.
+        """
         slots, grad = self.slots[rows], given(grads, 2)
         if grad is None or not len(slots):
             return super().gradient(rows, u, grads, buffers)
@@ -99,7 +116,7 @@ class ProjectedRows(LabelLogprobRows, LearningFunction):
 
 
 def xtoken(task: ChunkTask) -> Terms:
-    """The terms of `xtoken`: per chunk T²·D between the teacher and the projected student, and the cross-entropy per row.
+    """The terms of `xtoken`: per chunk T²·D between teacher and projected student, and the cross-entropy per row.
 
     Over the teacher's top k columns of the chunk and the rest.
     """
@@ -129,9 +146,10 @@ def xtoken(task: ChunkTask) -> Terms:
 
 @torch.no_grad()
 def _top_columns(task: ChunkTask, teacher: TeacherDistributions) -> Top:
-    """The teacher's top k columns of every chunk, without columns that no student token is projected into.
+    """The teacher's top k columns of every chunk among those that some student token is projected into.
 
-    The student can have no mass in those, so they count to the rest.
+    The student has no mass in the others, so they count to the rest. With `chain` log-probabilities include the
+    chunk's other tokens, and what is missing to one is in the rest.
     """
     unreachable = (~task.projection.reachable).nonzero()[:, 0]
     k = min(task.options.top_k, task.projection.num_teacher - len(unreachable))
@@ -151,7 +169,7 @@ def _top_columns(task: ChunkTask, teacher: TeacherDistributions) -> Top:
 
 
 def _compare(task: ChunkTask, top: Top, q: Tensor) -> Tensor:
-    """D of every chunk, [count].
+    """D of every chunk, [count], differentiable in q and without the factor T².
 
     Args:
         q: [count, k + 1], the student's probabilities at the columns of `top`, then the rest's.

@@ -1,7 +1,7 @@
 """Which attention implementation a model takes, from the settings, the device, the packages and the model.
 
-An implementation named in the settings is taken as it is. `varlen` takes the first package of `VARLEN` without an obstacle,
-or fails. `auto` takes the first line that applies:
+An implementation named in the settings is taken as it is. `varlen` takes the first package of `VARLEN` without an
+obstacle, or fails. `auto` takes the first line that applies:
 
     a CPU                                             sdpa, or eager if the model has a soft cap on its scores
     a family that is not proven to pass documents     the same
@@ -9,8 +9,8 @@ or fails. `auto` takes the first line that applies:
     one document per row, no soft cap, no window      this package's attention function in SDPA's causal case, no mask
     otherwise                                         sdpa or eager, with a mask
 
-Nothing here imports torch at run time, so that `check` can judge the settings before a model exists. The arithmetic is in
-`varlen.py`.
+Nothing here imports torch at run time, so that `check` can judge the settings before a model exists. The arithmetic is
+in `varlen.py`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def choose(
     training: bool,
     no_kernel: str | None,
 ) -> Choice:
-    """The implementation for one model.
+    """Chooses the attention implementation for one model, by the rules of this module, and says why.
 
     Args:
         attention: the setting `attention`, or transformers' name of an implementation.
@@ -94,10 +94,13 @@ def _without_kernels(hf_config: PreTrainedConfig) -> Choice:
 
 
 def obstacles(package: str, hf_config: PreTrainedConfig | None, *, dtype: str, training: bool) -> Iterator[str]:
-    """Why a model cannot use the variable-length kernels of a package, on any device.
+    """Yields why a model cannot use the variable-length kernels of a package; nothing if it can.
+
+    Whether the device can run them is not looked at (`varlen.no_kernel`).
 
     Args:
-        hf_config: None if it could not be read.
+        package: a key of `VARLEN`.
+        hf_config: None if it could not be read; only the package and `dtype` are then judged.
     """
     if package == "flash_attn" and not installed("flash_attn"):
         yield "flash_attn is not installed"
@@ -122,12 +125,12 @@ def installed(package: str) -> bool:
 
 
 def softcap_of(hf_config: PreTrainedConfig) -> float | None:
-    """Bound of the attention scores before the softmax (Gemma 2)."""
+    """Bound of the attention scores before the softmax (Gemma 2); None if the model has none."""
     return getattr(hf_config, "attn_logit_softcapping", None) or None
 
 
 def window_of(hf_config: PreTrainedConfig) -> int | None:
-    """Number of positions, itself included, that a position sees in a layer with sliding attention."""
+    """Positions, itself included, that a position sees in a layer with sliding attention; None without a window."""
     return getattr(hf_config, "sliding_window", None) or None
 
 

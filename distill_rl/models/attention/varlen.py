@@ -1,17 +1,17 @@
 """Attention within documents without a mask, for rows that hold one document or several.
 
-transformers finds documents from restarts of the positions and builds a mask [R, 1, S, S] in every forward. That doubles
-the number of products (no kernel skips what a mask excludes), rules out grouped key-value heads, and makes the host wait
-for the GPU to learn whether there are several documents at all. Here the host reads the boundaries of the documents from the
-numpy rows before these go to the device (`Documents.of`), and passes them through the model in the keyword arguments that
-transformers has for them. `attend` then uses
+transformers finds documents from restarts of the positions and builds a mask [R, 1, S, S] in every forward. That
+doubles the number of products (no kernel skips what a mask excludes), rules out grouped key-value heads, and makes the
+host wait for the GPU to learn whether there are several documents at all. Here the host reads the boundaries of the
+documents from the numpy rows before these go to the device (`Documents.of`), and passes them through the model in the
+keyword arguments that transformers has for them. `attend` then uses
 
     one document per row     SDPA with `is_causal`, grouped heads, no mask
     several                  a variable-length kernel over all rows as one sequence, [R·S, heads, head size]
     several, on a CPU        SDPA document by document: the same function in plain torch
 
-It is registered as an attention function without a mask function, so transformers makes no mask and does not inspect the
-positions (`masking_utils._preprocess_mask_arguments`).
+It is registered as an attention function without a mask function, so transformers makes no mask and does not inspect
+the positions (`masking_utils._preprocess_mask_arguments`).
 
 Shapes: R rows, S positions, T = R·S, H query heads, K key-value heads, E features per head, D documents.
 """
@@ -100,18 +100,21 @@ def documents_for(hf_config: PreTrainedConfig, position_ids: np.ndarray, device:
 
 
 def reads_documents(hf_config: PreTrainedConfig) -> bool:
-    """Whether the attention function takes boundaries of documents: this module's does, and transformers' flash attention."""
+    """Whether the model's attention function takes boundaries of documents.
+
+    This module's does, and so does transformers' flash attention.
+    """
     name = str(hf_config._attn_implementation)
     return name in VARLEN.values() or name.startswith("flash")
 
 
 def needs_documents(hf_config: PreTrainedConfig, width: int, *, one_per_row: bool) -> bool:
-    """Whether the boundaries of documents must be known: without them, attention over whole rows would give another result.
+    """Whether attention over whole rows, without the boundaries of documents, would give another result.
 
     Args:
         width: positions of a row.
-        one_per_row: no row holds more than one document. Then boundaries matter only for our own kernels with a soft cap,
-            or with a window shorter than a row.
+        one_per_row: no row holds more than one document. Then boundaries matter only for our own kernels with a soft
+            cap, or with a window shorter than a row.
     """
     if not one_per_row:
         return True
@@ -143,14 +146,16 @@ def attend(
         query: [R, H, S, E], `key` and `value` [R, K, S, E].
         attention_mask: must be None.
         package: whose kernels to use, a key of `VARLEN`.
-        cu_seq_lens_q: `Documents.starts`. None: every row is one document.
-        max_length_q: `Documents.longest`.
+        sliding_window, softcap: as `window` and `softcap` of `Scoring`.
+        cu_seq_lens_q: `Documents.starts`. None: every row is one document, and torch's SDPA computes it without
+            `sliding_window` and `softcap`; callers must know that these do not matter (`needs_documents`).
+        max_length_q: `Documents.longest`, required with `cu_seq_lens_q`.
 
     Returns:
         [R, S, H, E], and None instead of weights.
 
     Raises:
-        ValueError: a mask or a bias, which no kernel here supports.
+        ValueError: a mask or a bias, which no kernel here supports; or a soft cap or dropout with torch's kernels.
     """
     if attention_mask is not None or kwargs.get("position_bias") is not None:
         raise ValueError(f"{type(module).__name__} has a mask or a bias on its scores: set attention=sdpa")
@@ -195,9 +200,13 @@ def per_document(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, long
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Causal attention of one document with all scores in memory: query [1, H, n, E], key and value [1, K, n, E] → [1, H, n, E].
+    """Computes causal attention of one document with all scores in memory, in fp32.
 
-    Scores are computed in fp32.
+    Args:
+        query: [1, H, n, E], `key` and `value` [1, K, n, E].
+
+    Returns:
+        [1, H, n, E] in the dtype of `value`.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
@@ -212,7 +221,13 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tenso
 
 
 def _torch_kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scoring: Scoring) -> Tensor:
-    """torch's FlashAttention 2: bf16 or fp16, E a multiple of 8 up to 256, compute capability 8.0 or newer."""
+    """torch's FlashAttention 2: bf16 or fp16, E a multiple of 8 up to 256, compute capability 8.0 or newer.
+
+    Arguments and result as for `per_document`.
+
+    Raises:
+        ValueError: a soft cap or dropout.
+    """
     if scoring.softcap is not None or scoring.dropout:
         raise ValueError("torch's variable-length attention has neither a soft cap nor dropout")
     # A query sees itself and `left` positions before it. (-1, 0) means plain causal attention.
@@ -226,7 +241,10 @@ def _torch_kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, lon
 def _package_kernel(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scoring: Scoring
 ) -> Tensor:
-    """FlashAttention 2 of the package flash_attn, which also supports soft caps and dropout."""
+    """FlashAttention 2 of the package flash_attn, which also supports soft caps and dropout.
+
+    Arguments and result as for `per_document`; `longest` is the length of the longest document or an upper bound.
+    """
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
     return flash_attn_varlen_func(
@@ -254,7 +272,7 @@ def no_kernel(device: torch.device) -> str | None:
 
 
 def register() -> None:
-    """Registers the implementations with transformers, in this process."""
+    """Registers this module's attention with transformers in this process, under the names in `VARLEN`."""
     from transformers import AttentionInterface
 
     for package, name in VARLEN.items():

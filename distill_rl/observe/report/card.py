@@ -63,10 +63,10 @@ def model_card(
 
 
 def _header(config: Config) -> str:
-    """The lines of the card's YAML header; the student is its `base_model` if it is a name on the hub and no local
-    folder.
+    """The lines of the card's YAML header, without the `---` around them.
 
-    JSON is valid YAML, so values are written as JSON, which also quotes them safely.
+    The student is its `base_model` if it looks like a name on the hub (`org/name`) and no local path is called so.
+    Values are written as JSON, which is valid YAML and quotes them safely.
     """
     entries: dict[str, object] = {
         "library_name": "transformers",
@@ -85,8 +85,7 @@ def _text(text: object) -> str:
 
 
 def _code(text: object) -> str:
-    """The text as a Markdown code span on one line, fenced so that backticks in it have no effect; empty for empty
-    text."""
+    """The text as a Markdown code span on one line, in which backticks have no effect; empty for empty text."""
     line = printable(text)
     fence = _fence(line, 1)
     pad = " " if line.startswith("`") or line.endswith("`") else ""

@@ -79,7 +79,8 @@ def line_chart(title: str, series: Iterable[Series], *, linear: bool = False) ->
     """A chart with one curve per series that has finite values; None if there is none.
 
     Positive values that span more than LOG_RATIO get a logarithmic axis, unless `linear`. Long series are thinned, and
-    noisy ones get a moving average. Values that are not finite make gaps and are counted in a note.
+    noisy ones of more than 20 points get a moving average. Values that are not finite make gaps and are counted in a
+    note.
     """
     series = [curve for curve in series if any(math.isfinite(y) for _, y in curve.points)]
     if not series:
@@ -106,10 +107,9 @@ def line_chart(title: str, series: Iterable[Series], *, linear: bool = False) ->
 
 
 def stacked_chart(title: str, series: Sequence[Series], unit: str) -> Chart | None:
-    """A chart of areas stacked in the given order, whose legend shows each one's share of the total; None without
-    series or if their sum is not above 0.
+    """A chart of areas stacked in the given order; None without series or if their sum is not above 0.
 
-    A peak far above the median is cut off, which a note says.
+    The legend shows each one's share of the total. A peak far above the median is cut off, which a note says.
 
     Args:
         series: all with the same steps and with finite values.
@@ -140,8 +140,10 @@ def stacked_chart(title: str, series: Sequence[Series], unit: str) -> Chart | No
 
 
 def thin(points: Sequence[Point], limit: int) -> list[Point]:
-    """At most `limit` points: all of them if they are few enough, otherwise the means (of steps and of values) of runs
-    of neighbours. A run without finite values stays a gap."""
+    """At most `limit` points: all if they are few enough, otherwise the means of runs of neighbours.
+
+    Both steps and values are averaged, values over the finite ones; the value of a run without any is NaN, a gap.
+    """
     if len(points) <= limit:
         return list(points)
     size = math.ceil(len(points) / limit)
@@ -150,8 +152,11 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
 
 
 def number(value: float) -> str:
-    """A value as short text: four significant digits, from 1000 on a whole number with thousands separators, three
-    digits and an exponent if it is very small or large, and a dash if it is not finite."""
+    """A value as short text, such as `0.1235`, `12,346` or `1.2e-5`; a dash if it is not finite.
+
+    Four significant digits; a whole number with thousands separators if its size is 1000 or more; up to three digits
+    and an exponent if it is below 0.001, or 10 million or more.
+    """
     if not math.isfinite(value):
         return "—"
     if value == 0 or 1e-3 <= abs(value) < 1e7:
@@ -167,8 +172,10 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _smooth(points: Sequence[Point]) -> list[Point]:
-    """Centred moving average over about a twentieth of the points, with the same steps; values that are not finite stay
-    as they are and count in no average."""
+    """Centred moving average over about a twentieth of the points, but at least three, with the same steps.
+
+    Values that are not finite stay as they are and count in no average.
+    """
     half = max(1, len(points) // 40)
     return [
         (step, _mean(y for _, y in points[max(0, i - half) : i + half + 1]) if math.isfinite(value) else value)
@@ -177,8 +184,9 @@ def _smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def _path(points: Iterable[Point], x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    """The SVG path, as text, of lines through the points, with a gap where a value is not finite; empty without finite
-    values.
+    """The SVG path, as text, of lines through the points; empty without finite values.
+
+    There is a gap where a value is not finite.
 
     Args:
         x, y: turn a step and a value into coordinates.
@@ -199,8 +207,11 @@ def _scale(low: float, high: float, start: float, end: float) -> Callable[[float
 
 
 def _step_axis(steps: Sequence[float]) -> tuple[Callable[[float], float], list[tuple[float, str]]]:
-    """The horizontal axis for these steps, at least one: the function step → x coordinate, and its ticks (x, label) at
-    whole steps."""
+    """The horizontal axis for these steps, of which there must be one at least.
+
+    Returns:
+        The function step → x coordinate, and the ticks (x coordinate, label), which are at whole steps.
+    """
     low, high = min(steps), max(steps)
     if low == high:
         low, high = low - 1, high + 1
@@ -210,7 +221,7 @@ def _step_axis(steps: Sequence[float]) -> tuple[Callable[[float], float], list[t
 
 
 def _value_axis(low: float, high: float, logarithmic: bool) -> tuple[Callable[[float], float], list[tuple[float, str]]]:
-    """The vertical axis for values from `low` to `high`: the function value → y coordinate, and its ticks (y, label).
+    """The vertical axis for values from `low` to `high`: the function value → y coordinate, and ticks (y, label).
 
     A linear axis begins at 0 if the values are positive and `low` is less than half of `high`.
 
@@ -243,8 +254,10 @@ def _value_axis(low: float, high: float, logarithmic: bool) -> tuple[Callable[[f
 
 
 def _nice(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers from `low` to `high`, which must be greater; their distance is 1, 2 or 5 times a
-    power of ten."""
+    """At most about `count` round numbers from `low` to `high`, ascending; `high` must be greater than `low`.
+
+    They are the multiples, in that range, of 1, 2 or 5 times a power of ten.
+    """
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
@@ -253,8 +266,7 @@ def _nice(low: float, high: float, count: int) -> list[float]:
 
 
 def _probes(series: Sequence[Series], x: Callable[[float], float], y: Callable[[float], float] | None) -> list[Probe]:
-    """The texts and dots that a chart shows under the pointer: one strip per step, or per few steps, with the means of
-    each series there.
+    """The texts and dots that a chart shows under the pointer: one strip per step or few, with each series' mean.
 
     The strips cover the plot from LEFT to RIGHT. A series without a finite value in a strip is left out of it.
 
@@ -283,8 +295,7 @@ def _probes(series: Sequence[Series], x: Callable[[float], float], y: Callable[[
 
 
 def _wrapped(texts: Sequence[str]) -> tuple[str, ...]:
-    """Joins texts, at least one, into at most two lines that fit the chart's width; what does not fit is replaced by
-    "…"."""
+    """Joins texts, at least one, with " · " into one or two lines that fit the chart; "…" replaces what does not."""
     lines = [texts[0]]
     for text in texts[1:]:
         if len(lines[-1]) + len(text) < 84:

@@ -34,8 +34,14 @@ def environment(**options: Any) -> Environment:
 def write_page(path: Path, template: str, **values: Any) -> None:
     """Renders an HTML template of this folder with the given values, which are escaped, and writes the page atomically.
 
+    An existing file is replaced, and missing folders are created.
+
+    Args:
+        template: name of the file, such as `report.html.jinja`.
+
     Raises:
         OSError: the page cannot be written.
+        jinja2.UndefinedError: the template uses a name that has no value.
     """
     page = environment(autoescape=True).get_template(template).render(**values)
     write_atomic(path, page.encode("utf-8", errors="replace"))

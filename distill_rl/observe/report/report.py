@@ -39,8 +39,11 @@ class Run:
     config: str
 
     def points(self, metric: str, default: float | None = None) -> list[charts.Point]:
-        """(step, value) of the records with the metric, or of all records if there is a `default`; a value that is no
-        number, such as null, becomes NaN."""
+        """(step, value) of the records with the metric; a value that is no number, such as null, becomes NaN.
+
+        Args:
+            default: value for records without the metric; None: they are left out.
+        """
         points = []
         for record in self.records:
             if metric in record or default is not None:
@@ -99,6 +102,8 @@ def write_report(
 def read_run(folder: str | os.PathLike[str]) -> Run:
     """Reads a run directory: its records, merged by step, and the text of its config.yaml (empty if there is none).
 
+    Of two records of a step, the later one's values replace those of the same name. The run is named after the folder.
+
     Raises:
         DataError: its metrics.jsonl is missing or unreadable.
     """
@@ -117,8 +122,9 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
 
 
 def _header(run: Run, config: Path) -> dict[str, str]:
-    """The facts under the report's title, by name: times of the first and last record, fingerprint of the configuration
-    and version of this package. What is not known is left out.
+    """The facts under the report's title, by name: times, fingerprint of the configuration, version of this package.
+
+    The times are those of the first and last record, in UTC. What is not known is left out.
 
     Args:
         config: path of the run's config.yaml; one that this version cannot load is shown as written by another version.
@@ -141,8 +147,10 @@ def _date(seconds: float) -> str:
 
 
 def _tiles(run: Run) -> list[tuple[str, str]]:
-    """(label, figure as text) of a run's most important numbers, such as steps, last losses, tokens and faults; those
-    without a finite value are left out."""
+    """(label, figure as text) of a run's most important numbers, such as steps, last losses, tokens and faults.
+
+    Those without a finite value are left out.
+    """
     tiles: list[tuple[str, str]] = []
 
     def add(label: str, value: float | None, text: Callable[[float], str] = charts.number) -> None:
@@ -175,8 +183,10 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
 
 
 def _faults(run: Run) -> dict[str, list[charts.Point]]:
-    """Label → cumulative count, (step, count) for every record, for kinds of faults that occurred; empty without
-    faults. Counts restart at 0 when a run is resumed, and are added up across that."""
+    """Label → cumulative counts, (step, count) for every record, of the kinds of faults that occurred.
+
+    Empty without faults. The counts in the records restart at 0 when a run is resumed; these go on.
+    """
     curves = {}
     for name, label in FAULTS.items():
         total, previous_count, points = 0.0, 0.0, []
@@ -191,8 +201,7 @@ def _faults(run: Run) -> dict[str, list[charts.Point]]:
 
 
 def _chart_groups(run: Run, others: Sequence[Run]) -> list[tuple[str, list[Chart]]]:
-    """The report's charts as two groups (title, charts): the main ones, without a title, and one chart for every other
-    metric.
+    """The report's charts as two groups (title, charts): the main ones, without a title, and one per other metric.
 
     Charts without data are left out, so a group may be empty; scores are not among them. The losses of `others` are
     drawn for comparison.
@@ -223,8 +232,10 @@ def _chart_groups(run: Run, others: Sequence[Run]) -> list[tuple[str, list[Chart
 
 
 def _score_chart(run: Run, others: Sequence[Run]) -> Chart | None:
-    """The scores of evaluations during training, with those of the other runs dashed; None unless some curve has at
-    least two points."""
+    """A chart of this run's scores during training, one curve per suite; None unless a curve has two points or more.
+
+    Scores of the other runs on the same suites are dashed.
+    """
     names = sorted({name for record in run.records for name in record if _is_score(name)})
     series = []
     for i, name in enumerate(names):
@@ -242,8 +253,9 @@ def _is_score(metric: str) -> bool:
 
 
 def _loss_chart(title: str, metric: str, run: Run, others: Sequence[Run]) -> Chart | None:
-    """A chart of a loss of this run in training and validation and, dashed, of other runs in validation, or in training
-    if they have none; None without any values.
+    """A chart of a loss of this run in training and validation, with other runs dashed; None without finite values.
+
+    Of another run it shows the loss in validation, or in training if that was not measured.
 
     Args:
         metric: without its prefix, such as `kl_loss`.
@@ -261,24 +273,31 @@ def _loss_chart(title: str, metric: str, run: Run, others: Sequence[Run]) -> Cha
 
 
 def _alignment_shares(run: Run) -> list[Series]:
-    """The curves of the fractions of the student's tokens that are compared across tokenizers, and of chunks that are
-    one to one, one per metric (teacher); empty without such metrics."""
+    """The curves of all `align/coverage…` and `align/one_to_one…` metrics, one each; empty without such metrics.
+
+    These are the fractions of the student's tokens that are compared across tokenizers, and of chunks that are one to
+    one.
+    """
     prefixes = ("align/coverage", "align/one_to_one")
     names = sorted({name for record in run.records for name in record if name.startswith(prefixes)})
     return [Series(name.removeprefix("align/"), run.points(name), i, noisy=True) for i, name in enumerate(names)]
 
 
 def _timing_parts(run: Run) -> list[str]:
-    """The names of the metrics that add up to the driver's time (`timing/<part>`), the longest part first,
-    `timing/other` last. Names of workers' times have one more slash and are not among them."""
+    """The names of the driver's parts (`timing/<part>`), the one with the most time first, `timing/other` last.
+
+    Not among them are the whole step (`timing/step`) and workers' times, which have one more slash.
+    """
     names = {name for record in run.records for name in record if name.startswith("timing/") and name.count("/") == 1}
     totals = {name: sum(y for _, y in run.points(name) if math.isfinite(y)) for name in names - {SECONDS}}
     return sorted(totals, key=lambda name: (name == "timing/other", -totals[name], name))
 
 
 def _time_chart(run: Run) -> Chart | None:
-    """A stacked chart of the seconds per step that the driver spent in each part, where a missing value counts as 0;
-    None without timing metrics."""
+    """A stacked chart of the seconds per step that the driver spent in each part; None without any such time.
+
+    A value that is missing or not finite counts as 0.
+    """
     series = []
     for i, name in enumerate(_timing_parts(run)):
         points = [(step, value if math.isfinite(value) else 0.0) for step, value in run.points(name, default=0.0)]

@@ -109,15 +109,13 @@ class Evaluation:
         return suites
 
     def outcomes(self) -> dict[str, str]:
-        """Every outcome but `right` that occurred in any score, with its heading; known ones first, unknown ones under
-        their own name."""
+        """Outcome → heading of all but `right` that occurred in any score; unknown ones last, under their own name."""
         occurred = {name for score in self.scores for name, count in score.whole.outcomes.items() if count}
         known = {name: heading for name, heading in OUTCOMES.items() if name in occurred}
         return known | {name: name for name in sorted(occurred - OUTCOMES.keys())}
 
     def tasks(self, suite: str) -> dict[str, int | None]:
-        """Every task that the results of a suite have, with its number of items in the first of them (None: unknown
-        there).
+        """Task → number of items, for every task in the scores of a suite; None: the first score with it has no number.
 
         Raises:
             KeyError: no score of that suite.
@@ -129,19 +127,20 @@ class Evaluation:
         return num_items
 
     def only(self, condition: Callable[[Score], bool]) -> Evaluation:
-        """Returns a new evaluation of the scores that meet a condition, with the same baseline, but without notes and
-        problems."""
+        """Returns an evaluation of the scores that meet a condition, with the same baseline, no notes or problems."""
         return Evaluation(tuple(filter(condition, self.scores)), self.baseline)
 
 
 def read_runs(roots: Sequence[Path], names: Sequence[str]) -> Evaluation:
-    """Reads the results in `evals/` of run directories; a run without any gets those of its summary.json, if it has
-    one.
+    """Reads the results in `evals/` of run directories; of a run without any, those in its summary.json, if it has one.
 
-    Damaged files are listed in `problems`.
+    Damaged results are listed in `problems`; a damaged summary.json counts as none. There is no baseline.
 
     Args:
-        names: of the runs, one each. From the second run on, models are prefixed with them.
+        names: of the runs, one each. From the second run on, names of models begin with that of their run.
+
+    Raises:
+        ValueError: there are more or fewer names than runs.
     """
     scores: list[Score] = []
     problems: list[str] = []
@@ -155,8 +154,9 @@ def read_runs(roots: Sequence[Path], names: Sequence[str]) -> Evaluation:
 
 
 def read_folders(names: Mapping[Path, str]) -> tuple[list[Score], list[str]]:
-    """Reads the results in folders of one model each: the models of FIRST come first, then others by time, then
-    training steps.
+    """Reads the results `*.json` in folders of one model each, leaving out hidden files.
+
+    The models of FIRST come first, then others by time, then training steps; within a model, suites by time.
 
     Args:
         names: folder → name of its model.
@@ -183,8 +183,9 @@ def read_folders(names: Mapping[Path, str]) -> tuple[list[Score], list[str]]:
 
 
 def _sort_key(folder: Path, first: Score) -> tuple[int, int, float, str]:
-    """The place of a model among others, to sort by: group (FIRST, others, steps), position in the group, time and path
-    of its first result.
+    """The place of a model among others, to sort by: group, position in it, time and path of its first result.
+
+    The groups are 0 for the models of FIRST, 1 for others, 2 for training steps; the position is 0 in group 1.
 
     Args:
         folder: its name decides on the group.
@@ -200,7 +201,9 @@ def _sort_key(folder: Path, first: Score) -> tuple[int, int, float, str]:
 
 
 def read_score(file: Path, model: str) -> Score | None:
-    """Reads one result file `<suite>.json` of the model called `model`; None if the JSON is something else.
+    """Reads one result file `<suite>.json` of the model called `model`.
+
+    Returns None if the JSON is something else: not an object, or one with neither `score` nor `suite`.
 
     What is missing or invalid beside the score is left empty, and names are made safe to print.
 
@@ -234,8 +237,10 @@ def read_score(file: Path, model: str) -> Score | None:
 
 
 def _part(result: Any) -> Part | None:
-    """The score and the counts in a result or in one of its tasks, as read from JSON. None if there is no valid score;
-    other missing or invalid fields are left empty."""
+    """The score and the counts in a result or in one of its tasks, as read from JSON; None without a valid score.
+
+    Other missing or invalid fields are left empty.
+    """
     score = _fraction(result.get("score")) if isinstance(result, dict) else None
     if score is None:
         return None
@@ -266,8 +271,11 @@ def _count(value: Any) -> int | None:
 
 
 def _text(value: Any) -> str:
-    """A fact as text for the page: a float rounded to four significant digits, or to a whole number from 10,000 on;
-    None as "none"; anything else made safe to print and cut to 200 characters."""
+    """A fact as text for the page.
+
+    A float is rounded to four significant digits, or to a whole number if its size is 10,000 or more; None is "none";
+    anything else is made safe to print and cut to 200 characters.
+    """
     if value is None:
         return "none"
     if isinstance(value, float):
@@ -284,8 +292,10 @@ def _time(path: Path) -> tuple[float, str]:
 
 
 def _summary(root: Path) -> Iterable[Score]:
-    """The scores in the summary.json of a run directory, one per model of FIRST, on the suite "exact match"; empty if
-    there is no such file or it is invalid."""
+    """The scores in the summary.json of a run directory, on the suite "exact match", of those models of FIRST it has.
+
+    Empty if there is no such file or it is invalid; scores that are not numbers from 0 to 1 are left out.
+    """
     try:
         summary = json.loads((root / "summary.json").read_bytes())
     except (OSError, ValueError, RecursionError):

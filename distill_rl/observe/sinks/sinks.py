@@ -49,8 +49,10 @@ class Observer:
         self._pending: dict[str, Metric] = {}
 
     def log(self, step: int, *parts: Metrics) -> None:
-        """Adds the metrics of a step and writes what is due: every step to the live sinks, a record to the others if
-        the step is a multiple of `every`. A name that occurs in several parts (of several ranks) is reduced too.
+        """Adds the metrics of a step and writes what is due.
+
+        The live sinks get every step, the others a record of all pending metrics if the step is a multiple of `every`.
+        A name that occurs in several parts (of several ranks) is reduced too.
 
         Derives `train/tokens_per_second` from `train/tokens` and `timing/step`, and `transport/teacher_wait`, the share
         of the step spent waiting for teachers. Both are means weighted by seconds, so they stay exact when steps are
@@ -69,20 +71,28 @@ class Observer:
             self.flush()
 
     def flush(self) -> None:
-        """Writes pending metrics as a record of the last step logged, if there are any. Call it before a checkpoint."""
+        """Writes pending metrics, if any, as a record of the last step logged, to all sinks but the live ones.
+
+        Call it before a checkpoint.
+        """
         if self._pending:
             record, self._pending = values(self._pending), {}
             for sink in self._sinks:
                 sink.write(self._step, record)
 
     def record(self, step: int, record: Mapping[str, float]) -> None:
-        """Writes a separate record for any step, such as an evaluation of that step's weights that ended later. It is
-        not merged with pending metrics, and live sinks do not get it."""
+        """Writes a separate record for any step, such as an evaluation of that step's weights that ended later.
+
+        It is not merged with pending metrics, and live sinks do not get it.
+        """
         for sink in self._sinks:
             sink.write(step, record)
 
     def close(self) -> None:
-        """Writes pending metrics, then closes every sink even if one of them fails; the error is raised afterwards."""
+        """Writes pending metrics, then closes every sink, live ones too, even if the writing or a sink fails.
+
+        The error is raised afterwards; of several, the last one, with the one before it as its context.
+        """
         with ExitStack() as stack:
             for sink in reversed(self._sinks + self._live):
                 stack.callback(sink.close)
@@ -90,8 +100,10 @@ class Observer:
 
 
 def _per_second(metrics: Metrics) -> dict[str, Metric]:
-    """The derived metrics of `_PER_SECOND` whose sources are present, as means weighted by the seconds of the step;
-    empty without a step time above 0."""
+    """The derived metrics of `_PER_SECOND` whose sources are present; empty without a step time above 0.
+
+    They are means weighted by the seconds of the step.
+    """
     if SECONDS not in metrics or metrics[SECONDS].value <= 0:
         return {}
     seconds = metrics[SECONDS].value
@@ -109,7 +121,7 @@ class JsonlSink:
     seconds since the epoch.
 
     Args:
-        path: opened for appending; a half-written last line of a killed process is removed.
+        path: opened for appending; lines that are no records are removed, such as a half-written last one.
         resume_step: records of later steps are removed, because the resumed run writes them again; None keeps all.
     """
 
@@ -120,8 +132,10 @@ class JsonlSink:
         self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
-        """Appends a record with the current time as one line, which is in the file when this returns; NaN and infinity
-        become null."""
+        """Appends a record with the current time as one line, which is in the file when this returns.
+
+        NaN and infinity become null.
+        """
         numbers = {name: value if math.isfinite(value) else None for name, value in record.items()}
         self._file.write(json.dumps({"step": step, "time": round(time.time(), 3)} | numbers, allow_nan=False) + "\n")
         self._file.flush()
@@ -187,8 +201,7 @@ class TensorBoardSink:
             self._writer.flush()
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
-        """Queues a record's scalars with the current time; they are on disk within about ten seconds, or after
-        `close`."""
+        """Queues a record's scalars with the current time; on disk within about ten seconds, or after `close`."""
         scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in record.items()]
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
 
@@ -209,18 +222,21 @@ class ProgressSink:
         self._bar = ProgressBar("step", total_steps, done=start_step, **options)
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
-        """Shows a step's figures: updates the bar, or prints a line if the interval has passed or the step is the first
-        or last one. Ignores records without a `train/` metric, such as those of a validation pass."""
+        """Shows a step's figures (`ProgressBar.update`); ignores a record without any `train/` metric.
+
+        On a terminal it updates the bar; elsewhere it prints a line at the first and last step and at intervals.
+        """
         if any(name.startswith("train/") for name in record):
             self._bar.update(step, self._figures(record))
 
     def close(self) -> None:
-        """Stops the bar and leaves its last state on the screen; does nothing if there is none."""
+        """Stops the bar and leaves its last state on the screen; does nothing if stdout is no terminal."""
         self._bar.close()
 
     def _figures(self, record: Mapping[str, float]) -> Iterator[str]:
-        """The texts beside a step: losses (only the first if the terminal is narrow), tokens per second and, if any, the
-        number of faults; what the record lacks is left out.
+        """Yields the texts beside a step: losses, tokens per second and, if above 0, the number of faults.
+
+        Only the first loss if the terminal is narrow. What the record lacks is left out.
         """
         for label, name in _LOSSES if self._bar.is_wide else _LOSSES[:1]:
             if name in record:
@@ -240,13 +256,14 @@ def open_observer(
     resume_step: int | None = None,
     others: Sequence[Sink] = (),
 ) -> Observer:
-    """Opens the observer of a run: metrics.jsonl and the sinks that `observe.*` enables, in the run directory, and the
-    progress on stdout. Trackers start child processes; `close` ends them.
+    """Opens the observer of a run: metrics.jsonl, the sinks that `observe.*` enables, and the progress on stdout.
+
+    Files are in the run directory. Trackers start child processes; `close` ends them.
 
     Args:
         total_steps: steps of the whole run, for the progress bar.
-        resume_step: step of the checkpoint that the run resumes from, after which earlier records are dropped; None for
-            a new run.
+        resume_step: step that the run goes on from; records of later steps, written by an earlier attempt, are
+            dropped. None: a new run, and nothing is dropped.
         others: further sinks, which get the same records and are closed too.
     """
     sinks: list[Sink] = [JsonlSink(paths.metrics, resume_step=resume_step)]

@@ -34,6 +34,8 @@ Reply = Callable[[str], None]
 
 
 class Tracker(Protocol):
+    """A run at a tracker, to which records are sent."""
+
     def log(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
         """Sends one record; `at` is its time in seconds since the epoch. Whatever it raises costs only this record."""
 
@@ -47,7 +49,7 @@ class Wandb:
     """
 
     def __init__(self, start: Mapping[str, Any]):
-        """Starts a run of W&B, or continues that whose id is stored in the run's folder.
+        """Starts a run of W&B and stores its id in a folder, or continues the run whose id is stored there.
 
         Args:
             start: `name` of the run, `folder` (for the id and W&B's files) and `config` (the settings to show).
@@ -79,13 +81,16 @@ class Mlflow:
     """A run of MLflow: at MLFLOW_TRACKING_URI, or in files in the run directory if that is not set."""
 
     def __init__(self, start: Mapping[str, Any]):
-        # MLflow only maintains its file store and requires this opt-in; its other store needs database packages.
-        """Creates a run of MLflow, with its settings, and its experiment if necessary; or continues that whose id is
-        stored in the run's folder. An error while the settings are sent is only printed.
+        """Creates a run of MLflow and stores its id in a folder, or continues the run whose id is stored there.
+
+        A new run gets the settings, and its experiment is created if necessary. An error while the settings are sent is
+        only printed, with its traceback, to stderr.
 
         Args:
-            start: `name` of the run, `folder` (for the id and, without a tracking URI, MLflow's files) and `config`.
+            start: `name` of the run, `folder` (for the id and, without a tracking URI, MLflow's files) and `config`
+                (the settings).
         """
+        # MLflow only maintains its file store and requires this opt-in; its other store needs database packages.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.entities import RunStatus
         from mlflow.tracking import MlflowClient
@@ -116,8 +121,11 @@ class Mlflow:
             self._client.log_batch(self._id, params=settings[first : first + 100])
 
     def log(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
-        """Sends one record, with all slashes but the first in a metric's name as dots; `at` is its time in seconds
-        since the epoch."""
+        """Sends one record; slashes after the first in a metric's name become dots (`metric_name`).
+
+        Args:
+            at: time of the record, in seconds since the epoch.
+        """
         from mlflow.entities import Metric
 
         numbers = [Metric(metric_name(name), value, int(at * 1000), step) for name, value in metrics.items()]
@@ -132,7 +140,7 @@ TRACKERS: dict[str, Callable[[Mapping[str, Any]], Tracker]] = {"wandb": Wandb, "
 
 
 class RunId:
-    """The id that the tracker uses for a run, stored in the run directory so that a resumed run continues in it."""
+    """The id that a tracker uses for a run, stored as `<tracker>.id` in a folder so that a resumed run continues it."""
 
     def __init__(self, folder: Path, tracker: str):
         self._file = folder / f"{tracker}.id"
@@ -149,15 +157,18 @@ class RunId:
 
 
 def metric_name(name: str) -> str:
-    """The name with one slash at most, further ones as dots: MLflow's files cannot hold both `timing/student` and
-    `timing/student/step`."""
+    """The name with its first slash only, further ones as dots.
+
+    MLflow's files cannot hold both `timing/student` and `timing/student/step`.
+    """
     first, slash, rest = name.partition("/")
     return first + slash + rest.replace("/", ".")
 
 
 def run(make: Callable[[Mapping[str, Any]], Tracker], lines: IO[str], reply: Reply) -> None:
-    """Sends every record to the tracker until `lines` ends, then closes the tracker. Tries without end until the
-    tracker can be reached; reports records that fail and goes on.
+    """Sends every record to the tracker until `lines` ends, then closes the tracker.
+
+    Tries without end until the tracker can be reached; reports a record that fails, drops it and goes on.
 
     Args:
         make: opens the tracker with the first line's object.
@@ -182,8 +193,7 @@ def run(make: Callable[[Mapping[str, Any]], Tracker], lines: IO[str], reply: Rep
 
 
 def _connect(make: Callable[[Mapping[str, Any]], Tracker], start: Mapping[str, Any], reply: Reply) -> Tracker:
-    """Opens the tracker; after each failure reports it by `reply` and tries again RETRY_S seconds later, without
-    end."""
+    """Opens the tracker; reports each failure by `reply` and tries again RETRY_S seconds later, without end."""
     while True:
         try:
             return make(start)
@@ -193,8 +203,7 @@ def _connect(make: Callable[[Mapping[str, Any]], Tracker], start: Mapping[str, A
 
 
 def _end_after(stdin: int) -> None:
-    """Thread: waits until stdin is closed, then ends this process with code 1 after CLOSE_S seconds, even if it is
-    stuck.
+    """Thread: waits until stdin is closed, then ends this process with code 1 if it still runs CLOSE_S seconds later.
 
     Args:
         stdin: its file descriptor, a pipe.

@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 def open_trackers(config: Config, paths: RunPaths) -> list[TrackerSink]:
     """Starts a child process for each tracker that `observe` enables and returns their sinks; empty if none is enabled.
-    Does not wait until they are reached.
 
-    The settings are sent without secrets. A resumed run continues in the same run of the tracker.
+    Does not wait until the trackers are reached. The settings are sent without secrets. A resumed run continues in the
+    same run of the tracker.
     """
     start = {
         "name": config.run.name,
@@ -113,8 +113,10 @@ class TrackerSink:
         return self._child.pid
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
-        """Queues a record with the current time for the child and returns at once. If too many are waiting, the record
-        is dropped; the first time, with a warning."""
+        """Queues a record with the current time for the child and returns at once.
+
+        If too many are waiting, the record is dropped; the first time, that is logged (`_warn`).
+        """
         self._num_offered += 1
         try:
             self._waiting.put_nowait(_line({"step": step, "time": time.time(), "metrics": dict(record)}))
@@ -124,7 +126,7 @@ class TrackerSink:
                 self._warn(f"is too slow: {self._waiting.maxsize} records are waiting, and new ones are dropped")
 
     def close(self) -> None:
-        """Waits for the child to send the rest, up to the deadline, then kills it with everything it started.
+        """Waits for the child to send the rest and end, up to a deadline, then kills what is left of its processes.
 
         The deadline is `close_s` seconds, but at most UNREACHED_S if the tracker was never reached. Logs a warning if
         records are missing in the tracker.
@@ -147,8 +149,13 @@ class TrackerSink:
             )
 
     def _end(self, deadline: float) -> None:
-        """Closes the child's stdin, waits for its end until `deadline` (`time.monotonic()`), then kills what is left of
-        it and of the processes it started."""
+        """Closes the child's stdin, waits for its end, then kills what is left of it and the processes it started.
+
+        Logs a message (`_warn`) if the child did not end in time.
+
+        Args:
+            deadline: of the wait, by `time.monotonic()`.
+        """
         tree = _process_tree(self._child.pid)
         try:
             self._waiting.put(None, timeout=max(0.0, deadline - time.monotonic()))
@@ -162,7 +169,9 @@ class TrackerSink:
 
     def _feed(self) -> None:
         """Thread: the only writer to the child; passes on queued lines until None, then closes the child's stdin.
-        Blocks if the child does, until the child is killed."""
+
+        Blocks while the child does not read; ends if it is gone.
+        """
         stdin = self._child.stdin
         assert stdin is not None
         with suppress(OSError), stdin:
@@ -171,7 +180,7 @@ class TrackerSink:
                 stdin.flush()
 
     def _listen(self) -> None:
-        """Thread: takes in the child's lines until it closes its stdout; warns if that happens before `close`."""
+        """Thread: takes in the child's lines until its stdout is closed; logs a message if that is before `close`."""
         stdout = self._child.stdout
         assert stdout is not None
         with stdout:
@@ -181,8 +190,7 @@ class TrackerSink:
             self._warn("its process has ended")
 
     def _read(self, text: str) -> None:
-        """Takes in one line from the child: `ready`, `took N`, or else a warning, which is logged; an empty line is
-        ignored."""
+        """Takes in one line from the child: `ready`, `took N`, or a warning, which is logged; ignores an empty line."""
         word, _, count = text.partition(" ")
         if text == "ready":
             self._ready.set()
@@ -200,6 +208,7 @@ class TrackerSink:
 
 
 def _line(message: Mapping[str, Any]) -> str:
+    """A message to the child as one line of JSON, with its newline."""
     return json.dumps(message) + "\n"
 
 

@@ -96,8 +96,7 @@ class AlignerWorker(Worker):
         return info, *student, *(part for teacher in teachers for part in teacher)
 
     def try_row(self, document: Mapping[str, Any]) -> None:
-        """Builds a batch of this document alone and discards the result, to test whether the document makes `build`
-        fail.
+        """Builds a batch of this document alone and discards it, to test whether the document makes `build` fail.
 
         Returns normally if it does not; otherwise raises, dies or hangs as `build` does.
         """

@@ -42,11 +42,14 @@ class EvalWorker(Worker):
         self._loaded: tuple[object, list[LoadedSuite]] | None = None
 
     def stop(self) -> None:
+        """Frees the loaded model, if there is one."""
         self._executor.close()
 
     def load(self, folder: Path, backend: BackendName, settings: Settings) -> str:
-        """Loads the model in `folder`, with this actor's GPU share and threads in place of those in `settings`. Returns
-        its device."""
+        """Loads the model in `folder`, in place of an earlier one, and returns its device.
+
+        This actor's GPU share and threads replace those in `settings`.
+        """
         self._executor.load(folder, backend, self._with_resources(settings))
         return self._executor.device
 
@@ -81,8 +84,10 @@ class EvalWorker(Worker):
                 self._executor.close()
 
     def _questions(self, suites: Sequence[str], data: Path, options: Options) -> list[LoadedSuite]:
-        """Returns the suites with their questions: loaded from `data`, or those of the last call if its arguments were
-        the same."""
+        """Returns the suites with their questions, read from `data` or kept from the last call.
+
+        They are read again if the arguments differ from those of the last call.
+        """
         from distill_rl.evals.options import load_questions
 
         arguments = (tuple(suites), data, options)
@@ -91,4 +96,5 @@ class EvalWorker(Worker):
         return self._loaded[1]
 
     def _with_resources(self, settings: Settings) -> Settings:
+        """Returns a copy of the settings with this actor's GPU share and number of threads."""
         return replace(settings, gpu_share=self._share, threads=self._threads)

@@ -49,8 +49,10 @@ class Process:
     """Files on its node that receive its stdout and stderr, in this order."""
 
     def kill(self) -> None:
-        """Sends SIGKILL to the process if it still exists and is not a later one with the same pid. Works on its own
-        node only."""
+        """Sends SIGKILL to the process if it still exists and is not a later one with the same pid.
+
+        Works on the process's own node only.
+        """
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.pid)
             if process.create_time() == self.created:
@@ -61,7 +63,7 @@ class Worker:
     """The base of all actors."""
 
     def identify(self) -> Process:
-        """Returns the pid, creation time, node, Ray worker id and log files of the process that runs this actor.
+        """Returns the pid, creation time, node, host, Ray worker id and log files of this actor's process.
 
         From now on that process writes the stacks of all its threads to stderr on SIGUSR2.
         """
@@ -107,8 +109,10 @@ class RankWorker(Worker):
         return host, self._store.port
 
     def place(self) -> Place:
-        """Returns where this rank's tensors are (node and device), by which a transport is chosen. Only after
-        `start`."""
+        """Returns where this rank's tensors are (node and device), by which a transport is chosen.
+
+        Only after `start`.
+        """
         from distill_rl.transport.place import place_of
 
         return place_of(self._world.device, ray.get_runtime_context().get_node_id())
@@ -119,8 +123,7 @@ class RankWorker(Worker):
             self._transports.pop(name).close()
 
     def stop(self) -> None:
-        """Closes the transports, waits for the other ranks of the process group to do so too, and leaves the group with
-        them."""
+        """Closes the transports, then leaves the process group together with its other ranks, for which it waits."""
         from distill_rl.parallel.mesh import close_world
 
         self.close_others(())
@@ -150,8 +153,9 @@ class RankWorker(Worker):
         return self._transports[name]
 
     def _join(self, rank: int, parallel: ParallelConfig, host: str, port: int, gpu_memory: float = 1.0) -> World:
-        """Joins the dp × tp ranks of a group, sets this process's random seeds and torch threads, and stores and
-        returns the World.
+        """Joins the dp × tp ranks of a group, and stores and returns the World.
+
+        Also sets this process's random seeds and number of torch threads.
 
         Blocks until all ranks of the group have called it, `ray.step_timeout_s` at most. The device is the GPU that Ray
         assigned, otherwise the CPU.
@@ -196,8 +200,9 @@ def probe_tensors(device: torch.device | str = "cpu") -> dict[str, Tensor]:
 
 
 def reporting(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a method so that its TransportErrors and RuntimeErrors are returned as a `Problem` (first line of the
-    message).
+    """Decorates a method so that it returns its TransportErrors and RuntimeErrors as a `Problem`.
+
+    The Problem is the first line of the error's message.
 
     The decorated method takes positional arguments only. Other exceptions pass through.
     """

@@ -36,6 +36,8 @@ class Retryable:
 
 
 class StudentWorker(RankWorker):
+    """One rank of the student: a StudentEngine, and the transports by which it reads the teachers' targets."""
+
     def __init__(
         self,
         rank: int,
@@ -90,13 +92,13 @@ class StudentWorker(RankWorker):
 
     @reporting
     def _open_ring(self, offer: Offer) -> Receipt:
-        """Opens a teacher's ring; the first of a transport also opens the transport."""
+        """Opens a teacher's ring, and its transport if needed. Returns the receipt, or a Problem."""
         transport = self._transports.get(offer.transport) or self._open_transport(offer.transport)
         return transport.open(offer)
 
     @reporting
     def _read_probe(self, handle: Handle) -> None:
-        """Reads a known tensor through the transport. Raises TransportError if it arrives changed."""
+        """Reads a known tensor through the transport. Returns None if it arrives as it was sent, else a Problem."""
         with self._transports[handle.transport].fetch(handle) as tensors:
             if not bool((tensors["probe"].cpu() == probe_tensors()["probe"]).all()):
                 raise TransportError(f"transport {handle.transport}", "the probe must arrive as it was sent")
@@ -141,8 +143,7 @@ class StudentWorker(RankWorker):
         return metrics | self._take_measurements() if last else metrics
 
     def _open(self, targets: _FetchedTargets, batch: RankBatch, opened: ExitStack) -> Retryable | None:
-        """Opens the targets of this rank's rows until `opened` ends, and agrees with the other ranks on whether all
-        could.
+        """Opens the targets of this rank's rows until `opened` ends, and asks all ranks whether they could.
 
         Collective, unless no teacher has published anything; then nothing is done.
 
@@ -159,10 +160,9 @@ class StudentWorker(RankWorker):
         return None if self._engine.all_agree(succeeded) else Retryable(problem)
 
     def _take_measurements(self) -> dict[str, Metric]:
-        """Returns the step time, fetch time and bytes between nodes added up since the last call, and resets them to
-        zero.
+        """Returns what was measured since the last call (step time, fetch time, bytes between nodes) and resets it.
 
-        Also sends them to this process's gauges.
+        Also sends them to this process's gauges, and counts a step there. Times are in seconds.
         """
         self._gauges.set("student_step_seconds", self._step_s)
         self._gauges.set("student_fetch_seconds", self._fetch_s)
@@ -179,8 +179,9 @@ class StudentWorker(RankWorker):
     def evaluate(
         self, batch: RankBatch, sub_batch: int, last: bool, teacher_sizes: Sequence[int], *published: Published
     ) -> dict[str, Metric] | Retryable:
-        """Returns the validation losses (KD and CE) of a sub-batch, without a gradient; a Retryable if targets cannot
-        be read.
+        """Returns the validation losses (KD and CE) of a sub-batch, computed without a gradient.
+
+        A Retryable if a rank cannot read its targets.
 
         The arguments are those of `train`; `sub_batch` and `last` are ignored.
         """
@@ -191,13 +192,14 @@ class StudentWorker(RankWorker):
             return self._engine.evaluate(batch, targets, self._scores(batch, teacher_sizes, published))
 
     def _fetched_targets(self, teacher_sizes: Sequence[int], published: Sequence[Published]) -> _FetchedTargets:
-        """The targets of one sub-batch, fetched from every teacher that published some."""
+        """Returns the source of one sub-batch's targets from every teacher that published some; nothing is read yet."""
         node_id = ray.get_runtime_context().get_node_id()
         return _FetchedTargets(self._transports, node_id, self._config.loss.temperature, teacher_sizes, published)
 
     def _scores(self, batch: RankBatch, teacher_sizes: Sequence[int], published: Sequence[Published]) -> list[float]:
-        """Returns a score per running teacher; a higher score lowers that teacher's weight. Empty: all weights remain
-        as configured.
+        """Returns a score per running teacher; a higher score lowers that teacher's weight.
+
+        An empty list leaves all weights as configured: weights are static, and no teacher was lost.
 
         The score is the teacher's CE or entropy per student token that it has targets for, 0 if weights are static, and
         infinity for a teacher that was lost. All ranks get the same scores, because each has what all replicas
@@ -213,23 +215,43 @@ class StudentWorker(RankWorker):
         return [math.inf if is_lost else total / max(count, 1) for is_lost, total, count in zip(lost, sums, tokens)]
 
     def save(self, directory: str, marker: str | None) -> None:
-        """Starts saving weights and state to a folder, as `StudentEngine.save`."""
+        """Saves weights, optimizer and random state to `directory`; collective.
+
+        Args:
+            marker: None: all is on disk on return. A path: a copy is made before the return and written in the
+                background; this file appears when that is done.
+
+        Raises:
+            CheckpointError: on all ranks, if any of them cannot write, now or in the previous save.
+        """
         self._engine.save(directory, marker)
 
     def finish_saving(self) -> None:
-        """Waits until what `save` started is on disk."""
+        """Waits until what `save` started is on disk; collective.
+
+        Raises:
+            CheckpointError: on all ranks, if any of them could not write.
+        """
         self._engine.finish_saving()
 
     def checkpoint_bytes(self) -> int:
+        """Returns the bytes that `save` writes on all ranks together, except a few kilobytes."""
         return self._engine.checkpoint_bytes()
 
     def stop(self) -> None:
-        """Waits for a save in the background, then closes the transports and leaves the process group with the other
-        ranks."""
+        """Waits for a save in the background, then closes the transports and leaves the process group.
+
+        It waits for the group's other ranks to do so too.
+        """
         self._engine.finish_saving()
         super().stop()
 
     def load(self, directory: str) -> None:
+        """Continues from what `save` wrote to `directory`, as `StudentEngine.load`.
+
+        Raises:
+            CheckpointError: missing, damaged, or of another model.
+        """
         self._engine.load(directory)
 
     def export(self, directory: str, card: str) -> None:

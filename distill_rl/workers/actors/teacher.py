@@ -51,8 +51,9 @@ class TeacherWorker(RankWorker):
         self._gauges = Gauges(config.run.name)
 
     def start(self, host: str, port: int, gpu_memory: float = 1.0) -> None:
-        """Joins the process group of this replica and builds the engine, which loads the model. Waits for the replica's
-        other ranks.
+        """Joins the process group of this replica and builds the engine, which loads the model.
+
+        Waits for the replica's other ranks.
 
         Args:
             host, port: the store through which the ranks of the replica meet.
@@ -68,8 +69,9 @@ class TeacherWorker(RankWorker):
     def open_ring(
         self, transport: str, source: str, num_slots: int, readers: tuple[int, ...], backing: Backing
     ) -> list[Offer]:
-        """Creates the ring of slots that this rank publishes to, closing an earlier one. Each slot holds one
-        micro-batch.
+        """Creates the ring of slots that this rank publishes to, and closes an earlier one.
+
+        Each slot holds one micro-batch.
 
         Args:
             transport: its name.
@@ -90,20 +92,23 @@ class TeacherWorker(RankWorker):
 
     @reporting
     def accept(self, receipts: Sequence[Receipt]) -> None:
-        """Completes the hand-shake with the readers' receipts. Returns None, or a Problem if the transport refuses
-        one."""
+        """Completes the hand-shake with the readers' receipts.
+
+        Returns None, or a Problem if the transport refuses one.
+        """
         for receipt in receipts:
             self._ring.accept(receipt)
 
     @reporting
     def publish_probe(self) -> Handle:
-        """Publishes the known content of `probe_tensors` in the first slot, for all readers. Returns its Handle, or a
-        Problem."""
+        """Publishes the known content of `probe_tensors` in the first slot, for all readers.
+
+        Returns its Handle, or a Problem.
+        """
         return self._ring.publish(Slot(0, FIRST_GENERATION), probe_tensors(self._world.device), PROBE_LAYOUT)
 
     def forward(self, batch: RankBatch, slots: Sequence[Slot]) -> Published:
-        """Computes the targets of this replica's rows of a sub-batch and publishes one micro-batch per slot, for the
-        student.
+        """Computes the targets of this replica's rows of a sub-batch, and publishes each micro-batch in a slot.
 
         All ranks of a replica must be called with the same arguments; only the first one publishes.
 

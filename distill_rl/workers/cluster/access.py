@@ -63,8 +63,9 @@ def require_entry(gcs: str) -> None:
 
 
 def _token() -> str:
-    """Returns the token that Ray would use: RAY_AUTH_TOKEN, else the file RAY_AUTH_TOKEN_PATH, else
-    `~/.ray/auth_token`.
+    """Returns the token that Ray would use: RAY_AUTH_TOKEN, or the content of a file.
+
+    The file is RAY_AUTH_TOKEN_PATH, or else `~/.ray/auth_token`.
 
     Raises:
         ConfigError: the file cannot be read, or other users have any permission on it.

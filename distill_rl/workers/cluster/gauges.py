@@ -46,20 +46,23 @@ class Gauges:
         self._enabled = has_agent() and ray.is_initialized()
 
     def set(self, name: str, value: float, of: str = "") -> None:
-        """Sets the gauge `distill_rl_<name>`. Values that are not finite are ignored, and all are without Ray or its
-        metrics agent."""
+        """Sets the gauge `distill_rl_<name>` with the tag `of`; does nothing without Ray or its metrics agent.
+
+        Values that are not finite are ignored.
+        """
         if self._enabled and math.isfinite(value):
             self._metric("Gauge", name).set(value, tags={"of": of})
 
     def add(self, name: str, value: float, of: str = "") -> None:
-        """Adds to the counter `distill_rl_<name>_total`, which starts at 0 with this process; only positive, finite
-        values count."""
+        """Adds to the counter `distill_rl_<name>_total`, which starts at 0 with this process.
+
+        Values that are not finite and positive are ignored, and all are without Ray or its metrics agent.
+        """
         if self._enabled and math.isfinite(value) and value > 0:
             self._metric("Counter", f"{name}_total").inc(value, tags={"of": of})
 
     def _metric(self, kind: str, name: str) -> Any:
-        """Returns the metric `distill_rl_<name>` of Ray's class `kind` (`Gauge` or `Counter`), creating it at its first
-        use."""
+        """Returns the metric `distill_rl_<name>` of Ray's class `kind` (`Gauge` or `Counter`), made if needed."""
         from ray.util import metrics
 
         if name not in self._metrics:
@@ -70,14 +73,17 @@ class Gauges:
 
     @cached_property
     def _tags(self) -> dict[str, str]:
-        """The labels of every gauge: run, actor, node, and what it is of."""
+        """The default tags of all metrics of this process: run, actor (`driver` outside actors), node, empty `of`."""
         context = ray.get_runtime_context()
         actor = context.get_actor_name() if context.get_actor_id() else None
         return {"run": self._run, "actor": actor or "driver", "node": ray.util.get_node_ip_address(), "of": ""}
 
 
 class GaugeSink:
-    """A sink of the observer: the newest record as gauges, and the tokens as a counter."""
+    """A sink of the observer that sends the newest record as gauges, and the tokens as a counter.
+
+    The counts of faults, which records lack while they are 0, start as gauges of 0.
+    """
 
     def __init__(self, run: str):
         self._gauges = Gauges(run)
@@ -111,8 +117,9 @@ def gauge_of(name: str, value: float) -> tuple[str, float, str]:
 
 
 def write_targets(path: Path) -> None:
-    """Writes the addresses of the metrics agents of this cluster's live nodes to `path`, as a `file_sd_configs` file of
-    Prometheus.
+    """Writes the addresses of the metrics agents of this cluster's live nodes to `path`, for Prometheus.
+
+    The file has the format of `file_sd_configs`.
 
     Does nothing if Ray has no metrics agent. A failure to write is only logged. Ray must have been joined.
     """

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerGroup:
-    """`dp × tp` actors of one class, in rank order: rank = dp_rank · tp + tp_rank."""
+    """Actors of one class, in rank order; of a student or teacher, rank = dp_rank · tp + tp_rank."""
 
     def __init__(
         self,
@@ -33,8 +33,7 @@ class WorkerGroup:
         calls: Calls,
         *arguments: Any,
     ):
-        """Creates one actor per name in its place of the reservation, and registers it with `calls`. Does not wait for
-        them.
+        """Creates one actor per name in its reserved place and registers it with `calls`, without waiting for them.
 
         Args:
             worker: the actor class; its instances get their rank, then `arguments`.
@@ -53,8 +52,9 @@ class WorkerGroup:
         self.actors: list[Any] = [self._make(rank) for rank in range(len(self.names))]
 
     def _make(self, rank: int, suffix: str = "") -> Any:
-        """Creates and registers the actor of a rank, without waiting for it. Ray never restarts it or repeats its
-        calls.
+        """Creates and registers the actor of a rank, without waiting for it, and returns its handle.
+
+        Ray never restarts it or repeats its calls.
 
         Args:
             suffix: added to the name under which Ray knows it; `calls` knows it by its plain name.
@@ -87,12 +87,21 @@ class WorkerGroup:
         }
 
     def call(self, method: str, *arguments: Any, what: str, timeout_s: float) -> list[Any]:
-        """Calls a method on all ranks and waits for their results."""
+        """Calls a method with the same arguments on all ranks, and returns their results in rank order.
+
+        Args:
+            what: what is waited for, for messages.
+            timeout_s: for all ranks together, in seconds.
+
+        Raises:
+            DistillError: as for `Calls.gather`.
+        """
         return self._calls.gather(self.submit(method, *arguments), what=what, timeout_s=timeout_s)
 
     def identify(self, timeout_s: float) -> None:
-        """Waits until all actors run, and records their processes, here and in `calls`, so that they can be monitored
-        and killed.
+        """Waits until all actors run, and records their processes here and in `calls`.
+
+        Only then can they be monitored and killed.
 
         Raises:
             WorkerError: an actor does not come up within `timeout_s` seconds.
@@ -102,8 +111,9 @@ class WorkerGroup:
             self._calls.processes[name] = process
 
     def renew(self, ranks: Sequence[int], timeout_s: float) -> None:
-        """Kills ranks, creates new actors in their placements, and waits until these run. Actors that have to be started
-        must then be started by the caller.
+        """Kills ranks, creates new actors in their placements, and waits until these run.
+
+        The caller must then start those that have to be started.
 
         Unfinished calls of the old actors fail. The old processes remain in `processes`, for their logs.
 
@@ -185,8 +195,7 @@ class WorkerGroup:
 
 
 def stop(groups: Sequence[WorkerGroup]) -> None:
-    """Calls `stop` on all actors, group by group in this order, so that they leave their process groups in an orderly
-    way.
+    """Calls `stop` on all actors, group by group in this order, so that they leave their process groups.
 
     Waits 15 s at most for each group; a failure is only logged. The actors still run afterwards: the caller kills them.
     """

@@ -65,6 +65,8 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Node:
+    """One node of a Ray cluster, as the process that runs it knows it."""
+
     shared: Path
     logs: Path
     name: str
@@ -76,11 +78,10 @@ class Node:
 
     @classmethod
     def of_job(cls, shared: Path, logs: Path) -> Node:
-        """Returns the node that this process is to run, as the environment variables of Slurm and
-        `launch/ray_cluster.sh` describe it.
+        """Returns the node that this process is to run, from environment variables.
 
-        Without Slurm's variables it is the head, named after the host; the first port is then 10000 unless RAY_PORT is
-        set, and the deadline 300 s unless RAY_START_TIMEOUT is.
+        Slurm sets the node's name and index; without them it is the head, named after the host. RAY_PORT is the first
+        port (default 10000), RAY_START_TIMEOUT the deadline in seconds (default 300).
         """
         get = os.environ.get
         return cls(
@@ -94,7 +95,11 @@ class Node:
 
     @property
     def ports(self) -> dict[str, int]:
-        """The ports of Ray's services on this node, apart from those of other nodes on one machine."""
+        """Returns the ports of Ray's services on this node, by name of the `ray start` option.
+
+        The head has nine, other nodes lack those of `_HEAD_ONLY`. Nodes whose indices differ modulo 10 have
+        different ports, so that they can share a machine.
+        """
         start = self.first_port + 10 * (self.index % 10)
         return {name: start + i for i, name in enumerate(_PORTS) if self.is_head or name not in _HEAD_ONLY}
 
@@ -107,15 +112,15 @@ class Node:
         return self.logs / f"ray-{self.name}.log"
 
     def say(self, what: str, text: str = "") -> None:
-        """Tells the other nodes something: a file in the shared folder, named after this node."""
+        """Writes `text` atomically to the file `WHAT-NODE` in the shared folder, for other nodes and the launcher."""
         write_atomic(self.shared / f"{what}-{self.name}", f"{text}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one node of a Ray cluster until it is asked to end, then kills all its processes and keeps the end of their
-    logs.
+    """Runs one node of a Ray cluster until it is asked to end, then kills its processes and keeps the end of the logs.
 
     Blocks signals in this process, makes it a subreaper, and reports progress by files as described at the top.
+    Processes that cannot be ended are listed on stderr.
 
     Args:
         arguments: the shared folder and the log folder; None: those of the command line.
@@ -220,8 +225,7 @@ def _wait(node: Node, condition: Callable[[], bool], deadline: float, rule: str)
 
 
 def _asked_to_end(node: Node) -> bool:
-    """Returns whether SIGUSR2 or the file `stop` asks this node to end; takes up to 0.2 s, in which it waits for a
-    signal.
+    """Returns whether SIGUSR2 or the file `stop` asks this node to end, after waiting up to 0.2 s for a signal.
 
     Takes one blocked signal at most. A SIGTERM is recorded as `told-NODE`; it and all others are otherwise ignored.
     """
@@ -233,8 +237,10 @@ def _asked_to_end(node: Node) -> bool:
 
 
 def _command(node: Node, ip: str, head: str, folder: Path) -> list[str]:
-    """Returns the `ray start` command line for this node, from its ports and the SLURM_* and RAY_* environment
-    variables.
+    """Returns the `ray start` command line for this node.
+
+    It follows from the node's ports and from SLURM_CPUS_ON_NODE, SLURM_GPUS_ON_NODE, RAY_OBJECT_STORE_BYTES and
+    RAY_DASHBOARD, as far as they are set.
 
     Jobs and nodes that share a machine get different ranges of worker ports.
 
@@ -268,14 +274,16 @@ def _command(node: Node, ip: str, head: str, folder: Path) -> list[str]:
 
 
 def _environment(node: Node) -> dict[str, str]:
-    """The environment of Ray's processes: none of Slurm's variables and no secret; the token is passed as a file."""
+    """Returns the environment of Ray's processes: what `allowed_variables` keeps, and the token's file.
+
+    Tokens are in use; the token itself is in the file `token` of the shared folder. Python's output is unbuffered.
+    """
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(node.shared / "token")}
     return allowed_variables(os.environ) | token | {"PYTHONUNBUFFERED": "1"}
 
 
 def address_of_this_machine(towards: str, interface: str = "") -> str:
-    """Returns this machine's IPv4 address: that of `interface`, or without one the address used to reach the host
-    `towards`.
+    """Returns this machine's IPv4 address: that of `interface`, or else the one used to reach the host `towards`.
 
     Sends nothing. Without a route to `towards` it is 127.0.0.1.
 
@@ -335,8 +343,10 @@ def end_descendants() -> list[str]:
 
 
 def _keep_logs(folder: Path, node: Node) -> None:
-    """Copies the last 200 kB of each log that Ray has left in `folder` to `ray-NODE` in the run's logs; skips empty
-    ones."""
+    """Copies the last 200 kB of each log that Ray has left in `folder` to the folder `ray-NODE` of the run's logs.
+
+    Logs are the non-empty .out, .err and .log files of Ray's last session.
+    """
     kept = node.logs / f"ray-{node.name}"
     for file in folder.glob("session_latest/logs/*.*"):
         if file.suffix in (".out", ".err", ".log") and file.is_file() and (size := file.stat().st_size):

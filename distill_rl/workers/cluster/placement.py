@@ -147,13 +147,12 @@ def _colocated(groups: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def _bundle(num_cpus: int, num_gpus: float) -> dict[str, float]:
-    """The resources of one bundle of a Ray placement group."""
+    """Returns the resources of one bundle of a Ray placement group; without GPUs it has no entry for them."""
     return {"CPU": float(num_cpus)} | ({"GPU": num_gpus} if num_gpus else {})
 
 
 def _memory_shares(ranks: Sequence[str], left: float, needs: Mapping[str, float] | None) -> dict[str, float]:
-    """Divides `left`, a share of a GPU's memory, among ranks in proportion to their needs. Returns each rank's share by
-    name.
+    """Divides `left`, a share of a GPU's memory, among ranks in proportion to their needs; returns the shares by name.
 
     Args:
         needs: by `student` or teacher name; None: equal needs.
@@ -254,8 +253,7 @@ def _replica_nodes(
 
 
 def _take(room: Counter[str], needed: Mapping[str, float]) -> bool:
-    """Subtracts `needed` from a node's `room` and returns True; if any of it is missing, changes nothing and returns
-    False."""
+    """Subtracts `needed` from a node's `room` and returns True; if any is missing, only returns False."""
     if any(room[resource] < amount for resource, amount in needed.items()):
         return False
     room.subtract(needed)  # type: ignore[arg-type]
@@ -292,8 +290,7 @@ def reserve(plan: PlacementPlan, *, timeout_s: float, interrupted: Callable[[], 
 
 
 def shortage(plan: PlacementPlan, total: Mapping[str, float], available: Mapping[str, float]) -> str:
-    """Returns one line that says per resource how much the plan asks for, how much the cluster has, and how much is
-    free.
+    """Returns one line with the amount of each resource that the plan asks for, the cluster has, and is free.
 
     It ends with the nodes to which bundles are pinned, if any.
     """

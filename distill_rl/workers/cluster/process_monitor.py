@@ -42,16 +42,15 @@ class NodeMonitor:
     """Inspects and kills processes of one node. An object in the driver, an actor on every other node."""
 
     def states(self, processes: Sequence[Process]) -> list[str]:
-        """Returns psutil's status of each process (`running`, `sleeping`, `stopped`, …), or `gone` for ended ones and
-        zombies."""
+        """Returns psutil's status of each process, such as `running`; `gone` for ended ones and zombies."""
         return [_state(process) for process in processes]
 
     def kill(self, process: Process) -> None:
+        """Sends SIGKILL to a process of this node, unless it has ended already."""
         process.kill()
 
     def stacks(self, processes: Sequence[Process]) -> list[str]:
-        """Makes each process write its stacks, and returns them, thread by thread; empty for one that cannot write
-        them.
+        """Makes each process write its stacks, and returns them as text; empty for one that cannot write them.
 
         SIGUSR2 makes a worker append its stacks to its stderr (`Worker.identify`). They are complete once every log has
         grown and none has grown since the last poll; after 3 s they are returned as they are.
@@ -77,8 +76,10 @@ class NodeMonitor:
         ]
 
     def tails(self, processes: Sequence[Process]) -> list[str]:
-        """Returns the last 16 KiB of each process's stderr, or of its stdout if stderr is empty, without empty lines
-        and Ray's marks."""
+        """Returns the last 16 KiB of each process's stderr, or of its stdout if stderr is empty.
+
+        Empty lines and Ray's marks are left out.
+        """
         texts = [
             [_without_noise(_read(path, -_TAIL_BYTES)) for path in reversed(process.logs)] for process in processes
         ]
@@ -114,8 +115,10 @@ class ProcessMonitor:
         self._fates: dict[Process, str] = {}
 
     def update(self) -> None:
-        """Records the state of every worker's process, and kills those that have been stopped (SIGSTOP) for
-        `faults.stopped_s`.
+        """Records the state of every worker's process, and kills those that were stopped (SIGSTOP) too long.
+
+        That is for `faults.stopped_s` seconds, counted from the first update that saw them stopped; a warning is
+        logged.
 
         Does nothing within a second of the last update. Never waits for other nodes; their states arrive with a later
         update.
@@ -160,8 +163,11 @@ class ProcessMonitor:
         return self._fates.get(process, "") if process else ""
 
     def last_words(self, name: str, lines: int = 3) -> str:
-        """Returns the last lines that a worker printed, joined to one line; empty if it is unknown or its node does not
-        answer."""
+        """Returns the last lines that a worker printed, each cut to 200 characters, joined by ` | `.
+
+        They are from stderr, or from stdout if stderr is empty. Empty if the worker is unknown or its node does not
+        answer within 10 s.
+        """
         process = self._processes.get(name)
         text = self._ask("tails", {name: process}).get(name, "") if process else ""
         return " | ".join(printable(line.strip())[:200] for line in text.splitlines()[-lines:])
@@ -279,8 +285,7 @@ def _by_node(processes: Mapping[str, Process]) -> dict[str, dict[str, Process]]:
 
 
 def _state(process: Process) -> str:
-    """Returns psutil's status of a process; `gone` if it has ended, is a zombie, or its pid belongs to a later
-    process."""
+    """Returns psutil's status of a process; `gone` if it has ended, is a zombie, or a later process has its pid."""
     try:
         present = psutil.Process(process.pid)
         status = present.status()
@@ -298,8 +303,10 @@ def _size(process: Process) -> int:
 
 
 def _read(path: str, start: int) -> str:
-    """Returns the text of a file from byte `start` on; a negative one counts from the end. Empty if it cannot be
-    read."""
+    """Returns the text of a file from byte `start` on; empty if it cannot be read.
+
+    A negative `start` counts from the end. Invalid UTF-8 is replaced.
+    """
     with suppress(OSError), Path(path).open("rb") as file:
         file.seek(start if start >= 0 else max(0, file.seek(0, os.SEEK_END) + start))
         return file.read().decode("utf-8", "replace")
@@ -307,5 +314,5 @@ def _read(path: str, start: int) -> str:
 
 
 def _without_noise(text: str) -> str:
-    """The text without the lines that tell a user nothing."""
+    """Returns the text without empty lines and without the lines by which Ray marks a log as an actor's."""
     return "\n".join(line for line in text.splitlines() if not _NOISE.match(line))

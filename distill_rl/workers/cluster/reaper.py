@@ -1,11 +1,12 @@
 """Ends the Ray processes of a driver that was killed: after `kill -9` none of its own handlers runs.
 
 A small process of its own waits for the end of a pipe that only the driver holds. If the driver closes the pipe without
-a word, it is dead: the reaper kills Ray's processes and removes Ray's directory. A driver that has ended Ray itself says so
-first. Ray's processes are those that name the directory in their command line, with all their descendants; so the reaper
-can be there before Ray starts.
+a word, it is dead: the reaper kills Ray's processes and removes Ray's directory. A driver that has ended Ray itself
+says so first. Ray's processes are those that name the directory in their command line, with all their descendants; so
+the reaper can be there before Ray starts.
 
-The reaper runs this file as a script, with the standard library and psutil only, so that it starts fast and stays small.
+The reaper runs this file as a script, with the standard library and psutil only, so that it starts fast and stays
+small.
 """
 
 from __future__ import annotations
@@ -67,8 +68,10 @@ def with_descendants(roots: Collection[psutil.Process]) -> set[psutil.Process]:
 
 
 def runs(process: psutil.Process) -> bool:
-    """Returns whether a process exists and is no zombie: reaping zombies is up to their parent, which may never do
-    it."""
+    """Returns whether a process exists and is no zombie.
+
+    Reaping a zombie is up to its parent, which may never do it.
+    """
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -95,8 +98,10 @@ def end(processes: Collection[psutil.Process], patience_s: float, *, kill: bool 
 
 
 def ray_processes(directory: str) -> set[psutil.Process]:
-    """Returns the processes of Ray's that name the directory in their command line. Actors, which rename themselves, do
-    not, but their parent does."""
+    """Returns the processes of Ray's that name the directory in their command line.
+
+    Actors do not, because they rename themselves, but their parent does.
+    """
     found = set()
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or ()
@@ -106,8 +111,10 @@ def ray_processes(directory: str) -> set[psutil.Process]:
 
 
 def main(directory: str) -> None:
-    """Waits for the driver to close stdin; if it did so without a word, kills Ray's processes and removes Ray's
-    directory."""
+    """Waits until the driver closes stdin; unless it said that Ray has ended, kills Ray's processes.
+
+    Ray's directory is then removed too.
+    """
     # Look again and again while the driver lives, more often while Ray starts. When the driver dies, one of its processes
     # may end by itself first, and the children of that one are then nobody's descendants.
     family: set[psutil.Process] = set()

@@ -71,15 +71,18 @@ def ray_session(
 ) -> Iterator[None]:
     """Joins the Ray cluster at `ray.address`, or starts Ray on this machine, for as long as the block runs.
 
-    At its end the cluster is left, or the Ray that was started here is ended with every process that it started.
+    At its end the cluster is left, or the Ray that was started here is ended with every process that it started. At its
+    start, prints whether Ray is joined or started, and sets RAY_IGNORE_UNHANDLED_ERRORS unless it is set.
 
     Args:
         num_cpus: least number of logical CPUs of a Ray started here, unless `ray.num_cpus` gives one.
         target_bytes: size of the teachers' targets that the object store of a Ray started here must hold at once.
-        started: called as soon as Ray runs, before any pending signal reaches its handlers, which Ray replaces.
+        started: called as soon as Ray runs, to install signal handlers again, which Ray replaces; if Ray is started
+            here, also when that fails, and before a pending signal is delivered.
 
     Raises:
-        ConfigError: there is no cluster at the address, it refuses this user, or there is too little room in /dev/shm.
+        ConfigError: no cluster answers at the address, it refuses this user or asks for no token although tokens are in
+            use, this user has no usable token, or /dev/shm or /tmp has too little room.
         WorkerError: Ray did not start.
     """
     # The driver handles every error of an actor's call. Ray would also print those of calls that are dropped because
@@ -158,8 +161,9 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
 
 @contextmanager
 def _joined_ray(address: str) -> Iterator[None]:
-    """Joins the Ray cluster at `address` (host:port or `auto`) with a namespace of its own, and leaves it when the
-    block ends.
+    """Joins the Ray cluster at `address` with a namespace of its own, and leaves it when the block ends.
+
+    The address is host:port or `auto`.
 
     Raises:
         ConfigError: no cluster answers, it refuses this user's token, or it asks for no token although tokens are in
@@ -208,8 +212,9 @@ def _require_answer(address: str) -> None:
 
 @cache
 def _private_directory() -> Path:
-    """Returns this process's directory for Ray's files and token, created at the first call, which only this user can
-    enter.
+    """Returns this process's directory for Ray's files and token, which only this user can enter.
+
+    It is created at the first call.
 
     Removed at exit; the first call also removes those that dead processes have left. It is in /tmp whatever TMPDIR is,
     because Ray's socket paths must stay under 107 bytes.
@@ -222,8 +227,9 @@ def _private_directory() -> Path:
 
 @cache
 def _token_file() -> Path:
-    """Returns a file, written at the first call and readable by this user only, with a token: RAY_AUTH_TOKEN or a new
-    one.
+    """Returns a file with a token, RAY_AUTH_TOKEN or a new random one, that only this user can read.
+
+    It is written at the first call.
 
     There is one per process, because Ray reads it once.
     """
@@ -253,8 +259,10 @@ def _allowed_environment() -> Iterator[None]:
 
 
 def worker_environment() -> dict[str, str]:
-    """Returns the variables on which all nodes of a joined cluster must agree, with the driver's values, for Ray's
-    runtime environment: there, workers do not inherit them from the driver."""
+    """Returns the variables on which all nodes of a joined cluster must agree, with this process's values.
+
+    They are for Ray's runtime environment, because workers of a joined cluster do not inherit them from the driver.
+    """
     shared = re.compile(r"HF_.*|GLOO_.*|NCCL_.*|DISTILL_RL_.*|OMP_.*|VLLM_.*")
     variables = {name: value for name, value in allowed_variables(os.environ).items() if shared.fullmatch(name)}
     return variables | _FOR_WORKERS
@@ -267,16 +275,18 @@ def allowed_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _object_store_bytes(target_bytes: int) -> int:
-    """Returns the size of the object store: what the targets in flight need, but at most 80 % of the free space in
-    /dev/shm.
+    """Returns the size in bytes of the object store for a Ray started here.
 
-    If that is too little, Ray spills the rest to /tmp, and a warning is logged.
+    It is `target_bytes` and 256 MiB to spare, but at most 80 % of the free space in /dev/shm, and at least
+    `LEAST_OBJECT_STORE`.
+
+    If the targets do not fit, Ray spills the rest to /tmp, and a warning is logged.
 
     Args:
         target_bytes: size of the targets that exist at once.
 
     Raises:
-        ConfigError: /tmp has too little room for the rest.
+        ConfigError: /dev/shm has less free than `LEAST_OBJECT_STORE`, or /tmp has too little room for the rest.
     """
     free = object_store_room()
     wanted = _SPARE_OBJECT_STORE + target_bytes

@@ -20,8 +20,9 @@ log = logging.getLogger(__name__)
 
 
 def write_timeline(path: Path, names: Mapping[str, str]) -> None:
-    """Writes a trace of the run's calls for chrome://tracing or ui.perfetto.dev. Ray must still run; takes a few
-    seconds.
+    """Writes a trace of the run's calls for chrome://tracing or ui.perfetto.dev.
+
+    Ray must still run. Takes a few seconds.
 
     The trace has one row for the driver, then one per worker in the order of `names`. Every call is a box that contains
     Ray's phases: fetching the arguments, running, storing the results. Ray keeps the newest 100,000 calls of a cluster,
@@ -71,8 +72,7 @@ def _metadata(name: str, process: int, thread: int, arguments: Mapping[str, Any]
 
 
 def _read(rows: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Returns Ray's events whose `tid` is in `rows`, once no more arrive. Each of up to six reads takes about a
-    second."""
+    """Returns Ray's events whose `tid` is in `rows`, once two reads return equally many, or after six reads."""
     events: list[dict[str, Any]] = []
     for _ in range(_MAX_READS):
         previous, events = events, [event for event in ray.timeline() if event["tid"] in rows]

@@ -109,8 +109,7 @@ class Evaluations:
         self.collect()
 
     def collect(self, *, wait_s: float = 0.0) -> None:
-        """Records the running evaluation if it has finished, failed or is overdue, and then starts the next one in the
-        queue.
+        """Records the running evaluation if it has ended or is overdue, and then starts the next one in the queue.
 
         A failure is only logged. Returns at once, or after `wait_s` seconds if the running one has not finished by
         then.
@@ -157,10 +156,9 @@ class Evaluations:
         return results
 
     def _end(self, running: _Running) -> None:
-        """Records and prints the scores of an evaluation that has ended or is overdue, and deletes its copy of the
-        weights.
+        """Records and prints the scores of an evaluation that has ended, and deletes its copy of the weights.
 
-        A failure costs only its scores: it is logged, and the evaluator is replaced.
+        If it failed or is overdue, there are no scores: that is logged, and the evaluator is replaced.
         """
         self._running = None
         try:
@@ -215,7 +213,7 @@ def scores(results: Mapping[str, Result]) -> dict[str, float]:
 
 
 def report(what: str, results: Mapping[str, Result]) -> None:
-    """Prints one line per suite with its score, the score's interval and the number of items; `what` names the model."""
+    """Prints one line per suite: score, its interval, and the number of items; `what` names the model."""
     for suite, result in results.items():
         low, high = result["interval"]
         say(f"evaluated {what} on {suite}: {result['score']:.3f} [{low:.3f}, {high:.3f}], {result['num_items']} items")

@@ -88,8 +88,10 @@ class RayExecutor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        """Ends the actors and Ray; in an orderly way if the block succeeded, otherwise keeping the actors' output in
-        `logs`."""
+        """Ends the actors and Ray, in an orderly way if the block succeeded.
+
+        After a DistillError the actors' output is kept in `logs`.
+        """
         if self._group is not None and kind is None:
             self._calls.interrupted = lambda: None
             stop([self._group])  # gives an engine the chance to end its processes
@@ -101,6 +103,10 @@ class RayExecutor:
         """Makes every actor load the model in `folder`, in place of an earlier one, and waits for it. Sets `device`.
 
         The first call starts (or joins) Ray and the actors.
+
+        Raises:
+            ConfigError: Ray or the resources are not available.
+            DistillError: an actor failed, or took longer than `Shards.deadline_s` to load the model.
         """
         if self._group is None:
             self._group = self._start_actors(settings.tensor_parallel)
@@ -109,8 +115,9 @@ class RayExecutor:
         self.device = self._calls.gather(started, what=f"loading {folder}", timeout_s=self._shards.deadline_s)[0]
 
     def run(self, task: Task, items: Sequence[Item]) -> Iterator[list[tuple[int, Output]]]:
-        """Distributes the items over the actors in chunks, and yields (index into `items`, output) chunk by chunk, as
-        they finish.
+        """Distributes the items over the actors in chunks, and yields each chunk's outputs as it finishes.
+
+        They are pairs (index into `items`, output).
 
         The order of the chunks is not that of the items. A model must have been loaded.
 
@@ -141,8 +148,7 @@ class RayExecutor:
                 yield [(chunk[index], output) for index, output in outputs]
 
     def _start_actors(self, tensor_parallel: int) -> WorkerGroup:
-        """Starts (or joins) Ray and one actor per shard, each with its own reserved resources, and waits until they
-        run.
+        """Starts (or joins) Ray and one actor per shard, on reserved resources, and waits until they run.
 
         All of it ends when the executor's block ends.
 

@@ -72,7 +72,7 @@ class BadRows:
             source: `train` or `validation`.
 
         Raises:
-            AlignmentError: this is one more than `aligner.max_bad_rows`. The row is listed all the same.
+            AlignmentError: more rows than the budget are now listed. The row is listed all the same.
         """
         if (source, bad.row) in self.rows:
             return
@@ -91,7 +91,8 @@ class BadRows:
 
 
 class AlignerPool:
-    """
+    """The aligner actors, or this process in their place, called as one; see the top of this module.
+
     Args:
         group: the actors. If it is empty, `local` does the work in this process.
         local: an object with the methods of `AlignerWorker`, for an empty group.
@@ -112,10 +113,13 @@ class AlignerPool:
         return self._group.names or ["driver"]
 
     def submit(self, batch: DocumentBatch) -> PendingBatch:
-        """Hands a batch to its aligner and returns at once, with references to the results; `settle` must be called for
-        it later.
+        """Hands a batch to its aligner and returns at once, with references to the results.
 
-        In an empty pool, this process does the work, rows that fail included, before it returns.
+        `settle` must be called for it later. An empty pool does the work in this process before it returns, and
+        records rows that fail.
+
+        Raises:
+            DistillError: in an empty pool, the data need a fix by the user, or too many rows are bad.
         """
         pending = PendingBatch(batch, batch.index % len(self.names), None, [])
         self._build(pending)
@@ -123,8 +127,9 @@ class AlignerPool:
         return pending
 
     def overdue(self, pending: PendingBatch) -> bool:
-        """Returns whether a batch has been first in its aligner's queue, unfinished, for longer than
-        `aligner.deadline_s`.
+        """Returns whether a batch has been first in its aligner's queue, unfinished, for too long.
+
+        That is longer than `aligner.deadline_s`.
 
         The time counts from the first call that sees it there. For a batch that has been submitted and not settled;
         False in an empty pool.
@@ -147,8 +152,9 @@ class AlignerPool:
         return len(ray.wait(infos, num_returns=len(infos), timeout=0)[1]) if infos else 0
 
     def settle(self, pending: PendingBatch) -> tuple[BatchInfo, bool]:
-        """Waits until a batch is aligned, repeating it and leaving out rows that fail, as described at the top of this
-        module.
+        """Waits until a batch is aligned; after failures repeats it, and then leaves out the rows that fail.
+
+        The order is that at the top of this module.
 
         New bad rows are recorded. Aligners that died or hang are replaced.
 
@@ -231,8 +237,10 @@ class AlignerPool:
             return None
 
     def _wait(self, pending: PendingBatch, what: str) -> BatchInfo:
-        """Waits for a batch's BatchInfo, for what remains of the deadline since it was first seen at the head of the
-        queue.
+        """Waits for a batch's BatchInfo and returns it.
+
+        The deadline counts from when `overdue` first saw the batch at the head of its aligner's queue, otherwise from
+        now.
 
         Raises:
             DistillError: the aligner raised, died or is late.
@@ -243,8 +251,7 @@ class AlignerPool:
         return self._calls.gather(names, what=what, timeout_s=max(0.0, self._deadline_s - waited_s))[0]
 
     def _recover(self, pending: PendingBatch, call: ray.ObjectRef, error: DistillError) -> None:
-        """Prepares the batch's aligner for a retry after `error`: replaces it if it died or does not answer, else does
-        nothing.
+        """Replaces the batch's aligner after `error` if it died or does not answer; otherwise does nothing.
 
         Args:
             call: the call that failed.
@@ -268,8 +275,9 @@ class AlignerPool:
         self._group.replace(pending.aligner, timeout_s=self._config.ray.start_timeout_s)
 
     def _find_bad_rows(self, pending: PendingBatch) -> None:
-        """Tries each row that is not known to be bad on its own, and records those that fail. Aligners that die are
-        replaced.
+        """Tries each row that is not known to be bad on its own, and records those that fail.
+
+        Aligners that die or hang are replaced.
 
         Raises:
             DistillError: as for `settle`.

@@ -64,7 +64,7 @@ class Connector:
         """Routes whose probe arrived, by source."""
 
     def connect(self) -> dict[str, Choice]:
-        """Opens and proves all rings, with a second choice where the first fails, and logs the transports in use.
+        """Opens and proves all rings, with a second choice where the first fails, and prints the transports in use.
 
         Returns:
             The proven transport of each teacher rank that publishes, by its name.
@@ -118,12 +118,13 @@ class Connector:
         self._used |= {route.source: route for route in retries}
 
     def _places(self, group: WorkerGroup, ranks: Sequence[int] | None = None) -> list[Place]:
-        """Where the ranks of a group run."""
+        """Asks all ranks of a group, or `ranks`, where they run, and returns the answers in that order."""
         return self._gather(group.submit("place", ranks=ranks))
 
     def _route(self, teacher: TeacherConfig, group: WorkerGroup, replica: int, places: Sequence[Place]) -> Route:
-        """Plans the route from the first rank of a teacher's replica to the student ranks that read its rows; opens
-        nothing.
+        """Plans the route from the first rank of a teacher's replica to the student ranks that read its rows.
+
+        Opens nothing.
 
         Args:
             places: of all student ranks, in rank order.
@@ -162,8 +163,9 @@ class Connector:
         return replace(route, choice=Choice(FALLBACK, reason))
 
     def _open(self, routes: Sequence[Route]) -> dict[str, str]:
-        """Runs the hand-shake on all routes, stage by stage; a route that fails a stage takes no part in the later
-        ones.
+        """Runs the hand-shake on all routes, stage by stage.
+
+        A route that fails a stage takes no part in the later ones.
 
         Returns:
             The first problem of each route that failed, by source, in the order of the routes; empty if all work.
@@ -203,8 +205,9 @@ class Connector:
     def _call_readers(
         self, method: str, items: Mapping[Route, Sequence[Offer | Handle]], problems: dict[str, str]
     ) -> dict[Route, list[Any]]:
-        """Calls a method once on every student rank, with the list of its items of all routes, and waits for the
-        answers.
+        """Calls a method once on every student rank, with the list of its items of all routes.
+
+        Waits for the answers.
 
         Args:
             items: per route, one item for each of its readers.

@@ -74,8 +74,9 @@ class Pipeline:
         return self._wait_for_alignment(pending)
 
     def check_aligners(self) -> None:
-        """Settles the batches whose alignment is overdue, which replaces an aligner that hangs. Call it during every
-        long wait.
+        """Settles the batches whose alignment is overdue, which replaces an aligner that hangs.
+
+        Call it during every long wait.
 
         Otherwise teachers called on such a batch, although a later one, would be blocked behind it.
         """
@@ -84,8 +85,10 @@ class Pipeline:
                 self._wait_for_alignment(pending)
 
     def finish(self, sub_batch: SubBatch) -> None:
-        """Gives back the slots of a sub-batch whose readers have all returned, drops its references, and calls teachers
-        with the room."""
+        """Gives back the slots of a sub-batch whose readers have all returned, and drops its references.
+
+        Then calls the teachers on queued sub-batches that there is room for.
+        """
         self._release([sub_batch])
         self._advance()
 
@@ -140,8 +143,7 @@ class Pipeline:
         return info
 
     def _split(self, pending: PendingBatch) -> None:
-        """Makes the sub-batches of a batch from the references to an aligner's results (`pending.parts`), and queues
-        them.
+        """Makes the sub-batches of a batch from the references in `pending.parts`, and queues them.
 
         They replace those that the batch had.
         """
@@ -200,15 +202,13 @@ class Pipeline:
         self._open.append(sub_batch)
 
     def _call(self, t: int, replica: int, sub_batch: SubBatch, slots: Sequence[Slot]) -> Refs:
-        """Calls `forward` on the ranks of one replica of teacher `t`, without waiting. Returns the calls in rank
-        order."""
+        """Calls `forward` on the ranks of one replica of teacher `t`, without waiting. Returns the calls by rank."""
         teacher, group = self._teachers[t]
         ranks = range(replica * teacher.parallel.tp, (replica + 1) * teacher.parallel.tp)
         return group.submit("forward", sub_batch.teachers[t][replica], slots, ranks=ranks)
 
     def _release(self, sub_batches: Sequence[SubBatch]) -> None:
-        """Removes sub-batches from the queue and from the open ones, gives their slots back, and drops their
-        references."""
+        """Removes sub-batches from the queue and the open ones, gives back their slots and drops their references."""
         gone = {id(sub_batch) for sub_batch in sub_batches}
         self._queue = [entry for entry in self._queue if id(entry[1]) not in gone]
         self._open = [sub_batch for sub_batch in self._open if id(sub_batch) not in gone]

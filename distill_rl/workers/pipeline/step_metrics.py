@@ -19,7 +19,8 @@ def describe_transport(
 ) -> dict[str, Metric]:
     """Returns the metrics of one batch about the transport and the teachers' times, by name; empty without teachers.
 
-    These are bytes, bytes per token, and by teacher the use of its ring and the seconds of `forward` and `publish`.
+    These are bytes, bytes per position of the rows (padding included), and by teacher the use of its ring and the
+    seconds of `forward` and `publish` of its slowest replica.
 
     Args:
         stats: what was measured, by sub-batch, running teacher and replica.
@@ -51,8 +52,10 @@ def describe_transport(
 
 
 def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
-    """Returns the metrics of one batch about its alignment, by name: counts of documents, tokens, rows and chunks, and
-    seconds.
+    """Returns the metrics of one batch about its alignment, by name.
+
+    These are counts of documents, truncated documents, tokens and rows, the queue, seconds, and per teacher with
+    another tokenizer those about its chunks.
 
     Args:
         queue: batches that the aligners had not finished when the student was ready for this one.
@@ -72,8 +75,10 @@ def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
 
 
 def _describe_pair(alignment: AlignmentInfo, num_labels: int, suffix: str) -> dict[str, Metric]:
-    """Returns the metrics about the chunks of one teacher with another tokenizer: their number, how many are one to
-    one, the share of labels covered, the share of documents aligned exactly, and documents by alignment method.
+    """Returns the metrics about the chunks of one teacher with another tokenizer, by name.
+
+    These are their number, the shares of one-to-one chunks, of labels covered and of documents aligned exactly, and
+    documents by alignment method.
 
     Args:
         num_labels: of the student in the batch.

@@ -40,6 +40,8 @@ class _Progress:
 
 @dataclass
 class StudentGroup:
+    """The student's ranks, called as one. Recovers from the deaths of teachers on the way."""
+
     _group: WorkerGroup
     _config: Config
     _calls: Calls
@@ -48,8 +50,7 @@ class StudentGroup:
     _recovery: TeacherRecovery
 
     def train_step(self, batch: PendingBatch) -> dict[str, Metric]:
-        """Trains the student on a batch, one optimizer step in all, waiting for its alignment, its targets and the
-        student.
+        """Trains the student on a batch, in one optimizer step, and waits for all that this needs.
 
         Dead teachers are recovered from on the way. `batch.metrics` is set to the metrics of alignment, transport and
         faults.
@@ -69,17 +70,20 @@ class StudentGroup:
         return self._run(_Progress("evaluate", what, ("validation",) * 3), batch)
 
     def collective(self, method: str, *arguments: object, what: str) -> list[Any]:
-        """Calls a method in which all ranks take part (save, load, export) and waits for it, `ray.step_timeout_s` at
-        most.
+        """Calls a method in which all ranks take part (save, load, export), and waits for it.
+
+        Waits `ray.step_timeout_s` at most.
 
         Returns:
             The results in rank order.
+
+        Raises:
+            DistillError: a rank failed, died or is late.
         """
         return self._group.call(method, *arguments, what=what, timeout_s=self._config.ray.step_timeout_s)
 
     def _run(self, progress: _Progress, batch: PendingBatch) -> dict[str, Metric]:
-        """Waits for a batch's alignment, then calls the student on every sub-batch whose teachers have been called, and
-        waits.
+        """Waits for a batch's alignment, calls the student on every sub-batch as its teachers are called, and waits.
 
         The student is called only after the alignment is known to exist: no earlier fault can reach its state. Sets
         `batch.metrics`.
@@ -105,8 +109,9 @@ class StudentGroup:
         return merge(progress.results)
 
     def _call_student(self, progress: _Progress, sub_batch: SubBatch) -> None:
-        """Calls every rank with its rows and with what all teachers publish, without waiting. Ray starts a call when
-        that exists.
+        """Calls every rank with its rows and with what all teachers publish, without waiting.
+
+        Ray starts a call when that exists.
 
         The sub-batch is then TRAINING, with these calls in place of earlier ones.
         """
@@ -163,8 +168,7 @@ class StudentGroup:
         return stats, results
 
     def _recover(self, progress: _Progress, error: DistillError) -> None:
-        """Replaces dead teachers, or gives one up, and calls the student again on the sub-batches that it could not
-        begin.
+        """Replaces dead teachers or gives one up, and calls the student again on sub-batches that it could not begin.
 
         Sub-batches that the student has finished are marked DONE.
 
@@ -183,8 +187,7 @@ class StudentGroup:
                     self._call_student(progress, sub_batch)
 
     def _is_done(self, progress: _Progress, sub_batch: SubBatch, error: DistillError) -> bool:
-        """Waits until the calls of a sub-batch have ended, and returns whether the student has finished it or never
-        began it.
+        """Waits until a sub-batch's calls have ended; True: the student has finished it, False: never began.
 
         Raises:
             DistillError: `error`, for anything in between: a half-applied sub-batch cannot be repeated.
@@ -198,7 +201,7 @@ class StudentGroup:
         return not any(isinstance(outcome, Retryable) for outcome in outcomes)
 
     def _outcomes(self, calls: Refs, what: str) -> list[Any]:
-        """Waits until all calls have ended, and returns a result or Ray's error (not raised) of each."""
+        """Waits until all calls have ended, and returns each one's result or Ray's error (not raised), in order."""
         timeout_s = self._config.ray.step_timeout_s
         return list(self._calls.outcomes(calls, what=what, timeout_s=timeout_s).values())
 

@@ -70,8 +70,10 @@ class SubBatch:
         self.state = State.DONE
 
     def release(self) -> dict[str, tuple[Slot, ...]]:
-        """Drops all references to rows and calls, and returns the slots that were held, by teacher, for the caller to
-        give back."""
+        """Drops all references to rows and calls, and returns the slots that were held, by teacher.
+
+        The caller gives these back. The sub-batch is RELEASED.
+        """
         slots, self.slots, self.state = self.slots, {}, State.RELEASED
         for references in (self.student, self.teachers, self.teacher_calls, self.student_calls):
             references.clear()
@@ -115,8 +117,10 @@ class PendingBatch:
             self.release()
 
     def release(self) -> None:
-        """Drops the references to rows, targets and calls. The slots that sub-batches still held are not given back to
-        their ledgers."""
+        """Drops the references to rows, targets and calls.
+
+        Slots that sub-batches still held are not given back to their ledgers.
+        """
         self.parts.clear()
         for sub_batch in self.sub_batches:
             sub_batch.release()

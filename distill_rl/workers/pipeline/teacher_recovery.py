@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class TeacherRecovery:
+    """Finds dead teachers and replaces them, or gives them up; see the top of this module."""
+
     _config: Config
     _teachers: Teachers
     _student: AbstractSet[str]
@@ -45,7 +47,7 @@ class TeacherRecovery:
     """Replicas with a dead rank, each with its ranks and why it died."""
 
     def counts(self) -> dict[str, Metric]:
-        """Returns the metrics of restarts and losses since the run began; those that are 0 are left out.
+        """Returns the metrics of restarts and losses since this start of the run; those that are 0 are left out.
 
         Logs a warning if teachers have been lost.
         """
@@ -59,8 +61,7 @@ class TeacherRecovery:
         return {name: Metric(float(count), "last") for name, count in counts.items() if count}
 
     def find_dead(self, error: DistillError, what: str) -> None:
-        """Finds the teacher replicas with a dead rank and kills their other ranks, after a call has failed with
-        `error`.
+        """Finds the teacher replicas with a dead rank after a call has failed with `error`, and ends their other ranks.
 
         Waits a few seconds for a death to become known. An overdue teacher counts as dead. `replace_dead` must follow.
 
@@ -96,12 +97,13 @@ class TeacherRecovery:
                 group.end(rank)  # the survivors would wait for the dead rank, and the student for them
 
     def replace_dead(self) -> None:
-        """Replaces the replicas that `find_dead` has noted and calls them again on open sub-batches, or gives their
-        teacher up.
+        """Replaces the replicas that `find_dead` has noted, or gives their teacher up.
+
+        Replacements are called again on the open sub-batches.
 
         Raises:
             WorkerError: the budget `faults.teacher_restarts` is spent, and `faults.lost_teacher` is `fail` or no other
-                teacher is left.
+                teacher with a weight is left.
             DistillError: a replacement failed for a cause that the user has to fix, or because the student died.
         """
         for teacher, group, ranks, cause in self._dead:
@@ -109,8 +111,9 @@ class TeacherRecovery:
                 self._replace(teacher, group, ranks, cause)
 
     def _replace(self, teacher: TeacherConfig, group: WorkerGroup, ranks: range, cause: DistillError) -> None:
-        """Starts a replica again, as often as the run's budget of restarts allows, and resubmits its calls; else gives
-        up its teacher.
+        """Starts a replica again and resubmits its calls; gives its teacher up if the budget of restarts is spent.
+
+        Prints each restart. A restart that fails is repeated while the budget lasts.
 
         Args:
             cause: why the replica died, for messages.
