@@ -98,7 +98,7 @@ def _may_have_dummy(vocabulary: Vocabulary, section: int) -> bool:
 
 
 def _written_length(vocabulary: Vocabulary, token: int, text: bytes, cursor: int) -> int:
-    """Bytes that a special token takes up if it is written at `cursor`; 0 if it is not there.
+    """Returns how many bytes of `text` a special token takes up at `cursor`; 0 if it is not written there.
 
     They include the white space that the token strips.
     """

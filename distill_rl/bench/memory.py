@@ -177,7 +177,7 @@ def _batch(case: Case, dp_rank: int) -> RankBatch:
 
 
 def _targets(case: Case) -> Any:
-    """The `targets` argument of `train_step`: it yields random top-k targets for any rows, drawn anew each time."""
+    """Returns the `targets` argument of `train_step`: makes a context manager that yields new random top-k targets."""
     import torch
 
     from distill_rl.losses import TopKLogprobs

@@ -119,12 +119,12 @@ def _finish(device: str) -> None:
 
 
 def measure(name: str, *, num_bytes: int, rounds: int, device: str = "cpu") -> dict[str, Any]:
-    """Times one transport between two actors, which are killed afterwards. Needs a Ray session.
+    """Times one transport between two actors, which it ends afterwards. Needs a Ray session.
 
     Args:
         name: of the transport.
         num_bytes: size of the targets, rounded down to whole tokens.
-        rounds: that count; `WARM_UP` further ones come first.
+        rounds: how many are timed, after `WARM_UP` untimed ones.
         device: of both processes' tensors.
 
     Returns:

@@ -109,10 +109,10 @@ def align(
 
 
 def read_rows(data: DataConfig, limit: int) -> Rows:
-    """At most `limit` rows of the data, evenly spaced, as non-empty texts and as chats.
+    """Returns at most `limit` evenly spaced rows: the chats, and all non-empty texts, the chats' messages included.
 
     Raises:
-        DataError: data that are missing or damaged, or rows without any text.
+        DataError: the data are missing or damaged, or no row that was read has text.
     """
     from distill_rl.data.sources import open_source
 

@@ -154,7 +154,7 @@ def _run(command: list[str], environment: dict[str, str], log: IO[bytes], limit_
     `_end`.
 
     Args:
-        part: if it has a command of its own, that gets SIGTERM and `_GRACE_S` to stop when the time is over.
+        part: if it has a command of its own, the process gets SIGTERM at the limit and is killed `_GRACE_S` later.
     """
     before, process = _children(), None
     try:

@@ -161,7 +161,7 @@ class Driver:
         """Returns whether to save now; True at most once per due checkpoint, so call it once per step.
 
         A checkpoint that falls due at a skipped step is deferred to the next step that is not, because the weights may
-        already be bad. `run` defers stops likewise.
+        already be bad.
         """
         self._checkpoint_owed = self._checkpoint_owed or self.due(self.config.checkpoint.every)
         if self._last_skipped or not self._checkpoint_owed:

@@ -206,10 +206,10 @@ def read_state(directory: str | Path) -> StudentState:
     """Reads `student.json` of the student's part of a checkpoint and nothing else.
 
     Args:
-        directory: the student's, which holds that file.
+        directory: the student's folder in the checkpoint.
 
     Raises:
-        CheckpointError: missing, not JSON, or of another format.
+        CheckpointError: the file is missing, is not JSON, or has another format.
     """
     path = Path(directory) / STATE_FILE
     try:

@@ -126,10 +126,10 @@ class DenseRows(RowFunction):
         self.teacher.restore(tensors)
 
     def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
-        """First pass over a chunk: stores this rank's part of both sides' normalisers and, with labels, their logits.
+        """First pass over a chunk: loads the teacher's chunk and stores this rank's part of both sides' normalisers.
 
-        For a plain KL also Σ e·(x − y), with x the logits of the side that leads it, y the other side's and e = exp(x).
-        u stays as it is; the teacher's chunk is loaded.
+        With labels, also the student's logits at them. For a plain KL, also Σ exp(x)·(x − y), with x the logits of the
+        side whose probabilities weight it, and y the other side's. u is not changed.
         """
         w = self.teacher.load(rows, buffers, self.teacher_centre, first=True)
         if self.label is not None:

@@ -167,7 +167,7 @@ class Buffers:
             name: of the buffer that receives u; it is what is returned, [n, width].
             logits: z, [n, columns].
             rows: the chunk, for the centre.
-            first: during the first pass, which measures the centre of these rows.
+            first: whether this is the first pass, which measures the centre of these rows and keeps it in `centre`.
         """
         buffer = self.buffer(name, logits.shape[0])
         return self.finish(buffer, logits, centre, rows, first=first)
@@ -178,7 +178,7 @@ class Buffers:
         Args:
             buffer: [n, width]; its dummy columns are set to the floor.
             logits: [n, columns]; may be those columns of `buffer` itself.
-            first: during the first pass, which measures the centre of these rows.
+            first: whether this is the first pass, which measures the centre of these rows and keeps it in `centre`.
         """
         if first:
             centre.measure(rows, logits)

@@ -126,7 +126,7 @@ class TrackerSink:
                 self._warn(f"is too slow: {self._waiting.maxsize} records are waiting, and new ones are dropped")
 
     def close(self) -> None:
-        """Waits for the child to send the rest and end, up to a deadline, then kills what is left of its processes.
+        """Waits, up to a deadline, for the child to send the rest and end; kills it and its processes if it does not.
 
         The deadline is `close_s` seconds, but at most UNREACHED_S if the tracker was never reached. Logs a warning if
         records are missing in the tracker.

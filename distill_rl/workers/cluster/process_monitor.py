@@ -173,7 +173,9 @@ class ProcessMonitor:
         return " | ".join(printable(line.strip())[:200] for line in text.splitlines()[-lines:])
 
     def dump_stacks(self) -> None:
-        """Writes the stacks of all workers that can still report them to `stacks/<worker>.txt`. Takes seconds."""
+        """Writes the stacks of all workers that can still report them to `stacks/<worker>.txt` (`/` becomes `-`).
+
+        Takes seconds."""
         processes = dict(self._processes)
         for name, text in self._ask("stacks", processes).items():
             if text:

@@ -109,11 +109,10 @@ class StudentGroup:
         return merge(progress.results)
 
     def _call_student(self, progress: _Progress, sub_batch: SubBatch) -> None:
-        """Calls every rank with its rows and with what all teachers publish, without waiting.
+        """Calls every rank with its rows and the targets that all teachers publish, without waiting.
 
-        Ray starts a call when that exists.
-
-        The sub-batch is then TRAINING, with these calls in place of earlier ones.
+        Ray starts each call once its targets exist. The sub-batch is then TRAINING, with these calls in place of
+        earlier ones.
         """
         tp, published = self._config.student.parallel.tp, sub_batch.published
         sizes = [len(teacher) for teacher in published]
