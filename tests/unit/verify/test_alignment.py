@@ -84,6 +84,10 @@ def test_different_alignments_are_found(change) -> None:
     assert checks.difference(FOUND, change(FOUND)) is not None
 
 
+def test_exactness_alone_is_a_difference_and_named() -> None:
+    assert checks.difference(FOUND, replace(FOUND, exact=not FOUND.exact)) == "exact is True, but False"
+
+
 def test_different_tokenizers_are_no_identity() -> None:
     assert checks.identity_problem(TokenAligner(STUDENT, STUDENT).align(TEXT)) is None
     assert checks.identity_problem(FOUND) is not None
