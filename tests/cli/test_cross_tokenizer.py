@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.cli.test_train import assert_equal_runs, shards
 from tests.helpers.command import Cluster, distill_rl, records, series
@@ -64,25 +63,6 @@ def test_neither_resume_aligners_nor_depth_change_a_bit(straight, material, clus
     assert_equal_runs(straight, run)
     assert series(run, "validation/kl_loss")[-1] == series(straight, "validation/kl_loss")[-1]
     assert shards(run, 8) == shards(straight, 8)
-
-
-def test_split_ranks_match_one_process_and_save_the_learned_projection(material, cluster, tmp_path):
-    common = (
-        "loss.cross_tokenizer=xtoken", "teachers.0.export=logits", "projection.learnable=true", "loss.temperature=2",
-        "train.steps=4", "schedule.steps=4", "optimizer.lr=0.001", "aligner.workers=0",
-    )  # fmt: skip
-    whole = train(material, tmp_path / "whole", *common, cluster=cluster)
-    split = train(
-        material, tmp_path / "split", *common, "student.parallel={dp: 1, tp: 2}", "teachers.0.parallel={dp: 2, tp: 1}",
-        "train.micro_batch_size=1", "transport=shared_memory", cluster=cluster,
-    )  # fmt: skip
-    for metric in ("train/kl_loss", "train/nll_loss", "train/grad_norm", "validation/kl_loss"):
-        ours, theirs = (torch.tensor([value for _, value in series(run, metric)]) for run in (split, whole))
-        assert len(ours) == (1 if metric.startswith("validation") else 4)
-        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=1e-6)
-    learned = whole / "projections" / "0.safetensors"
-    again = distill_rl("check", "-c", tmp_path / "whole" / "tiny.yaml", *common, f"projection.path={learned}")
-    assert again.code == 0, again.err
 
 
 def test_same_and_cross_tokenizer_teachers_are_weighted_by_score(material, cluster, tmp_path):

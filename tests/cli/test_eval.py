@@ -1,27 +1,18 @@
-"""`distill-rl eval` from the command line: its results, and no item lost or repeated however it is interrupted."""
+"""`distill-rl eval` from the command line. Killed and stopped evaluations: tests/faults."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.helpers.command import (
-    Ended,
-    actor_pid,
     distill_rl,
     distill_rl_in_process,
-    leftovers,
-    running,
-    shared_memory,
-    survivors,
-    temporary,
     until,
 )
 from tests.helpers.models import write_tiny_model
@@ -72,36 +63,6 @@ def judged(out: Path) -> int:
     return max(0, partial.read_bytes().count(b"\n") - 1) if partial.exists() else 0
 
 
-@contextmanager
-def evaluating(command: list[str], out: Path, log: Path) -> Iterator[psutil.Popen]:
-    """Starts an evaluation and yields once some items are judged. Afterwards, asserts that it left nothing behind."""
-    before = shared_memory()
-    with running(*command, log=log) as process:
-        until(lambda: judged(out) >= 8 or process.poll() is not None, "the first items")
-        assert process.poll() is None, log.read_text()
-        children = leftovers(process.pid)
-        assert len(children) > 3
-        yield process
-    assert not survivors(children.values(), deadline_s=30)
-    until(lambda: shared_memory() <= before, "shared memory given back")
-
-
-def assert_resumes(whole: Path, command: list[str], out: Path) -> Ended:
-    """Runs the command again and asserts that every item is there once, equal to that of the whole evaluation."""
-    before = judged(out)
-    assert 0 < before < COUNT
-    assert not (out / "own.json").exists()
-    ended = distill_rl(*command)
-    assert ended.code == 0, ended.err
-    assert f"{before} of {COUNT} items are already done" in ended.out
-    assert items(out) == items(whole)
-    assert result(out)["resumed_items"] == before
-    assert {key: result(out)[key] for key in ("score", "interval", "outcomes", "per_task")} == {
-        key: result(whole)[key] for key in ("score", "interval", "outcomes", "per_task")
-    }
-    return ended
-
-
 def test_results_record_model_data_and_settings(whole: Path, model: Path, suite: Path) -> None:
     summary = result(whole)
     assert summary["num_items"] == COUNT == len(items(whole))
@@ -117,37 +78,6 @@ def test_shards_change_no_item(whole: Path, model: Path, suite: Path, tmp_path: 
     ended = distill_rl(*arguments(model, suite, tmp_path / "out", "--shards", "0"))
     assert ended.code == 0, ended.err
     assert items(tmp_path / "out") == items(whole)
-
-
-def test_sigkill_loses_no_item_and_repeats_none(whole: Path, model: Path, suite: Path, tmp_path: Path) -> None:
-    command = arguments(model, suite, tmp_path / "out", "--shards", "2")
-    with evaluating(command, tmp_path / "out", tmp_path / "log") as process:
-        process.kill()
-    assert_resumes(whole, command, tmp_path / "out")
-
-
-def test_sigterm_keeps_judged_items_and_exits_85(whole: Path, model: Path, suite: Path, tmp_path: Path) -> None:
-    command = arguments(model, suite, tmp_path / "out")
-    with evaluating(command, tmp_path / "out", tmp_path / "log") as process:
-        os.killpg(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=60) == 85, (tmp_path / "log").read_text()
-        assert not temporary(process.pid)
-    assert "the same command continues" in (tmp_path / "log").read_text()
-    assert_resumes(whole, [*command, "--shards", "0"], tmp_path / "out")
-
-
-def test_a_killed_actor_is_one_error_line_and_the_command_resumes(
-    whole: Path, model: Path, suite: Path, tmp_path: Path
-) -> None:
-    command = arguments(model, suite, tmp_path / "out")
-    with evaluating(command, tmp_path / "out", tmp_path / "log") as process:
-        os.kill(actor_pid(process.pid, "EvalWorker"), signal.SIGKILL)
-        assert process.wait(timeout=60) == 1, (tmp_path / "log").read_text()
-    (error,) = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("distill-rl: error:")]
-    assert "evaluator-0: its process died during running the model" in error
-    assert "give the same command again" in error
-    assert "Traceback" not in (tmp_path / "log").read_text()
-    assert_resumes(whole, [*command, "--shards", "0"], tmp_path / "out")
 
 
 def test_results_of_another_model_are_not_overwritten(whole: Path, suite: Path, tmp_path: Path) -> None:

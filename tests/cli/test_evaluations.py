@@ -1,16 +1,14 @@
-"""Suites evaluated during training: scores survive a stop, and the training does not change by a bit."""
+"""Suites evaluated during training, which does not change by a bit."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from tests.cli.test_train import assert_equal_runs
-from tests.helpers.command import distill_rl, running, series, until
+from tests.helpers.command import distill_rl, series
 from tests.helpers.suites import write_suite
 
 pytestmark = pytest.mark.cli
@@ -63,26 +61,6 @@ def test_scores_are_in_the_report_and_the_model_card(evaluated):
     assert "Score during training" in page
     assert "step-2" in page
     assert "eval/own" in (evaluated / "export" / "README.md").read_text()
-
-
-def test_a_run_stopped_while_evaluating_scores_after_resume(material, cluster, tmp_path, straight):
-    config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
-    suite = write_suite(tmp_path, count=4000, max_new_tokens=40)
-    slow = settings(suite, "evaluate.suites_every=2", "aligner.workers=0")
-    with running("train", "-c", config, *slow, log=tmp_path / "log") as process:
-        until(lambda: list(run.glob("evals/step-2/.own.partial.jsonl")) or process.poll() is not None, "an evaluation")
-        os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=60) == 85, (tmp_path / "log").read_text()
-    assert ".weights-2" in [path.name for path in (run / "evals").glob(".weights-*")]
-    assert not series(run, "eval/own")
-    write_suite(tmp_path, count=24)  # other questions, so the interrupted evaluation must not be continued
-    resumed = settings(tmp_path / "own.py", "evaluate.suites_every=2", "aligner.workers=0")
-    ended = distill_rl("train", "-c", config, *resumed, "--resume", cluster=cluster)
-    assert ended.code == 0, ended.err
-    assert {2, 8} <= set(dict(series(run, "eval/own")))
-    assert not list((run / "evals").glob(".weights-*"))
-    assert result(run, "step-2")["num_items"] == 24
-    assert_equal_runs(straight, run)
 
 
 def test_all_suite_problems_are_reported_before_the_start(material, tmp_path):

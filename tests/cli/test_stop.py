@@ -1,4 +1,4 @@
-"""Every way in which a run can end early: exit code, final message, and nothing left behind."""
+"""Ctrl-C, and an exception in a worker: exit code, final message, and nothing left behind. Signals of schedulers: tests/faults."""
 
 import os
 import signal
@@ -40,24 +40,6 @@ def training(material, folder: Path, *overrides: str):
     assert not survivors(children.values())
     until(lambda: shared_memory() <= before, "shared memory given back")
     assert not temporary(process.pid)
-
-
-def test_a_stop_signal_finishes_the_step_saves_and_exits_85(material, cluster, tmp_path):
-    """SIGTERM stops the run, SIGUSR1 the resumed run."""
-    before: set[str] = set()
-    for number, resume in ((signal.SIGTERM, ()), (signal.SIGUSR1, ("--resume",))):
-        with training(material, tmp_path, *resume) as (process, run, log):
-            os.killpg(process.pid, number)  # to every process of the job, as a scheduler does
-            assert process.wait(timeout=2 * PROMISE_S) == 85, log.read_text()
-        last = series(run, "train/loss")[-1][0]
-        saved = {path.name for path in (run / "checkpoints").iterdir()}
-        assert saved - before == {f"step-{last}"}
-        assert f"after step {last}" in log.read_text()
-        before = saved
-    more = (f"train.steps={last + 2}", "aligner.workers=0")
-    ended = distill_rl("train", "-c", tmp_path / "tiny.yaml", *more, "--resume", cluster=cluster)
-    assert ended.code == 0, ended.err
-    assert [step for step, _ in series(run, "train/loss")] == list(range(1, last + 3))
 
 
 def test_ctrl_c_exits_cleanly_with_130(material, tmp_path):

@@ -1,10 +1,10 @@
-"""Whole runs across tokenizers: the DP on another backend, and two copies of one tokenizer."""
+"""Whole runs across tokenizers: split ranks, the DP on another backend, and two copies of one tokenizer."""
 
 import pytest
 import torch
 
 from tests.cli.test_cross_tokenizer import train
-from tests.helpers.command import records, series
+from tests.helpers.command import distill_rl, records, series
 
 pytestmark = pytest.mark.cli
 
@@ -41,3 +41,22 @@ def test_two_copies_of_one_tokenizer_match_the_plain_loss(material, cluster, tmp
     for metric in ("train/kl_loss", "train/nll_loss", "train/grad_norm"):
         ours, theirs = (torch.tensor([value for _, value in series(run, metric)]) for run in (cross, same))
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_split_ranks_match_one_process_and_save_the_learned_projection(material, cluster, tmp_path):
+    common = (
+        "loss.cross_tokenizer=xtoken", "teachers.0.export=logits", "projection.learnable=true", "loss.temperature=2",
+        "train.steps=4", "schedule.steps=4", "optimizer.lr=0.001", "aligner.workers=0",
+    )  # fmt: skip
+    whole = train(material, tmp_path / "whole", *common, cluster=cluster)
+    split = train(
+        material, tmp_path / "split", *common, "student.parallel={dp: 1, tp: 2}", "teachers.0.parallel={dp: 2, tp: 1}",
+        "train.micro_batch_size=1", "transport=shared_memory", cluster=cluster,
+    )  # fmt: skip
+    for metric in ("train/kl_loss", "train/nll_loss", "train/grad_norm", "validation/kl_loss"):
+        ours, theirs = (torch.tensor([value for _, value in series(run, metric)]) for run in (split, whole))
+        assert len(ours) == (1 if metric.startswith("validation") else 4)
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=1e-6)
+    learned = whole / "projections" / "0.safetensors"
+    again = distill_rl("check", "-c", tmp_path / "whole" / "tiny.yaml", *common, f"projection.path={learned}")
+    assert again.code == 0, again.err

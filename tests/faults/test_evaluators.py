@@ -1,12 +1,13 @@
-"""An evaluator that is killed, or stopped while only the end of the run waits for it, costs nothing but its scores."""
+"""Disturbed evaluations beside training: a killed or stopped evaluator costs only its scores; a stopped run resumes them."""
 
 import json
 import os
 import re
 import signal
 
+from tests.cli.test_evaluations import result, settings
 from tests.cli.test_train import assert_equal_runs
-from tests.helpers.command import actor_pid, running, series, until
+from tests.helpers.command import actor_pid, distill_rl, running, series, until
 from tests.helpers.suites import write_suite
 
 
@@ -37,4 +38,24 @@ def test_a_killed_evaluator_costs_only_its_scores(material, undisturbed, tmp_pat
     assert [step for step, _ in series(run, "eval/own")] == [8]
     assert json.loads((run / "evals" / "student" / "own.json").read_text())["num_items"] == 200
     assert not list((run / "evals").glob(".weights-*"))
+    assert_equal_runs(undisturbed(), run)
+
+
+def test_a_run_stopped_while_evaluating_scores_after_resume(material, undisturbed, tmp_path):
+    config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
+    suite = write_suite(tmp_path, count=4000, max_new_tokens=40)
+    slow = settings(suite, "evaluate.suites_every=2", "aligner.workers=0")
+    with running("train", "-c", config, *slow, log=tmp_path / "log") as process:
+        until(lambda: list(run.glob("evals/step-2/.own.partial.jsonl")) or process.poll() is not None, "an evaluation")
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=60) == 85, (tmp_path / "log").read_text()
+    assert ".weights-2" in [path.name for path in (run / "evals").glob(".weights-*")]
+    assert not series(run, "eval/own")
+    write_suite(tmp_path, count=24)  # other questions, so the interrupted evaluation must not be continued
+    resumed = settings(tmp_path / "own.py", "evaluate.suites_every=2", "aligner.workers=0")
+    ended = distill_rl("train", "-c", config, *resumed, "--resume")
+    assert ended.code == 0, ended.err
+    assert {2, 8} <= set(dict(series(run, "eval/own")))
+    assert not list((run / "evals").glob(".weights-*"))
+    assert result(run, "step-2")["num_items"] == 24
     assert_equal_runs(undisturbed(), run)

@@ -1,4 +1,4 @@
-"""A run that shall join a Ray cluster where none is. Joining one: test_two_nodes.py."""
+"""A run that shall join a Ray cluster where none is. Joining one: tests/examples/test_two_nodes.py."""
 
 import pytest
 
