@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_train import assert_equal_runs, shards
 from tests.helpers.command import Cluster, distill_rl, records, series
 
 pytestmark = pytest.mark.cli
@@ -48,34 +47,6 @@ def test_kd_is_scaled_by_the_previous_steps_ratio(straight):
         assert scale[step] == pytest.approx(ce[step - 1] / kd[step - 1], rel=1e-6)
     loss = dict(series(straight, "train/loss"))
     assert loss[5] == pytest.approx(scale[5] * kd[5] + ce[5], rel=1e-6)
-
-
-def test_neither_resume_aligners_nor_depth_change_a_bit(straight, material, cluster, tmp_path):
-    """Three steps and five more, with other aligners, depth and transport in either part, equal eight steps.
-
-    Resuming also restores the ratio that scales KD. Repeated resumes are in test_train.py.
-    """
-    for part in (
-        ("train.steps=3", "prefetch.depth=0", "aligner.workers=0", "transport=shared_memory"),
-        ("train.steps=8", "prefetch.depth=3", "aligner.workers=3", "--resume"),
-    ):
-        run = train(material, tmp_path, "loss.dynamic_scale=on", *part, cluster=cluster)
-    assert_equal_runs(straight, run)
-    assert series(run, "validation/kl_loss")[-1] == series(straight, "validation/kl_loss")[-1]
-    assert shards(run, 8) == shards(straight, 8)
-
-
-def test_same_and_cross_tokenizer_teachers_are_weighted_by_score(material, cluster, tmp_path):
-    run = train(
-        material, tmp_path, f"data.path={material.root}/chats.jsonl", "data.loss_on=assistant", "data.max_length=256",
-        f"teachers.1.model={material.root}/teacher", "teachers.1.name=same", "teachers.1.dtype=fp32",
-        "teachers.0.score=ce", "teachers.1.score=ce", "train.steps=2", "schedule.steps=2", "aligner.workers=0",
-        cluster=cluster,
-    )  # fmt: skip
-    first = records(run)[0]
-    both = first["train/kl_loss/big"], first["train/kl_loss/same"]
-    assert min(both) < first["train/kl_loss"] < max(both)
-    assert first["align/coverage"] > 0.9
 
 
 def test_a_bad_tokenizer_pair_is_reported_before_the_start(material, tmp_path):

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.helpers.command import (
     distill_rl,
     distill_rl_in_process,
-    until,
 )
 from tests.helpers.models import write_tiny_model
 from tests.helpers.suites import write_suite
@@ -21,7 +17,6 @@ from tests.helpers.suites import write_suite
 pytestmark = pytest.mark.cli
 
 COUNT = 200
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -142,22 +137,3 @@ def test_data_unlike_the_published_is_only_a_warning(model: Path, tmp_path: Path
     ended = distill_rl("eval", "--model", model, "--suites", suite, "--data", tmp_path, "--shards", "0")
     assert ended.code == 0, ended.err
     assert "warning: own: 4 rows; published are 5" in ended.out
-
-
-def test_the_batch_script_forwards_the_signal_and_requeues(model: Path, suite: Path, tmp_path: Path) -> None:
-    """A stand-in for `scontrol` records the requeue."""
-    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/scontrol-arguments\n')
-    (tmp_path / "scontrol").chmod(0o755)
-    out, log = tmp_path / "out", tmp_path / "log"
-    variables = {"MODELS": f"tiny={model}", "SUITES": str(suite), "DATA": str(suite.parent), "OUT": str(out)}
-    variables |= {"EXTRA": "--batch-size 4", "SLURM_JOB_ID": "77", "DISTILL_RL_ROOT": str(ROOT)}
-    variables |= {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    with log.open("wb") as file:
-        script = psutil.Popen(
-            ["bash", ROOT / "launch" / "eval.sbatch"], env=os.environ | variables, stdout=file, stderr=file
-        )
-    until(lambda: judged(out) >= 8 or script.poll() is not None, "the first items")
-    script.send_signal(signal.SIGUSR1)
-    assert script.wait(timeout=60) == 85, log.read_text()
-    assert (tmp_path / "scontrol-arguments").read_text() == "requeue 77\n"
-    assert 0 < judged(out) < COUNT

@@ -118,20 +118,6 @@ def test_three_plus_two_plus_three_steps_equal_eight_bit_for_bit(straight, mater
     assert shards(run, 8) == shards(straight, 8)
 
 
-def test_split_ranks_and_other_micro_batches_train_alike(straight, material, cluster, tmp_path):
-    ended = distill_rl(
-        "train", "-c", material.config(tmp_path),
-        "student.parallel={dp: 2, tp: 1}", "teachers.0.parallel={dp: 1, tp: 2}",
-        "teachers.0.micro_batch_size=4", "train.micro_batch_size=1", "aligner.workers=0", cluster=cluster,
-    )  # fmt: skip
-    assert ended.code == 0, ended.err
-    run = tmp_path / "runs" / "tiny"
-    for metric in ("train/kl_loss", "train/nll_loss"):
-        ours, whole = series(run, metric), series(straight, metric)
-        assert [step for step, _ in ours] == [step for step, _ in whole]
-        torch.testing.assert_close([value for _, value in ours], [value for _, value in whole], rtol=2e-4, atol=1e-6)
-
-
 def test_resume_refuses_another_teacher_order_or_data(straight, material):
     config = straight.parent.parent / "tiny.yaml"
     ended = distill_rl(

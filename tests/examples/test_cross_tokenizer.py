@@ -1,12 +1,29 @@
-"""Whole runs across tokenizers: split ranks, the DP on another backend, and two copies of one tokenizer."""
+"""Whole runs across tokenizers that need minutes."""
 
 import pytest
 import torch
 
-from tests.cli.test_cross_tokenizer import train
+from tests.cli.test_cross_tokenizer import straight, train
+from tests.cli.test_train import assert_equal_runs, shards
 from tests.helpers.command import distill_rl, records, series
 
+__all__ = ["straight"]
 pytestmark = pytest.mark.cli
+
+
+def test_neither_resume_aligners_nor_depth_change_a_bit(straight, material, cluster, tmp_path):
+    """Three steps and five more, with other aligners, depth and transport in either part, equal eight steps.
+
+    Resuming also restores the ratio that scales KD. Repeated resumes are in test_train.py.
+    """
+    for part in (
+        ("train.steps=3", "prefetch.depth=0", "aligner.workers=0", "transport=shared_memory"),
+        ("train.steps=8", "prefetch.depth=3", "aligner.workers=3", "--resume"),
+    ):
+        run = train(material, tmp_path, "loss.dynamic_scale=on", *part, cluster=cluster)
+    assert_equal_runs(straight, run)
+    assert series(run, "validation/kl_loss")[-1] == series(straight, "validation/kl_loss")[-1]
+    assert shards(run, 8) == shards(straight, 8)
 
 
 def test_dp_runs_on_the_chosen_backend_with_equal_rows(material, cluster, tmp_path, monkeypatch):
@@ -60,3 +77,16 @@ def test_split_ranks_match_one_process_and_save_the_learned_projection(material,
     learned = whole / "projections" / "0.safetensors"
     again = distill_rl("check", "-c", tmp_path / "whole" / "tiny.yaml", *common, f"projection.path={learned}")
     assert again.code == 0, again.err
+
+
+def test_same_and_cross_tokenizer_teachers_are_weighted_by_score(material, cluster, tmp_path):
+    run = train(
+        material, tmp_path, f"data.path={material.root}/chats.jsonl", "data.loss_on=assistant", "data.max_length=256",
+        f"teachers.1.model={material.root}/teacher", "teachers.1.name=same", "teachers.1.dtype=fp32",
+        "teachers.0.score=ce", "teachers.1.score=ce", "train.steps=2", "schedule.steps=2", "aligner.workers=0",
+        cluster=cluster,
+    )  # fmt: skip
+    first = records(run)[0]
+    both = first["train/kl_loss/big"], first["train/kl_loss/same"]
+    assert min(both) < first["train/kl_loss"] < max(both)
+    assert first["align/coverage"] > 0.9

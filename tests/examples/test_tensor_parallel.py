@@ -1,4 +1,4 @@
-"""Whole runs with tensor-parallel teacher and student."""
+"""Whole runs with teacher and student split over several ranks, against one process each."""
 
 import pytest
 import torch
@@ -29,3 +29,17 @@ def test_tensor_parallel_matches_the_loss_curve_of_one_process(material, cluster
     for whole, split in zip(*curves, strict=True):
         assert len(whole) == 8
         torch.testing.assert_close([value for _, value in split], [value for _, value in whole], rtol=1e-5, atol=0)
+
+
+def test_split_ranks_and_other_micro_batches_train_alike(straight, material, cluster, tmp_path):
+    ended = distill_rl(
+        "train", "-c", material.config(tmp_path),
+        "student.parallel={dp: 2, tp: 1}", "teachers.0.parallel={dp: 1, tp: 2}",
+        "teachers.0.micro_batch_size=4", "train.micro_batch_size=1", "aligner.workers=0", cluster=cluster,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    run = tmp_path / "runs" / "tiny"
+    for metric in ("train/kl_loss", "train/nll_loss"):
+        ours, whole = series(run, metric), series(straight, metric)
+        assert [step for step, _ in ours] == [step for step, _ in whole]
+        torch.testing.assert_close([value for _, value in ours], [value for _, value in whole], rtol=2e-4, atol=1e-6)

@@ -16,8 +16,9 @@ import pytest
 from tests.cli.conftest import Material, material
 from tests.helpers.command import distill_rl, leftovers, running, series, shared_memory, survivors, temporary, until
 from tests.helpers.ray_state import actors
+from tests.ray.conftest import ray_cluster
 
-__all__ = ["material"]
+__all__ = ["material", "ray_cluster"]
 
 STEPS = 120
 RESTART_S = 120

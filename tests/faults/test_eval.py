@@ -28,6 +28,8 @@ __all__ = ["model", "suite", "whole"]
 
 pytestmark = pytest.mark.cli
 
+ROOT = Path(__file__).parents[2]
+
 
 @contextmanager
 def evaluating(command: list[str], out: Path, log: Path) -> Iterator[psutil.Popen]:
@@ -88,3 +90,22 @@ def test_a_killed_actor_is_one_error_line_and_the_command_resumes(
     assert "give the same command again" in error
     assert "Traceback" not in (tmp_path / "log").read_text()
     assert_resumes(whole, [*command, "--shards", "0"], tmp_path / "out")
+
+
+def test_the_batch_script_forwards_the_signal_and_requeues(model: Path, suite: Path, tmp_path: Path) -> None:
+    """A stand-in for `scontrol` records the requeue."""
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/scontrol-arguments\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    out, log = tmp_path / "out", tmp_path / "log"
+    variables = {"MODELS": f"tiny={model}", "SUITES": str(suite), "DATA": str(suite.parent), "OUT": str(out)}
+    variables |= {"EXTRA": "--batch-size 4", "SLURM_JOB_ID": "77", "DISTILL_RL_ROOT": str(ROOT)}
+    variables |= {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with log.open("wb") as file:
+        script = psutil.Popen(
+            ["bash", ROOT / "launch" / "eval.sbatch"], env=os.environ | variables, stdout=file, stderr=file
+        )
+    until(lambda: judged(out) >= 8 or script.poll() is not None, "the first items")
+    script.send_signal(signal.SIGUSR1)
+    assert script.wait(timeout=60) == 85, log.read_text()
+    assert (tmp_path / "scontrol-arguments").read_text() == "requeue 77\n"
+    assert 0 < judged(out) < COUNT
