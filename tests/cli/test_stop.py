@@ -1,4 +1,4 @@
-"""Ctrl-C, and an exception in a worker: exit code, final message, and nothing left behind. Signals of schedulers: tests/faults."""
+"""Ctrl-C, and an exception in a worker: exit code, message, nothing left. Signals of schedulers: tests/faults."""
 
 import os
 import signal

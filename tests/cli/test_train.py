@@ -66,8 +66,14 @@ def test_the_export_loads_and_its_card_names_the_teacher(straight, material):
     assert f"{series(straight, 'validation/kl_loss')[-1][1]:.4f}" in card
 
 
-def test_a_ring_smaller_than_a_batch_changes_no_weight(straight, material, cluster, tmp_path):
-    overrides = ("prefetch.depth=5", "transport=shared_memory", "prefetch.slots=3", "aligner.workers=0")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("prefetch.depth=2", "transport=shared_memory", "prefetch.slots=2"),
+        ("prefetch.depth=5", "prefetch.slots=3", "aligner.workers=0"),
+    ],
+)
+def test_a_ring_smaller_than_a_batch_changes_no_weight(straight, material, cluster, tmp_path, overrides):
     ended = distill_rl("train", "-c", material.config(tmp_path), *overrides, cluster=cluster)
     assert ended.code == 0, ended.err
     run = tmp_path / "runs" / "tiny"
