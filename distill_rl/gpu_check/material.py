@@ -267,6 +267,11 @@ def largest(errors: Iterable[float]) -> float:
     return float(torch.tensor(list(errors), dtype=torch.float64).max())
 
 
+def tensor_error(values: Tensor, truth: Tensor) -> float:
+    """‖values - truth‖ / ‖truth‖ in fp64."""
+    return relative_error({"": values}, {"": truth})
+
+
 def relative_error(values: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
     """‖values - truth‖ / ‖truth‖ over all tensors together, in fp64.
 

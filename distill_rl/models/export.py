@@ -17,7 +17,7 @@ from distill_rl.models.hub import resolve
 from distill_rl.models.parallelize import reshard
 from distill_rl.models.weights import WeightFiles, names_in_files
 from distill_rl.parallel.shards import gather_to_first
-from distill_rl.system.files import sync_directory, sync_tree
+from distill_rl.system.files import sync, sync_tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -135,5 +135,5 @@ def _commit(unfinished: Path, out_dir: Path) -> None:
     if out_dir.exists():
         out_dir.rename(replaced)
     unfinished.rename(out_dir)
-    sync_directory(out_dir.parent)
+    sync(out_dir.parent)
     shutil.rmtree(replaced, ignore_errors=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from distill_rl.quickstart.recipe import RECIPE, Recipe
 from distill_rl.quickstart.tasks import Problem, draw_problems, question_row, training_row, with_wrong_answers
-from distill_rl.system.files import sync_directory, sync_tree
+from distill_rl.system.files import sync, sync_tree
 
 PARTIAL = ".partial-"
 
@@ -88,7 +88,7 @@ def make_material(root: str | Path, seed: int, recipe: Recipe = RECIPE) -> Mater
         link.unlink(missing_ok=True)
         link.symlink_to(name)
         link.replace(root / stable)
-        sync_directory(root)
+        sync(root)
     return Material(root / name)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from distill_rl import __version__
 from distill_rl.errors import CheckpointError
 from distill_rl.system import ownership
-from distill_rl.system.files import sha256, size_of, sync_directory, sync_tree, write_json
+from distill_rl.system.files import sha256, size_of, sync, sync_tree, write_json
 from distill_rl.types import Cursor, TrainState
 
 _FORMAT = 1
@@ -140,7 +140,7 @@ class CheckpointStore:
         if final.exists():
             final.rename(self._root / f"{_REPLACED}{final.name}-{secrets.token_hex(4)}")
         draft.folder.rename(final)
-        sync_directory(self._root)
+        sync(self._root)
         self._prune()
 
     def drop(self, draft: Draft) -> None:

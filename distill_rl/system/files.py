@@ -27,7 +27,7 @@ def write_atomic(path: str | Path, content: str | bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -40,9 +40,9 @@ def write_json(path: str | Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
-def sync_directory(path: str | Path) -> None:
-    """Flushes a directory to disk, so that files renamed, created or deleted in it stay so after a crash."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: str | Path) -> None:
+    """Flushes a file to disk, or a directory, so that files renamed, created or deleted in it stay so after a crash."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -53,12 +53,8 @@ def sync_tree(root: str | Path) -> None:
     """Flushes every file and directory under `root`, and `root` itself, to disk."""
     for directory, _, names in os.walk(root):
         for name in names:
-            descriptor = os.open(Path(directory) / name, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        sync_directory(directory)
+            sync(Path(directory) / name)
+        sync(directory)
 
 
 def size_of(root: str | Path) -> int:

@@ -91,6 +91,7 @@ def gloo_group(timeout_s: float = 120.0) -> Iterator[None]:
         "gloo", store=here.store, rank=here.rank, world_size=here.world_size, timeout=timedelta(seconds=timeout_s)
     )
     try:
+        dist.barrier()  # a rank that failed at once would break the others' connections while they are being made
         yield
         dist.barrier()  # leaving while another rank still reads aborts it
     finally:

@@ -1,4 +1,7 @@
-"""Starting and ending Ray on this machine: authenticated while it runs, and nothing left afterwards."""
+"""Starting and ending Ray on this machine: authenticated while it runs, and nothing left afterwards.
+
+Drivers that are killed: tests/faults/test_sessions.py.
+"""
 
 import json
 import os
@@ -9,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.command import environment, survivors, until
+from tests.helpers.command import environment, survivors
 
 pytestmark = pytest.mark.ray
 
@@ -63,17 +66,3 @@ def test_a_session_is_authenticated_and_leaves_nothing_behind():
     assert facts["started"]
     assert not survivors([psutil.Process(pid) for pid in facts["started"] if psutil.pid_exists(pid)])
     assert not folders(facts["pid"])
-
-
-def test_the_next_session_removes_what_a_killed_one_left():
-    killed = session("die after")
-    assert folders(killed["pid"])
-    session()
-    assert not folders(killed["pid"])
-
-
-def test_kill_9_of_the_driver_ends_ray_and_removes_its_files():
-    killed = session("die inside")
-    assert killed["started"]
-    assert not survivors([psutil.Process(pid) for pid in killed["started"] if psutil.pid_exists(pid)])
-    until(lambda: not folders(killed["pid"]), "the directory of Ray removed", deadline_s=10)

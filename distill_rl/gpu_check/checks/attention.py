@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from distill_rl.gpu_check.material import tensor_error
 from distill_rl.models import forward
 from distill_rl.models.attention import varlen
 from distill_rl.models.attention.choice import VARLEN, installed
@@ -135,7 +136,7 @@ def _kernel(package: str, shape: Shape, dtype: torch.dtype, device: torch.device
         values = _with_gradients(attend, inputs, weight)
         truth = _with_gradients(oracle, [tensor.double() for tensor in inputs], weight.double())
         for i, what in enumerate(("output", "dq", "dk", "dv")):
-            errors[f"{name}, {kind}: {what}"] = _error(values[i], truth[i])
+            errors[f"{name}, {kind}: {what}"] = tensor_error(values[i], truth[i])
     return errors
 
 
@@ -174,11 +175,6 @@ def _with_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], weig
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
 
 
-def _error(values: Tensor, truth: Tensor) -> float:
-    """The relative L2 error of `values`: ‖values - truth‖ / ‖truth‖ in fp64."""
-    return ((values.double() - truth.double()).norm() / truth.double().norm()).item()
-
-
 def _model(family: str, package: str, *, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """Checks a small random model on all paths; returns relative errors of its logits and gradients, by name.
 
@@ -195,7 +191,7 @@ def _model(family: str, package: str, *, dtype: torch.dtype, device: torch.devic
     """
     exact = _path(family, "eager", torch.float32, device)
     alone = _path(family, "eager", torch.float32, device, separately=True)
-    errors = {f"{family}, documents alone: {what}": _error(alone[what], exact[what]) for what in exact}
+    errors = {f"{family}, documents alone: {what}": tensor_error(alone[what], exact[what]) for what in exact}
     for name, error in errors.items():
         assert error <= _BOUND[torch.float32] * 10, f"{name}: relative error {error:.1e}: documents see each other"
     masked = _path(family, "eager", dtype, device)
@@ -203,7 +199,7 @@ def _model(family: str, package: str, *, dtype: torch.dtype, device: torch.devic
     for name, implementation in others.items():
         result = _path(family, implementation, dtype, device)
         for what in exact:
-            error, usual = _error(result[what], exact[what]), _error(masked[what], exact[what])
+            error, usual = tensor_error(result[what], exact[what]), tensor_error(masked[what], exact[what])
             errors[f"{family}, {name}: {what}"] = error
             message = f"{family}, {name}: {what}: relative error {error:.1e}; of plain operations {usual:.1e}"
             assert error <= 2 * usual + _BOUND[torch.float32], message

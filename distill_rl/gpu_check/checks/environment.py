@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from distill_rl.bench import record
 from distill_rl.errors import GpuMemoryError
@@ -83,7 +82,8 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
     figures = {}
     for name, dtype, bound in (("fp32", torch.float32, FP32_BOUND), ("bf16", torch.bfloat16, BF16_BOUND)):
         a, b = left.to(dtype), right.to(dtype)
-        error = _relative((a.to(device) @ b.to(device)).cpu(), a.double() @ b.double())
+        product, truth = (a.to(device) @ b.to(device)).cpu().double(), a.double() @ b.double()
+        error = float((product - truth).norm() / truth.norm())
         assert error <= bound, f"a product of {name} matrices is off by {error:.1e}, more than {bound:.1e}"
         figures[f"{name} product, relative error"] = error
     host = left.pin_memory() if device.type == "cuda" else left
@@ -108,11 +108,6 @@ def _run_out_of_memory(device: torch.device) -> None:
         message = str(error)
     amounts = r"65536\.00 GiB asked, .+ held and .+ reserved by PyTorch, .+ free of "
     assert re.search(amounts, message), f"an out-of-memory error must give all amounts; got {message}"
-
-
-def _relative(values: Tensor, truth: Tensor) -> float:
-    """The relative L2 error of `values`: ‖values - truth‖ / ‖truth‖; `truth` is fp64."""
-    return float((values.double() - truth).norm() / truth.norm())
 
 
 def _gpu(index: int) -> dict[str, Any]:

@@ -111,8 +111,8 @@ class DenseRows(RowFunction):
     @property
     def passes(self) -> list[Pass]:
         if self.divergence.leads:
-            return [(self._collect, self._complete_kl)]
-        return [(self._collect, self._complete), (self._collect_terms, self._complete_terms)]
+            return [(self.collect, self._complete_kl)]
+        return [(self.collect, self.complete), (self._collect_terms, self._complete_terms)]
 
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         values, self.values = tuple(self.values), []
@@ -125,7 +125,7 @@ class DenseRows(RowFunction):
     def restore(self, tensors: Sequence[Tensor]) -> None:
         self.teacher.restore(tensors)
 
-    def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+    def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         """First pass over a chunk: loads the teacher's chunk and stores this rank's part of both sides' normalisers.
 
         With labels, also the student's logits at them. For a plain KL, also Σ exp(x)·(x − y), with x the logits of the
@@ -140,7 +140,7 @@ class DenseRows(RowFunction):
             if sums.weighted is not None:
                 sums.weigh(rows, exponentials, x - y)
 
-    def _complete(self, rows: slice) -> None:
+    def complete(self, rows: slice) -> None:
         """Sums these rows' totals over the ranks; stores both sides' logsumexp and, with labels, the cross-entropy."""
         picked = [self.label.picked(rows)] if self.label else []
         all_reduce_sums(self.shard, rows, [self.student_sums, self.teacher_sums], picked)
@@ -152,9 +152,9 @@ class DenseRows(RowFunction):
     def _complete_kl(self, rows: slice) -> None:
         """For the two plain KLs: sums over the ranks, then sets T²·D and the slope sum H of these rows in closed form.
 
-        The weighted means of the first pass are enough (module docstring). Sets the cross-entropy as `_complete` does.
+        The weighted means of the first pass are enough (module docstring). Sets the cross-entropy as `complete` does.
         """
-        self._complete(rows)
+        self.complete(rows)
         difference = self.student_lse[rows] - self.teacher_lse[rows]
         if self.divergence.leads == "teacher":
             self._set_value(rows, self.teacher_sums.mean(rows) + difference)

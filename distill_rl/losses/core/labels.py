@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, Pass, Picked, RowFunction, all_reduce_sums
+from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, Picked, RowFunction, all_reduce_sums
 
 
 class LabelTerm:
@@ -175,22 +175,14 @@ class LabelRows(RowFunction):
         self.entropy = like.new_empty(num_rows if entropy else 0)
         self.values = [like.new_empty(num_rows) for _ in range(1 + entropy)]
 
-    @property
-    def passes(self) -> list[Pass]:
-        return [(self._collect, self._complete)]
-
-    def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        values, self.values = tuple(self.values), []
-        return values, ()
-
-    def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+    def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         """Stores this rank's label logits and its sums of exponentials for these rows; with `entropy` also Σ e^u·u."""
         self.label.collect(rows, u)
         exponentials = self.sums.add(rows, u, buffers.buffer("work", u.shape[0]))
         if self.sums.weighted is not None:
             self.sums.weigh(rows, exponentials, u)
 
-    def _complete(self, rows: slice) -> None:
+    def complete(self, rows: slice) -> None:
         """Sums over the ranks; sets these rows' label log-probability and, if asked for, the entropy (nats)."""
         all_reduce_sums(self.shard, rows, [self.sums], [self.label.picked(rows)])
         self.lse[rows] = self.sums.log(rows)

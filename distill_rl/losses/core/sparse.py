@@ -22,7 +22,7 @@ from torch import Tensor
 
 from distill_rl.losses.core.labels import LabelGradient, LabelTerm, given, weight_of
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, Pass, RowFunction, all_reduce_sums, floor_of
+from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, RowFunction, all_reduce_sums, floor_of
 from distill_rl.losses.divergence import Distribution, Divergence
 from distill_rl.losses.options import Tail
 from distill_rl.losses.targets import TopKLogprobs
@@ -75,10 +75,6 @@ class TopKRows(RowFunction):
         self.values = [like.new_empty(num_rows) for _ in range(1 + (label is not None) * (1 + with_label_logprob))]
         self.masses = [like.new_empty(num_rows) for _ in range(2)]
 
-    @property
-    def passes(self) -> list[Pass]:
-        return [(self._collect, self._complete)]
-
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         values, masses, self.values, self.masses = tuple(self.values), tuple(self.masses), [], []
         self.top = self.top.new_empty(0)
@@ -94,7 +90,7 @@ class TopKRows(RowFunction):
         ids, logprobs, *rest = tensors
         self.teacher = TopKLogprobs(ids, logprobs, rest[0] if rest else None, self.teacher.temperature)
 
-    def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+    def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         """Gathers the logits at S into `top` (0 where another rank has the column) and sums R's. u stays as it was."""
         if self.label is not None:
             self.label.collect(rows, u)
@@ -104,7 +100,7 @@ class TopKRows(RowFunction):
         self.rest.add(rows, u.scatter_(1, columns, floor_of(u.dtype)), buffers.buffer("work", u.shape[0]))
         u.scatter_(1, columns, top)
 
-    def _complete(self, rows: slice) -> None:
+    def complete(self, rows: slice) -> None:
         """Sums over the ranks; sets T²·D, the masses and, with labels, the cross-entropy and log-probability.
 
         Only for these rows. Keeps the normalisers for backward.

@@ -375,18 +375,30 @@ class RowFunction(ABC):
 
     centre: Centre
     """Of the student's logits."""
+    values: list[Tensor]
+    """The differentiable values, each with one entry per row."""
 
     @property
-    @abstractmethod
     def passes(self) -> list[Pass]:
-        """The passes over the logits, in order. A later pass needs what an earlier one completed."""
+        """The passes over the logits, in order; by default one. A later pass needs what an earlier one completed."""
+        return [(self.collect, self.complete)]
 
     @abstractmethod
+    def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+        """First pass over a chunk: stores what this rank's columns contribute to these rows."""
+
+    @abstractmethod
+    def complete(self, rows: slice) -> None:
+        """End of the first pass: sums these rows' contributions over the ranks, and sets what follows from the sums."""
+
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Returns (differentiable values, constants), each with one entry per row; called once, after the passes.
 
-        The object drops its references to the values, because autograd makes them refer to it.
+        By default there are no constants. The object drops its references to the values, because autograd makes them
+        refer to it.
         """
+        values, self.values = tuple(self.values), []
+        return values, ()
 
     @abstractmethod
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:

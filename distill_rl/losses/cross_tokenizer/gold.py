@@ -121,7 +121,7 @@ class DistributionRows(LabelLogprobRows):
 
     @property
     def passes(self) -> list[Pass]:
-        return [(self._collect, self._complete_first), (self._collect_chunks, self._complete_chunks)]
+        return [(self.collect, self._complete_first), (self._collect_chunks, self._complete_chunks)]
 
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         values, _ = super().outputs()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distill_rl.losses.core.autograd import first_derivative
 from distill_rl.losses.core.labels import LabelGradient, LabelTerm, given
-from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, Pass, RowFunction, all_reduce_sums, floor_of
+from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, RowFunction, all_reduce_sums, floor_of
 from distill_rl.losses.cross_tokenizer.task import LabelledRows
 from distill_rl.losses.divergence import Distribution, Divergence
 
@@ -54,16 +54,11 @@ class LabelLogprobRows(RowFunction):
         self.lse = like.new_empty(labels.shape[0])
         self.values = [like.new_zeros(labels.shape[0]) for _ in range(2)]
 
-    @property
-    def passes(self) -> list[Pass]:
-        return [(self._collect, self.complete)]
+    def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+        self.add(rows, u, buffers)
 
-    def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        values, self.values = tuple(self.values), []
-        return values, ()
-
-    def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> Tensor:
-        """First pass over a chunk: stores its sums and the labels' logits. Returns exp(u) in the buffer `work`.
+    def add(self, rows: slice, u: Tensor, buffers: Buffers) -> Tensor:
+        """Stores a chunk's sums and the labels' logits. Returns exp(u) in the buffer `work`.
 
         u is left as it was.
         """
@@ -74,9 +69,6 @@ class LabelLogprobRows(RowFunction):
             self.others.add(rows, u.scatter_(1, columns, floor_of(u.dtype)), buffers.buffer("work", u.shape[0]))
             u.scatter_(1, columns, label)
         return self.sums.add(rows, u, buffers.buffer("work", u.shape[0]))
-
-    def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
-        self.collect(rows, u, buffers)
 
     def complete(self, rows: slice) -> None:
         """Sums over the ranks; sets these rows' cross-entropy and, if asked for, the label's log-probability."""

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from distill_rl.losses.core.labels import given
 from distill_rl.losses.core.sparse import TopKRows
-from distill_rl.losses.core.streaming import Buffers, Pass, chunks, floor_of
+from distill_rl.losses.core.streaming import Buffers, chunks, floor_of
 from distill_rl.losses.cross_tokenizer.rows import LabelLogprobRows, Terms
 from distill_rl.losses.cross_tokenizer.task import ChunkTask, LabelledRows
 from distill_rl.losses.divergence import resolve
@@ -47,10 +47,6 @@ class StrictRows(LabelLogprobRows):
             centre=self.centre,
         )  # fmt: skip
 
-    @property
-    def passes(self) -> list[Pass]:
-        return [(self._collect, self.complete)]
-
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         values, _ = super().outputs()
         kd, masses = self.top.outputs()
@@ -62,17 +58,15 @@ class StrictRows(LabelLogprobRows):
     def restore(self, tensors: Sequence[Tensor]) -> None:
         self.top.restore(tensors)
 
-    def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+    def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         """Stores this rank's sums of these rows for the labels and, in 1:1 chunks, for the top-k comparison."""
-        self.collect(rows, u, buffers)
+        self.add(rows, u, buffers)
         if rows.start < self.num_first:
-            ((collect, _),) = self.top.passes
-            collect(rows, self._masked(u, buffers), buffers)
+            self.top.collect(rows, self._masked(u, buffers), buffers)
 
     def complete(self, rows: slice) -> None:
         super().complete(rows)
-        ((_, complete),) = self.top.passes
-        complete(slice(0, self.num_first))
+        self.top.complete(slice(0, self.num_first))
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
         grad, gradient = given(grads, 2), None

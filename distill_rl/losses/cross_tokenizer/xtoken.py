@@ -71,12 +71,12 @@ class ProjectedRows(LabelLogprobRows, LearningFunction):
         values, constants = super().outputs()
         return (*values, self.projected.detach()), constants
 
-    def _collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+    def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         """Stores this rank's sums of these rows; for rows that belong to a chunk also Q at their columns and Q_rest.
 
         Q is not normalised before `complete`.
         """
-        exponentials = self.collect(rows, u, buffers)
+        exponentials = self.add(rows, u, buffers)
         slots = self.slots[rows]
         if not len(slots):
             return
