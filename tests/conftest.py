@@ -12,9 +12,6 @@ import pytest
 # cores, and by default these spin while they wait: beside another test they would take its cores, and each other's.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-TOGETHER = {"tests/cli/test_evaluations.py": "tests/cli/test_train.py"}
-"""Files that share a reference run with another file: both go to the same process, so that the run is made once."""
-
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -24,6 +21,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             # All of tests/ray shares one Ray, so that it starts once.
-            return "tests/ray" if file.startswith("tests/ray/") else TOGETHER.get(file, file)
+            return "tests/ray" if file.startswith("tests/ray/") else file
 
     return Scheduling(config, log)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.command import distill_rl
+from tests.helpers.command import distill_rl, distill_rl_in_process
 
 pytestmark = pytest.mark.cli
 
 
-def refused(*arguments) -> list[str]:
+def refused(*arguments, run=distill_rl_in_process) -> list[str]:
     """Runs the command, asserts that it refuses its input, and returns the error lines."""
-    ended = distill_rl(*arguments)
+    ended = run(*arguments)
     assert ended.code == 2, ended.err
     assert "Traceback" not in ended.err
     assert ended.errors == [line for line in ended.err.splitlines() if line.strip()]
@@ -32,7 +32,7 @@ def test_all_wrong_settings_are_reported_and_nothing_is_written(material, tmp_pa
     errors = refused(
         "train", "-c", material.config(tmp_path), "optimizer.learning_rat=1", "train.steps=many", "train.step=3",
         "student.model=/no/such/model",
-        "data.path=/no/such/data.jsonl", "student.parallel.dp=3", "teachers.0.dtype=fp8",
+        "data.path=/no/such/data.jsonl", "student.parallel.dp=3", "teachers.0.dtype=fp8", run=distill_rl,
     )  # fmt: skip
     assert_named(
         errors,
@@ -49,7 +49,7 @@ def test_all_wrong_settings_are_reported_and_nothing_is_written(material, tmp_pa
 
 def test_zero_sizes_are_refused_without_deriving_from_them(material, tmp_path):
     zeros = ("train.micro_batch_size=0", "teachers.0.parallel.dp=0", "prefetch.slots=4")
-    ended = distill_rl("check", "-c", material.config(tmp_path), *zeros)
+    ended = distill_rl_in_process("check", "-c", material.config(tmp_path), *zeros)
     assert ended.code == 2
     assert_named(ended.errors, ("train.micro_batch_size", "1 or more"), ("teachers.0.parallel.dp", "1 or more"))
     assert "Traceback" not in ended.err
@@ -62,7 +62,7 @@ def test_an_unreachable_hub_model_stops_train_but_not_check(material, tmp_path):
     )
     assert checked.code == 0, checked.err
     assert checked.out.count("# not checked") >= 2
-    assert len(refused("train", "-c", config, "student.model=some-org/some-model")) >= 1
+    assert len(refused("train", "-c", config, "student.model=some-org/some-model", run=distill_rl)) >= 1
 
 
 @pytest.mark.parametrize(
@@ -105,5 +105,15 @@ def test_every_command_prints_its_help(command):
 def test_every_shipped_recipe_passes_check():
     root = Path(__file__).parents[2] / "configs" / "recipes"
     for recipe in sorted(root.glob("*.yaml")):
-        ended = distill_rl("check", "-c", recipe)
+        ended = distill_rl_in_process("check", "-c", recipe)
         assert ended.code == 0, ended.err
+
+
+def test_all_suite_problems_are_reported_before_the_start(material, tmp_path):
+    wrong = ("evaluate.suites=[maths]", "evaluate.backend=vllm", "evaluate.limit=0", "evaluate.gpu_share=2")
+    ended = distill_rl_in_process("train", "-c", material.config(tmp_path), *wrong, f"evaluate.data={tmp_path}")
+    assert ended.code == 2, ended.err
+    errors = " ".join(ended.errors)
+    for words in ("minerva_math", "evaluate.backend: needs vllm", "evaluate.limit", "evaluate.gpu_share"):
+        assert words in errors
+    assert not (tmp_path / "runs").exists()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.command import Cluster, distill_rl, records, series
+from tests.helpers.command import Cluster, distill_rl, distill_rl_in_process, records, series
 
 pytestmark = pytest.mark.cli
 
@@ -50,7 +50,7 @@ def test_kd_is_scaled_by_the_previous_steps_ratio(straight):
 
 
 def test_a_bad_tokenizer_pair_is_reported_before_the_start(material, tmp_path):
-    ended = distill_rl("train", "-c", material.config(tmp_path, "foreign"), "loss.cross_tokenizer=gold")
+    ended = distill_rl_in_process("train", "-c", material.config(tmp_path, "foreign"), "loss.cross_tokenizer=gold")
     assert ended.code == 2
     (line,) = ended.errors
     assert "teachers.0.export: the loss gold needs logits or hidden; got topk; set teachers.0.export=logits" in line
@@ -58,7 +58,7 @@ def test_a_bad_tokenizer_pair_is_reported_before_the_start(material, tmp_path):
 
 
 def test_check_shows_the_loss_and_the_number_of_aligners(material, tmp_path):
-    ended = distill_rl("check", "-c", material.config(tmp_path, "foreign"))
+    ended = distill_rl_in_process("check", "-c", material.config(tmp_path, "foreign"))
     assert ended.code == 0, ended.err
     assert "aligner: 1 process" in ended.out
     assert "big: another tokenizer, loss hybrid" in ended.out

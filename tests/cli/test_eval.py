@@ -78,7 +78,7 @@ def test_shards_change_no_item(whole: Path, model: Path, suite: Path, tmp_path: 
 def test_results_of_another_model_are_not_overwritten(whole: Path, suite: Path, tmp_path: Path) -> None:
     other = write_tiny_model(tmp_path / "other", hidden=32, seed=2)
     before = {path: path.read_bytes() for path in whole.glob("own.*")}
-    ended = distill_rl(*arguments(other, suite, whole))
+    ended = distill_rl_in_process(*arguments(other, suite, whole))
     assert ended.code == 2
     assert "holds results of another evaluation; got model_sha256" in ended.errors[0]
     assert "--clean" in ended.errors[0]
@@ -93,14 +93,14 @@ def test_models_are_compared_side_by_side(model: Path, tmp_path: Path) -> None:
     assert ended.code == 0, ended.err
     for name in ("big", "other"):
         assert result(tmp_path / "out" / name)["num_items"] == 20
-    report = distill_rl("report", tmp_path / "out")
+    report = distill_rl_in_process("report", tmp_path / "out")
     assert report.code == 0, report.err
     assert "big" in report.out
     assert "other" in report.out
 
 
 def test_suites_are_listed(tmp_path: Path) -> None:
-    ended = distill_rl("eval", "--list")
+    ended = distill_rl_in_process("eval", "--list")
     assert ended.code == 0
     listed = [line.split()[0] for line in ended.out.splitlines()]
     assert {"math", "math500", "minerva_math", "mmlu", "mmlu_cot", "gsm8k", "exact_match"} <= set(listed)

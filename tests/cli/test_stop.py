@@ -1,4 +1,4 @@
-"""Ctrl-C, and an exception in a worker: exit code, message, nothing left. Signals of schedulers: tests/faults."""
+"""Ctrl-C: exit code, message, nothing left. Signals of schedulers and errors of workers: tests/faults/test_stop.py."""
 
 import os
 import signal
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.command import (
-    distill_rl,
     leftovers,
     running,
     series,
@@ -47,14 +46,3 @@ def test_ctrl_c_exits_cleanly_with_130(material, tmp_path):
         os.killpg(process.pid, signal.SIGINT)  # to the whole group, as a terminal does
         assert process.wait(timeout=2 * PROMISE_S) == 130, log.read_text()
     assert "Traceback" not in log.read_text()
-
-
-def test_a_worker_exception_ends_the_run_with_name_and_cause(material, cluster, tmp_path):
-    settings = ("optimizer.lr=1e30", "schedule.warmup_steps=0", "aligner.workers=0")
-    ended = distill_rl("train", "-c", material.config(tmp_path), *settings, cluster=cluster)
-    assert ended.code == 1
-    assert len(ended.errors) == 1
-    assert "student-dp0-tp0" in ended.errors[0]
-    assert "must be finite" in ended.errors[0]
-    assert "Traceback" not in ended.err
-    assert "Traceback" in (tmp_path / "runs" / "tiny" / "logs" / "latest" / "driver.log").read_text()

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.cli
 def test_neither_resume_aligners_nor_depth_change_a_bit(straight, material, cluster, tmp_path):
     """Three steps and five more, with other aligners, depth and transport in either part, equal eight steps.
 
-    Resuming also restores the ratio that scales KD. Repeated resumes are in test_train.py.
+    Resuming also restores the ratio that scales KD. Repeated resumes are in test_same_bits.py.
     """
     for part in (
         ("train.steps=3", "prefetch.depth=0", "aligner.workers=0", "transport=shared_memory"),

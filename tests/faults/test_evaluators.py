@@ -5,8 +5,8 @@ import os
 import re
 import signal
 
-from tests.cli.test_evaluations import result, settings
 from tests.cli.test_train import assert_equal_runs
+from tests.examples.test_evaluations import result, settings
 from tests.helpers.command import actor_pid, distill_rl, running, series, until
 from tests.helpers.suites import write_suite
 

@@ -1,4 +1,4 @@
-"""The signals with which schedulers stop a run: the step is finished and saved, and --resume continues."""
+"""The signals with which schedulers stop a run: the step is finished and saved, and --resume continues. And an error."""
 
 import os
 import signal
@@ -27,3 +27,14 @@ def test_a_stop_signal_finishes_the_step_saves_and_exits_85(material, tmp_path):
     ended = distill_rl("train", "-c", tmp_path / "tiny.yaml", *more, "--resume")
     assert ended.code == 0, ended.err
     assert [step for step, _ in series(run, "train/loss")] == list(range(1, last + 3))
+
+
+def test_a_worker_exception_ends_the_run_with_name_and_cause(material, tmp_path):
+    settings = ("optimizer.lr=1e30", "schedule.warmup_steps=0", "aligner.workers=0")
+    ended = distill_rl("train", "-c", material.config(tmp_path), *settings)
+    assert ended.code == 1
+    assert len(ended.errors) == 1
+    assert "student-dp0-tp0" in ended.errors[0]
+    assert "must be finite" in ended.errors[0]
+    assert "Traceback" not in ended.err
+    assert "Traceback" in (tmp_path / "runs" / "tiny" / "logs" / "latest" / "driver.log").read_text()

@@ -57,7 +57,10 @@ def distill_rl_in_process(*arguments: str | Path) -> Ended:
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.main(list(map(str, arguments)))
+        try:
+            code = cli.main(list(map(str, arguments)))
+        except SystemExit as ended:  # what argparse does for `--help`, `--list` and the like
+            code = ended.code
     return Ended(code, out.getvalue(), err.getvalue())
 
 

@@ -10,7 +10,8 @@ from tests.helpers.models import write_tiny_model
 pytestmark = [pytest.mark.ray, pytest.mark.cli]
 
 
-def test_an_address_without_a_cluster_is_refused(tmp_path):
+def test_an_address_without_a_cluster_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     write_tiny_model(tmp_path / "teacher", hidden=16)
     write_tiny_model(tmp_path / "student", hidden=16)
     write_corpus(tmp_path / "corpus.jsonl", rows=80)

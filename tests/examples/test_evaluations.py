@@ -61,13 +61,3 @@ def test_scores_are_in_the_report_and_the_model_card(evaluated):
     assert "Score during training" in page
     assert "step-2" in page
     assert "eval/own" in (evaluated / "export" / "README.md").read_text()
-
-
-def test_all_suite_problems_are_reported_before_the_start(material, tmp_path):
-    wrong = ("evaluate.suites=[maths]", "evaluate.backend=vllm", "evaluate.limit=0", "evaluate.gpu_share=2")
-    ended = distill_rl("train", "-c", material.config(tmp_path), *wrong, f"evaluate.data={tmp_path}")
-    assert ended.code == 2, ended.err
-    errors = " ".join(ended.errors)
-    for words in ("minerva_math", "evaluate.backend: needs vllm", "evaluate.limit", "evaluate.gpu_share"):
-        assert words in errors
-    assert not (tmp_path / "runs").exists()
