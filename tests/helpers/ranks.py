@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import pickle
 import sys
@@ -223,6 +224,8 @@ def _call(number: int, request: tuple, payload: bytes) -> bytes:
         # DTensor keeps the meshes of what it has computed, and takes one of equal ranks and names for the next call's,
         # whose process groups are others.
         _clear_sharding_prop_cache()
+        # Cyclic garbage, such as models under FSDP, keeps process groups alive, whose threads use the processor.
+        gc.collect()
 
 
 def _pickled_error(moment: float, error: RankError) -> bytes:
