@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import multiprocessing
 import pickle
@@ -31,12 +32,16 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 _GRACE_S = 10.0
 """How long the other ranks may take to notice that one has failed."""
+_MANY_THREADS = 20
+"""A process group has three, a worker without one about ten."""
 
 
 class RankError(RuntimeError):
@@ -221,11 +226,22 @@ def _call(number: int, request: tuple, payload: bytes) -> bytes:
         return _pickled_error(moment or time.monotonic(), RankError(number, text, raised))
     finally:
         _place = None
-        # DTensor keeps the meshes of what it has computed, and takes one of equal ranks and names for the next call's,
-        # whose process groups are others.
+        # DTensor takes the mesh of an earlier call for one of equal ranks and names, whose process groups are others.
         _clear_sharding_prop_cache()
-        # Cyclic garbage, such as models under FSDP, keeps process groups alive, whose threads use the processor.
-        gc.collect()
+        if psutil.Process().num_threads() > _MANY_THREADS:
+            _end_earlier_groups()
+
+
+def _end_earlier_groups() -> None:
+    """Frees the process groups of earlier calls, which have threads that use the processor even when they are idle.
+
+    What still refers to them: DTensor's caches, and reference cycles in models under FSDP.
+    """
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
+    for each in gc.get_objects():
+        if isinstance(each, functools._lru_cache_wrapper) and each.__module__.startswith("torch.distributed"):
+            each.cache_clear()
+    gc.collect()
 
 
 def _pickled_error(moment: float, error: RankError) -> bytes:
