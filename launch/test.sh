@@ -6,6 +6,7 @@
 #   bash launch/test.sh tests/unit            and so are paths
 #   bash launch/test.sh oldest                the default suite with the oldest supported packages, in .venv-oldest
 #   bash launch/test.sh examples              whole runs of minutes: the quickstart across tokenizers, each of configs/features, two nodes
+#   bash launch/test.sh layouts               training on four ranks: data-parallel, tensor-parallel, hybrid
 #   bash launch/test.sh faults                fault handling: real processes are killed, stopped and starved
 #   bash launch/test.sh gpu                   tests that need a CUDA device
 #   bash launch/test.sh vllm                  tests that need vLLM, in .venv-vllm
@@ -17,7 +18,7 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 source "$DISTILL_RL_ROOT/launch/environment.sh"
 cd -- "$DISTILL_RL_ROOT"
-groups="default oldest examples faults gpu vllm slurm service monitoring"
+groups="default oldest layouts examples faults gpu vllm slurm service monitoring"
 
 group=default
 if [[ -n ${1:-} && $1 != -* && ! -e ${1%%::*} ]]; then
@@ -36,7 +37,10 @@ default | oldest)
     # Runs `testpaths` of pyproject.toml in two processes, file by file (tests/conftest.py). The suite starts many processes,
     # which must share compiled bytecode.
     unset PYTHONDONTWRITEBYTECODE
-    exec "$PYTHON" -m pytest -n 2 --dist loadscope --no-loadscope-reorder "$@"
+    exec "$PYTHON" -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not four_ranks" "$@"
+    ;;
+layouts)
+    exec "$PYTHON" -m pytest tests/distributed -m four_ranks "$@"
     ;;
 examples | faults | gpu)
     exec "$PYTHON" -m pytest "tests/$group" "$@"

@@ -232,7 +232,7 @@ def test_test_script_passes_arguments_to_pytest(clone: Path, arguments: tuple[st
 def test_unknown_test_group_is_reported(clone: Path) -> None:
     done = launch(clone, "test.sh", "nonsense")
     assert done.returncode == 2
-    assert "unknown test group nonsense; the test groups are: default, oldest, examples," in done.stderr
+    assert "unknown test group nonsense; the test groups are: default, oldest, layouts, examples," in done.stderr
     assert calls(clone) == []
 
 
