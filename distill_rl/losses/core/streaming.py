@@ -25,7 +25,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distill_rl.losses.core.autograd import first_derivative, own_dtypes
 from distill_rl.losses.core.shards import VocabularyShard
 
 _CPU_CHUNK = 2**17
@@ -429,74 +428,43 @@ class LearningFunction(RowFunction):
         """The parameters' gradients, summed over the calls of `gradient`. Resets the sums."""
 
 
-class StreamingLoss(torch.autograd.Function):
-    """A row function of existing logits: [N, Vl] → its values.
+class StudentLogits(ABC):
+    """The student's logits [N, Vl] of this rank's columns, which exist as a whole or are computed a chunk at a time."""
 
-    One of the two autograd functions here that see logits. The other one, `linear.FusedRows`, also computes them.
-    """
+    num_rows: int
+    like: Tensor
+    """Empty, with the device and dtype of the arithmetic on the logits."""
 
-    @staticmethod
-    @own_dtypes
-    def forward(
-        ctx, logits: Tensor, function: RowFunction, plan: RowPlan, inplace: bool, *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
-        """The row function's differentiable values and then its constants, of the plan's M rows in its order.
+    @abstractmethod
+    def stream(self, function: RowFunction, plan: RowPlan, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """Streams rows through a row function; returns its differentiable values and then its constants.
+
+        Both are of the plan's M rows, in its order.
 
         Args:
-            logits: [N, Vl].
-            inplace: write the gradient over the logits.
             parameters: of a `LearningFunction`, which already holds them. Passed so that autograd asks for their
                 gradients.
         """
-        buffers = _buffers_for(logits, plan)
-        for i, (collect, complete) in enumerate(function.passes):
-            for rows in plan.pieces:
-                u = buffers.load("student", plan.take(logits, rows), function.centre, rows, first=i == 0)
-                collect(rows, u, buffers)
-            complete(slice(0, plan.length))
-        ctx.save_for_backward(logits, *function.to_save())
-        ctx.function, ctx.plan, ctx.inplace, ctx.spent = function, plan, inplace, False
-        ctx.num_parameters = len(parameters)
-        ctx.set_materialize_grads(False)
-        values, constants = function.outputs()
-        ctx.mark_non_differentiable(*constants)
-        ctx.num_values = len(values)
-        return *values, *constants
 
-    @staticmethod
-    @first_derivative
-    def backward(ctx, *grads: Tensor | None):
-        """The gradient of the logits, computed chunk by chunk, in their dtype; then those of the parameters.
+    @abstractmethod
+    def loss(self, function: RowFunction, plan: RowPlan, weights: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """As `stream`, preceded by Σ weights · values, or by None if the caller must compute that from the values.
 
-        It is 0 for rows that are not streamed. With `inplace` it is the logits' own memory.
-
-        Raises:
-            RuntimeError: a second backward with `inplace`, which has overwritten the logits.
+        Args:
+            weights: [M] per differentiable value; None within for one that does not enter the loss.
         """
-        if ctx.spent:
-            raise RuntimeError("inplace_backward: the gradient has overwritten the logits, a second backward has none")
-        logits, *saved = ctx.saved_tensors
-        ctx.function.restore(saved)
-        ctx.spent = ctx.inplace
-        plan: RowPlan = ctx.plan
-        whole = plan.length == logits.shape[0]
-        if ctx.inplace:
-            out = logits.detach() if whole else plan.clear_others(logits.detach())
-        else:
-            out = torch.empty_like(logits) if whole else torch.zeros_like(logits)
-        buffers = _buffers_for(logits, plan)
-        for rows in plan.pieces:
-            u = buffers.load("student", plan.take(logits, rows), ctx.function.centre, rows)
-            gradient = ctx.function.gradient(rows, u, [part(grad, rows) for grad in grads[: ctx.num_values]], buffers)
-            plan.put(out, rows, gradient[:, : buffers.columns])
-        ctx.function.to_save()
-        parameters = ctx.function.parameter_gradients() if ctx.num_parameters else ()
-        return out, None, None, None, *parameters
 
+    @abstractmethod
+    def rows(self, numbers: Tensor) -> Tensor:
+        """A copy of the logits of these rows, [n, Vl], without a gradient."""
 
-def _buffers_for(logits: Tensor, plan: RowPlan) -> Buffers:
-    """Buffers for the largest chunk of the plan, in the dtype in which sums of these logits are taken."""
-    return Buffers(plan.largest, logits.shape[1], accumulator(logits.dtype), logits.device)
+    @abstractmethod
+    def default_chunk(self, columns: int) -> int:
+        """Rows to work on at once, if there are this many columns."""
+
+    @abstractmethod
+    def apart(self, numbers: Tensor) -> tuple[StudentLogits, StudentLogits]:
+        """All rows, and once more the rows with these numbers. The gradients of both reach the student."""
 
 
 def part(grad: Tensor | None, rows: slice) -> Tensor | None:
