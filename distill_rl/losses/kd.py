@@ -93,5 +93,5 @@ def kd_loss(
     rows = counted.rows(targets, student.like)
     if reduction == "none":
         return task.output(spread(student.stream(rows, plan), kept, task.num_rows), teacher is not None)
-    loss, *values = student.loss(rows, plan, counted.row_weights(student.like.dtype, teacher is not None))
+    loss, values = student.loss(rows, plan, counted.row_weights(student.like.dtype, teacher is not None))
     return counted.output(values, teacher is not None, loss)

@@ -54,7 +54,8 @@ def with_hidden(
     Args:
         compute: its result may be backpropagated; tensors in it must be in a pytree, where FSDP2 finds them.
     """
-    return model._distill_rl_body(_forward_arguments(model, input_ids, position_ids, documents), compute)
+    entered: Any = model
+    return entered._distill_rl_body(_forward_arguments(model, input_ids, position_ids, documents), compute)
 
 
 def enter_at_hidden(model: PreTrainedModel) -> None:

@@ -34,7 +34,7 @@ from distill_rl.config.memory import fused_loss, reduces_once_per_step
 from distill_rl.config.schema import Config
 from distill_rl.losses import StudentHidden
 from distill_rl.models import forward
-from distill_rl.models.attention.varlen import documents_for
+from distill_rl.models.attention.varlen import Documents, documents_for
 from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.export import export_model
 from distill_rl.models.inputs import micro_batches, tensor_to_device, to_device
@@ -405,23 +405,32 @@ class StudentEngine:
 
         With a fused loss the logits are never made as a whole. Padded columns are masked either way.
         """
-        device = self.world.device
-        documents = documents_for(self.model.config, rows.position_ids, device)
-        ids, positions = to_device(rows.input_ids, device), to_device(rows.position_ids, device)
         own_labels = int(np.count_nonzero(rows.labels != IGNORE_INDEX))
         if not self.fused:
-            logits = forward.logits(self.model, ids, positions, documents)
-            logits = mask_padded_columns(logits, self.vocabulary_size)
-            return self.objective(logits, labels, targets, num_labels, chunks, blend, own_labels)
+            return self.objective(self._logits(rows), labels, targets, num_labels, chunks, blend, own_labels)
 
         scale, softcap = forward.scale_and_cap(self.model.config)
 
-        def loss(hidden: Tensor, layer: nn.Module) -> ObjectiveOutput:
+        def loss(hidden: Tensor, layer: Any) -> ObjectiveOutput:
             bias = layer.bias if getattr(layer, "bias", None) is None else layer.bias * scale
             student = StudentHidden(hidden, layer.weight, bias, softcap, scale, self.vocabulary_size)
             return self.objective(student, labels, targets, num_labels, chunks, blend, own_labels)
 
+        ids, positions, documents = self._inputs(rows)
         return forward.with_hidden(self.model, ids, positions, loss, documents)
+
+    def _logits(self, rows: TokenRows) -> Tensor:
+        """Returns the logits [R, S, V] of a micro-batch's rows, with padded columns at −inf.
+
+        Under tensor parallelism they are a DTensor sharded over the last dimension.
+        """
+        return mask_padded_columns(forward.logits(self.model, *self._inputs(rows)), self.vocabulary_size)
+
+    def _inputs(self, rows: TokenRows) -> tuple[Tensor, Tensor, Documents | None]:
+        """Returns a micro-batch's ids and positions [R, S] on the device, and its documents."""
+        device = self.world.device
+        ids, positions = to_device(rows.input_ids, device), to_device(rows.position_ids, device)
+        return ids, positions, documents_for(self.model.config, rows.position_ids, device)
 
     def _seed(self) -> None:
         """Seeds torch from run.seed, the step and the data-parallel rank.

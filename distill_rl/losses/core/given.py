@@ -39,8 +39,10 @@ class GivenLogits(StudentLogits):
     def stream(self, function: RowFunction, plan: RowPlan, *parameters: Tensor) -> tuple[Tensor, ...]:
         return StreamingLoss.apply(self.logits, function, plan, self.inplace, *parameters)
 
-    def loss(self, function: RowFunction, plan: RowPlan, weights: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        return None, *self.stream(function, plan)
+    def loss(
+        self, function: RowFunction, plan: RowPlan, weights: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        return None, self.stream(function, plan)
 
     def rows(self, numbers: Tensor) -> Tensor:
         return self.logits.detach().index_select(0, numbers)

@@ -30,7 +30,8 @@ class Head:
 
     def of(self, tensors: Sequence[Tensor]) -> Head:
         """The same layer with the tensors that `apart` returned."""
-        return Head(*tensors, softcap=self.softcap, scale=self.scale)
+        weight, *bias = tensors
+        return Head(weight, bias[0] if bias else None, self.softcap, self.scale)
 
     def load(
         self, name: str, hidden: Tensor, buffers: Buffers, centre: Centre, rows: slice, *, first: bool = False

@@ -77,11 +77,16 @@ class ComputedLogits(StudentLogits):
     def stream(self, function: RowFunction, plan: RowPlan, *parameters: Tensor) -> tuple[Tensor, ...]:
         return FusedRows.apply(self.hidden, self.weight, self.bias, self._layer, function, plan, *parameters)
 
-    def loss(self, function: RowFunction, plan: RowPlan, weights: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    def loss(
+        self, function: RowFunction, plan: RowPlan, weights: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """As `stream`, preceded by Σ weights · values, which alone is differentiable."""
         given = [each for each in (self.hidden, self.weight, self.bias) if each is not None]
         anchors = [Anchor.apply(each) for each in given if each.requires_grad and torch.is_grad_enabled()]
-        return FusedLoss.apply(self.hidden, self.weight, self.bias, self._layer, function, plan, weights, *anchors)
+        loss, *values = FusedLoss.apply(
+            self.hidden, self.weight, self.bias, self._layer, function, plan, weights, *anchors
+        )
+        return loss, tuple(values)
 
     @torch.no_grad()
     def rows(self, numbers: Tensor) -> Tensor:

@@ -447,8 +447,10 @@ class StudentLogits(ABC):
         """
 
     @abstractmethod
-    def loss(self, function: RowFunction, plan: RowPlan, weights: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """As `stream`, preceded by Σ weights · values, or by None if the caller must compute that from the values.
+    def loss(
+        self, function: RowFunction, plan: RowPlan, weights: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """What `stream` returns, preceded by Σ weights · values, or by None if the caller must compute that from the values.
 
         Args:
             weights: [M] per differentiable value; None within for one that does not enter the loss.

@@ -198,8 +198,16 @@ NONE = torch.zeros(0, dtype=torch.int64)
         ("gold", lambda data: {"chunk_average": "max"}, "chunk_average: must be one of mean, chain; got 'max'"),
         ("gold", lambda data: {"uncommon_top_k": 0}, "uncommon_top_k: must be at least 1; got 0"),
         ("alm", lambda data: {"tau": 0.0}, "tau: must be positive and finite; got 0.0"),
-        ("xtoken", lambda data: {"teacher": data.target("topk")}, "teacher: must be DenseLogits for xtoken; got TopK"),
-        ("strict", lambda data: {"teacher": data.target("topk")}, "teacher: must be DenseLogits for strict; got TopK"),
+        (
+            "xtoken",
+            lambda data: {"teacher": data.target("topk")},
+            "teacher: must be DenseLogits or TeacherHidden for xtoken; got TopK",
+        ),
+        (
+            "strict",
+            lambda data: {"teacher": data.target("topk")},
+            "teacher: must be DenseLogits or TeacherHidden for strict; got TopK",
+        ),
         ("alm", without("label_logprob"), "teacher.label_logprob: needed for alm"),
         ("hybrid", without("label_logprob"), "teacher.label_logprob: needed for hybrid"),
         (
