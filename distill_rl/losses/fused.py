@@ -15,8 +15,9 @@ from distill_rl.losses.core.autograd import Anchor, untraced
 from distill_rl.losses.core.labels import LabelRows
 from distill_rl.losses.core.linear import FusedRows
 from distill_rl.losses.core.reduce import ReductionName
+from distill_rl.losses.core.row_function import RowFunction
 from distill_rl.losses.core.shards import VocabularyShard, local_like, split
-from distill_rl.losses.core.streaming import RowFunction, accumulator
+from distill_rl.losses.core.streaming import accumulator
 from distill_rl.losses.core.task import Batch, KDOutput, local_teacher, make_task, spread
 from distill_rl.losses.options import KDOptions, Tail
 from distill_rl.losses.targets import Teacher

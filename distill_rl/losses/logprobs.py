@@ -8,8 +8,9 @@ from torch.distributed import ProcessGroup
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.autograd import untraced
 from distill_rl.losses.core.labels import LabelRows
+from distill_rl.losses.core.row_function import StreamingLoss
 from distill_rl.losses.core.shards import split
-from distill_rl.losses.core.streaming import RowPlan, StreamingLoss, accumulator, default_chunk
+from distill_rl.losses.core.streaming import RowPlan, accumulator, default_chunk
 
 
 @untraced

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.core.labels import LabelGradient, LabelTerm, given, weight_of
+from distill_rl.losses.core.row_function import Pass, RowFunction
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, Pass, RowFunction, all_reduce_sums, row_sum
+from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, all_reduce_sums, row_sum
 from distill_rl.losses.divergence import Distribution, Divergence
 
 
@@ -87,7 +88,7 @@ class DenseRows(RowFunction):
         like: Tensor,
     ):
         self.teacher, self.shard, self.divergence, self.label = teacher, shard, divergence, label
-        self.temperature = temperature
+        self.temperature, self.lender = temperature, teacher
         self.centre, self.teacher_centre = (Centre(num_rows, like, shard, 1 / temperature) for _ in range(2))
         self.student_sums = LogSums(
             num_rows,
@@ -118,12 +119,6 @@ class DenseRows(RowFunction):
         values, self.values = tuple(self.values), []
         one = torch.ones_like(values[0])
         return values, (one, one.clone())
-
-    def to_save(self) -> tuple[Tensor, ...]:
-        return self.teacher.to_save()
-
-    def restore(self, tensors: Sequence[Tensor]) -> None:
-        self.teacher.restore(tensors)
 
     def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         """First pass over a chunk: loads the teacher's chunk and stores this rank's part of both sides' normalisers.

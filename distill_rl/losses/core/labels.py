@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from distill_rl.losses.core.row_function import RowFunction
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, Picked, RowFunction, all_reduce_sums
+from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, Picked, all_reduce_sums
 
 
 class LabelTerm:

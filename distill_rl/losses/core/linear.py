@@ -15,8 +15,9 @@ from torch import Tensor
 
 from distill_rl.losses.core.autograd import first_derivative, own_dtypes
 from distill_rl.losses.core.head import Head, multiply
+from distill_rl.losses.core.row_function import RowFunction, part
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import Buffers, RowFunction, accumulator, chunks, part
+from distill_rl.losses.core.streaming import Buffers, accumulator, chunks
 
 _TILE = 2**12
 """Rows of the weight's gradient that are rounded at a time, so that it never exists as a whole in fp32 for that."""

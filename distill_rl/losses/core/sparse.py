@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.core.labels import LabelGradient, LabelTerm, given, weight_of
+from distill_rl.losses.core.row_function import RowFunction
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, RowFunction, all_reduce_sums, floor_of
+from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, all_reduce_sums, floor_of
 from distill_rl.losses.divergence import Distribution, Divergence
 from distill_rl.losses.options import Tail
 from distill_rl.losses.targets import TopKLogprobs

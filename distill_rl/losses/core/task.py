@@ -16,9 +16,9 @@ from distill_rl.losses.core.dense import DenseRows, LogitChunks, TeacherChunks
 from distill_rl.losses.core.head import Head, HiddenChunks
 from distill_rl.losses.core.labels import LabelRows, LabelTerm
 from distill_rl.losses.core.reduce import Reduction
+from distill_rl.losses.core.row_function import RowFunction
 from distill_rl.losses.core.shards import VocabularyShard, local_like
 from distill_rl.losses.core.sparse import TopKRows
-from distill_rl.losses.core.streaming import RowFunction
 from distill_rl.losses.core.trees import as_tree
 from distill_rl.losses.options import KDOptions
 from distill_rl.losses.targets import DenseLogits, Teacher, TeacherHidden, TopKLogprobs

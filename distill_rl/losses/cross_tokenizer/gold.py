@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.core.labels import given
-from distill_rl.losses.core.streaming import Buffers, Pass
+from distill_rl.losses.core.row_function import Pass
+from distill_rl.losses.core.streaming import Buffers
 from distill_rl.losses.cross_tokenizer.chunks import segment_sum
 from distill_rl.losses.cross_tokenizer.rows import LabelLogprobRows, Terms
 from distill_rl.losses.cross_tokenizer.sorted_l1 import SortedL1
@@ -109,6 +110,7 @@ class DistributionRows(LabelLogprobRows):
             teacher,
             comparison,
         )
+        self.lender = teacher
         side = task.pairing.student
         count = task.pairing.count
         self.starts = torch.arange(count, device=side.start.device) if task.options.chain else side.start
@@ -128,12 +130,6 @@ class DistributionRows(LabelLogprobRows):
         kd = torch.zeros_like(values[0])
         kd[self.starts] = self.task.temperature**2 * self.divergence
         return (*values, kd), (self.continuation_slope, *self.mass)
-
-    def to_save(self) -> tuple[Tensor, ...]:
-        return self.teacher.to_save()
-
-    def restore(self, tensors: Sequence[Tensor]) -> None:
-        self.teacher.restore(tensors)
 
     def _complete_first(self, rows: slice) -> None:
         """Sets cross-entropy and label log-probabilities of these rows; with `chain` also each chunk's `continuation`.

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from distill_rl.losses.core.autograd import first_derivative
 from distill_rl.losses.core.labels import LabelGradient, LabelTerm, given
-from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, RowFunction, all_reduce_sums, floor_of
+from distill_rl.losses.core.row_function import RowFunction
+from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, all_reduce_sums, floor_of
 from distill_rl.losses.cross_tokenizer.task import LabelledRows
 from distill_rl.losses.divergence import Distribution, Divergence
 

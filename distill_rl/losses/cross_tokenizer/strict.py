@@ -46,17 +46,12 @@ class StrictRows(LabelLogprobRows):
             teacher, task.shard, resolve("reverse_kl", 0.0), task.temperature, "bucket", None, task.like,
             centre=self.centre,
         )  # fmt: skip
+        self.lender = self.top
 
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         values, _ = super().outputs()
         kd, masses = self.top.outputs()
         return (*values, *kd), masses
-
-    def to_save(self) -> tuple[Tensor, ...]:
-        return self.top.to_save()
-
-    def restore(self, tensors: Sequence[Tensor]) -> None:
-        self.top.restore(tensors)
 
     def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         """Stores this rank's sums of these rows for the labels and, in 1:1 chunks, for the top-k comparison."""

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distill_rl.losses.core import checks
+from distill_rl.losses.core.row_function import RowFunction, StreamingLoss
 from distill_rl.losses.core.shards import VocabularyShard, split
-from distill_rl.losses.core.streaming import RowFunction, RowPlan, StreamingLoss, accumulator, chunks, default_chunk
+from distill_rl.losses.core.streaming import RowPlan, accumulator, chunks, default_chunk
 from distill_rl.losses.cross_tokenizer.chunks import Chunks, Pairing, pair
 from distill_rl.losses.cross_tokenizer.projection import VocabularyProjection
 from distill_rl.losses.divergence import Divergence
@@ -161,7 +162,7 @@ class LabelledRows:
         Values per row, [M], are in the order of streaming.
 
         Args:
-            parameters: of a `LearningFunction`.
+            parameters: of the function.
         """
         return StreamingLoss.apply(self.task.logits, function, RowPlan(self.pieces, self.order), False, *parameters)
 

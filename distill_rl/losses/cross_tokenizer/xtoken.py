@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.core.labels import given
-from distill_rl.losses.core.streaming import Buffers, LearningFunction, floor_of
+from distill_rl.losses.core.streaming import Buffers, floor_of
 from distill_rl.losses.cross_tokenizer.chunks import segment_sum
 from distill_rl.losses.cross_tokenizer.projection import ColumnProduct
 from distill_rl.losses.cross_tokenizer.rows import Compared, LabelLogprobRows, Terms
@@ -48,7 +48,7 @@ class Top(NamedTuple):
     """[count], log of the remaining mass."""
 
 
-class ProjectedRows(LabelLogprobRows, LearningFunction):
+class ProjectedRows(LabelLogprobRows):
     """Per row the cross-entropy, the label's log-probability and the projected probabilities.
 
     The last are [M, k + 1]: Q at the columns of the row's chunk, then Q_rest. Only the first `num_first` rows belong to
