@@ -144,7 +144,7 @@ def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) ->
 
     A whole number is accepted as a float and returned as one, a boolean as `on` or `off` where these are choices, None
     as an empty section. A value of another type, or a number that is not finite, is reported in `findings`, and the
-    default is returned instead; for a list entry that is `"???"`.
+    default is returned instead; for a list entry that is `"???"`, or a section without settings.
     """
     plain, optional = unwrap(kind)
     if value is None and optional:
@@ -170,6 +170,10 @@ def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) ->
         findings.add(key, "must be a finite number", value)
         return default
     findings.add(key, f"must be {_expected(kind)}", _shown(value), _type_remedy(plain, value, key, default))
+    if is_dataclass(plain):
+        unsaid = Findings()
+        default = build(plain, {}, unsaid, key)  # type: ignore[arg-type]
+        findings.keys |= unsaid.keys
     return default
 
 

@@ -175,12 +175,28 @@ def test_all_problems_are_reported_at_once(write):
     ]
 
 
+def test_home_of_an_unknown_user_is_refused(write):
+    keys = ("student.model", "data.path", "checkpoint.resume", "run.dir")
+    lines = complaints(
+        write(MINIMAL), [*(f"{key}=~no-such-user/x" for key in keys), "evaluate.suites=[~no-such-user/x]"]
+    )
+    rule = "must not begin with the home of an unknown user; got ~no-such-user/x; write out the folder"
+    assert lines == [f"{key}: {rule}" for key in (*keys, "evaluate.suites")]
+
+
 def test_setting_with_a_problem_keeps_its_default(write):
     config, findings = read_config(write(MINIMAL), ["train.micro_batch_size=x", "train.step=3", "loss.top_k=5"])
     assert config is not None
     assert (config.train.micro_batch_size, config.loss.top_k) == (Config().train.micro_batch_size, 5)
     assert len(findings.lines) == 2
     assert {"train.micro_batch_size", "train.step", "train.steps"} <= findings.keys
+
+
+def test_text_in_the_place_of_a_section_leaves_a_section(write):
+    config, findings = read_config(write(MINIMAL), ["data=7", "teachers=[llama]"])
+    assert [line.partition(":")[0] for line in findings.lines] == ["teachers.0", "data"]
+    assert (config.data.path, config.teachers[0].model) == ("???", "???")
+    assert {"data.path", "teachers.0.model"} <= findings.keys
 
 
 def test_unquoted_off_is_a_choice_not_a_boolean(write):
