@@ -107,7 +107,8 @@ class ProgressBar:
 
     def close(self) -> None:
         """Ends the bar, whose last state stays on the screen, and restores the cursor."""
-        self._bar.stop()
+        if self._console.is_terminal:  # elsewhere the oldest supported rich would print an empty line
+            self._bar.stop()
 
 
 def _clock_time(seconds: float) -> str:
