@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,13 +17,20 @@ import pytest
 from tests.cli.conftest import Material, material
 from tests.helpers.command import distill_rl, leftovers, running, series, shared_memory, survivors, temporary, until
 from tests.helpers.ray_state import actors
-from tests.ray.conftest import ray_cluster
+from tests.ray.conftest import one_ray
 
-__all__ = ["material", "ray_cluster"]
+__all__ = ["material"]
 
 STEPS = 120
 RESTART_S = 120
 """Deadline of the tests for a restart. The restart times themselves are measured by `launch/bench.sh faults`."""
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[Any]:
+    """Ends with its module, because runs that other modules start would inherit its token."""
+    with one_ray() as ray:
+        yield ray
 
 
 @dataclass
