@@ -32,7 +32,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises:
         ConfigError: one line per problem: unreadable file, bad override, unresolved reference, unknown
-            key, wrong type, missing value.
+            key, wrong type, missing value, home of an unknown user.
     """
     config, findings = read_config(path, overrides)
     if findings.lines or config is None:

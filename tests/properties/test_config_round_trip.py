@@ -13,7 +13,7 @@ from distill_rl.config.save import redact, save_config
 from distill_rl.config.schema import Config
 from distill_rl.config.walk import MISSING, hints, item_kind, unwrap
 
-# YAML cannot carry lone surrogates and most control characters; "???" means "missing".
+# YAML cannot carry lone surrogates and most control characters; "???" means "missing"; "~x" names the home of a user.
 TEXTS = st.one_of(
     st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=12),
     st.sampled_from(
@@ -38,7 +38,7 @@ TEXTS = st.one_of(
             "?",
         ]
     ),
-).filter(lambda text: text != MISSING and redact(text) == text)
+).filter(lambda text: text != MISSING and redact(text) == text and (text[:1] != "~" or text[1:2] in ("", "/")))
 
 
 def instances(kind: Any) -> st.SearchStrategy:
