@@ -24,6 +24,10 @@ TEACHER_CHUNK_TOKENS = 1024
 """A teacher computes the logits of at most this many tokens at a time: a larger matrix product is no faster."""
 TEACHER_CHUNK_BYTES = 256 * 2**20
 """Upper bound on the fp32 logits of such a chunk on one rank."""
+FUSED_FROM_BYTES = 256 * 2**20
+"""`loss.fused: auto` computes logits in chunks if those of a micro-batch would take more on a rank, in the compute dtype."""
+FUSED_CHUNK_BYTES = 192 * 2**20
+"""What a chunk's logits, their exponentials and their gradient may take together in the fused loss."""
 WHOLE_GRADIENT_BYTES = 16 * 2**30
 """`student.gradient_sync: auto` keeps the whole fp32 gradient on every rank up to this size: 4 billion parameters at tp 1."""
 PROMPT_TOKENS = 1024
@@ -67,7 +71,7 @@ class WorkerMemory:
     targets: int = 0
     """Targets of the micro-batches in flight."""
     heads: int = 0
-    """Output layers of the teachers that export hidden states and, for cross-tokenizer losses, the logits computed with them."""
+    """Output layers of the teachers that export hidden states."""
     cache: int = 0
     """Keys and values of the prompts that are run together."""
     saving: int = 0
@@ -117,20 +121,19 @@ def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Seq
 
 
 def _heads(config: Config, facts: Facts, student: ModelFacts, on_gpu: bool) -> int:
-    """Bytes of the teachers' output layers in one student process, with the logits that cross-tokenizer losses compute.
+    """Bytes of the teachers' output layers in one student process.
 
-    Token by token, a rank needs the columns of its own vocabulary shard only, and computes them in chunks. A
-    cross-tokenizer loss needs all columns, and fp32 logits of a whole micro-batch. CPUs keep the layers in fp32, the
-    dtype they compute in. 0 without a teacher that exports hidden states.
+    Token by token, a rank needs the columns of its own vocabulary shard only; a
+    cross-tokenizer loss needs all columns. CPUs keep the layers in fp32, the dtype they compute in. 0 without a teacher that exports hidden states.
     """
-    total, tokens = 0, _tokens(config, config.train.micro_batch_size, on_gpu)
+    total = 0
     for teacher, known in facts.by_teacher(config):
         model = known.model
         if teacher.export != "hidden" or model is None:
             continue
         item = ITEM_SIZE[teacher.dtype] if on_gpu else 4
         if known.cross_tokenizer_loss is not None:
-            total += model.vocabulary_columns * (model.hidden_size * item + 4 * tokens)
+            total += model.vocabulary_columns * model.hidden_size * item
         else:
             total += ceil(student.vocabulary_columns / config.student.parallel.tp) * model.hidden_size * item
     return total
@@ -159,12 +162,14 @@ def student_memory(
         gathered, s = 1        b P / tp             copies of all weights, from the first forward to the last backward
                                + U (b + 8) / tp
         logits                 3 b T V / tp         T tokens per micro-batch, V columns: logits, log-softmax, gradient
+        logits, fused          192 MiB              a chunk of them
+                               + 4 V H / tp + 4 T H the gradients of the output layer and of its input, H wide
 
     and the activations of one micro-batch (`_activations`).
 
     Args:
         targets: bytes of the teachers' targets that a micro-batch reads.
-        heads: bytes of the teachers' output layers, and of the logits computed with them.
+        heads: bytes of the teachers' output layers.
         on_gpu: rows are padded wider, and what only CPUs need is 0.
     """
     parallel = config.student.parallel
@@ -187,12 +192,39 @@ def student_memory(
         gathered=unit * (2 * item + 8) if shards > 1 else item * shard + unit * (item + 8),
         scratch=0 if on_gpu else 4 * shard,
         activations=_activations(config, model, tokens, item, tp),
-        logits=tokens * ceil(model.vocabulary_columns / tp) * 3 * item,
+        logits=_logits(config, model, on_gpu),
         targets=targets,
         heads=heads,
         saving=12 * shard if copies_in_background else 0,
         loading=0 if on_gpu else model.bytes_on_disk // (shards * tp),
     )
+
+
+def fused_loss(config: Config, columns: int, *, on_gpu: bool) -> bool:
+    """Whether the student's logits are made a chunk at a time (`loss.fused`).
+
+    Args:
+        columns: of the student's output layer, over all tensor-parallel ranks.
+        on_gpu: rows are padded wider.
+    """
+    if config.loss.fused != "auto":
+        return config.loss.fused == "on"
+    return _micro_batch_logits(config, columns, on_gpu) > FUSED_FROM_BYTES
+
+
+def _micro_batch_logits(config: Config, columns: int, on_gpu: bool) -> int:
+    """Bytes of a micro-batch's logits on one rank, in the compute dtype."""
+    tokens = _tokens(config, config.train.micro_batch_size, on_gpu)
+    return tokens * ceil(columns / config.student.parallel.tp) * ITEM_SIZE[config.student.dtype]
+
+
+def _logits(config: Config, model: ModelFacts, on_gpu: bool) -> int:
+    """Bytes of the student's logits and of what the loss makes of them; the formulas are in `student_memory`."""
+    if not fused_loss(config, model.vocabulary_columns, on_gpu=on_gpu):
+        return 3 * _micro_batch_logits(config, model.vocabulary_columns, on_gpu)
+    tokens = _tokens(config, config.train.micro_batch_size, on_gpu)
+    weight = 4 * ceil(model.vocabulary_columns / config.student.parallel.tp) * model.hidden_size
+    return FUSED_CHUNK_BYTES + weight + 4 * tokens * model.hidden_size
 
 
 def reduces_once_per_step(student: StudentConfig, parameters: int) -> bool:

@@ -8,14 +8,13 @@ from torch.distributed import ProcessGroup
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.autograd import untraced
 from distill_rl.losses.core.labels import LabelRows
-from distill_rl.losses.core.row_function import StreamingLoss
-from distill_rl.losses.core.shards import split
-from distill_rl.losses.core.streaming import RowPlan, accumulator, default_chunk
+from distill_rl.losses.core.streaming import RowPlan
+from distill_rl.losses.core.student import Student, student_of
 
 
 @untraced
 def vocab_parallel_logprobs(
-    logits: Tensor,
+    logits: Student,
     target_ids: Tensor,
     *,
     temperature: float = 1.0,
@@ -43,16 +42,11 @@ def vocab_parallel_logprobs(
             `inplace_backward` of a leaf.
         RuntimeError: a second backward with `inplace_backward`.
     """
-    checks.floating("logits", logits, (2, 3))
     checks.positive("temperature", temperature)
     checks.chunk_size(chunk_size)
-    local, shard = split(logits, tp_group, dim=-1, name="logits")
-    checks.inplace(inplace_backward, local)
-    targets = checks.rows("target_ids", target_ids, local.shape[:-1])
-    flat = local.reshape(local.shape[:-1].numel(), shard.size)
-    like = flat.new_empty(0, dtype=accumulator(flat.dtype))
-    function = LabelRows(targets, shard, like, temperature, return_entropy)
-    plan = RowPlan.of(flat.shape[0], chunk_size or default_chunk(shard.size, flat.device))
-    values = StreamingLoss.apply(flat, function, plan, inplace_backward)
-    values = [value.view(target_ids.shape) for value in values]
+    student, shard, leading = student_of(logits, tp_group, "logits", inplace=inplace_backward)
+    targets = checks.rows("target_ids", target_ids, leading)
+    function = LabelRows(targets, shard, student.like, temperature, return_entropy)
+    plan = RowPlan.of(student.num_rows, chunk_size or student.default_chunk(shard.widest))
+    values = [value.view(target_ids.shape) for value in student.stream(function, plan)]
     return (values[0], values[1]) if return_entropy else values[0]

@@ -65,7 +65,7 @@ COLLECTIVE_NAMES = {
 }  # fmt: skip
 
 LIBRARIES = set(sys.stdlib_module_names) | {"distill_rl"}
-ONLY_LIBRARIES = {"losses": {"torch"}, "config": {"omegaconf"}, "align": {"numpy", "numba", "safetensors"}}
+ONLY_LIBRARIES = {"losses": {"torch", "triton"}, "config": {"omegaconf"}, "align": {"numpy", "numba", "safetensors"}}
 
 
 @dataclass(frozen=True)

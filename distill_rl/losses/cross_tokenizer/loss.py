@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.autograd import untraced
+from distill_rl.losses.core.student import Student, student_of
 from distill_rl.losses.cross_tokenizer.chunks import ChunkOutput, Chunks
 from distill_rl.losses.cross_tokenizer.gold import gold, hkl, uld
 from distill_rl.losses.cross_tokenizer.hybrid import alm, hybrid
@@ -17,7 +18,7 @@ from distill_rl.losses.cross_tokenizer.strict import strict
 from distill_rl.losses.cross_tokenizer.task import Method, make_task
 from distill_rl.losses.cross_tokenizer.xtoken import xtoken
 from distill_rl.losses.options import CrossTokenizerOptions, Tail
-from distill_rl.losses.targets import DenseLogits, TopKLogprobs
+from distill_rl.losses.targets import Teacher
 
 _METHODS: dict[str, Method] = {
     "hybrid": Method(hybrid, ("topk", "logits"), label_logprob="always", needs_common=True),
@@ -35,8 +36,8 @@ REDUCTIONS = ("sum", "none")
 
 @untraced
 def chunk_kd_loss(
-    student_logits: Tensor,
-    teacher: TopKLogprobs | DenseLogits,
+    student_logits: Student,
+    teacher: Teacher,
     chunks: Chunks,
     bridge: VocabularyProjection,
     *,
@@ -63,7 +64,7 @@ def chunk_kd_loss(
     gradient, in the logits' dtype, and a few pieces of rows; collectives run forward only.
 
     Args:
-        student_logits: [N_s, V] or [R, S, V], sharded as in `kd_loss`.
+        student_logits: [N_s, V] or [R, S, V], sharded as in `kd_loss`, or StudentHidden.
         teacher: for `hybrid` and `alm` either kind, with `label_logprob`; for the others DenseLogits. Its ids and
             columns are the teacher's own, its rows N_t; dense logits are whole on every rank. `label_logprob` is at
             `temperature`.
@@ -97,7 +98,8 @@ def chunk_kd_loss(
     checks.one_of("method", method, tuple(_METHODS))
     checks.one_of("reduction", reduction, REDUCTIONS)
     options = CrossTokenizerOptions.of(locals())
-    task = make_task(options, _METHODS[method], student_logits, teacher, chunks, bridge, labels, tp_group)
+    student, shard, leading = student_of(student_logits, tp_group, "student_logits")
+    task = make_task(options, _METHODS[method], student, shard, leading, teacher, chunks, bridge, labels)
     terms = with_stops(task, method, _METHODS[method].terms)
     zero = task.like.new_zeros(())
     masses = (zero if mass is None else mass.detach().sum() for mass in (terms.teacher_mass, terms.student_mass))

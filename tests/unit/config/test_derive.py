@@ -55,7 +55,7 @@ def test_slots_and_activations_fit_the_widest_rows_of_the_device(load):
 
 
 def test_hidden_export_counts_wire_dtype_and_output_layers(load):
-    teacher, columns, tokens = replace(MODEL, hidden_size=512, vocabulary_columns=9000), 8000, 2 * 128
+    teacher, columns = replace(MODEL, hidden_size=512, vocabulary_columns=9000), 8000
     for name, item in (("fp32", 4), ("bf16", 2)):
         config = load("teachers.0.export=hidden", f"teachers.0.dtype={name}", "student.parallel.tp=2")
         facts = Facts(student=MODEL, teachers=(TeacherFacts(teacher),), gpus=2)
@@ -64,7 +64,7 @@ def test_hidden_export_counts_wire_dtype_and_output_layers(load):
         assert derived.teachers[0].bytes_per_token == 512 * item + 4
         assert derived.memory[0].heads == columns // 2 * 512 * item
         across = sizes(config, replace(facts, teachers=(TeacherFacts(teacher, cross_tokenizer_loss="gold"),))).memory[0]
-        assert across.heads == 9000 * 512 * item + 9000 * tokens * 4
+        assert across.heads == 9000 * 512 * item
         on_cpu = sizes(config, replace(facts, gpus=0)).memory[0]
         assert on_cpu.heads == columns // 2 * 512 * 4
     assert sizes(load(), facts).memory[0].heads == 0

@@ -1,0 +1,1 @@
+"""Triton kernels of the losses. Importing a module of this folder needs triton; the rest of the package does not."""
