@@ -10,7 +10,7 @@ from distill_rl.losses.core.student import StudentHidden
 from distill_rl.losses.core.task import KDOutput
 from distill_rl.losses.kd import kd_loss
 from distill_rl.losses.logprobs import vocab_parallel_logprobs
-from distill_rl.losses.options import Tail
+from distill_rl.losses.options import Backend, Tail
 from distill_rl.losses.targets import Teacher
 
 
@@ -37,12 +37,14 @@ def fused_linear_kd_loss(
     chunk_size: int | None = None,
     inplace_backward: bool = False,
     validate: bool | None = None,
+    backend: Backend | None = None,
 ) -> KDOutput:
     """`kd_loss` of softcap(logit_scale · student_hidden · lm_head_weightᵀ + bias), logits that never exist as a whole.
 
-    The same as `kd_loss(StudentHidden(student_hidden, lm_head_weight, …), …)`. Ignored rows are dropped before the output layer (which waits for a GPU once, unless `num_labels` is given). Logits are accumulated in fp32
-    whatever the dtypes. Extra memory: the inputs' gradients, the weight's in fp32 until it is complete, and a chunk of
-    logits, independent of N·V. For "sum" and "mean" the gradients are computed during forward.
+    The same as `kd_loss(StudentHidden(student_hidden, lm_head_weight, …), …)`. Ignored rows are dropped before the output
+    layer (which waits for a GPU once, unless `num_labels` is given). Logits are accumulated in fp32 whatever the dtypes.
+    Extra memory: the inputs' gradients, the weight's in fp32 until it is complete, and a chunk of logits, independent of
+    N·V. For "sum" and "mean" the gradients are computed during forward.
 
     Args:
         student_hidden, lm_head_weight, bias, softcap, logit_scale: as in `StudentHidden`.
@@ -74,6 +76,7 @@ def fused_linear_kd_loss(
         tp_group=tp_group,
         chunk_size=chunk_size,
         validate=validate,
+        backend=backend,
     )
 
 
@@ -90,6 +93,7 @@ def fused_linear_logprobs(
     tp_group: ProcessGroup | None = None,
     chunk_size: int | None = None,
     inplace_backward: bool = False,
+    backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`vocab_parallel_logprobs` of softcap(logit_scale · hidden · lm_head_weightᵀ + bias), which never exists as a whole.
 
@@ -104,4 +108,5 @@ def fused_linear_logprobs(
         return_entropy=return_entropy,
         tp_group=tp_group,
         chunk_size=chunk_size,
+        backend=backend,
     )

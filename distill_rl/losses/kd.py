@@ -11,7 +11,8 @@ from distill_rl.losses.core.reduce import ReductionName
 from distill_rl.losses.core.streaming import RowPlan
 from distill_rl.losses.core.student import Student, StudentHidden, student_of
 from distill_rl.losses.core.task import Batch, KDOutput, local_teacher, make_task, spread
-from distill_rl.losses.options import KDOptions, Tail
+from distill_rl.losses.kernels import kernels_of
+from distill_rl.losses.options import Backend, KDOptions, Tail
 from distill_rl.losses.targets import Teacher
 
 
@@ -35,6 +36,7 @@ def kd_loss(
     chunk_size: int | None = None,
     inplace_backward: bool = False,
     validate: bool | None = None,
+    backend: Backend | None = None,
 ) -> KDOutput:
     """kd_ratio · T²·D(teacher, student) + (1 − kd_ratio) · CE, with the exact gradient on every rank's columns.
 
@@ -64,6 +66,8 @@ def kd_loss(
             gradient.
         inplace_backward: write the gradient over the logits. Only if nothing reads them after the backward pass.
         validate: check ids and labels, and skip ignored rows. None: on CPU tensors only, because it waits for a GPU.
+        backend: eager (torch) or triton (kernels, `kernels/rows.py`). None: triton where it is installed, on a GPU, for
+            what it has kernels for.
 
     Returns:
         The loss and its parts, of which only `loss` is differentiable; scalars, or [N] with `reduction="none"` (N = B·S
@@ -75,7 +79,9 @@ def kd_loss(
     """
     options = KDOptions.of(locals())
     batch = Batch(labels, token_weights, num_items_in_batch, num_labels)
-    student, shard, leading = student_of(student_logits, tp_group, "student_logits", inplace=inplace_backward)
+    student, shard, leading = student_of(
+        student_logits, tp_group, "student_logits", inplace=inplace_backward, kernels=kernels_of(backend)
+    )
     task = make_task(options, batch, leading, shard, student.like.device)
     targets = local_teacher(teacher, task)
 

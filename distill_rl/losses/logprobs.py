@@ -10,6 +10,8 @@ from distill_rl.losses.core.autograd import untraced
 from distill_rl.losses.core.labels import LabelRows
 from distill_rl.losses.core.streaming import RowPlan
 from distill_rl.losses.core.student import Student, student_of
+from distill_rl.losses.kernels import kernels_of
+from distill_rl.losses.options import Backend
 
 
 @untraced
@@ -22,6 +24,7 @@ def vocab_parallel_logprobs(
     tp_group: ProcessGroup | None = None,
     chunk_size: int | None = None,
     inplace_backward: bool = False,
+    backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) at the targets, and on request the entropy of that softmax.
 
@@ -32,7 +35,7 @@ def vocab_parallel_logprobs(
         logits: [N, V] or [B, S, V], sharded as in `kd_loss`.
         target_ids: int, of the logits' leading shape. Targets outside the vocabulary are allowed: their value is
             finite, and the caller masks it.
-        tp_group, chunk_size, inplace_backward: as in `kd_loss`.
+        tp_group, chunk_size, inplace_backward, backend: as in `kd_loss`.
 
     Returns:
         fp32 (fp64 for fp64 logits) of the shape of `target_ids`; with `return_entropy` a pair, entropies in nats.
@@ -44,7 +47,9 @@ def vocab_parallel_logprobs(
     """
     checks.positive("temperature", temperature)
     checks.chunk_size(chunk_size)
-    student, shard, leading = student_of(logits, tp_group, "logits", inplace=inplace_backward)
+    student, shard, leading = student_of(
+        logits, tp_group, "logits", inplace=inplace_backward, kernels=kernels_of(backend)
+    )
     targets = checks.rows("target_ids", target_ids, leading)
     function = LabelRows(targets, shard, student.like, temperature, return_entropy)
     plan = RowPlan.of(student.num_rows, chunk_size or student.default_chunk(shard.widest))

@@ -6,6 +6,10 @@ above what was there before, gradients included. Ratios are to plain torch, dens
 top-k targets are compared with that as well. Every loss's value is kept beside its figures: who computes something else
 is seen by it.
 
+The losses run with the Triton kernels, where Triton is installed, and with torch alone (`eager`). The bound is what the
+device needs at its measured rates: from logits, to read them twice and write the gradient once, and for a dense teacher to
+read its logits twice; from hidden states, the three products of the student's output layer and one of a dense teacher's.
+
 Liger-Kernel is measured where it is installed. Its chunked losses compute a cross-entropy even at weight 0. `--device
 cpu` is the same at small sizes in fp32, to see that it works; its figures say nothing and are kept only where --out
 says.
@@ -20,6 +24,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distill_rl.bench import harness, record
-from distill_rl.bench.gpu.timing import median_seconds, peak_bytes
+from distill_rl.bench.gpu.timing import copy_bandwidth, matmul_rate, median_seconds, peak_bytes
 from distill_rl.losses import DenseLogits, TeacherHidden, fused_linear_kd_loss, kd_loss, vocab_parallel_topk
+from distill_rl.losses.options import Backend
 from distill_rl.losses.targets import Teacher
 
 SIZES = {
@@ -39,7 +45,7 @@ SIZES = {
 TOP_K = 64
 BETA = 0.5
 DIVERGENCES = ("forward_kl", "jsd")
-PLAIN, OURS, LIGER = "plain torch", "distill_rl", "liger"
+PLAIN, OURS, EAGER, LIGER = "plain torch", "distill_rl", "distill_rl, eager", "liger"
 Step = Callable[..., Tensor]
 """Leaves → loss."""
 
@@ -60,6 +66,8 @@ class Figures:
     peak_mib: float | None = None
     ratio: float | None = None
     """time over plain torch's"""
+    bound_milliseconds: float | None = None
+    """what the bytes or products alone take"""
 
 
 Case = tuple[Figures, Step | None]
@@ -120,11 +128,13 @@ def cases(student: Side, teacher: Side) -> Iterator[tuple[Sequence[Tensor], list
     def plain_linear(states: Tensor, layer: Tensor, divergence: str) -> Tensor:
         return plain(states @ layer.T, hidden @ weight.T, divergence)
 
+    backends: dict[str, Backend | None] = {OURS: None, EAGER: "eager"}
+
     def both(inputs: str, plainly: Step, loss: Callable[..., Any], dense: Teacher) -> Iterator[Case]:
         for divergence in DIVERGENCES:
             yield Figures(inputs, divergence, PLAIN, "dense"), partial(plainly, divergence=divergence)
-            for name, target in (("dense", dense), (f"top {k}", top)):
-                yield Figures(inputs, divergence, OURS, name), partial(_ours, loss, target, divergence)
+            for (name, target), (by, backend) in product((("dense", dense), (f"top {k}", top)), backends.items()):
+                yield Figures(inputs, divergence, by, name), partial(_ours, loss, target, divergence, backend)
 
     fused = both("hidden", plain_linear, fused_linear_kd_loss, TeacherHidden(hidden, weight))
     yield student, [*fused, *liger(teacher)]
@@ -135,9 +145,26 @@ def cases(student: Side, teacher: Side) -> Iterator[tuple[Sequence[Tensor], list
     )
 
 
-def _ours(loss: Callable[..., Any], teacher: Teacher, divergence: str, *leaves: Tensor) -> Tensor:
+def _ours(
+    loss: Callable[..., Any], teacher: Teacher, divergence: str, backend: Backend | None, *leaves: Tensor
+) -> Tensor:
     """The scalar loss of one of this package's losses on the student's leaves, with β = `BETA`."""
-    return loss(*leaves, teacher, divergence=divergence, beta=BETA).loss
+    return loss(*leaves, teacher, divergence=divergence, beta=BETA, backend=backend).loss
+
+
+def bound_milliseconds(
+    line: Figures, sizes: Mapping[str, int], *, item: float, copied: float, multiplied: float
+) -> float:
+    """The least time of a loss, from the bytes or the products that it cannot do without.
+
+    Args:
+        item: bytes of a logit.
+        copied, multiplied: bytes and FLOPs per second of the device.
+    """
+    logits, dense = sizes["rows"] * sizes["columns"], line.target == "dense"
+    if line.inputs == "logits":
+        return 1000 * logits * item * (5 if dense else 3) / copied
+    return 1000 * 2 * logits * sizes["hidden"] * (4 if dense else 3) / multiplied
 
 
 def liger(teacher: Side) -> Iterator[Case]:
@@ -245,6 +272,11 @@ def compare(_: Path, *, device: str, sizes: Mapping[str, int], repeats: int = 7)
         measured += (measure(figures, step, inputs, repeats) for figures, step in group)
     base = {(line.inputs, line.divergence): line.milliseconds for line in measured if line.by == PLAIN}
     compared = [with_ratio(line, base[line.inputs, line.divergence]) for line in measured]
+    where = torch.device(device)
+    rates = {"copied": copy_bandwidth(where), "multiplied": matmul_rate(where), "item": 2 if device == "cuda" else 4}
+    compared = [
+        replace(line, bound_milliseconds=round(bound_milliseconds(line, sizes, **rates), 3)) for line in compared
+    ]
     return recorded(compared, device=device, sizes=sizes, repeats=repeats, liger=record.package_version("liger-kernel"))
 
 

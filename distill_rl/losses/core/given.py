@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.core.autograd import first_derivative, own_dtypes
-from distill_rl.losses.core.row_function import RowFunction, StudentLogits, part
+from distill_rl.losses.core.row_function import KernelChoice, RowFunction, StudentLogits, part
 from distill_rl.losses.core.streaming import Buffers, RowPlan, accumulator, default_chunk
 
 
@@ -20,6 +20,8 @@ class GivenLogits(StudentLogits):
     logits: Tensor
     inplace: bool = False
     """Write the gradient over the logits."""
+    kernels: KernelChoice | None = None
+    """None: torch computes."""
 
     @property
     def num_rows(self) -> int:  # type: ignore[override]
@@ -30,7 +32,7 @@ class GivenLogits(StudentLogits):
         return self.logits.new_empty(0, dtype=accumulator(self.logits.dtype))
 
     def stream(self, function: RowFunction, plan: RowPlan, *parameters: Tensor) -> tuple[Tensor, ...]:
-        return StreamingLoss.apply(self.logits, function, plan, self.inplace, *parameters)
+        return StreamingLoss.apply(self.logits, function, plan, self.inplace, self.kernels, *parameters)
 
     def loss(
         self, function: RowFunction, plan: RowPlan, weights: Sequence[Tensor | None]
@@ -45,7 +47,7 @@ class GivenLogits(StudentLogits):
 
     def apart(self, numbers: Tensor) -> tuple[GivenLogits, GivenLogits]:
         whole, some = RowsApart.apply(self.logits, numbers)
-        return GivenLogits(whole), GivenLogits(some)
+        return GivenLogits(whole, kernels=self.kernels), GivenLogits(some, kernels=self.kernels)
 
 
 class StreamingLoss(torch.autograd.Function):
@@ -57,21 +59,35 @@ class StreamingLoss(torch.autograd.Function):
     @staticmethod
     @own_dtypes
     def forward(
-        ctx, logits: Tensor, function: RowFunction, plan: RowPlan, inplace: bool, *parameters: Tensor
+        ctx,
+        logits: Tensor,
+        function: RowFunction,
+        plan: RowPlan,
+        inplace: bool,
+        choice: KernelChoice | None,
+        *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         """The row function's differentiable values and then its constants, of the plan's M rows in its order.
 
         Args:
             logits: [N, Vl].
             inplace: write the gradient over the logits.
+            choice: as in `GivenLogits`.
             parameters: of the function, which already holds them. Passed so that autograd asks for their gradients.
         """
-        buffers = _buffers_for(logits, plan)
-        for i, (collect, complete) in enumerate(function.passes):
-            for rows in plan.pieces:
-                u = buffers.load("student", plan.take(logits, rows), function.centre, rows, first=i == 0)
-                collect(rows, u, buffers)
-            complete(slice(0, plan.length))
+        everything = slice(0, plan.length)
+        ctx.kernels = None if choice is None else choice(function, logits)
+        if ctx.kernels is not None:
+            ctx.kernels.collect(everything, logits, plan.order)
+            [(_, complete)] = function.passes
+            complete(everything)
+        else:
+            buffers = _buffers_for(logits, plan)
+            for i, (collect, complete) in enumerate(function.passes):
+                for rows in plan.pieces:
+                    u = buffers.load("student", plan.take(logits, rows), function.centre, rows, first=i == 0)
+                    collect(rows, u, buffers)
+                complete(everything)
         ctx.save_for_backward(logits, *function.to_save())
         ctx.function, ctx.plan, ctx.inplace, ctx.spent = function, plan, inplace, False
         ctx.num_parameters = len(parameters)
@@ -102,14 +118,19 @@ class StreamingLoss(torch.autograd.Function):
             out = logits.detach() if whole else plan.clear_others(logits.detach())
         else:
             out = torch.empty_like(logits) if whole else torch.zeros_like(logits)
-        buffers = _buffers_for(logits, plan)
-        for rows in plan.pieces:
-            u = buffers.load("student", plan.take(logits, rows), ctx.function.centre, rows)
-            gradient = ctx.function.gradient(rows, u, [part(grad, rows) for grad in grads[: ctx.num_values]], buffers)
-            plan.put(out, rows, gradient[:, : buffers.columns])
+        if ctx.kernels is not None:
+            everything = slice(0, plan.length)
+            ctx.kernels.gradient(everything, logits, plan.order, grads[: ctx.num_values], out, plan.counts)
+        else:
+            buffers = _buffers_for(logits, plan)
+            for rows in plan.pieces:
+                u = buffers.load("student", plan.take(logits, rows), ctx.function.centre, rows)
+                shares = [part(grad, rows) for grad in grads[: ctx.num_values]]
+                gradient = ctx.function.gradient(rows, u, shares, buffers)
+                plan.put(out, rows, gradient[:, : buffers.columns])
         ctx.function.to_save()
         parameters = ctx.function.parameter_gradients() if ctx.num_parameters else ()
-        return out, None, None, None, *parameters
+        return out, None, None, None, None, *parameters
 
 
 def _buffers_for(logits: Tensor, plan: RowPlan) -> Buffers:

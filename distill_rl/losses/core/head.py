@@ -76,6 +76,13 @@ class Head:
         slope.add_((centre.value[rows] / self.softcap)[:, None])
         return slope.square_().neg_().add_(1).clamp_min_(0)  # a masked column is at −inf
 
+    def cap_slope_of(self, logits: Tensor, buffers: Buffers) -> Tensor | None:
+        """As `cap_slope`, from logits [n, width] that are neither centred nor scaled."""
+        if self.softcap is None:
+            return None
+        slope = torch.mul(logits, 1 / self.softcap, out=buffers.buffer("cap", logits.shape[0]))
+        return slope.square_().neg_().add_(1).clamp_min_(0)
+
     def hidden_gradient(self, gradient: Tensor) -> Tensor:
         """gradient · W, this rank's part of the hidden states' gradient, [n, H] in fp32 (fp64 for fp64 weights).
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from distill_rl.losses.core.autograd import Anchor, first_derivative, own_dtypes
 from distill_rl.losses.core.head import Head, multiply
-from distill_rl.losses.core.row_function import RowFunction, StudentLogits, part
+from distill_rl.losses.core.row_function import KernelChoice, RowFunction, StudentLogits, part
 from distill_rl.losses.core.shards import VocabularyShard
 from distill_rl.losses.core.streaming import Buffers, RowPlan, accumulator, chunks, padded_width
 
@@ -53,6 +53,8 @@ class ComputedLogits(StudentLogits):
     scale: float
     shard: VocabularyShard
     """The columns that `weight` holds; its group sums the gradient of the hidden states."""
+    kernels: KernelChoice | None = None
+    """None: torch computes."""
 
     @property
     def num_rows(self) -> int:  # type: ignore[override]
@@ -64,7 +66,7 @@ class ComputedLogits(StudentLogits):
 
     @property
     def _layer(self) -> _Layer:
-        return _Layer(self.softcap, self.scale, self.shard)
+        return _Layer(self.softcap, self.scale, self.shard, self.kernels)
 
     def stream(self, function: RowFunction, plan: RowPlan, *parameters: Tensor) -> tuple[Tensor, ...]:
         return FusedRows.apply(self.hidden, self.weight, self.bias, self._layer, function, plan, *parameters)
@@ -100,6 +102,7 @@ class _Layer:
     softcap: float | None
     scale: float
     shard: VocabularyShard
+    kernels: KernelChoice | None
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
         return Head(weight, bias, self.softcap, self.scale)
@@ -133,7 +136,7 @@ class FusedLoss(torch.autograd.Function):
         """
         needs = ctx.needs_input_grad[:3]
         gradients = _Gradients(hidden, weight, bias, needs, layer, plan) if any(needs) else None
-        _forward_by_chunk(hidden, layer.head(weight, bias), function, layer.shard, plan, gradients, weights)
+        _forward_by_chunk(_Chunks(hidden, weight, bias, layer, function, plan), gradients, weights)
         values, constants = function.outputs()
         ctx.save_for_backward(*(gradients.finish() if gradients is not None else [None] * 3), *anchors)
         ctx.mark_non_differentiable(*values, *constants)
@@ -170,7 +173,7 @@ class FusedRows(torch.autograd.Function):
         Args:
             parameters: of the function, see `StudentLogits.stream`.
         """
-        _forward_by_pass(hidden, layer.head(weight, bias), function, plan)
+        _forward_by_pass(_Chunks(hidden, weight, bias, layer, function, plan))
         values, constants = function.outputs()
         ctx.save_for_backward(hidden, weight, bias, *function.to_save())
         ctx.layer, ctx.function, ctx.plan = layer, function, plan
@@ -187,7 +190,7 @@ class FusedRows(torch.autograd.Function):
         function, layer, plan = ctx.function, ctx.layer, ctx.plan
         function.restore(saved)
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], layer, plan)
-        _backward(hidden, layer.head(weight, bias), function, plan, gradients, grads[: ctx.num_values])
+        _backward(_Chunks(hidden, weight, bias, layer, function, plan), gradients, grads[: ctx.num_values])
         function.to_save()
         parameters = function.parameter_gradients() if ctx.num_parameters else ()
         return *gradients.finish(), None, None, None, *parameters
@@ -215,63 +218,107 @@ def _tiles(gradient: Tensor) -> Iterator[slice]:
 # Functions of their own, so that the chunks' buffers are freed before the gradients are rounded, which needs memory too.
 
 
-def _forward_by_chunk(
-    hidden: Tensor,
-    head: Head,
-    function: RowFunction,
-    shard: VocabularyShard,
-    plan: RowPlan,
-    gradients: _Gradients | None,
-    weights: Sequence[Tensor | None],
-) -> None:
+def _forward_by_chunk(chunked: _Chunks, gradients: _Gradients | None, weights: Sequence[Tensor | None]) -> None:
     """Streams every chunk through all passes and, with `gradients`, adds its gradient while its logits exist.
 
     Args:
         weights: ∂loss/∂value per row of each differentiable value; None within for a value without weight.
     """
-    buffers = _buffers(hidden, head.weight, plan)
-    for rows in plan.pieces:
-        u = head.load("student", plan.take(hidden, rows), buffers, function.centre, rows, first=True)
-        for number, (collect, complete) in enumerate(function.passes):
-            collect(rows, u, buffers)
+    for rows in chunked.plan.pieces:
+        chunked.load(rows, first=True)
+        for number, (_, complete) in enumerate(chunked.function.passes):
+            chunked.collect(rows, number)
             complete(rows)
-            if number == 0 and shard.group is not None:
-                u.add_(function.centre.moved(rows)[:, None])
+            if number == 0:
+                chunked.move_to_common_centre(rows)
         if gradients is not None:
-            gradients.add(rows, u, function, weights, head, buffers)
+            gradients.add(rows, chunked.gradient(rows, weights), chunked.head)
 
 
-def _forward_by_pass(hidden: Tensor, head: Head, function: RowFunction, plan: RowPlan) -> None:
+def _forward_by_pass(chunked: _Chunks) -> None:
     """Streams all chunks through one pass after another. A pass may need what the others' rows gave to the one before.
 
-    Results stay in `function`.
+    Results stay in the row function.
     """
-    buffers = _buffers(hidden, head.weight, plan)
-    for number, (collect, complete) in enumerate(function.passes):
-        for rows in plan.pieces:
-            u = head.load("student", plan.take(hidden, rows), buffers, function.centre, rows, first=number == 0)
-            collect(rows, u, buffers)
-        complete(slice(0, plan.length))
+    for number, (_, complete) in enumerate(chunked.function.passes):
+        for rows in chunked.plan.pieces:
+            chunked.load(rows, first=number == 0)
+            chunked.collect(rows, number)
+        complete(slice(0, chunked.plan.length))
 
 
-def _backward(
-    hidden: Tensor,
-    head: Head,
-    function: RowFunction,
-    plan: RowPlan,
-    gradients: _Gradients,
-    grads: Sequence[Tensor | None],
-) -> None:
+def _backward(chunked: _Chunks, gradients: _Gradients, grads: Sequence[Tensor | None]) -> None:
     """Computes each chunk's logits again and adds its gradients to `gradients`.
 
     Args:
-        function: has been through `_forward_by_pass` and has its tensors back (`restore`).
+        chunked: its row function has been through `_forward_by_pass` and has its tensors back (`restore`).
         grads: [M] per differentiable value; None for one that does not enter the loss.
     """
-    buffers = _buffers(hidden, head.weight, plan)
-    for rows in plan.pieces:
-        u = head.load("student", plan.take(hidden, rows), buffers, function.centre, rows)
-        gradients.add(rows, u, function, grads, head, buffers)
+    for rows in chunked.plan.pieces:
+        chunked.load(rows)
+        gradients.add(rows, chunked.gradient(rows, grads), chunked.head)
+
+
+class _Chunks:
+    """One chunk of logits at a time, and the row function's work on it, by torch or by kernels."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, layer: _Layer, function: RowFunction, plan: RowPlan
+    ):
+        self.hidden, self.head, self.function, self.plan = hidden, layer.head(weight, bias), function, plan
+        self.split = layer.shard.group is not None
+        wide = accumulator(weight.dtype)
+        self.buffers = Buffers(max(plan.largest, 1), weight.shape[0], wide, hidden.device)
+        self.kernels = None
+        if layer.kernels is not None:
+            self.kernels = layer.kernels(function, self.buffers.buffer("student", 1))
+        rounded = weight.is_cuda and hidden.dtype == weight.dtype and bias is None and layer.scale == 1
+        self.narrow = weight.dtype if rounded and layer.softcap is None else wide
+        """Of the kernels' gradient, which both products round to this dtype anyway where nothing comes in between."""
+        self.logits = hidden.new_empty(0)
+        """[n, width] of the chunk at hand: centred and scaled (`Buffers.load`), but as they are for kernels."""
+
+    def load(self, rows: slice, *, first: bool = False) -> None:
+        """Computes the logits of these rows.
+
+        Args:
+            first: during the first pass, which measures the centre.
+        """
+        hidden = self.plan.take(self.hidden, rows)
+        if self.kernels is None:
+            self.logits = self.head.load("student", hidden, self.buffers, self.function.centre, rows, first=first)
+        else:
+            self.logits = self.buffers.buffer("student", hidden.shape[0])
+            self.head.logits(hidden, self.logits[:, : self.buffers.columns])
+
+    def collect(self, rows: slice, number: int) -> None:
+        """The row function's pass with this number over the chunk at hand."""
+        if self.kernels is None:
+            self.function.passes[number][0](rows, self.logits, self.buffers)
+        else:
+            self.kernels.collect(rows, self.logits[:, : self.buffers.columns], None)
+
+    def move_to_common_centre(self, rows: slice) -> None:
+        """After the first pass: moves the chunk at hand from this rank's centre to that of all ranks."""
+        if self.kernels is None and self.split:
+            self.logits.add_(self.function.centre.moved(rows)[:, None])
+
+    def gradient(self, rows: slice, grads: Sequence[Tensor | None]) -> Tensor:
+        """∂(Σ grads · values)/∂ (the chunk's logits before a softcap), [n, Vl]; overwrites the chunk.
+
+        Args:
+            grads: [M] per differentiable value; None for one that does not enter the loss.
+        """
+        columns, shares = self.buffers.columns, [part(grad, rows) for grad in grads]
+        if self.kernels is None:
+            slope = self.head.cap_slope(self.logits, self.function.centre, rows, self.buffers)
+            gradient = self.function.gradient(rows, self.logits, shares, self.buffers)
+        else:
+            slope = self.head.cap_slope_of(self.logits, self.buffers)
+            same = self.narrow == self.logits.dtype
+            gradient = self.logits if same else torch.empty_like(self.logits, dtype=self.narrow)
+            self.kernels.gradient(rows, self.logits[:, :columns], None, shares, gradient[:, :columns], None)
+        return (gradient if slope is None else gradient.mul_(slope))[:, :columns]
 
 
 class _Gradients:
@@ -299,26 +346,13 @@ class _Gradients:
         self.weight = torch.zeros_like(weight, dtype=weight.dtype if self.at_once else wide) if needs[1] else None
         self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
 
-    def add(
-        self,
-        rows: slice,
-        u: Tensor,
-        function: RowFunction,
-        grads: Sequence[Tensor | None],
-        head: Head,
-        buffers: Buffers,
-    ) -> None:
+    def add(self, rows: slice, gradient: Tensor, head: Head) -> None:
         """Adds one chunk to the gradients of weight and bias and sets its rows of that of hidden, as needed.
 
         Args:
-            u: the chunk's centred logits, [n, width]; overwritten.
-            grads: [N] per differentiable value of `function`, or None.
+            gradient: of the chunk's logits before a softcap, [n, Vl]; overwritten.
         """
-        cap_slope = head.cap_slope(u, function.centre, rows, buffers)
-        gradient = function.gradient(rows, u, [part(grad, rows) for grad in grads], buffers)
-        if cap_slope is not None:
-            gradient.mul_(cap_slope)
-        gradient, chunk = gradient[:, : buffers.columns], self.plan.take(self.inputs[0], rows)
+        chunk = self.plan.take(self.inputs[0], rows)
         if self.bias is not None:
             self.bias.add_(gradient.sum(0))
         if head.scale != 1:
@@ -359,8 +393,3 @@ class _Gradients:
             self.layer.shard.sum_(self.hidden)
         made = zip((self.hidden, self.weight, self.bias), self.inputs)
         return tuple(None if grad is None or given is None else grad.to(given.dtype) for grad, given in made)
-
-
-def _buffers(hidden: Tensor, weight: Tensor, plan: RowPlan) -> Buffers:
-    """Buffers for the logits of the plan's largest chunk."""
-    return Buffers(max(plan.largest, 1), weight.shape[0], accumulator(weight.dtype), hidden.device)

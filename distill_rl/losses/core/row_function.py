@@ -80,6 +80,40 @@ class RowFunction(ABC):
         return ()
 
 
+class RowKernels(ABC):
+    """The visits of a row function to the logits, as kernels.
+
+    `rows` are n positions in the order of streaming, as everywhere. The i-th of them has row order[i] of the logits that
+    are passed, or row i without `order`.
+    """
+
+    @abstractmethod
+    def collect(self, rows: slice, logits: Tensor, order: Tensor | None) -> None:
+        """The first pass over these rows' logits, before `RowFunction.complete`. logits [N, Vl], any float dtype."""
+
+    @abstractmethod
+    def gradient(
+        self,
+        rows: slice,
+        logits: Tensor,
+        order: Tensor | None,
+        grads: Sequence[Tensor | None],
+        out: Tensor,
+        counts: Tensor | None,
+    ) -> None:
+        """Writes ∂(Σ grads · values)/∂z of these rows into their rows of `out` [N, Vl], in its dtype.
+
+        Args:
+            grads: [n] per differentiable value; None for one that does not enter the loss.
+            out: its columns must be contiguous, as those of the logits; may be the logits themselves.
+            counts: bool [n]; rows at False receive 0. None: all count.
+        """
+
+
+KernelChoice = Callable[[RowFunction, Tensor], RowKernels | None]
+"""The kernels that do a row function's work on these logits; None where torch does it."""
+
+
 class StudentLogits(ABC):
     """The student's logits [N, Vl] of this rank's columns, which exist as a whole or are computed a chunk at a time."""
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.given import GivenLogits
 from distill_rl.losses.core.linear import ComputedLogits
-from distill_rl.losses.core.row_function import StudentLogits
+from distill_rl.losses.core.row_function import KernelChoice, StudentLogits
 from distill_rl.losses.core.shards import VocabularyShard, local_like, split
 
 
@@ -41,12 +41,18 @@ Student = Tensor | StudentHidden
 
 
 def student_of(
-    student: Student, tp_group: ProcessGroup | None, name: str, *, inplace: bool = False
+    student: Student,
+    tp_group: ProcessGroup | None,
+    name: str,
+    *,
+    inplace: bool = False,
+    kernels: KernelChoice | None = None,
 ) -> tuple[StudentLogits, VocabularyShard, torch.Size]:
     """The student's logits of this rank's columns, which columns these are, and the dimensions of the rows.
 
     Args:
         name: of the argument that holds logits, for error messages.
+        kernels: None: torch computes.
         inplace: write the gradient over the logits; no effect on hidden states, which have none to overwrite.
 
     Raises:
@@ -54,12 +60,12 @@ def student_of(
             `inplace` with logits that are a leaf.
     """
     if isinstance(student, StudentHidden):
-        return _computed(student, tp_group)
+        return _computed(student, tp_group, kernels)
     checks.floating(name, student, (2, 3))
     logits, shard = split(student, tp_group, dim=-1, name=name)
     checks.inplace(inplace, logits)
     leading = logits.shape[:-1]
-    return GivenLogits(logits.reshape(leading.numel(), shard.size), inplace), shard, leading
+    return GivenLogits(logits.reshape(leading.numel(), shard.size), inplace, kernels), shard, leading
 
 
 def columns_of(student: Student) -> VocabularyShard:
@@ -70,7 +76,7 @@ def columns_of(student: Student) -> VocabularyShard:
 
 
 def _computed(
-    student: StudentHidden, tp_group: ProcessGroup | None
+    student: StudentHidden, tp_group: ProcessGroup | None, kernels: KernelChoice | None
 ) -> tuple[ComputedLogits, VocabularyShard, torch.Size]:
     hidden, weight, bias = student.hidden, student.lm_head_weight, student.bias
     if student.softcap is not None:
@@ -96,7 +102,7 @@ def _computed(
         numbers = torch.arange(shard.offset, shard.offset + shard.size, device=bias.device)
         bias = bias.masked_fill(numbers >= tokens, -torch.inf)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    logits = ComputedLogits(flat, local, bias, student.softcap, student.logit_scale, shard)
+    logits = ComputedLogits(flat, local, bias, student.softcap, student.logit_scale, shard, kernels)
     return logits, shard, hidden.shape[:-1]
 
 

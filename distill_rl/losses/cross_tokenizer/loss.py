@@ -17,7 +17,8 @@ from distill_rl.losses.cross_tokenizer.stops import with_stops
 from distill_rl.losses.cross_tokenizer.strict import strict
 from distill_rl.losses.cross_tokenizer.task import Method, make_task
 from distill_rl.losses.cross_tokenizer.xtoken import xtoken
-from distill_rl.losses.options import CrossTokenizerOptions, Tail
+from distill_rl.losses.kernels import kernels_of
+from distill_rl.losses.options import Backend, CrossTokenizerOptions, Tail
 from distill_rl.losses.targets import Teacher
 
 _METHODS: dict[str, Method] = {
@@ -57,6 +58,7 @@ def chunk_kd_loss(
     tp_group: ProcessGroup | None = None,
     chunk_size: int | None = None,
     validate: bool | None = None,
+    backend: Backend | None = None,
 ) -> ChunkOutput:
     """Sums of T²·D over chunks of text and of the cross-entropy over rows, each with the exact gradient on every rank.
 
@@ -87,6 +89,7 @@ def chunk_kd_loss(
         reduction: sum, or none: one number per chunk, and per row for the cross-entropy.
         chunk_size: rows of logits worked on at once, rounded to whole chunks of text where a method needs it.
         validate: look at ids, labels and chunk numbers; None means on CPU tensors only.
+        backend: as in `kd_loss`; kernels compute the top-k comparison of `hybrid` and label log-probabilities.
 
     Returns:
         The sums (or, with `none`, kd [count] and ce [N_s]), of which `kd` and `ce` are differentiable, and the number
@@ -98,7 +101,7 @@ def chunk_kd_loss(
     checks.one_of("method", method, tuple(_METHODS))
     checks.one_of("reduction", reduction, REDUCTIONS)
     options = CrossTokenizerOptions.of(locals())
-    student, shard, leading = student_of(student_logits, tp_group, "student_logits")
+    student, shard, leading = student_of(student_logits, tp_group, "student_logits", kernels=kernels_of(backend))
     task = make_task(options, _METHODS[method], student, shard, leading, teacher, chunks, bridge, labels)
     terms = with_stops(task, method, _METHODS[method].terms)
     zero = task.like.new_zeros(())

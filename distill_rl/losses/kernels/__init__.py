@@ -1,1 +1,82 @@
-"""Triton kernels of the losses. Importing a module of this folder needs triton; the rest of the package does not."""
+"""Triton kernels of the losses, and who uses them: `backend` chooses, torch (`eager`) computes what has no kernel."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from distill_rl.losses.core import checks
+from distill_rl.losses.core.row_function import KernelChoice, RowFunction, RowKernels
+from distill_rl.losses.options import Backend
+
+
+def uses_triton(backend: Backend | None, logits: Tensor) -> bool:
+    """Whether the kernels shall work on these logits.
+
+    Args:
+        backend: None: on a GPU, if Triton is installed and the logits are not fp64, whose digits the kernels do not have.
+
+    Raises:
+        ValueError: `triton` where it cannot work.
+    """
+    if backend == "eager":
+        return False
+    installed = importlib.util.find_spec("triton") is not None
+    if backend is None:
+        return installed and logits.is_cuda and logits.dtype != torch.float64
+    if not installed:
+        raise ValueError("backend: triton is not installed; install it, or leave the choice to None")
+    if logits.dtype == torch.float64:
+        raise ValueError("backend: triton computes in fp32 and has no fp64; give fp32 logits, or take eager")
+    if not logits.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"backend: triton needs CUDA tensors, or TRITON_INTERPRET=1 to be interpreted; got {logits.device}"
+        )
+    return True
+
+
+def kernels_of(backend: Backend | None) -> KernelChoice:
+    """Chooses the kernels for a row function and its logits; none where torch does the work.
+
+    The choice raises ValueError as `uses_triton`, and where `triton` is asked for and there is no kernel.
+
+    Raises:
+        ValueError: an unknown backend.
+    """
+    checks.backend(backend)
+
+    def choice(function: RowFunction, logits: Tensor) -> RowKernels | None:
+        if not uses_triton(backend, logits):
+            return None
+        from distill_rl.losses.kernels.launch import kernels_for
+
+        found = kernels_for(function) if logits.stride(-1) == 1 else None
+        if found is None and backend == "triton":
+            raise ValueError(
+                "backend: triton has kernels for top-k targets, for forward and reverse KL on dense logits and for "
+                "cross-entropy, on rows that are contiguous; take eager, or leave the choice to None"
+            )
+        return found
+
+    return choice
+
+
+MOST_ENTRIES = 256
+"""The largest k for which there is a kernel that finds the k largest logits."""
+
+
+def kernels_take(k: int, logits: Tensor, backend: Backend | None) -> bool:
+    """Whether a kernel shall find the k largest of these logits.
+
+    Raises:
+        ValueError: as `uses_triton`, or `triton` is asked for and there is no kernel.
+    """
+    if not uses_triton(backend, logits):
+        return False
+    fits = k <= MOST_ENTRIES and (logits.stride(-1) == 1 or not logits.shape[-1])
+    if not fits and backend == "triton":
+        raise ValueError(f"backend: triton finds at most {MOST_ENTRIES} entries, in rows that are contiguous; got {k}")
+    return fits

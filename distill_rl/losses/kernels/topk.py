@@ -79,28 +79,26 @@ def best_columns(
     ALL_GROUPS: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Per row: the k best columns with their logits, best first, and the log of the others' Σ exp((z − c)/T).
+    """Per row: the k best columns with their logits, best first, and log Σ exp((z − c)/T) over the others.
 
-    c is the row's largest logit, values[:, 0].
+    c is the row's largest logit, values[:, 0]. The others' sum is taken around their own maximum, so it is exact however
+    small it is.
 
     Args:
-        ids, values: int32 and fp32 [N, k].
-        rest: fp32 [N].
+        ids, values: int64 and fp32 [N, k].
+        rest: fp32 [N]; −inf where there is no other column, or only masked ones.
         ALL_GROUPS, K: powers of two, at least num_groups and k.
     """
     row = tl.program_id(0).to(tl.int64)
     groups = tl.arange(0, ALL_GROUPS)
     known = groups < num_groups
     maximum = tl.load(maxima + row * num_groups + groups, mask=known, other=-float("inf"))
-    best = tl.topk(_key(maximum, groups), K)
-    chosen = _number(best)
+    group_keys = _key(maximum, groups)
+    best = tl.topk(group_keys, K)
     largest = tl.max(maximum, axis=0)
-    lowest = tl.min(best, axis=0)
-    total = tl.load(totals + row * num_groups + groups, mask=known, other=0.0)
-    others = known & (_key(maximum, groups) < lowest)
-    outside = tl.sum(tl.where(others, total * tl.exp((maximum - largest) * inverse_temperature), 0.0), axis=0)
+    others = known & (group_keys < tl.min(best, axis=0))
 
-    columns = tl.reshape(chosen[:, None] * GROUP + tl.arange(0, GROUP)[None, :], (K * GROUP,))
+    columns = tl.reshape(_number(best)[:, None] * GROUP + tl.arange(0, GROUP)[None, :], (K * GROUP,))
     inside = columns < num_columns
     z = tl.load(logits + row * stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
     z = tl.maximum(z, floor, propagate_nan=tl.PropagateNan.ALL)
@@ -109,7 +107,13 @@ def best_columns(
     number = tl.arange(0, K)
     last = tl.min(tl.where(number < k, winners, 0x7FFFFFFFFFFFFFFF), axis=0)
     left = inside & (keys < last)
-    outside += tl.sum(tl.where(left, tl.exp((z - largest) * inverse_temperature), 0.0), axis=0)
-    tl.store(ids + row * k + number, _number(winners), mask=number < k)
+
+    outside = tl.max(tl.where(others, maximum, floor), axis=0)
+    outside = tl.maximum(outside, tl.max(tl.where(left, z, floor), axis=0))
+    total = tl.load(totals + row * num_groups + groups, mask=known, other=0.0)
+    total = tl.sum(tl.where(others, total * tl.exp((maximum - outside) * inverse_temperature), 0.0), axis=0)
+    total += tl.sum(tl.where(left, tl.exp((z - outside) * inverse_temperature), 0.0), axis=0)
+    empty = outside <= floor
+    tl.store(ids + row * k + number, _number(winners).to(tl.int64), mask=number < k)
     tl.store(values + row * k + number, _value(winners), mask=number < k)
-    tl.store(rest + row, tl.log(outside))
+    tl.store(rest + row, tl.where(empty, -float("inf"), (outside - largest) * inverse_temperature + tl.log(total)))
