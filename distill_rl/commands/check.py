@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from distill_rl.config.derive import GIB, DerivedSizes, sizes
-from distill_rl.config.facts import Facts
+from distill_rl.config.facts import Facts, ModelFacts
+from distill_rl.config.memory import FUSED_CHUNK_BYTES, fused_loss, micro_batch_logits
 from distill_rl.config.save import to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.config.validate import notes, problems
@@ -53,6 +54,8 @@ def summary(config: Config, facts: Facts) -> list[str]:
         *(f"actors     {role}: {layout}" for role, layout in derived.world.items()),
         f"transport  {_transport(config, facts)}",
     ]
+    if facts.student is not None:
+        lines.append(f"logits     {_logits(config, facts.student, on_gpu=facts.gpus > 0)}")
     for teacher, known in facts.by_teacher(config):
         loss = known.cross_tokenizer_loss
         if loss is not None:
@@ -85,6 +88,13 @@ def _transport(config: Config, facts: Facts) -> str:
     except ConfigError:
         return f"{config.transport}: cannot work here"
     return f"{choice.name}: {choice.reason}"
+
+
+def _logits(config: Config, student: ModelFacts, *, on_gpu: bool) -> str:
+    """How the student's logits are made (`loss.fused`)."""
+    if fused_loss(config, student.vocabulary_columns, known_head=student.known_head, on_gpu=on_gpu):
+        return f"fused with the loss: a chunk at a time, at most about {_bytes(FUSED_CHUNK_BYTES)}"
+    return f"of a micro-batch at once: {_bytes(micro_batch_logits(config, student.vocabulary_columns, on_gpu=on_gpu))}"
 
 
 def _steps(derived: DerivedSizes) -> str:

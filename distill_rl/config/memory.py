@@ -123,8 +123,8 @@ def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Seq
 def _heads(config: Config, facts: Facts, student: ModelFacts, on_gpu: bool) -> int:
     """Bytes of the teachers' output layers in one student process.
 
-    Token by token, a rank needs the columns of its own vocabulary shard only; a
-    cross-tokenizer loss needs all columns. CPUs keep the layers in fp32, the dtype they compute in. 0 without a teacher that exports hidden states.
+    Token by token, a rank needs the columns of its own vocabulary shard only; a cross-tokenizer loss needs all columns.
+    CPUs keep the layers in fp32, the dtype they compute in. 0 without a teacher that exports hidden states.
     """
     total = 0
     for teacher, known in facts.by_teacher(config):
@@ -200,19 +200,20 @@ def student_memory(
     )
 
 
-def fused_loss(config: Config, columns: int, *, on_gpu: bool) -> bool:
+def fused_loss(config: Config, columns: int, *, known_head: bool, on_gpu: bool) -> bool:
     """Whether the student's logits are made a chunk at a time (`loss.fused`).
 
     Args:
         columns: of the student's output layer, over all tensor-parallel ranks.
+        known_head: see `ModelFacts`; of another model only its own forward can make the logits.
         on_gpu: rows are padded wider.
     """
-    if config.loss.fused != "auto":
+    if config.loss.fused != "auto" or not known_head:
         return config.loss.fused == "on"
-    return _micro_batch_logits(config, columns, on_gpu) > FUSED_FROM_BYTES
+    return micro_batch_logits(config, columns, on_gpu=on_gpu) > FUSED_FROM_BYTES
 
 
-def _micro_batch_logits(config: Config, columns: int, on_gpu: bool) -> int:
+def micro_batch_logits(config: Config, columns: int, *, on_gpu: bool) -> int:
     """Bytes of a micro-batch's logits on one rank, in the compute dtype."""
     tokens = _tokens(config, config.train.micro_batch_size, on_gpu)
     return tokens * ceil(columns / config.student.parallel.tp) * ITEM_SIZE[config.student.dtype]
@@ -220,8 +221,8 @@ def _micro_batch_logits(config: Config, columns: int, on_gpu: bool) -> int:
 
 def _logits(config: Config, model: ModelFacts, on_gpu: bool) -> int:
     """Bytes of the student's logits and of what the loss makes of them; the formulas are in `student_memory`."""
-    if not fused_loss(config, model.vocabulary_columns, on_gpu=on_gpu):
-        return 3 * _micro_batch_logits(config, model.vocabulary_columns, on_gpu)
+    if not fused_loss(config, model.vocabulary_columns, known_head=model.known_head, on_gpu=on_gpu):
+        return 3 * micro_batch_logits(config, model.vocabulary_columns, on_gpu=on_gpu)
     tokens = _tokens(config, config.train.micro_batch_size, on_gpu)
     weight = 4 * ceil(model.vocabulary_columns / config.student.parallel.tp) * model.hidden_size
     return FUSED_CHUNK_BYTES + weight + 4 * tokens * model.hidden_size

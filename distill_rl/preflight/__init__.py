@@ -123,7 +123,7 @@ def _fit_problems(config: Config, models: Sequence[Opened]) -> Iterator[str]:
     Args:
         models: student and running teachers; one without a readable configuration is skipped.
     """
-    from distill_rl.models.families import tensor_parallel_problems
+    from distill_rl.models.families import fused_loss_problems, tensor_parallel_problems
 
     for model in models:
         if model.config is None:
@@ -132,6 +132,8 @@ def _fit_problems(config: Config, models: Sequence[Opened]) -> Iterator[str]:
         tp = model.settings.parallel.tp
         if tp > 0:
             yield from (f"{model.key}.parallel.tp: {text}" for text in tensor_parallel_problems(model.config, tp))
+        if model.key == "student" and config.loss.fused == "on":
+            yield from fused_loss_problems(model.config)
         needed, columns = model.vocabulary_size, model.config.vocab_size
         if needed is not None and columns < needed:
             rule = f"the model has fewer embedding rows ({columns}) than its tokenizer has ids ({needed})"

@@ -37,6 +37,7 @@ from distill_rl.models import forward
 from distill_rl.models.attention.varlen import Documents, documents_for
 from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.export import export_model
+from distill_rl.models.families import family_of
 from distill_rl.models.inputs import micro_batches, tensor_to_device, to_device
 from distill_rl.models.kernels import use_liger
 from distill_rl.models.load import load_model
@@ -94,7 +95,12 @@ class StudentEngine:
         self.vocabulary_size = vocabulary_size
         self.step = 0
         self.model = load_model(student, world, packing=config.data.packing)
-        self.fused = fused_loss(config, self.model.config.vocab_size, on_gpu=world.device.type == "cuda")
+        self.fused = fused_loss(
+            config,
+            self.model.config.vocab_size,
+            known_head=family_of(self.model.config).proven,
+            on_gpu=world.device.type == "cuda",
+        )
         if self.fused:
             forward.enter_at_hidden(self.model)
         if student.kernels == "liger":
