@@ -39,7 +39,7 @@ def vocab_parallel_topk(
         temperature: of the softmax.
         tp_group: as in `kd_loss`.
         chunk_size: rows worked on at once by torch; None: a default that suits the device.
-        backend: as in `kd_loss`; the kernel takes k up to 256.
+        backend: as in `kd_loss`; the kernel takes k up to 64.
 
     Returns:
         int64 ids and fp32 (fp64 for fp64 logits) log-probabilities [N, k], most likely first, N = B·S for [B, S, V];

@@ -20,12 +20,16 @@ from distill_rl.losses import DenseLogits, HiddenStates, TopKLogprobs, vocab_par
 from distill_rl.parallel.shards import mask_padded_columns
 
 
-def chunk_tokens(columns: int) -> int:
+def chunk_tokens(columns: int, free: int | None = None) -> int:
     """Tokens per chunk for a rank that holds `columns` columns of the output layer.
 
     1,024, or as many as fit into 256 MiB of fp32 logits (512 at a vocabulary of 131,072), but at least one.
+
+    Args:
+        free: bytes that are free on the GPU, of which a chunk takes at most a quarter. None: only the bound counts.
     """
-    return max(1, min(CHUNK_TOKENS, CHUNK_BYTES // (4 * columns)))
+    bound = CHUNK_BYTES if free is None else min(CHUNK_BYTES, free // 4)
+    return max(1, min(CHUNK_TOKENS, bound // (4 * columns)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from distill_rl.losses.kernels import launch, rows, topk
+from distill_rl.losses.kernels import MOST_ENTRIES, launch, rows, topk
 
 POINTERS = {
     "order": "*i64", "teacher_order": "*i64", "label": "*i64", "columns": "*i64", "counts": "*i1", "entries": "*i32",
@@ -48,10 +48,8 @@ def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
         yield rows.pair_sums, flags | {"BLOCK": block}
         yield rows.pair_gradient, flags | {"COUNTED": False, "LABELLED": True, "BLOCK": block}
 
-    for k, columns in ((64, 131_072), (64, 262_144), (256, 262_144)):
-        group = 64 if k <= 64 else 32
-        yield topk.group_sums, {"GROUP": group, "GROUPS": 64}
-        yield topk.best_columns, {"GROUP": group, "ALL_GROUPS": columns // group, "K": k}
+    yield topk.group_sums, {"GROUP": launch._GROUP, "GROUPS": 64}
+    yield topk.best_columns, {"GROUP": launch._GROUP, "ALL_GROUPS": 2**18 // launch._GROUP, "K": MOST_ENTRIES}
 
 
 def compile_one(kernel: Any, constants: dict[str, Any], dtype: str, capability: int) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from tests.triton.test_rows import DTYPES, TEMPERATURES, logits
 
 SIZES = (((1, 1), 1), ((3, 17), 4), ((2, 97), 7), ((1, 5003), 1))
 LARGE = (
-    ((1, 97), 97, torch.float32, 1.0),
+    ((1, 60), 60, torch.float32, 1.0),
     ((1, 4096), 64, torch.bfloat16, 1.0),
-    ((2, 9001), 100, torch.float32, 2.5),
-    ((1, 9001), 256, torch.bfloat16, 1.0),
+    ((2, 9001), 50, torch.float32, 2.5),
 )
 """Cases that the interpreter works on for seconds: it sorts thousands of keys."""
 

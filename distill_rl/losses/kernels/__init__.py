@@ -64,8 +64,8 @@ def kernels_of(backend: Backend | None) -> KernelChoice:
     return choice
 
 
-MOST_ENTRIES = 256
-"""The largest k for which there is a kernel that finds the k largest logits."""
+MOST_ENTRIES = 64
+"""The largest k for which there is a kernel that finds the k largest logits; for more, its registers would spill."""
 
 
 def kernels_take(k: int, logits: Tensor, backend: Backend | None) -> bool:

@@ -23,6 +23,8 @@ from distill_rl.losses.kernels import topk
 
 _BLOCK = 4096
 """Columns that one program works on at a time."""
+_GROUP = 64
+"""Columns of which `topk.group_sums` keeps one maximum and one sum."""
 _WARPS = 8
 _FLOOR = floor_of(torch.float32)
 
@@ -55,8 +57,7 @@ def best(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Te
     """
     n, num_columns = logits.shape
     padded = max(2, triton.next_power_of_2(k))
-    group = 64 if padded <= 64 else 32
-    num_groups = triton.cdiv(num_columns, group)
+    num_groups = triton.cdiv(num_columns, _GROUP)
     at_once = min(64, triton.next_power_of_2(num_groups))
     like = logits.new_empty(0, dtype=torch.float32)
     maxima, totals = like.new_empty(n, num_groups), like.new_empty(n, num_groups)
@@ -71,7 +72,7 @@ def best(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Te
         num_groups,
         1 / temperature,
         _FLOOR,
-        GROUP=group,
+        GROUP=_GROUP,
         GROUPS=at_once,
     )
     columns = torch.empty(n, k, dtype=torch.int64, device=logits.device)
@@ -91,7 +92,7 @@ def best(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Te
         k,
         1 / temperature,
         _FLOOR,
-        GROUP=group,
+        GROUP=_GROUP,
         ALL_GROUPS=max(padded, triton.next_power_of_2(num_groups)),
         K=padded,
     )
