@@ -52,7 +52,8 @@ def shape(columns: int) -> Shape:
 def made_up_targets(rows: int, columns: int) -> TopKLogprobs:
     """Random top-k targets [rows, TOP_K] over this many columns; half of the mass is in the rest."""
     draw = torch.Generator().manual_seed(0)
-    ids = torch.arange(TOP_K, dtype=torch.int32) * (columns // TOP_K) + torch.randint(0, 100, (rows, 1), generator=draw)
+    apart = columns // TOP_K
+    ids = torch.arange(TOP_K, dtype=torch.int32) * apart + torch.randint(0, apart, (rows, 1), generator=draw)
     logprobs = torch.randn(rows, TOP_K, generator=draw).log_softmax(1) - float(np.log(2))
     half = torch.full((rows,), -float(np.log(2)))
     tensors = {"ids": ids.int(), "logprobs": logprobs, "rest_logprob": half, "label_logprob": half}

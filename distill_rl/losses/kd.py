@@ -13,7 +13,7 @@ from distill_rl.losses.core.student import Student, StudentHidden, student_of
 from distill_rl.losses.core.task import Batch, KDOutput, local_teacher, make_task, spread
 from distill_rl.losses.kernels import kernels_of
 from distill_rl.losses.options import Backend, KDOptions, Tail
-from distill_rl.losses.targets import Teacher
+from distill_rl.losses.targets import Teacher, TopKLogprobs
 
 
 @untraced
@@ -93,7 +93,9 @@ def kd_loss(
     if kept is not None and targets is not None:
         targets = targets.select(kept)
     mask = None if leave_out or labels is None else task.reduction.valid
-    plan = RowPlan.of(counted.num_rows, chunk_size or student.default_chunk(shard.widest), order=kept, counts=mask)
+    dense = targets is not None and not isinstance(targets, TopKLogprobs)
+    size = chunk_size or student.default_chunk(shard.widest, dense=dense)
+    plan = RowPlan.of(counted.num_rows, size, order=kept, counts=mask)
 
     # Per row: T²·D, CE and the compared masses, with a streamed gradient. Then the one reduction.
     rows = counted.rows(targets, student.like)

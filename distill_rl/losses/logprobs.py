@@ -52,6 +52,6 @@ def vocab_parallel_logprobs(
     )
     targets = checks.rows("target_ids", target_ids, leading)
     function = LabelRows(targets, shard, student.like, temperature, return_entropy)
-    plan = RowPlan.of(student.num_rows, chunk_size or student.default_chunk(shard.widest))
+    plan = RowPlan.of(student.num_rows, chunk_size or student.default_chunk(shard.widest, dense=False))
     values = [value.view(target_ids.shape) for value in student.stream(function, plan)]
     return (values[0], values[1]) if return_entropy else values[0]

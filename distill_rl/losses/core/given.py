@@ -42,7 +42,7 @@ class GivenLogits(StudentLogits):
     def rows(self, numbers: Tensor) -> Tensor:
         return self.logits.detach().index_select(0, numbers)
 
-    def default_chunk(self, columns: int) -> int:
+    def default_chunk(self, columns: int, *, dense: bool) -> int:
         return default_chunk(columns, self.logits.device)
 
     def apart(self, numbers: Tensor) -> tuple[GivenLogits, GivenLogits]:

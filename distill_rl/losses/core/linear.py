@@ -29,17 +29,22 @@ _TILE = 2**24
 _LEAST_CHUNK = 64
 """Rows; fewer make a poor matrix product."""
 _CHUNK_BYTES = 192 * 2**20
-"""What a chunk's logits, their exponentials and their gradient may take together, unless that is less than 16 rows."""
+"""What a chunk's logits and all that is computed from them may take together, unless that is less than 16 rows."""
+_BYTES = {False: 12, True: 32}
+"""Per logit of a chunk: logits, exponentials and gradient; with a dense teacher also its logits, and both distributions."""
 
 
-def default_chunk(hidden_size: int, columns: int) -> int:
+def default_chunk(hidden_size: int, columns: int, *, dense: bool) -> int:
     """Rows per chunk: half the hidden size, at least 64, but no more than fit into 192 MiB, and at least 16.
 
     With half the hidden size, a chunk of fp32 logits is as large as the weight's bf16 gradient, which every chunk reads
     and writes.
+
+    Args:
+        dense: as in `StudentLogits.default_chunk`.
     """
     wanted = max(_LEAST_CHUNK, hidden_size // 2)
-    return max(16, min(wanted, _CHUNK_BYTES // (10 * padded_width(columns))))
+    return max(16, min(wanted, _CHUNK_BYTES // (_BYTES[dense] * padded_width(columns))))
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,8 @@ class ComputedLogits(StudentLogits):
         self._layer.head(self.weight.detach(), self.bias).logits(self.hidden.detach()[numbers], logits)
         return logits
 
-    def default_chunk(self, columns: int) -> int:
-        return default_chunk(self.hidden.shape[1], columns)
+    def default_chunk(self, columns: int, *, dense: bool) -> int:
+        return default_chunk(self.hidden.shape[1], columns, dense=dense)
 
     def apart(self, numbers: Tensor) -> tuple[ComputedLogits, ComputedLogits]:
         return self, replace(self, hidden=self.hidden.index_select(0, numbers))

@@ -146,8 +146,12 @@ class StudentLogits(ABC):
         """A copy of the logits of these rows, [n, Vl], without a gradient."""
 
     @abstractmethod
-    def default_chunk(self, columns: int) -> int:
-        """Rows to work on at once, if there are this many columns."""
+    def default_chunk(self, columns: int, *, dense: bool) -> int:
+        """Rows to work on at once, if there are this many columns.
+
+        Args:
+            dense: whether every column is compared, which takes more copies of a chunk than top-k targets or labels.
+        """
 
     @abstractmethod
     def apart(self, numbers: Tensor) -> tuple[StudentLogits, StudentLogits]:

@@ -239,7 +239,7 @@ def make_task(
         projection=projection,
         options=options,
         # The same on every rank, however uneven the shards: some methods end each piece with a collective.
-        piece=options.chunk_size or student.default_chunk(columns),
+        piece=options.chunk_size or student.default_chunk(columns, dense=True),
     )
 
 
