@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ def uses_triton(backend: Backend | None, logits: Tensor) -> bool:
     """Whether the kernels shall work on these logits.
 
     Args:
-        backend: None: on a GPU, if Triton is installed and the logits are not fp64, whose digits the kernels do not have.
+        backend: None: on a GPU, if Triton works there and the logits are not fp64, whose digits the kernels do not have.
 
     Raises:
         ValueError: `triton` where it cannot work.
@@ -26,7 +28,7 @@ def uses_triton(backend: Backend | None, logits: Tensor) -> bool:
         return False
     installed = importlib.util.find_spec("triton") is not None
     if backend is None:
-        return installed and logits.is_cuda and logits.dtype != torch.float64
+        return installed and logits.is_cuda and logits.dtype != torch.float64 and _works_on(logits.device)
     if not installed:
         raise ValueError("backend: triton is not installed; install it, or leave the choice to None")
     if logits.dtype == torch.float64:
@@ -35,6 +37,20 @@ def uses_triton(backend: Backend | None, logits: Tensor) -> bool:
         raise ValueError(
             f"backend: triton needs CUDA tensors, or TRITON_INTERPRET=1 to be interpreted; got {logits.device}"
         )
+    return True
+
+
+@lru_cache
+def _works_on(device: torch.device) -> bool:
+    """Whether a kernel can be compiled and started, which needs a C compiler and Python's headers. Warns if not."""
+    from distill_rl.losses.kernels.launch import try_out
+
+    try:
+        try_out(device)
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).partition("\n")[0]
+        warnings.warn(f"Triton does not work here, so torch computes the losses: {reason}", stacklevel=2)
+        return False
     return True
 
 

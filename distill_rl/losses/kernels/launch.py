@@ -43,6 +43,14 @@ def kernels_for(function: RowFunction) -> RowKernels | None:
     return None
 
 
+def try_out(device: torch.device) -> None:
+    """Runs a small kernel on a device; raises whatever keeps Triton from working there."""
+    out = torch.zeros(1, 16, device=device)
+    _put_entries(out, None, torch.tensor([[3]], device=device), torch.ones(1, 1, device=device), None)
+    if out[0, 3].item() != 1:
+        raise RuntimeError("a kernel's result is wrong")
+
+
 def best(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The k largest logits of each row, and what is left of the row; two kernels, of which one reads all columns.
 

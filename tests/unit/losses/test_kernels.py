@@ -1,0 +1,40 @@
+"""Who computes a loss, as far as that needs no Triton; `tests/triton` has the rest."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from distill_rl.losses import DenseLogits, KDLoss, kd_loss, vocab_parallel_logprobs, vocab_parallel_topk
+
+LOGITS = torch.zeros(2, 5)
+IDS = torch.zeros(2, dtype=torch.int64)
+CALLS = {
+    "kd_loss": lambda backend: kd_loss(LOGITS, DenseLogits(LOGITS), backend=backend),
+    "vocab_parallel_topk": lambda backend: vocab_parallel_topk(LOGITS, 2, backend=backend),
+    "vocab_parallel_logprobs": lambda backend: vocab_parallel_logprobs(LOGITS, IDS, backend=backend),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_unknown_backend_is_refused(name: str):
+    with pytest.raises(ValueError, match="backend: must be eager, triton or None; got 'cuda'"):
+        CALLS[name]("cuda")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_triton_that_is_not_installed_is_refused(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="backend: triton is not installed; install it, or leave the choice to None"):
+        CALLS[name]("triton")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_cpu_tensors_are_computed_by_torch(name: str):
+    CALLS[name](None)
+    CALLS[name]("eager")
+
+
+def test_module_refuses_an_unknown_backend_when_it_is_made():
+    with pytest.raises(ValueError, match="backend: must be"):
+        KDLoss(backend="cuda")
