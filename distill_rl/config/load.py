@@ -5,7 +5,7 @@ Later sources override earlier ones: defaults, files named by `extends`, the fil
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from distill_rl.config.interpolate import resolve
 from distill_rl.config.overrides import apply_overrides, merge
+from distill_rl.config.paths import replace_paths
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.config.walk import Findings, build
 from distill_rl.errors import ConfigError
@@ -54,26 +55,11 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     _name_run(raw, Path(path))
     resolved = resolve(raw, partial(_lookup, raw), findings)
     config = build(Config, resolved, findings)
-    for section, key, name in _paths(config):
-        setattr(section, name, _known_home(key, getattr(section, name), findings))
-    config.evaluate.suites = [_known_home("evaluate.suites", suite, findings) for suite in config.evaluate.suites]
+    replace_paths(config, partial(_known_home, findings))
     return config, findings
 
 
-def _paths(config: Config) -> Iterator[tuple[Any, str, str]]:
-    """The settings that are or may be a path: (section, dotted key, name in the section)."""
-    models = {"student": config.student} | {f"teachers.{i}": teacher for i, teacher in enumerate(config.teachers)}
-    for key, model in models.items():
-        yield from ((model, f"{key}.{name}", name) for name in ("model", "tokenizer"))
-    yield config.data, "data.path", "path"
-    yield config.data.validation, "data.validation.path", "path"
-    yield config.projection, "projection.path", "path"
-    yield config.evaluate, "evaluate.data", "data"
-    yield config.checkpoint, "checkpoint.resume", "resume"
-    yield config.run, "run.dir", "dir"
-
-
-def _known_home(key: str, path: str | None, findings: Findings) -> str | None:
+def _known_home(findings: Findings, key: str, path: str | None) -> str | None:
     """The path; `~user` of an unknown user is a problem, and becomes the missing folder `/~user` for further checks."""
     try:
         Path(path or "").expanduser()

@@ -1,10 +1,11 @@
-"""Makes the paths of a configuration absolute: processes on an existing cluster have other working directories."""
+"""The settings that are paths, and how they become absolute: processes elsewhere have other working directories."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 
@@ -18,17 +19,24 @@ def absolute(config: Config) -> Config:
     built-in suite, stays as it is.
     """
     config = deepcopy(config)
+    replace_paths(config, lambda _, text: _absolute(text))
     config.run.dir = str(Path(config.run.dir).expanduser().absolute())
-    models: list[StudentConfig | TeacherConfig] = [config.student, *config.teachers]
-    for model in models:
-        model.model, model.tokenizer = _absolute(model.model), _absolute(model.tokenizer)
-    config.data.path = _absolute(config.data.path)
-    config.data.validation.path = _absolute(config.data.validation.path)
-    config.projection.path = _absolute(config.projection.path)
-    config.evaluate.data = _absolute(config.evaluate.data)
-    config.evaluate.suites = [_absolute(suite) for suite in config.evaluate.suites]
-    config.checkpoint.resume = _absolute(config.checkpoint.resume)
     return config
+
+
+def replace_paths(config: Config, change: Callable[[str, Any], Any]) -> None:
+    """Replaces every setting that is or may be a path by `change(dotted key, value)`, in place; values may be None."""
+    models: dict[str, StudentConfig | TeacherConfig] = {"student": config.student}
+    models |= {f"teachers.{i}": teacher for i, teacher in enumerate(config.teachers)}
+    for key, model in models.items():
+        model.model, model.tokenizer = change(f"{key}.model", model.model), change(f"{key}.tokenizer", model.tokenizer)
+    config.data.path = change("data.path", config.data.path)
+    config.data.validation.path = change("data.validation.path", config.data.validation.path)
+    config.projection.path = change("projection.path", config.projection.path)
+    config.evaluate.data = change("evaluate.data", config.evaluate.data)
+    config.checkpoint.resume = change("checkpoint.resume", config.checkpoint.resume)
+    config.run.dir = change("run.dir", config.run.dir)
+    config.evaluate.suites = [change("evaluate.suites", suite) for suite in config.evaluate.suites]
 
 
 def _absolute(text: _Text) -> _Text:
