@@ -10,6 +10,7 @@
 #   bash launch/test.sh faults                fault handling: real processes are killed, stopped and starved
 #   bash launch/test.sh gpu                   tests that need a CUDA device
 #   bash launch/test.sh vllm                  tests that need vLLM, in .venv-vllm
+#   bash launch/test.sh triton                the Triton kernels, interpreted and compiled without a GPU, in .venv-triton
 #   bash launch/test.sh slurm                 jobs on a real Slurm with two nodes, installed by apt-get and started here
 #   bash launch/test.sh service               the jobs service, which needs Ray's dashboard, in .venv-ops
 #   bash launch/test.sh monitoring            Prometheus, W&B and MLflow with real runs, in .venv-ops
@@ -18,7 +19,7 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 source "$DISTILL_RL_ROOT/launch/environment.sh"
 cd -- "$DISTILL_RL_ROOT"
-groups="default oldest layouts examples faults gpu vllm slurm service monitoring"
+groups="default oldest layouts examples faults gpu vllm triton slurm service monitoring"
 
 group=default
 if [[ -n ${1:-} && $1 != -* && ! -e ${1%%::*} ]]; then
@@ -48,6 +49,13 @@ examples | faults | gpu)
 vllm)
     source "$DISTILL_RL_ROOT/launch/setup-vllm.sh"
     exec "$PYTHON_VLLM" -m pytest tests/vllm tests/unit/evals/backends/test_vllm.py "$@"
+    ;;
+triton)
+    # Without an environment that has Triton, the tests are skipped and name what is missing.
+    if bash "$DISTILL_RL_ROOT/launch/setup-triton.sh"; then
+        PYTHON="$DISTILL_RL_ROOT/.venv-triton/bin/python"
+    fi
+    exec "$PYTHON" -m pytest tests/triton -n 2 --dist loadscope "$@"
     ;;
 slurm)
     # Installs Slurm if that is possible: as root, with apt-get. Otherwise the tests are skipped and name what is missing.

@@ -59,6 +59,8 @@ class Case:
     """Micro-batch size."""
     length: int = 256
     activation_checkpointing: bool = False
+    fused: bool = False
+    """The loss makes the logits itself."""
 
 
 CASES = (
@@ -68,6 +70,7 @@ CASES = (
     Case("student fp32, tp 2", "student", tp=2),
     Case("student fp32, 4 rows of 512", "student", rows=4, length=512),
     Case("student fp32, 4 rows of 512, checkpointing", "student", rows=4, length=512, activation_checkpointing=True),
+    Case("student fp32, 4 rows of 512, fused loss", "student", rows=4, length=512, fused=True),
     Case("teacher fp32", "teacher"),
     Case("teacher bf16", "teacher", dtype="bf16"),
     Case("teacher fp32, tp 2", "teacher", tp=2),
@@ -92,7 +95,7 @@ def configuration(case: Case, model: Path) -> Config:
     teacher = TeacherConfig(model=str(model), dtype=case.dtype, parallel=parallel)  # type: ignore[arg-type]
     config = Config(student=student, teachers=[teacher], data=DataConfig(max_length=case.length))
     config.loss.top_k = TOP_K
-    config.loss.ce_weight = 0.5
+    config.loss.ce_weight, config.loss.fused = 0.5, "on" if case.fused else "off"
     config.train.micro_batch_size = case.rows
     config.train.global_batch_size = 2 * case.rows * case.dp
     return config

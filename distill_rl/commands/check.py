@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from distill_rl.config.derive import GIB, DerivedSizes, sizes
-from distill_rl.config.facts import Facts
+from distill_rl.config.facts import Facts, ModelFacts
+from distill_rl.config.memory import fused_chunk, fused_loss, micro_batch_logits, teacher_logits
 from distill_rl.config.save import to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.config.validate import notes, problems
@@ -53,7 +54,13 @@ def summary(config: Config, facts: Facts) -> list[str]:
         *(f"actors     {role}: {layout}" for role, layout in derived.world.items()),
         f"transport  {_transport(config, facts)}",
     ]
+    on_gpu = facts.gpus > 0
+    if facts.student is not None:
+        lines.append(f"logits     student: {_logits(config, facts.student, on_gpu=on_gpu)}")
     for teacher, known in facts.by_teacher(config):
+        if known.model is not None:
+            size = _bytes(teacher_logits(config, teacher, known.model, on_gpu=on_gpu))
+            lines.append(f"logits     {teacher.name}: at most {size} at once")
         loss = known.cross_tokenizer_loss
         if loss is not None:
             text = f"another tokenizer, loss {loss} over chunks of text; rows are padded, not packed"
@@ -85,6 +92,16 @@ def _transport(config: Config, facts: Facts) -> str:
     except ConfigError:
         return f"{config.transport}: cannot work here"
     return f"{choice.name}: {choice.reason}"
+
+
+def _logits(config: Config, student: ModelFacts, *, on_gpu: bool) -> str:
+    """How the student's logits are made (`loss.fused`)."""
+    if fused_loss(config, student.vocabulary_columns, known_head=student.known_head, on_gpu=on_gpu):
+        size = _bytes(fused_chunk(config, student.vocabulary_columns, on_gpu=on_gpu))
+        return f"made in the loss, a few rows at a time: at most {size} at once"
+    return (
+        f"all of a micro-batch at once: {_bytes(micro_batch_logits(config, student.vocabulary_columns, on_gpu=on_gpu))}"
+    )
 
 
 def _steps(derived: DerivedSizes) -> str:

@@ -30,6 +30,8 @@ class ModelFacts:
     """Rows of the embedding table, padding included."""
     tied: bool
     bytes_on_disk: int
+    known_head: bool = False
+    """Whether it is known how the family makes logits of hidden states, scales and caps included."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,14 @@ TEACHER_CHUNK_TOKENS = 1024
 """A teacher computes the logits of at most this many tokens at a time: a larger matrix product is no faster."""
 TEACHER_CHUNK_BYTES = 256 * 2**20
 """Upper bound on the fp32 logits of such a chunk on one rank."""
+FUSED_FROM_BYTES = 256 * 2**20
+"""`loss.fused: auto` computes logits in chunks if those of a micro-batch would take more on a rank, in the compute dtype."""
+FUSED_CHUNK_BYTES = 192 * 2**20
+"""What a chunk's logits and all that is computed from them may take together in the fused loss."""
+FUSED_LEAST_ROWS = 16
+"""Rows of a chunk at least, however many columns they have."""
+FUSED_BYTES_PER_LOGIT = 32
+"""What a logit of such a chunk takes, with a dense teacher's beside it."""
 WHOLE_GRADIENT_BYTES = 16 * 2**30
 """`student.gradient_sync: auto` keeps the whole fp32 gradient on every rank up to this size: 4 billion parameters at tp 1."""
 PROMPT_TOKENS = 1024
@@ -67,7 +75,7 @@ class WorkerMemory:
     targets: int = 0
     """Targets of the micro-batches in flight."""
     heads: int = 0
-    """Output layers of the teachers that export hidden states and, for cross-tokenizer losses, the logits computed with them."""
+    """Output layers of the teachers that export hidden states."""
     cache: int = 0
     """Keys and values of the prompts that are run together."""
     saving: int = 0
@@ -117,20 +125,19 @@ def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Seq
 
 
 def _heads(config: Config, facts: Facts, student: ModelFacts, on_gpu: bool) -> int:
-    """Bytes of the teachers' output layers in one student process, with the logits that cross-tokenizer losses compute.
+    """Bytes of the teachers' output layers in one student process.
 
-    Token by token, a rank needs the columns of its own vocabulary shard only, and computes them in chunks. A
-    cross-tokenizer loss needs all columns, and fp32 logits of a whole micro-batch. CPUs keep the layers in fp32, the
-    dtype they compute in. 0 without a teacher that exports hidden states.
+    Token by token, a rank needs the columns of its own vocabulary shard only; a cross-tokenizer loss needs all columns.
+    CPUs keep the layers in fp32, the dtype they compute in. 0 without a teacher that exports hidden states.
     """
-    total, tokens = 0, _tokens(config, config.train.micro_batch_size, on_gpu)
+    total = 0
     for teacher, known in facts.by_teacher(config):
         model = known.model
         if teacher.export != "hidden" or model is None:
             continue
         item = ITEM_SIZE[teacher.dtype] if on_gpu else 4
         if known.cross_tokenizer_loss is not None:
-            total += model.vocabulary_columns * (model.hidden_size * item + 4 * tokens)
+            total += model.vocabulary_columns * model.hidden_size * item
         else:
             total += ceil(student.vocabulary_columns / config.student.parallel.tp) * model.hidden_size * item
     return total
@@ -159,12 +166,14 @@ def student_memory(
         gathered, s = 1        b P / tp             copies of all weights, from the first forward to the last backward
                                + U (b + 8) / tp
         logits                 3 b T V / tp         T tokens per micro-batch, V columns: logits, log-softmax, gradient
+        logits, fused          32 T V / tp          but at most 192 MiB: a chunk of them
+                               + 4 V H / tp + 4 T H the gradients of the output layer and of its input, H wide
 
     and the activations of one micro-batch (`_activations`).
 
     Args:
         targets: bytes of the teachers' targets that a micro-batch reads.
-        heads: bytes of the teachers' output layers, and of the logits computed with them.
+        heads: bytes of the teachers' output layers.
         on_gpu: rows are padded wider, and what only CPUs need is 0.
     """
     parallel = config.student.parallel
@@ -187,12 +196,48 @@ def student_memory(
         gathered=unit * (2 * item + 8) if shards > 1 else item * shard + unit * (item + 8),
         scratch=0 if on_gpu else 4 * shard,
         activations=_activations(config, model, tokens, item, tp),
-        logits=tokens * ceil(model.vocabulary_columns / tp) * 3 * item,
+        logits=_logits(config, model, on_gpu),
         targets=targets,
         heads=heads,
         saving=12 * shard if copies_in_background else 0,
         loading=0 if on_gpu else model.bytes_on_disk // (shards * tp),
     )
+
+
+def fused_loss(config: Config, columns: int, *, known_head: bool, on_gpu: bool) -> bool:
+    """Whether the student's logits are made a chunk at a time (`loss.fused`).
+
+    Args:
+        columns: of the student's output layer, over all tensor-parallel ranks.
+        known_head: see `ModelFacts`; of another model only its own forward can make the logits.
+        on_gpu: rows are padded wider.
+    """
+    if config.loss.fused != "auto" or not known_head:
+        return config.loss.fused == "on"
+    return micro_batch_logits(config, columns, on_gpu=on_gpu) > FUSED_FROM_BYTES
+
+
+def micro_batch_logits(config: Config, columns: int, *, on_gpu: bool) -> int:
+    """Bytes of a micro-batch's logits on one rank, in the compute dtype."""
+    tokens = _tokens(config, config.train.micro_batch_size, on_gpu)
+    return tokens * ceil(columns / config.student.parallel.tp) * ITEM_SIZE[config.student.dtype]
+
+
+def fused_chunk(config: Config, columns: int, *, on_gpu: bool) -> int:
+    """Bytes of the logits that a fused loss holds at once on one rank, with all that is computed from them, at most."""
+    tokens = _tokens(config, config.train.micro_batch_size, on_gpu)
+    row = FUSED_BYTES_PER_LOGIT * ceil(columns / config.student.parallel.tp)
+    return min(row * tokens, max(FUSED_CHUNK_BYTES, row * FUSED_LEAST_ROWS))
+
+
+def _logits(config: Config, model: ModelFacts, on_gpu: bool) -> int:
+    """Bytes of the student's logits and of what the loss makes of them; the formulas are in `student_memory`."""
+    if not fused_loss(config, model.vocabulary_columns, known_head=model.known_head, on_gpu=on_gpu):
+        return 3 * micro_batch_logits(config, model.vocabulary_columns, on_gpu=on_gpu)
+    tokens = _tokens(config, config.train.micro_batch_size, on_gpu)
+    columns = ceil(model.vocabulary_columns / config.student.parallel.tp)
+    chunk = fused_chunk(config, model.vocabulary_columns, on_gpu=on_gpu)
+    return chunk + 4 * columns * model.hidden_size + 4 * tokens * model.hidden_size
 
 
 def reduces_once_per_step(student: StudentConfig, parameters: int) -> bool:
@@ -235,17 +280,26 @@ def teacher_memory(
     tp, item = teacher.parallel.tp, ITEM_SIZE[teacher.dtype]
     intermediate = model.intermediate_size if model.family in FUSED else model.intermediate_size // tp
     tokens = _tokens(config, teacher_rows(config, teacher), on_gpu)
-    columns = ceil(model.vocabulary_columns / tp)
-    chunk = max(1, min(TEACHER_CHUNK_TOKENS, TEACHER_CHUNK_BYTES // (4 * columns), tokens))
     return WorkerMemory(
         worker=teacher.name,
         count=teacher.parallel.dp * tp,
         weights=item * ceil(model.parameters / tp),
         activations=tokens * item * (6 * model.hidden_size + 3 * intermediate),
-        logits=chunk * columns * (item + 8),  # in the teacher's dtype, and two fp32 copies
+        logits=teacher_logits(config, teacher, model, on_gpu=on_gpu),
         targets=targets,
         loading=0 if on_gpu else model.bytes_on_disk // tp,
     )
+
+
+def teacher_logits(config: Config, teacher: TeacherConfig, model: ModelFacts, *, on_gpu: bool) -> int:
+    """Bytes of the logits that a teacher's rank holds at once, in its dtype and in two fp32 copies.
+
+    It may take fewer tokens at a time where little is free on a GPU.
+    """
+    columns = ceil(model.vocabulary_columns / teacher.parallel.tp)
+    tokens = _tokens(config, teacher_rows(config, teacher), on_gpu)
+    chunk = max(1, min(TEACHER_CHUNK_TOKENS, TEACHER_CHUNK_BYTES // (4 * columns), tokens))
+    return chunk * columns * (ITEM_SIZE[teacher.dtype] + 8)
 
 
 def evaluator_memory(config: Config, model: ModelFacts, *, on_gpu: bool = False) -> WorkerMemory:

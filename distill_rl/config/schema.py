@@ -162,6 +162,10 @@ class LossConfig:
     """Also accept vocabulary matches with a weight of at least 0.6 in `gold` and `hkl`."""
     alm_tau: float = field(default=1.0, metadata=POSITIVE)
     """Temperature of the chunk likelihoods in `alm` and of the longer chunks in `hybrid`: likelihoods are raised to the power 1 / alm_tau."""
+    fused: Literal["auto", "on", "off"] = "auto"
+    """Compute the student's logits a few rows at a time, inside the loss, so that they never exist as a whole. The result is the same but for rounding. auto: if the logits of a micro-batch would take more than 256 MiB on a rank."""
+    backend: Literal["auto", "eager", "triton"] = "auto"
+    """Implementation of the loss. eager: torch. triton: the Triton kernels, which need a GPU; what has no kernel is an error. auto: the kernels where Triton works and has one, otherwise torch. The teacher's top k is computed in the same way, but by torch where there is no kernel."""
 
 
 @dataclass

@@ -57,7 +57,16 @@ PARTS = (
     _check("resume", "the same bits from run to run, and after a checkpoint", "training", 120),
     _check("transport", "targets from one process to another"),
     _check("dp", "the dynamic programme of the alignment"),
-    Part("kernels", "kernels against the limits of bandwidth and FLOP/s", f"{HERE}.kernels", "measure", 90, 30),
+    Part("kernels", "kernels against the limits of bandwidth and FLOP/s", f"{HERE}.kernels", "measure", 110, 30),
+    Part(
+        "comparison",
+        "losses beside plain torch and Liger-Kernel, at the shape of Liger's figures",
+        f"{HERE}.comparison",
+        "measure",
+        limit_s=150,
+        reserve_s=40,
+        takes_budget=True,
+    ),
     Part(
         "throughput",
         "teacher and student with real shapes, beside the cost model",

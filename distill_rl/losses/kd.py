@@ -8,17 +8,17 @@ from torch.distributed import ProcessGroup
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.autograd import untraced
 from distill_rl.losses.core.reduce import ReductionName
-from distill_rl.losses.core.row_function import StreamingLoss
-from distill_rl.losses.core.shards import split
-from distill_rl.losses.core.streaming import RowPlan, accumulator, default_chunk
+from distill_rl.losses.core.streaming import RowPlan
+from distill_rl.losses.core.student import Student, StudentHidden, student_of
 from distill_rl.losses.core.task import Batch, KDOutput, local_teacher, make_task, spread
-from distill_rl.losses.options import KDOptions, Tail
-from distill_rl.losses.targets import Teacher
+from distill_rl.losses.kernels import kernels_of
+from distill_rl.losses.options import Backend, KDOptions, Tail
+from distill_rl.losses.targets import Teacher, TopKLogprobs
 
 
 @untraced
 def kd_loss(
-    student_logits: Tensor,
+    student_logits: Student,
     teacher: Teacher | None,
     *,
     labels: Tensor | None = None,
@@ -31,10 +31,12 @@ def kd_loss(
     ignore_index: int = -100,
     reduction: ReductionName = "mean",
     num_items_in_batch: int | float | Tensor | None = None,
+    num_labels: int | None = None,
     tp_group: ProcessGroup | None = None,
     chunk_size: int | None = None,
     inplace_backward: bool = False,
     validate: bool | None = None,
+    backend: Backend | None = None,
 ) -> KDOutput:
     """kd_ratio · T²·D(teacher, student) + (1 − kd_ratio) · CE, with the exact gradient on every rank's columns.
 
@@ -44,7 +46,8 @@ def kd_loss(
     Args:
         student_logits: [N, V] or [B, S, V] in any float dtype, before temperature. Sharded over the vocabulary either
             as a DTensor Shard(-1) (group and offset are its own, shards may be uneven or empty) or as a plain shard
-            with `tp_group` (equal shards in rank order). Masked columns are −inf in student and teacher.
+            with `tp_group` (equal shards in rank order). Masked columns are −inf in student and teacher. Or
+            StudentHidden, whose logits are made a chunk at a time: see `fused_linear_kd_loss`.
         teacher: the targets for the same rows; None for cross-entropy alone (`kd_ratio` 0).
         labels: int [N] or [B, S], already shifted. Rows with `ignore_index` contribute nothing; without labels every
             row counts.
@@ -57,10 +60,14 @@ def kd_loss(
         token_weights: [N] or [B, S], constants, on KD and CE alike.
         reduction: sum, mean or none (one number per row).
         num_items_in_batch: denominator of a mean instead of the valid rows: the count over the whole global batch.
+        num_labels: number of rows that are not ignored, if the caller knows it. On a GPU these are then left out without
+            waiting for it.
         chunk_size: rows processed at a time; the default suits the device's caches. On a CPU it changes no bit of the
             gradient.
         inplace_backward: write the gradient over the logits. Only if nothing reads them after the backward pass.
         validate: check ids and labels, and skip ignored rows. None: on CPU tensors only, because it waits for a GPU.
+        backend: eager (torch) or triton (kernels, `kernels/rows.py`). None: triton where it is installed, on a GPU, for
+            what it has kernels for.
 
     Returns:
         The loss and its parts, of which only `loss` is differentiable; scalars, or [N] with `reduction="none"` (N = B·S
@@ -71,26 +78,28 @@ def kd_loss(
         RuntimeError: a second backward with `inplace_backward`.
     """
     options = KDOptions.of(locals())
-    batch = Batch(labels, token_weights, num_items_in_batch)
-    checks.floating("student_logits", student_logits, (2, 3))
-    logits, shard = split(student_logits, tp_group, dim=-1, name="student_logits")
-    checks.inplace(inplace_backward, logits)
-    task = make_task(options, batch, logits.shape[:-1], shard, logits.device)
+    batch = Batch(labels, token_weights, num_items_in_batch, num_labels)
+    student, shard, leading = student_of(
+        student_logits, tp_group, "student_logits", inplace=inplace_backward, kernels=kernels_of(backend)
+    )
+    task = make_task(options, batch, leading, shard, student.like.device)
     targets = local_teacher(teacher, task)
-    logits = logits.reshape(task.num_rows, shard.size)
 
-    # Ignored rows are left out where labels may be read. On a GPU that would wait for the device, so all rows are
-    # streamed there and the gradient of ignored rows is set to 0.
-    readable = checks.looked_at(validate, logits)
-    counted, kept = task.without_ignored() if readable else (task, None)
+    # Ignored rows are left out where their number is known or labels may be read, and always where logits are computed.
+    # Otherwise that would only wait for the GPU: all rows are streamed, and the gradient of ignored rows is set to 0.
+    known = num_labels is not None or isinstance(student_logits, StudentHidden)
+    leave_out = known or checks.looked_at(validate, student.like)
+    counted, kept = task.without_ignored() if leave_out else (task, None)
     if kept is not None and targets is not None:
         targets = targets.select(kept)
-    mask = None if readable or labels is None else task.reduction.valid
-    plan = RowPlan.of(counted.num_rows, chunk_size or default_chunk(shard.size, logits.device), order=kept, counts=mask)
+    mask = None if leave_out or labels is None else task.reduction.valid
+    dense = targets is not None and not isinstance(targets, TopKLogprobs)
+    rows = counted.rows(targets, student.like)
+    size = chunk_size or student.default_chunk(shard.widest, dense=dense, function=rows)
+    plan = RowPlan.of(counted.num_rows, size, order=kept, counts=mask)
 
     # Per row: T²·D, CE and the compared masses, with a streamed gradient. Then the one reduction.
-    rows = counted.rows(targets, logits.new_empty(0, dtype=accumulator(logits.dtype)))
-    values = StreamingLoss.apply(logits, rows, plan, inplace_backward)
     if reduction == "none":
-        return task.output(spread(values, kept, task.num_rows), teacher is not None)
-    return counted.output(values, teacher is not None)
+        return task.output(spread(student.stream(rows, plan), kept, task.num_rows), teacher is not None)
+    loss, values = student.loss(rows, plan, counted.row_weights(student.like.dtype, teacher is not None))
+    return counted.output(values, teacher is not None, loss)

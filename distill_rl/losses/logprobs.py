@@ -8,14 +8,15 @@ from torch.distributed import ProcessGroup
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.autograd import untraced
 from distill_rl.losses.core.labels import LabelRows
-from distill_rl.losses.core.row_function import StreamingLoss
-from distill_rl.losses.core.shards import split
-from distill_rl.losses.core.streaming import RowPlan, accumulator, default_chunk
+from distill_rl.losses.core.streaming import RowPlan
+from distill_rl.losses.core.student import Student, student_of
+from distill_rl.losses.kernels import kernels_of
+from distill_rl.losses.options import Backend
 
 
 @untraced
 def vocab_parallel_logprobs(
-    logits: Tensor,
+    logits: Student,
     target_ids: Tensor,
     *,
     temperature: float = 1.0,
@@ -23,6 +24,7 @@ def vocab_parallel_logprobs(
     tp_group: ProcessGroup | None = None,
     chunk_size: int | None = None,
     inplace_backward: bool = False,
+    backend: Backend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) at the targets, and on request the entropy of that softmax.
 
@@ -33,7 +35,7 @@ def vocab_parallel_logprobs(
         logits: [N, V] or [B, S, V], sharded as in `kd_loss`.
         target_ids: int, of the logits' leading shape. Targets outside the vocabulary are allowed: their value is
             finite, and the caller masks it.
-        tp_group, chunk_size, inplace_backward: as in `kd_loss`.
+        tp_group, chunk_size, inplace_backward, backend: as in `kd_loss`.
 
     Returns:
         fp32 (fp64 for fp64 logits) of the shape of `target_ids`; with `return_entropy` a pair, entropies in nats.
@@ -43,16 +45,15 @@ def vocab_parallel_logprobs(
             `inplace_backward` of a leaf.
         RuntimeError: a second backward with `inplace_backward`.
     """
-    checks.floating("logits", logits, (2, 3))
     checks.positive("temperature", temperature)
     checks.chunk_size(chunk_size)
-    local, shard = split(logits, tp_group, dim=-1, name="logits")
-    checks.inplace(inplace_backward, local)
-    targets = checks.rows("target_ids", target_ids, local.shape[:-1])
-    flat = local.reshape(local.shape[:-1].numel(), shard.size)
-    like = flat.new_empty(0, dtype=accumulator(flat.dtype))
-    function = LabelRows(targets, shard, like, temperature, return_entropy)
-    plan = RowPlan.of(flat.shape[0], chunk_size or default_chunk(shard.size, flat.device))
-    values = StreamingLoss.apply(flat, function, plan, inplace_backward)
-    values = [value.view(target_ids.shape) for value in values]
+    student, shard, leading = student_of(
+        logits, tp_group, "logits", inplace=inplace_backward, kernels=kernels_of(backend)
+    )
+    targets = checks.rows("target_ids", target_ids, leading)
+    function = LabelRows(targets, shard, student.like, temperature, return_entropy)
+    plan = RowPlan.of(
+        student.num_rows, chunk_size or student.default_chunk(shard.widest, dense=False, function=function)
+    )
+    values = [value.view(target_ids.shape) for value in student.stream(function, plan)]
     return (values[0], values[1]) if return_entropy else values[0]

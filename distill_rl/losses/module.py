@@ -15,7 +15,7 @@ from distill_rl.losses.kd import kd_loss
 from distill_rl.losses.options import KDOptions
 from distill_rl.losses.targets import DenseLogits, Teacher
 
-_OF_A_BATCH = ("student_logits", "teacher", "labels", "token_weights", "num_items_in_batch")
+_OF_A_BATCH = ("student_logits", "teacher", "labels", "token_weights", "num_items_in_batch", "num_labels")
 
 
 class KDLoss(nn.Module):
@@ -54,6 +54,7 @@ class KDLoss(nn.Module):
         *,
         token_weights: Tensor | None = None,
         num_items_in_batch: int | float | Tensor | None = None,
+        num_labels: int | None = None,
         lm_head_weight: Tensor | None = None,
         bias: Tensor | None = None,
         softcap: float | None = None,
@@ -76,6 +77,7 @@ class KDLoss(nn.Module):
             "labels": labels,
             "token_weights": token_weights,
             "num_items_in_batch": num_items_in_batch,
+            "num_labels": num_labels,
         }
         if lm_head_weight is None:
             if bias is not None or softcap is not None:

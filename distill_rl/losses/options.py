@@ -12,6 +12,8 @@ from distill_rl.losses.divergence import Divergence, resolve
 
 Tail = Literal["bucket", "truncate", "renormalize"]
 TAILS: tuple[Tail, ...] = ("bucket", "truncate", "renormalize")
+Backend = Literal["eager", "triton"]
+"""Who computes: torch, or the Triton kernels."""
 ChunkAverage = Literal["mean", "chain"]
 CHUNK_AVERAGES: tuple[ChunkAverage, ...] = ("mean", "chain")
 
@@ -31,6 +33,7 @@ class Options:
     ignore_index: int
     chunk_size: int | None
     validate: bool | None
+    backend: Backend | None
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
@@ -45,6 +48,7 @@ class Options:
     def __post_init__(self) -> None:
         checks.positive("temperature", self.temperature)
         checks.one_of("tail", self.tail, TAILS)
+        checks.backend(self.backend)
         checks.chunk_size(self.chunk_size)
         self.resolved()
 

@@ -10,6 +10,8 @@ from distill_rl.losses.core import checks
 from distill_rl.losses.core.autograd import untraced
 from distill_rl.losses.core.shards import VocabularyShard, split
 from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, accumulator, chunks, default_chunk, floor_of
+from distill_rl.losses.kernels import kernels_take
+from distill_rl.losses.options import Backend
 from distill_rl.losses.targets import TopKLogprobs
 
 
@@ -23,6 +25,7 @@ def vocab_parallel_topk(
     temperature: float = 1.0,
     tp_group: ProcessGroup | None = None,
     chunk_size: int | None = None,
+    backend: Backend | None = None,
 ) -> TopKLogprobs:
     """The k most likely tokens with log-probabilities over the whole vocabulary, and the exact log of the rest's mass.
 
@@ -35,7 +38,8 @@ def vocab_parallel_topk(
         labels: int [N] or [B, S]. The log-probability of a label outside the vocabulary (such as −100) is meaningless.
         temperature: of the softmax.
         tp_group: as in `kd_loss`.
-        chunk_size: rows worked on at once; None: a default that suits the device.
+        chunk_size: rows worked on at once by torch; None: a default that suits the device.
+        backend: as in `kd_loss`; the kernel takes k up to 64.
 
     Returns:
         int64 ids and fp32 (fp64 for fp64 logits) log-probabilities [N, k], most likely first, N = B·S for [B, S, V];
@@ -48,13 +52,17 @@ def vocab_parallel_topk(
     checks.floating("logits", logits, (2, 3))
     checks.positive("temperature", temperature)
     checks.chunk_size(chunk_size)
+    checks.backend(backend)
     local, shard = split(logits, tp_group, dim=-1, name="logits")
     if not 1 <= k <= shard.total:
         raise ValueError(f"k: must lie in [1, {shard.total}], the vocabulary; got {k}")
     flat_labels = None if labels is None else checks.rows("labels", labels, local.shape[:-1])
     flat = local.reshape(-1, shard.size) if shard.size else local.reshape(local.shape[:-1].numel(), 0)
     chunk = chunk_size or default_chunk(shard.size, flat.device)
-    ids, top, rest, label, centre = candidates(flat, shard, k, flat_labels, temperature, chunk)
+    if kernels_take(k, flat, backend):
+        ids, top, rest, label, centre = _candidates_by_kernel(flat, shard, k, flat_labels, temperature)
+    else:
+        ids, top, rest, label, centre = candidates(flat, shard, k, flat_labels, temperature, chunk)
     if shard.group is not None:
         ids, top, rest, label = best_of_all(shard, k, ids, top, rest, label, centre)
     lse = torch.cat([top, rest[:, None]], 1).logsumexp(1)
@@ -102,6 +110,28 @@ def candidates(
     everything = slice(0, num_rows)
     rest_lse = torch.where(rest.max <= floor, floor, rest.log(everything))
     return ids, top, rest_lse, label, centre.local * centre.scale
+
+
+def _candidates_by_kernel(
+    logits: Tensor, shard: VocabularyShard, k: int, labels: Tensor | None, temperature: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`candidates` by a kernel that reads the logits once."""
+    from distill_rl.losses.kernels import launch
+
+    num_rows, floor = logits.shape[0], floor_of(torch.float32)
+    ids = torch.full((num_rows, k), shard.offset, dtype=torch.int64, device=logits.device)
+    top = torch.full((num_rows, k), floor, dtype=torch.float32, device=logits.device)
+    label = top.new_full((num_rows,), floor)
+    held = min(k, shard.size)
+    if held == 0:
+        return ids, top, label, label.clone(), label.new_full((num_rows,), Centre.NOTHING / temperature)
+    columns, top[:, :held], rest, centre = launch.best(logits, held, temperature)
+    ids[:, :held] = columns + shard.offset
+    if labels is not None:
+        place = shard.columns(labels)
+        z = logits.gather(1, torch.where(place < shard.size, place, 0)[:, None])[:, 0].float()
+        label = torch.where(place < shard.size, ((z - centre) / temperature).clamp_min(floor), floor)
+    return ids, top, rest, label, centre / temperature
 
 
 def best_of_all(

@@ -14,7 +14,7 @@ from typing import Any
 
 from distill_rl.config.facts import ModelFacts
 from distill_rl.errors import problem
-from distill_rl.models.families import intermediate_size
+from distill_rl.models.families import family_of, intermediate_size
 from distill_rl.models.hub import HubUnreachable, resolve
 
 HUB_TIMEOUT_S = 10.0
@@ -132,6 +132,7 @@ def read_model_facts(folder: Path, config: Any) -> ModelFacts:
         vocabulary_columns=int(config.vocab_size),
         tied=tied,
         bytes_on_disk=sum(file.stat().st_size for file in files),
+        known_head=family_of(config).proven,
     )
 
 

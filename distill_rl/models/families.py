@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from distill_rl.errors import problem
+
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -96,6 +98,15 @@ _FAMILIES = {
 def family_of(hf_config: PreTrainedConfig) -> Family:
     """The family of a model. A family unknown to this package has no plan and is not proven."""
     return _FAMILIES.get(hf_config.model_type) or Family(hf_config.model_type)
+
+
+def fused_loss_problems(hf_config: PreTrainedConfig) -> list[str]:
+    """Why `loss.fused: on` cannot train this model, as one line; empty if it can."""
+    if family_of(hf_config).proven:
+        return []
+    known = ", ".join(sorted(family.name for family in _FAMILIES.values() if family.proven))
+    rule = f"on needs a student whose output layer is known, one of {known}"
+    return [problem("loss.fused", rule, hf_config.model_type, "leave it to auto")]
 
 
 def tensor_parallel_problems(hf_config: PreTrainedConfig, tp: int) -> list[str]:

@@ -5,9 +5,12 @@ Shapes: R rows, S positions, H hidden size, V vocabulary (a tensor-parallel rank
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from distill_rl.models.attention.varlen import Documents, needs_documents, reads_documents
@@ -30,6 +33,51 @@ def logits(
         [R, S, V] in the compute dtype; under tensor parallelism a DTensor sharded over its last dimension.
     """
     return model(**_forward_arguments(model, input_ids, position_ids, documents)).logits
+
+
+Result = TypeVar("Result")
+Compute = Callable[[Tensor, nn.Module], Result]
+"""Called with the hidden states [R, S, H] and the output layer, whose parameters are gathered."""
+
+
+def with_hidden(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    compute: Compute[Result],
+    documents: Documents | None = None,
+) -> Result:
+    """The forward pass up to the output layer, then `compute` in place of that layer. For any model, sharded too.
+
+    Requires `enter_at_hidden`. Other arguments as in `logits`.
+
+    Args:
+        compute: its result may be backpropagated; tensors in it must be in a pytree, where FSDP2 finds them.
+    """
+    entered: Any = model
+    return entered._distill_rl_body(_forward_arguments(model, input_ids, position_ids, documents), compute)
+
+
+def enter_at_hidden(model: PreTrainedModel) -> None:
+    """Makes `with_hidden` possible: gives model and output layer a second forward method. Call it once, after FSDP2.
+
+    FSDP2 gathers and frees weights around the forward of the module that owns them, so whatever computes with the
+    output layer's weight must run inside a forward of the model and, unless embeddings are tied, of that layer.
+    """
+    head = model.get_output_embeddings()
+    for module, method in ((model, _body), (head, _head)):
+        name = f"_distill_rl{method.__name__}"
+        setattr(module, name, MethodType(method, module))
+        register_fsdp_forward_method(module, name)
+
+
+def _body(model: PreTrainedModel, arguments: dict[str, Any], compute: Compute[Result]) -> Result:
+    hidden = model.base_model(**arguments).last_hidden_state
+    return model.get_output_embeddings()._distill_rl_head(hidden, compute)
+
+
+def _head(layer: nn.Module, hidden: Tensor, compute: Compute[Result]) -> Result:
+    return compute(hidden, layer)
 
 
 def body(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, documents: Documents | None = None) -> Tensor:

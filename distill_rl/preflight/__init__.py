@@ -20,7 +20,7 @@ from distill_rl.models.facts import visible_gpus
 from distill_rl.preflight import run_directory
 from distill_rl.preflight.attention import attention_problems, width_problems
 from distill_rl.preflight.data import data_facts, suite_problems
-from distill_rl.preflight.machine import extra_problems, gpu_problems, kernel_problems, space_problems
+from distill_rl.preflight.machine import backend_problems, extra_problems, gpu_problems, kernel_problems, space_problems
 from distill_rl.preflight.opened import Findings, Opened, open_models
 from distill_rl.preflight.pairs import projection_problems, vocabulary_problems
 from distill_rl.transport.room import object_store_room
@@ -107,6 +107,7 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
     problems += extra_problems(config)
     problems += attention_problems(config, models, gpus=facts.gpus)
     problems += kernel_problems(config, student, facts.gpus)
+    problems += backend_problems(config, teachers, facts.gpus)
     problems += gpu_problems(config, facts.gpus)
     problems += space_problems(config, facts)
     if config.ray.address is None:
@@ -123,7 +124,7 @@ def _fit_problems(config: Config, models: Sequence[Opened]) -> Iterator[str]:
     Args:
         models: student and running teachers; one without a readable configuration is skipped.
     """
-    from distill_rl.models.families import tensor_parallel_problems
+    from distill_rl.models.families import fused_loss_problems, tensor_parallel_problems
 
     for model in models:
         if model.config is None:
@@ -132,6 +133,8 @@ def _fit_problems(config: Config, models: Sequence[Opened]) -> Iterator[str]:
         tp = model.settings.parallel.tp
         if tp > 0:
             yield from (f"{model.key}.parallel.tp: {text}" for text in tensor_parallel_problems(model.config, tp))
+        if model.key == "student" and config.loss.fused == "on":
+            yield from fused_loss_problems(model.config)
         needed, columns = model.vocabulary_size, model.config.vocab_size
         if needed is not None and columns < needed:
             rule = f"the model has fewer embedding rows ({columns}) than its tokenizer has ids ({needed})"

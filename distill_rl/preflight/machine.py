@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from distill_rl.config.derive import compute_groups, suites_every
 from distill_rl.config.facts import Facts, running_teachers
-from distill_rl.config.schema import Config
+from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import problem, problems_of
 from distill_rl.models.attention.choice import installed
 from distill_rl.preflight.opened import Opened
@@ -20,6 +20,7 @@ def extra_problems(config: Config) -> Iterator[str]:
     needs_dashboard = config.ray.dashboard and config.ray.address is None
     extras = {
         "student.kernels": (config.student.kernels == "liger", "liger", "liger_kernel", "liger"),
+        "loss.backend": (config.loss.backend == "triton", "triton", "triton", "triton"),
         "observe.wandb": (config.observe.wandb, "true", "wandb", "wandb"),
         "observe.mlflow": (config.observe.mlflow, "true", "mlflow", "mlflow"),
         "ray.dashboard": (needs_dashboard, "true", "aiohttp_cors", "dashboard"),
@@ -50,6 +51,37 @@ def kernel_problems(config: Config, student: Opened, gpus: int) -> Iterator[str]
         yield problem("student.kernels", "liger needs a GPU; none is visible", None, remedy)
     if student.config is not None:
         yield from (problem("student.kernels", rule, None, remedy) for rule in liger_problems(student.config))
+
+
+def backend_problems(config: Config, teachers: Sequence[Opened], gpus: int) -> Iterator[str]:
+    """Yields what `loss.backend: triton` lacks, one line each: a GPU, and a kernel for what is compared.
+
+    Whether its package is installed is not looked at here (`extra_problems`).
+
+    Nothing for other backends. GPUs are not required here if the run joins a cluster, or if Triton interprets kernels.
+
+    Args:
+        teachers: the running ones.
+        gpus: number visible on this machine.
+    """
+    from distill_rl.losses.divergence import resolve
+    from distill_rl.losses.kernels import CHUNK_METHODS, interpreted
+
+    if config.loss.backend != "triton":
+        return
+    if not gpus and config.ray.address is None and not interpreted():
+        yield problem("loss.backend", "triton needs a GPU; none is visible", None, "set loss.backend=auto")
+    for teacher in teachers:
+        assert isinstance(teacher.settings, TeacherConfig)
+        method, export = teacher.cross_tokenizer_loss, teacher.settings.export
+        rule = ""
+        if method is not None and method not in CHUNK_METHODS:
+            rule = f"triton has no kernel for {method}, the loss of {teacher.name}"
+        elif method is None and export != "topk" and not resolve(config.loss.divergence, config.loss.beta).leads:
+            what = "hidden states" if export == "hidden" else export
+            rule = f"triton has no kernel for {config.loss.divergence} against the {what} of {teacher.name}"
+        if rule:
+            yield problem("loss.backend", rule, None, "set loss.backend=auto")
 
 
 def gpu_problems(config: Config, gpus: int) -> Iterator[str]:

@@ -30,12 +30,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distill_rl.config.facts import running_teachers
-from distill_rl.config.memory import reduces_once_per_step
+from distill_rl.config.memory import fused_loss, reduces_once_per_step
 from distill_rl.config.schema import Config
+from distill_rl.losses import StudentHidden
 from distill_rl.models import forward
-from distill_rl.models.attention.varlen import documents_for
+from distill_rl.models.attention.varlen import Documents, documents_for
 from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.export import export_model
+from distill_rl.models.families import family_of
 from distill_rl.models.inputs import micro_batches, tensor_to_device, to_device
 from distill_rl.models.kernels import use_liger
 from distill_rl.models.load import load_model
@@ -44,13 +46,13 @@ from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World, data_mesh
 from distill_rl.parallel.shards import mask_padded_columns
 from distill_rl.student import checkpoint
-from distill_rl.student.objective import Blend, LossSums, Objective, Target
+from distill_rl.student.objective import Blend, LossSums, Objective, ObjectiveOutput, Target
 from distill_rl.student.optim import Schedule, build_optimizer, clip_gradients
 from distill_rl.student.projections import complete_gradient, open_projections, save_learned
 from distill_rl.student.step_guard import StepGuard
 from distill_rl.student.teacher_heads import open_heads
 from distill_rl.system.gpu_memory import gpu_phase
-from distill_rl.types import IGNORE_INDEX, CrossTokenizerSpec, RankBatch, TokenRows
+from distill_rl.types import IGNORE_INDEX, ChunkRows, CrossTokenizerSpec, RankBatch, TokenRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,6 +95,14 @@ class StudentEngine:
         self.vocabulary_size = vocabulary_size
         self.step = 0
         self.model = load_model(student, world, packing=config.data.packing)
+        self.fused = fused_loss(
+            config,
+            self.model.config.vocab_size,
+            known_head=family_of(self.model.config).proven,
+            on_gpu=world.device.type == "cuda",
+        )
+        if self.fused:
+            forward.enter_at_hidden(self.model)
         if student.kernels == "liger":
             use_liger(self.model)
         self.cross_tokenizer_specs = tuple(cross_tokenizer_specs)
@@ -326,7 +336,7 @@ class StudentEngine:
             chunks = [part and part[start : start + rows.shape[0]] for part in batch.chunks]
             with gpu_phase("forward"), targets(first_row, rows.shape[0]) as fetched:
                 moved = [target and _on_device(target, self.world.device) for target in fetched]
-                output = self.objective(self._logits(rows), labels, moved, batch.num_labels, chunks, blend)
+                output = self._objective_of(rows, labels, moved, batch.num_labels, chunks, blend)
                 if backward:
                     with gpu_phase("backward"):
                         output.loss.backward()
@@ -388,16 +398,45 @@ class StudentEngine:
         named = dict(self.model.named_parameters())
         return named | dict(self.objective.named_parameters(prefix="objective"))
 
+    def _objective_of(
+        self,
+        rows: TokenRows,
+        labels: Tensor,
+        targets: Sequence[Target | None],
+        num_labels: int,
+        chunks: Sequence[ChunkRows | None],
+        blend: Blend,
+    ) -> ObjectiveOutput:
+        """The forward pass of a micro-batch and its loss; other arguments as in `Objective.forward`.
+
+        With a fused loss the logits are never made as a whole. Padded columns are masked either way.
+        """
+        own_labels = int(np.count_nonzero(rows.labels != IGNORE_INDEX))
+        if not self.fused:
+            return self.objective(self._logits(rows), labels, targets, num_labels, chunks, blend, own_labels)
+
+        scale, softcap = forward.scale_and_cap(self.model.config)
+
+        def loss(hidden: Tensor, layer: Any) -> ObjectiveOutput:
+            bias = layer.bias if getattr(layer, "bias", None) is None else layer.bias * scale
+            student = StudentHidden(hidden, layer.weight, bias, softcap, scale, self.vocabulary_size)
+            return self.objective(student, labels, targets, num_labels, chunks, blend, own_labels)
+
+        ids, positions, documents = self._inputs(rows)
+        return forward.with_hidden(self.model, ids, positions, loss, documents)
+
     def _logits(self, rows: TokenRows) -> Tensor:
         """Returns the logits [R, S, V] of a micro-batch's rows, with padded columns at −inf.
 
         Under tensor parallelism they are a DTensor sharded over the last dimension.
         """
+        return mask_padded_columns(forward.logits(self.model, *self._inputs(rows)), self.vocabulary_size)
+
+    def _inputs(self, rows: TokenRows) -> tuple[Tensor, Tensor, Documents | None]:
+        """Returns a micro-batch's ids and positions [R, S] on the device, and its documents."""
         device = self.world.device
-        documents = documents_for(self.model.config, rows.position_ids, device)
         ids, positions = to_device(rows.input_ids, device), to_device(rows.position_ids, device)
-        logits = forward.logits(self.model, ids, positions, documents)
-        return mask_padded_columns(logits, self.vocabulary_size)
+        return ids, positions, documents_for(self.model.config, rows.position_ids, device)
 
     def _seed(self) -> None:
         """Seeds torch from run.seed, the step and the data-parallel rank.

@@ -25,11 +25,11 @@ from distill_rl.losses import (
     Chunks,
     DenseLogits,
     HiddenStates,
-    TopKLogprobs,
     chunk_kd_loss,
     kd_loss,
 )
-from distill_rl.losses.core.shards import split
+from distill_rl.losses.core.student import Student, columns_of
+from distill_rl.losses.core.trees import as_tree
 from distill_rl.losses.targets import Teacher, Wire
 from distill_rl.models.inputs import to_device
 from distill_rl.observe.metrics import Metric
@@ -41,6 +41,7 @@ Target = Wire
 """A teacher's targets for one micro-batch, as they arrive."""
 
 
+@as_tree
 @dataclass(frozen=True, slots=True)
 class ObjectiveOutput:
     """Sums over the labelled tokens of one micro-batch. All but `loss` are detached."""
@@ -69,10 +70,12 @@ class Blend:
 
 @dataclass(frozen=True, slots=True)
 class _MicroBatch:
-    logits: Tensor
+    student: Student
     labels: Tensor
     num_labels: int
     """Labelled tokens of the global batch, at least 1."""
+    own_labels: int | None
+    """Labelled tokens of the micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,7 @@ class Objective(nn.Module):
     ):
         super().__init__()
         self.config = config
+        self.backend = None if config.backend == "auto" else config.backend
         self.teachers = tuple(teachers) if config.kd_weight > 0 else ()
         self.cross_tokenizer = tuple(cross_tokenizer) or (None,) * len(self.teachers)
         self.heads = tuple(heads) or (None,) * len(self.teachers)
@@ -137,17 +141,19 @@ class Objective(nn.Module):
 
     def forward(
         self,
-        logits: Tensor,
+        student: Student,
         labels: Tensor,
         targets: Sequence[Target | None],
         num_labels: int,
         chunks: Sequence[ChunkRows | None] = (),
         blend: Blend | None = None,
+        own_labels: int | None = None,
     ) -> ObjectiveOutput:
         """Returns the loss of one micro-batch, with its parts as detached sums.
 
         Args:
-            logits: [R, S, V], a plain tensor or a DTensor Shard(-1); padded columns already −inf.
+            student: logits [R, S, V], a plain tensor or a DTensor Shard(-1), padded columns already −inf; or hidden
+                states with the output layer, whose logits the losses make a chunk at a time.
             labels: int64 [R, S], shifted; IGNORE_INDEX where nothing is trained.
             targets: one per teacher, rows flattened to [N, …]. None for a teacher that the run has lost; `blend` must
                 then give it the share 0, and at least one target must remain.
@@ -156,6 +162,8 @@ class Objective(nn.Module):
             chunks: of these rows, per teacher; required for those with another tokenizer, None for the others. Empty:
                 all None.
             blend: of this step; None: the weights of the settings.
+            own_labels: labelled tokens of this micro-batch; None: they are counted, which waits for a GPU if the logits
+                are made here.
 
         Raises:
             ValueError: the number of targets is not that of the teachers; chunks are missing or superfluous; or hidden
@@ -170,7 +178,7 @@ class Objective(nn.Module):
                     f"teacher {teacher.name}: chunks must be given exactly for a teacher of another tokenizer"
                 )
         blend = blend or self.blend()
-        batch = _MicroBatch(logits, labels, max(num_labels, 1))
+        batch = _MicroBatch(student, labels, max(num_labels, 1), own_labels)
         if not self.teachers:
             term = self._token_term(batch, None, 0.0, blend.ce)
             return ObjectiveOutput(term.loss, term.kd, term.ce, (), term.teacher_mass)
@@ -185,7 +193,7 @@ class Objective(nn.Module):
                 zero = torch.zeros((), device=labels.device)
                 terms.append(_Term(zero, zero, zero, zero))
             elif cross is not None and rows is not None:
-                terms.append(self._chunk_term(batch, self._with_logits(target, i), rows, cross, kd, ce))
+                terms.append(self._chunk_term(batch, self._with_head(target, i), rows, cross, kd, ce))
             else:
                 terms.append(self._token_term(batch, self._with_head(target, i), kd, ce))
         return ObjectiveOutput(
@@ -211,9 +219,9 @@ class Objective(nn.Module):
         factor = kd + ce
         ratio = kd / factor if factor > 0 else 1.0
         if isinstance(target, DenseLogits):
-            target = _with_columns_of(batch.logits, target)
+            target = _with_columns_of(batch.student, target)
         output = kd_loss(
-            batch.logits,
+            batch.student,
             target,
             labels=batch.labels,
             divergence=self.config.divergence,
@@ -222,6 +230,8 @@ class Objective(nn.Module):
             tail=self.config.tail,
             kd_ratio=0.0 if target is None else ratio,
             reduction="sum",
+            num_labels=batch.own_labels,
+            backend=self.backend,
         )
         assert output.ce_loss is not None, "labels were given"
         return _Term(output.loss * (factor / batch.num_labels), output.kd_loss, output.ce_loss, output.teacher_mass)
@@ -229,7 +239,7 @@ class Objective(nn.Module):
     def _chunk_term(
         self,
         batch: _MicroBatch,
-        target: TopKLogprobs | DenseLogits,
+        target: Teacher,
         rows: ChunkRows,
         cross: CrossTokenizerLoss,
         kd: float,
@@ -250,7 +260,7 @@ class Objective(nn.Module):
         """
         method, projection = cross
         output = chunk_kd_loss(
-            batch.logits,
+            batch.student,
             target,
             flat_chunks(rows, batch.labels.device),
             projection() if isinstance(projection, nn.Module) else projection,
@@ -265,6 +275,7 @@ class Objective(nn.Module):
             uncommon_top_k=self.config.uncommon_top_k,
             relaxed=self.config.gold_relaxed,
             tau=self.config.alm_tau,
+            backend=self.backend,
         )
         num_chunks = rows.num_one_to_one if method == "strict" else rows.num_chunks
         labels_per_chunk = batch.num_labels / max(num_chunks, 1)
@@ -282,29 +293,12 @@ class Objective(nn.Module):
         Raises:
             ValueError: hidden states of a teacher without an output layer.
         """
-        return self._head(teacher).attach(target) if isinstance(target, HiddenStates) else target
-
-    def _with_logits(self, target: Target, teacher: int) -> TopKLogprobs | DenseLogits:
-        """Turns hidden states into whole logits; other targets are returned as they are.
-
-        Args:
-            teacher: index of the teacher.
-
-        Raises:
-            ValueError: hidden states of a teacher without an output layer.
-        """
-        return self._head(teacher).logits(target) if isinstance(target, HiddenStates) else target
-
-    def _head(self, teacher: int) -> TeacherHead:
-        """Returns the output layer of the teacher with this index.
-
-        Raises:
-            ValueError: it has none.
-        """
+        if not isinstance(target, HiddenStates):
+            return target
         head = self.heads[teacher]
         if head is None:
             raise ValueError("hidden states: need the output layer of their teacher (`heads`); got None")
-        return head
+        return head.attach(target)
 
 
 def flat_chunks(rows: ChunkRows, device: torch.device) -> Chunks:
@@ -322,12 +316,12 @@ def flat_chunks(rows: ChunkRows, device: torch.device) -> Chunks:
     return Chunks(flattened(rows.student), flattened(rows.teacher), int(counts.sum()))
 
 
-def _with_columns_of(logits: Tensor, target: DenseLogits) -> DenseLogits:
-    """Returns a teacher's whole logits, cut or padded with −inf to this rank's columns of the student's `logits`.
+def _with_columns_of(student: Student, target: DenseLogits) -> DenseLogits:
+    """Returns a teacher's whole logits, cut or padded with −inf to this rank's columns of the student's.
 
     Both models have the same tokens, but their output layers may be padded differently.
     """
-    _, shard = split(logits, None, dim=-1, name="logits")
+    shard = columns_of(student)
     missing = max(shard.offset + shard.size - target.logits.shape[-1], 0)
     padded = nn.functional.pad(target.logits, (0, missing), value=-torch.inf)
     return DenseLogits(padded[:, shard.offset : shard.offset + shard.size], target.label_logprob)

@@ -9,16 +9,13 @@ import torch
 from torch.nn.functional import pad
 
 from distill_rl.config.schema import TeacherConfig
-from distill_rl.losses import DenseLogits, HiddenStates, TeacherHidden
-from distill_rl.losses.core.head import Head
+from distill_rl.losses import HiddenStates, TeacherHidden
 from distill_rl.losses.core.streaming import accumulator
 from distill_rl.models.hub import tokenizer_of, vocabulary_size
 from distill_rl.models.load import OutputLayer, read_output_layer
 from distill_rl.parallel.mesh import TP, World
 from distill_rl.parallel.shards import own_columns
 from distill_rl.types import CrossTokenizerSpec
-
-_CHUNK_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -36,19 +33,6 @@ class TeacherHead(OutputLayer):
         return TeacherHidden(
             states.hidden, self.weight, self.softcap, self.scale, label_logprob=states.label_logprob, bias=self.bias
         )
-
-    @torch.no_grad()
-    def logits(self, states: HiddenStates) -> DenseLogits:
-        """Returns all logits, [N, n] for the n columns held here, with the states' label log-probabilities.
-
-        Logits are fp32 (fp64 for a head in fp64), computed 256 rows at a time without a gradient.
-        """
-        rows, columns = states.hidden.shape[0], self.weight.shape[0]
-        head = Head(self.weight, self.bias, self.softcap, self.scale)
-        logits = torch.empty(rows, columns, dtype=accumulator(self.weight.dtype), device=self.weight.device)
-        for hidden, out in zip(states.hidden.split(_CHUNK_ROWS), logits.split(_CHUNK_ROWS)):
-            head.logits(hidden, out)
-        return DenseLogits(logits, states.label_logprob)
 
 
 def open_heads(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distill_rl.config.facts import teacher_rows
@@ -53,7 +54,8 @@ class TeacherEngine:
             partial(forward.head, self.model),
             temperature=config.loss.temperature,
             vocabulary_size=vocabulary_size,
-            chunk=chunk_tokens(-(-self.model.config.vocab_size // world.tp)),
+            chunk=chunk_tokens(-(-self.model.config.vocab_size // world.tp), _least_free_bytes(world)),
+            backend="eager" if config.loss.backend == "eager" else None,
         )
         self.score = 0.0
         """Of the last complete `forward`: sum over labelled positions of −log p(label), or of the entropy."""
@@ -135,3 +137,12 @@ def wire_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         name = "fp16" if device.type == "cuda" else "fp32"
     return DTYPES[name]
+
+
+def _least_free_bytes(world: World) -> int | None:
+    """The bytes that are free on the fullest of the ranks' GPUs, the same on every rank; None on CPUs. Collective."""
+    if world.device.type != "cuda":
+        return None
+    free = torch.tensor(torch.cuda.mem_get_info(world.device)[0], device=world.device)
+    dist.all_reduce(free, op=dist.ReduceOp.MIN)
+    return int(free)

@@ -17,15 +17,20 @@ from torch.distributed.tensor import DTensor
 from distill_rl.config.memory import TEACHER_CHUNK_BYTES as CHUNK_BYTES
 from distill_rl.config.memory import TEACHER_CHUNK_TOKENS as CHUNK_TOKENS
 from distill_rl.losses import DenseLogits, HiddenStates, TopKLogprobs, vocab_parallel_logprobs, vocab_parallel_topk
+from distill_rl.losses.options import Backend
 from distill_rl.parallel.shards import mask_padded_columns
 
 
-def chunk_tokens(columns: int) -> int:
+def chunk_tokens(columns: int, free: int | None = None) -> int:
     """Tokens per chunk for a rank that holds `columns` columns of the output layer.
 
     1,024, or as many as fit into 256 MiB of fp32 logits (512 at a vocabulary of 131,072), but at least one.
+
+    Args:
+        free: bytes that are free on the GPU, of which a chunk takes at most a quarter. None: only the bound counts.
     """
-    return max(1, min(CHUNK_TOKENS, CHUNK_BYTES // (4 * columns)))
+    bound = CHUNK_BYTES if free is None else min(CHUNK_BYTES, free // 4)
+    return max(1, min(CHUNK_TOKENS, bound // (4 * columns)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,8 @@ class TargetHead:
     """Columns from here on are padding and get no probability."""
     chunk: int
     """Number of tokens whose logits exist at once."""
+    backend: Backend | None = None
+    """`eager`, or None: kernels where they work."""
 
     def chunks(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yields slices of the rows of `hidden`, [N, H], in order, and their logits with padded columns at −inf.
@@ -66,7 +73,7 @@ def topk_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, k: int) ->
     """
     whole: dict[str, Tensor] = {}
     for rows, logits in head.chunks(hidden):
-        top = vocab_parallel_topk(logits, k, labels=labels[rows], temperature=head.temperature)
+        top = vocab_parallel_topk(logits, k, labels=labels[rows], temperature=head.temperature, backend=head.backend)
         for name, part in top.to_tensors(torch.float32).items():
             _write(whole, name, part, rows, hidden.shape[0])
         del logits, top
@@ -85,7 +92,9 @@ def logits_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, wire_dty
     """
     whole: dict[str, Tensor] = {}
     for rows, logits in head.chunks(hidden):
-        label_logprob = vocab_parallel_logprobs(logits, labels[rows], temperature=head.temperature)
+        label_logprob = vocab_parallel_logprobs(
+            logits, labels[rows], temperature=head.temperature, backend=head.backend
+        )
         assert isinstance(label_logprob, Tensor)
         _write(whole, "label_logprob", label_logprob, rows, hidden.shape[0], torch.float32)
         logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
@@ -107,7 +116,7 @@ def hidden_targets(
     whole: dict[str, Tensor] = {}
     for rows, logits in head.chunks(hidden):
         logprobs = vocab_parallel_logprobs(
-            logits, labels[rows], temperature=head.temperature, return_entropy=with_entropy
+            logits, labels[rows], temperature=head.temperature, return_entropy=with_entropy, backend=head.backend
         )
         columns = logprobs if isinstance(logprobs, tuple) else (logprobs,)
         for name, part in zip(("label_logprob", "entropy"), columns):

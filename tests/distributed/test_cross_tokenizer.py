@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from distill_rl.losses import ChunkOutput, Chunks, LearnableProjection, chunk_kd_loss, kd_loss
+from distill_rl.losses import ChunkOutput, Chunks, LearnableProjection, StudentHidden, chunk_kd_loss, kd_loss
 from tests.helpers.chunks import Documents, assert_gradient, assert_sums, documents, identity, oracle
 from tests.helpers.losses import sharded
 from tests.helpers.ranks import run_ranks
@@ -97,6 +97,32 @@ def test_value_and_gradient_match_the_oracle_on_uneven_shards(ranks: int, dtype:
 @pytest.mark.parametrize("sizes", [(1003, 301), (9, 30)])
 def test_large_vocabularies_and_nearly_empty_shards_match_the_oracle(sizes: tuple[int, int]) -> None:
     run_ranks(4, compare, sizes, CASES, torch.float64, 1e-10)
+
+
+def compare_hidden(cases: Sequence[Case]) -> None:
+    """Compares students whose logits are made on the way with the oracle. Their output layer is a sharded identity."""
+    mesh, data = init_device_mesh("cpu", (dist.get_world_size(),)), documents()
+    for i, case in enumerate(cases):
+        target = data.target(case.kind, case.temperature)
+        _, gradient = oracle(data, target, WEIGHTS, **case.keywords)
+        hidden = data.student.clone().requires_grad_()
+        weight = sharded(torch.eye(hidden.shape[1], dtype=hidden.dtype), mesh, 0).requires_grad_()
+        output = chunk_kd_loss(
+            StudentHidden(hidden, weight), target, data.chunks, data.bridge, labels=data.labels,
+            tp_group=mesh.get_group(), chunk_size=1 + i % 5, **case.keywords,
+        )  # fmt: skip
+        (WEIGHTS[0] * output.kd + WEIGHTS[1] * output.ce).backward()
+        try:
+            assert_gradient(hidden.grad, gradient, 1e-10)
+            local = sharded(gradient.T @ data.student, mesh, 0).to_local()
+            assert_gradient(weight.grad.to_local(), local, 1e-9)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from None
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_logits_made_on_the_way_give_the_oracles_gradients_on_every_rank(ranks: int) -> None:
+    run_ranks(ranks, compare_hidden, CASES)
 
 
 def plain_shards() -> None:

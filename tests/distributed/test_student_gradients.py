@@ -64,7 +64,7 @@ def _fitting(pack):
 
 
 def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path], teacher: Path) -> dict:
-    """Runs on a rank. The whole gradient and its norm for clipping, per student, micro-batch size and gradient_sync.
+    """Runs on a rank. The whole gradient and its norm, per student, micro-batch size, gradient_sync and loss.fused.
 
     The batch comes in two calls, like a batch whose targets do not fit into a ring, with an evaluation after each.
     """
@@ -82,11 +82,12 @@ def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path], teache
     source = engines.fixed_targets([targets], WIDTH, first_row=batch.first_row, temperature=TEMPERATURE)
     # A single shard reduces once per step under either setting: test_student_collectives.py.
     syncs = ("step",) if dp == replicas else ("step", "micro_batch")
+    variants = [("off", sync) for sync in syncs] + [("on", "step")]
     results = {}
     for name, path in students.items():
         config.student.model = str(path)
-        for sync in syncs:
-            config.student.gradient_sync = sync
+        for fused, sync in variants:
+            config.student.gradient_sync, config.loss.fused = sync, fused
             engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
             for size in MICRO_BATCHES[name]:
                 config.train.micro_batch_size = size
@@ -98,7 +99,7 @@ def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path], teache
                 engine.evaluate(batch, source)
                 norm = clip_gradients(engine.parameters, 0.0).item()
                 engine.optimizer.zero_grad()
-                results[name, size, sync] = (whole if world.rank == 0 else None, norm)
+                results[name, size, sync, fused] = (whole if world.rank == 0 else None, norm)
     return results
 
 
@@ -132,13 +133,13 @@ def test_gradient_matches_the_plain_reference_on_every_layout(folders, reference
     if (dp, tp, replicas) not in SPLIT:
         students = {name: students[name] for name in EVERYWHERE}
     results = ranks.run_ranks(dp * tp, gradients, dp, tp, replicas, students, teacher, timeout=240)
-    assert {name for name, _, _ in results[0]} == students.keys()
-    for (name, size, sync), (gradient, norm) in results[0].items():
+    assert {name for name, *_ in results[0]} == students.keys()
+    for (name, *variant), (gradient, norm) in results[0].items():
         error = engines.relative_l2(gradient, references[name])
-        assert error < 1e-5, f"{name}, micro-batch {size}, {sync}: {error:.1e}"
+        assert error < 1e-5, f"{name}, {variant}: {error:.1e}"
         wanted = sum(tensor.square().sum() for tensor in references[name].values()).sqrt().item()
-        assert all(other[name, size, sync][1] == norm for other in results), "every rank must scale by the same factor"
-        assert norm == pytest.approx(wanted, rel=1e-5), f"{name}, micro-batch {size}"
+        assert all(other[name, *variant][1] == norm for other in results), "every rank must scale by the same factor"
+        assert norm == pytest.approx(wanted, rel=1e-5), f"{name}, {variant}"
 
 
 def variants(student: Path, teacher: Path) -> dict[str, dict[str, torch.Tensor]]:

@@ -53,8 +53,10 @@ def run_steps(engine: StudentEngine, teacher: Path, first: int, last: int) -> li
     return losses
 
 
-def engine_on(world: World, student: Path, teacher: Path) -> StudentEngine:
-    config = engine_config(student, [teacher], optimizer__lr=1e-2, loss__ce_weight=0.5, schedule__warmup_steps=2)
+def engine_on(world: World, student: Path, teacher: Path, fused: str = "off") -> StudentEngine:
+    config = engine_config(
+        student, [teacher], optimizer__lr=1e-2, loss__ce_weight=0.5, loss__fused=fused, schedule__warmup_steps=2
+    )
     return StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=STEPS)
 
 
@@ -67,20 +69,27 @@ def whole_state(engine: StudentEngine) -> dict[str, torch.Tensor]:
 
 
 def straight_and_resumed(
-    dp: int, tp: int, student: Path, teacher: Path, folder: Path, beside: bool = True, replicas: int = 1
+    dp: int,
+    tp: int,
+    student: Path,
+    teacher: Path,
+    folder: Path,
+    beside: bool = True,
+    replicas: int = 1,
+    fused: str = "off",
 ) -> list[tuple]:
     """Eight steps without interruption, then 3 + 2 + 3 steps with a new process group and engine each time.
 
     With `beside`, checkpoints are saved beside the training, otherwise at once.
     """
     world = world_of(dp, tp, "straight", replicas)
-    engine = engine_on(world, student, teacher)
+    engine = engine_on(world, student, teacher, fused)
     outcomes = [(run_steps(engine, teacher, 0, STEPS), whole_state(engine), torch.get_rng_state())]
     close_world(world)
     losses: list[float] = []
     for first, last in ((0, 3), (3, 5), (5, 8)):
         world = world_of(dp, tp, f"resumed-{first}", replicas)
-        engine = engine_on(world, student, teacher)
+        engine = engine_on(world, student, teacher, fused)
         if first:
             torch.manual_seed(999)
             engine.load(folder / f"step-{first}")
@@ -127,14 +136,21 @@ def straight(folders, tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("dp", "tp", "replicas", "beside"),
-    [(1, 1, 1, True), (2, 1, 1, True), (2, 1, 1, False), (1, 2, 1, True), (2, 2, 1, True), (4, 1, 2, True)],
+    ("dp", "tp", "replicas", "beside", "fused"),
+    [
+        *((1, 1, 1, True, fused) for fused in ("off", "on")),
+        *((2, 1, 1, True, fused) for fused in ("off", "on")),
+        (2, 1, 1, False, "off"),
+        *((1, 2, 1, True, fused) for fused in ("off", "on")),
+        (2, 2, 1, True, "off"),
+        (4, 1, 2, True, "off"),
+    ],
     ids=lambda value: {True: "beside", False: "at-once"}[value] if isinstance(value, bool) else value,
 )
 def test_a_resumed_run_equals_the_straight_run_bit_for_bit(
-    folders, tmp_path, dp: int, tp: int, replicas: int, beside: bool
+    folders, tmp_path, dp: int, tp: int, replicas: int, beside: bool, fused: str
 ):
-    arguments = (dp, tp, *folders, tmp_path, beside, replicas)
+    arguments = (dp, tp, *folders, tmp_path, beside, replicas, fused)
     for outcomes in ranks.run_ranks(dp * tp, straight_and_resumed, *arguments, group=False):
         (losses, state, random_state), (resumed_losses, resumed_state, resumed_random_state) = outcomes
         assert losses == resumed_losses

@@ -11,7 +11,7 @@ from tests.cli.test_gpu_check import DEADLINE_S, SCRIPT, bare
 __all__ = ["bare"]
 pytestmark = pytest.mark.cli
 
-MUST_PASS = ("environment", "student", "teacher", "resume", "transport", "kernels")
+MUST_PASS = ("environment", "student", "teacher", "resume", "transport", "kernels", "comparison")
 """Parts that need neither a GPU nor another package."""
 
 

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from distill_rl.bench.losses import peak_bytes
+from distill_rl.config.memory import FUSED_CHUNK_BYTES
 from distill_rl.losses import (
     DenseLogits,
+    StudentHidden,
     TeacherHidden,
     TopKLogprobs,
     fused_linear_kd_loss,
@@ -16,6 +18,7 @@ from distill_rl.losses import (
     vocab_parallel_logprobs,
     vocab_parallel_topk,
 )
+from distill_rl.losses.targets import Teacher
 
 ROWS, VOCABULARY, K = 512, 8192, 32
 LIMIT = 2.5
@@ -85,6 +88,36 @@ def test_fused_loss_memory_does_not_grow_with_rows_times_vocabulary(kind: str) -
     assert (large - small) / (more_rows * VOCABULARY) < 0.1
     fixed = VOCABULARY * hidden_size * (4 + 4 + 2) + (chunk * VOCABULARY * 4) * 8
     assert large <= fixed + 512 * (8 * hidden_size + 8 * K + 200)
+
+
+@pytest.mark.parametrize("kind", ["topk", "hidden"])
+def test_chunks_of_the_fused_loss_are_bounded_whatever_the_vocabulary(kind: str) -> None:
+    rows, hidden_size = 1024, 32
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, hidden_size, generator=draw).to(torch.bfloat16)
+    for columns in (8192, 131_072):
+        weight = torch.randn(columns, hidden_size, generator=draw).to(torch.bfloat16)
+        target = TeacherHidden(hidden, weight)
+        if kind == "topk":
+            target = TopKLogprobs(torch.zeros(rows, 1).int(), torch.full((rows, 1), -0.7), torch.full((rows,), -0.7))
+
+        def step(weight: Tensor = weight, target: Teacher = target) -> None:
+            leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+            kd_loss(StudentHidden(*leaves), target).loss.backward()
+
+        gradients = (2 + 4) * weight.numel() + 2 * hidden.numel()
+        assert peak_bytes(step) - gradients <= FUSED_CHUNK_BYTES
+
+
+def test_a_fused_loss_without_gradients_makes_none() -> None:
+    weight = torch.nn.Parameter(torch.ones(VOCABULARY, 512))
+    target = TopKLogprobs(torch.zeros(4, 1).int(), torch.full((4, 1), -0.7), torch.full((4,), -0.7))
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            kd_loss(StudentHidden(torch.ones(4, 512), weight), target, chunk_size=2)
+
+    assert peak_bytes(evaluate) < weight.numel()
 
 
 def test_the_measurement_sees_what_a_plain_loss_allocates() -> None:

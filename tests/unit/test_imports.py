@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "teacher": LIBRARY,
     "student": LIBRARY,
     "evals": BASE | {"data", "models", "observe"},
-    "preflight": BASE | {"config", "data", "models", "align", "transport", "evals"},
+    "preflight": BASE | {"config", "losses", "data", "models", "align", "transport", "evals"},
     "workers": ENGINES | {"preflight", "evals"},
     "run": ENGINES | {"workers", "preflight"},
     "verify": {"align", "losses"},
@@ -65,7 +65,7 @@ COLLECTIVE_NAMES = {
 }  # fmt: skip
 
 LIBRARIES = set(sys.stdlib_module_names) | {"distill_rl"}
-ONLY_LIBRARIES = {"losses": {"torch"}, "config": {"omegaconf"}, "align": {"numpy", "numba", "safetensors"}}
+ONLY_LIBRARIES = {"losses": {"torch", "triton"}, "config": {"omegaconf"}, "align": {"numpy", "numba", "safetensors"}}
 
 
 @dataclass(frozen=True)

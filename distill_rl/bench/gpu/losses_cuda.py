@@ -6,9 +6,13 @@ above what was there before, gradients included. Ratios are to plain torch, dens
 top-k targets are compared with that as well. Every loss's value is kept beside its figures: who computes something else
 is seen by it.
 
+The losses run with the Triton kernels and, where these work, also with torch alone (`eager`). The bound is what the
+device needs at its measured rates: from logits, to read them twice and write the gradient once, and for a dense teacher to
+read its logits twice; from hidden states, the three products of the student's output layer and one of a dense teacher's.
+
 Liger-Kernel is measured where it is installed. Its chunked losses compute a cross-entropy even at weight 0. `--device
 cpu` is the same at small sizes in fp32, to see that it works; its figures say nothing and are kept only where --out
-says.
+says. The part `comparison` of the GPU check calls `compare_on`, too.
 """
 
 from __future__ import annotations
@@ -17,9 +21,12 @@ import importlib
 import importlib.util
 import math
 import sys
+import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +35,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distill_rl.bench import harness, record
-from distill_rl.bench.gpu.timing import median_seconds, peak_bytes
+from distill_rl.bench.gpu.timing import copy_bandwidth, matmul_rate, median_seconds, peak_bytes
 from distill_rl.losses import DenseLogits, TeacherHidden, fused_linear_kd_loss, kd_loss, vocab_parallel_topk
+from distill_rl.losses.kernels import uses_triton
+from distill_rl.losses.options import Backend
 from distill_rl.losses.targets import Teacher
 
 SIZES = {
     "cuda": {"rows": 8192, "hidden": 4096, "columns": 128_256},
     "cpu": {"rows": 256, "hidden": 64, "columns": 2048},
 }
+"""On CUDA the shape at which Liger-Kernel publishes the figures of its losses."""
 TOP_K = 64
 BETA = 0.5
 DIVERGENCES = ("forward_kl", "jsd")
-PLAIN, OURS, LIGER = "plain torch", "distill_rl", "liger"
+PLAIN, OURS, EAGER, LIGER = "plain torch", "distill_rl", "distill_rl, eager", "liger"
+NOT_INSTALLED, NO_TIME = "not installed", "no time left"
+_LIGER_S = 60.0
+"""Seconds that a case of Liger may need: torch compiles its chunked losses first."""
 Step = Callable[..., Tensor]
 """Leaves → loss."""
 
@@ -60,6 +73,8 @@ class Figures:
     peak_mib: float | None = None
     ratio: float | None = None
     """time over plain torch's"""
+    bound_milliseconds: float | None = None
+    """what the bytes or products alone take"""
 
 
 Case = tuple[Figures, Step | None]
@@ -68,6 +83,11 @@ Case = tuple[Figures, Step | None]
 
 Side = tuple[Tensor, Tensor]
 """Hidden states [N, H] and output layer [V, H] of a model."""
+
+
+def dtype_on(device: str) -> torch.dtype:
+    """The dtype of all inputs: bf16 on `cuda` and fp32 otherwise."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
 
 
 def draw(sizes: Mapping[str, int], device: str) -> tuple[Side, Side]:
@@ -81,7 +101,7 @@ def draw(sizes: Mapping[str, int], device: str) -> tuple[Side, Side]:
     """
     rows, hidden, columns = sizes["rows"], sizes["hidden"], sizes["columns"]
     generator = torch.Generator(device).manual_seed(0)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = dtype_on(device)
 
     def side() -> Side:
         states = torch.randn(rows, hidden, generator=generator, device=device)
@@ -106,10 +126,11 @@ def plain(student: Tensor, teacher: Tensor, divergence: str) -> Tensor:
 
 
 def cases(student: Side, teacher: Side) -> Iterator[tuple[Sequence[Tensor], list[Case]]]:
-    """Yields two groups, (tensors, cases): first from hidden states and output layer, then from logits.
+    """Yields three groups, (tensors, cases): from hidden states and output layer, from logits, and Liger's.
 
-    The tensors are the student's, of which each case's step takes leaves. Only the first group has Liger's cases. The
-    logits of the second group are made when it is requested, so that they take no memory while the first is measured.
+    The tensors are the student's, of which each case's step takes leaves; Liger's are hidden states and output layer.
+    The logits are made when the second group is requested, so that they take no memory while the first is measured.
+    Where Triton does not work, the losses have no `EAGER` cases, which would measure the same again.
     """
     hidden, weight = teacher
     logits = hidden @ weight.T
@@ -120,24 +141,45 @@ def cases(student: Side, teacher: Side) -> Iterator[tuple[Sequence[Tensor], list
     def plain_linear(states: Tensor, layer: Tensor, divergence: str) -> Tensor:
         return plain(states @ layer.T, hidden @ weight.T, divergence)
 
+    backends: dict[str, Backend | None] = {OURS: None}
+    if uses_triton(None, hidden):
+        backends[EAGER] = "eager"
+
     def both(inputs: str, plainly: Step, loss: Callable[..., Any], dense: Teacher) -> Iterator[Case]:
         for divergence in DIVERGENCES:
             yield Figures(inputs, divergence, PLAIN, "dense"), partial(plainly, divergence=divergence)
-            for name, target in (("dense", dense), (f"top {k}", top)):
-                yield Figures(inputs, divergence, OURS, name), partial(_ours, loss, target, divergence)
+            for (name, target), (by, backend) in product((("dense", dense), (f"top {k}", top)), backends.items()):
+                yield Figures(inputs, divergence, by, name), partial(_ours, loss, target, divergence, backend)
 
-    fused = both("hidden", plain_linear, fused_linear_kd_loss, TeacherHidden(hidden, weight))
-    yield student, [*fused, *liger(teacher)]
+    yield student, list(both("hidden", plain_linear, fused_linear_kd_loss, TeacherHidden(hidden, weight)))
     logits = hidden @ weight.T
     yield (
         [student[0] @ student[1].T],
         list(both("logits", partial(plain, teacher=logits), kd_loss, DenseLogits(logits))),
     )
+    yield student, list(liger(teacher))
 
 
-def _ours(loss: Callable[..., Any], teacher: Teacher, divergence: str, *leaves: Tensor) -> Tensor:
+def _ours(
+    loss: Callable[..., Any], teacher: Teacher, divergence: str, backend: Backend | None, *leaves: Tensor
+) -> Tensor:
     """The scalar loss of one of this package's losses on the student's leaves, with β = `BETA`."""
-    return loss(*leaves, teacher, divergence=divergence, beta=BETA).loss
+    return loss(*leaves, teacher, divergence=divergence, beta=BETA, backend=backend).loss
+
+
+def bound_milliseconds(
+    line: Figures, sizes: Mapping[str, int], *, item: float, copied: float, multiplied: float
+) -> float:
+    """The least time of a loss, from the bytes or the products that it cannot do without.
+
+    Args:
+        item: bytes of a logit.
+        copied, multiplied: bytes and FLOPs per second of the device.
+    """
+    logits, dense = sizes["rows"] * sizes["columns"], line.target == "dense"
+    if line.inputs == "logits":
+        return 1000 * logits * item * (5 if dense else 3) / copied
+    return 1000 * 2 * logits * sizes["hidden"] * (4 if dense else 3) / multiplied
 
 
 def liger(teacher: Side) -> Iterator[Case]:
@@ -174,7 +216,7 @@ def _liger_case(package: str, divergence: str, classes: dict[str, dict[str, Any]
     name = list(classes)[-1]
     try:
         if importlib.util.find_spec("liger_kernel") is None:
-            status = "not installed"
+            status = NOT_INSTALLED
         else:
             module = importlib.import_module(f"liger_kernel.{package}")
             present = next((name for name in classes if hasattr(module, name)), None)
@@ -234,18 +276,67 @@ def measure(figures: Figures, step: Step | None, inputs: Sequence[Tensor], repea
     return figures
 
 
-def compare(_: Path, *, device: str, sizes: Mapping[str, int], repeats: int = 7) -> dict[str, Any]:
+def compare_on(
+    device: str, sizes: Mapping[str, int], repeats: int, *, deadline: float = math.inf
+) -> tuple[list[Figures], dict[str, Any]]:
     """Measures all cases on the same draw, with the ratio of each time to plain torch's, same inputs and divergence.
+
+    Args:
+        device: `cuda` or `cpu`.
+        sizes: `rows`, `hidden` and `columns`.
+        repeats: timed runs of each case.
+        deadline: a `time.monotonic`. A case is not started, and its status is `NO_TIME`, if the slowest one so far would
+            not end before it.
+
+    Returns:
+        The figures, and which Triton and Liger-Kernel they are of.
+
+    Raises:
+        torch.OutOfMemoryError: the inputs alone do not fit.
+    """
+    # First, so that a reason why Triton does not work is not lost: it is given once per process.
+    versions = {"triton": describe_triton(device), "liger": record.package_version("liger-kernel")}
+    measured: list[Figures] = []
+    slowest = 0.0
+    for inputs, group in cases(*draw(sizes, device)):
+        for figures, step in group:
+            began = time.monotonic()
+            needed = max(slowest, _LIGER_S) if figures.by.startswith(LIGER) else slowest
+            if step is not None and began + needed > deadline:
+                figures, step = replace(figures, status=NO_TIME), None
+            measured.append(measure(figures, step, inputs, repeats))
+            slowest = max(slowest, time.monotonic() - began)
+    base = {(line.inputs, line.divergence): line.milliseconds for line in measured if line.by == PLAIN}
+    where = torch.device(device)
+    rates = {"copied": copy_bandwidth(where), "multiplied": matmul_rate(where), "item": dtype_on(device).itemsize}
+    compared = [with_ratio(line, base[line.inputs, line.divergence]) for line in measured]
+    compared = [
+        replace(line, bound_milliseconds=round(bound_milliseconds(line, sizes, **rates), 3)) for line in compared
+    ]
+    return compared, versions
+
+
+def describe_triton(device: str) -> str:
+    """Triton's version and whether the losses use it on a device, with the reason if it does not work there."""
+    if importlib.util.find_spec("triton") is None:
+        return NOT_INSTALLED
+    version = record.package_version("triton").replace(NOT_INSTALLED, "installed")  # its package may have another name
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if uses_triton(None, torch.empty(0, device=device)):
+            return f"{version}, used"
+    reasons = [str(warning.message) for warning in caught]
+    return f"{version}, not used; {reasons[-1]}" if reasons else f"{version}, not used on this device"
+
+
+def compare(_: Path, *, device: str, sizes: Mapping[str, int], repeats: int = 7) -> dict[str, Any]:
+    """Measures all cases, see `compare_on`.
 
     Args:
         repeats: timed runs of each case.
     """
-    measured: list[Figures] = []
-    for inputs, group in cases(*draw(sizes, device)):
-        measured += (measure(figures, step, inputs, repeats) for figures, step in group)
-    base = {(line.inputs, line.divergence): line.milliseconds for line in measured if line.by == PLAIN}
-    compared = [with_ratio(line, base[line.inputs, line.divergence]) for line in measured]
-    return recorded(compared, device=device, sizes=sizes, repeats=repeats, liger=record.package_version("liger-kernel"))
+    figures, versions = compare_on(device, sizes, repeats)
+    return recorded(figures, device=device, sizes=sizes, repeats=repeats, **versions)
 
 
 def with_ratio(line: Figures, base: float | None) -> Figures:
@@ -255,7 +346,7 @@ def with_ratio(line: Figures, base: float | None) -> Figures:
 
 def recorded(figures: Sequence[Figures], *, sizes: Mapping[str, int], device: str, **settings: Any) -> dict[str, Any]:
     """The figures as `results`, beside the `settings` that gave them: sizes, device, its dtype, and further ones."""
-    dtype = "bfloat16" if device == "cuda" else "float32"
+    dtype = str(dtype_on(device)).removeprefix("torch.")
     settings = {**sizes, "device": device, "dtype": dtype, **settings}
     return {"settings": settings, "results": [asdict(line) for line in figures]}
 

@@ -4,6 +4,9 @@
 2. Bound each kernel from below by the time for the bytes it must read and write at the copy's bandwidth, or for its
    FLOPs at the product's rate.
 3. Time the kernel. `of bound` is bound / time: 1 is as fast as the card can be.
+
+The losses run as by default, and where that is with Triton's kernels, with torch alone as well (`eager`). The bound is
+the same for both: the bytes that a loss cannot do without.
 """
 
 from __future__ import annotations
@@ -17,9 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distill_rl.bench.gpu.losses_cuda import describe_triton
 from distill_rl.bench.gpu.timing import copy_bandwidth, matmul_rate, median_seconds, peak_bytes
 from distill_rl.config.schema import OptimizerConfig
 from distill_rl.losses import DenseLogits, fused_linear_kd_loss, kd_loss, vocab_parallel_topk
+from distill_rl.losses.kernels import uses_triton
+from distill_rl.losses.options import Backend
 from distill_rl.student.optim import build_optimizer
 
 TOP_K = 64
@@ -63,17 +69,19 @@ class Kernel:
 def measure(device: torch.device, tiny: bool) -> dict[str, Any]:
     """Measures the ceilings `copy, GB/s` and `product, TFLOP/s`, and `kernels`, a table of all kernels against them.
 
-    On a GPU also `copy to pinned host memory, GB/s`. A kernel that runs out of memory gets a row that says so. Sizes
+    Also `Triton`, its version and whether the losses use it, and on a GPU `copy to pinned host memory, GB/s`. A kernel that runs out of memory gets a row that says so. Sizes
     are small with `tiny` and on a CPU. The dtype is bf16 on a GPU and fp32 on a CPU; AdamW always runs in fp32.
     """
     sizes = SMALL if tiny or device.type != "cuda" else LARGE
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    # First, so that a reason why Triton does not work is not lost: it is given once per process.
+    triton = describe_triton(device.type)
     bandwidth, rate = copy_bandwidth(device), matmul_rate(device)
     rows = [_row(kernel, device, bandwidth, rate) for kernel in _kernels(sizes, device, dtype)]
-    figures: dict[str, Any] = {"copy, GB/s": bandwidth / 1e9, "product, TFLOP/s": rate / 1e12, "kernels": rows}
+    figures: dict[str, Any] = {"Triton": triton, "copy, GB/s": bandwidth / 1e9, "product, TFLOP/s": rate / 1e12}
     if device.type == "cuda":
         figures["copy to pinned host memory, GB/s"] = _host_bandwidth(device) / 1e9
-    return figures
+    return figures | {"kernels": rows}
 
 
 def _row(kernel: Kernel, device: torch.device, bandwidth: float, rate: float) -> dict[str, Any]:
@@ -130,28 +138,40 @@ def _kernels(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator
     def logits() -> Tensor:
         return randn(tokens, columns, scale=2)
 
-    def topk() -> Run:
-        return partial(vocab_parallel_topk, randn(tokens, columns), TOP_K)
+    def topk(backend: Backend | None) -> Run:
+        return partial(vocab_parallel_topk, randn(tokens, columns), TOP_K, backend=backend)
 
-    def dense() -> Run:
-        return _loss_step(partial(kd_loss, teacher=DenseLogits(logits())), logits())
+    def dense(backend: Backend | None) -> Run:
+        return _loss_step(partial(kd_loss, teacher=DenseLogits(logits()), backend=backend), logits())
 
-    def sparse() -> Run:
-        return _loss_step(partial(kd_loss, teacher=vocab_parallel_topk(logits(), TOP_K)), logits())
+    def sparse(backend: Backend | None) -> Run:
+        teacher = vocab_parallel_topk(logits(), TOP_K)
+        return _loss_step(partial(kd_loss, teacher=teacher, backend=backend), logits())
 
-    def fused() -> Run:
-        loss = partial(fused_linear_kd_loss, teacher=vocab_parallel_topk(logits(), TOP_K))
+    def fused(backend: Backend | None) -> Run:
+        loss = partial(fused_linear_kd_loss, teacher=vocab_parallel_topk(logits(), TOP_K), backend=backend)
         return _loss_step(loss, randn(tokens, hidden), randn(columns, hidden, scale=hidden**-0.5))
+
+    backends: dict[str, Backend | None] = {"": None}
+    if uses_triton(None, randn(0)):
+        backends[", eager"] = "eager"
+    num_logits, shape = tokens * columns, f"[{tokens}, {columns}]"
+
+    def by_backend(
+        name: str, make: Callable[[Backend | None], Run], shape: str = shape, **bound: float
+    ) -> Iterator[Kernel]:
+        """One kernel for each backend, with the same bound: `num_bytes` or `flops`."""
+        for note, backend in backends.items():
+            yield Kernel(f"{name}{note}", shape, partial(make, backend), logits=num_logits, **bound)
 
     # Reads the student's logits twice (softmax sum, then loss and gradient) and writes their gradient; reads the logits of
     # a dense teacher twice.
-    num_logits, shape = tokens * columns, f"[{tokens}, {columns}]"
-    yield Kernel("kd_loss, top-k", shape, sparse, 3.0 * item * num_logits, logits=num_logits)
-    yield Kernel("kd_loss, dense", shape, dense, 5.0 * item * num_logits, logits=num_logits)
-    yield Kernel(f"vocab_parallel_topk, k = {TOP_K}", shape, topk, 1.0 * item * num_logits, logits=num_logits)
+    yield from by_backend("kd_loss, top-k", sparse, num_bytes=3.0 * item * num_logits)
+    yield from by_backend("kd_loss, dense", dense, num_bytes=5.0 * item * num_logits)
+    yield from by_backend(f"vocab_parallel_topk, k = {TOP_K}", topk, num_bytes=1.0 * item * num_logits)
     # One matrix product in the forward pass, two in the backward pass.
     flops = 6.0 * num_logits * hidden
-    yield Kernel("fused_linear_kd_loss, top-k", f"{shape} of {hidden}", fused, flops=flops, logits=num_logits)
+    yield from by_backend("fused_linear_kd_loss, top-k", fused, f"{shape} of {hidden}", flops=flops)
 
     def both_ways(
         name: str,

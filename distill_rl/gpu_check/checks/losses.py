@@ -72,12 +72,15 @@ def _same_vocabulary(
     targets: dict[str, Teacher] = {
         "dense": DenseLogits(teacher), "top-k": vocab_parallel_topk(teacher, 64, labels=labels),
     }  # fmt: skip
+    backends = (None, "eager") if device.type == "cuda" else (None,)
     for divergence in reference.DIVERGENCES:
         keywords = {"labels": labels, "divergence": divergence, "kd_ratio": 0.7}
         for target_name, target in targets.items():
             name = f"{divergence}, {target_name}"
             truth = _gradients(reference.kd_loss, [logits.double()], target, **keywords)
-            yield "logits", name, _error(_gradients(kd_loss, [logits], target, **keywords), truth)
+            for backend in backends:
+                gradients = _gradients(kd_loss, [logits], target, backend=backend, **keywords)
+                yield "logits", f"{name}, {backend or 'default'} backend", _error(gradients, truth)
             truth = _gradients(_plain_fused, [hidden.double(), weight.double()], target, **keywords)
             gradients = _gradients(fused_linear_kd_loss, [hidden, weight], target, **keywords)
             yield "fused", f"{name}, fused", _error(gradients, truth)

@@ -22,6 +22,12 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: must be one of {', '.join(allowed)}; got {value!r}")
 
 
+def backend(value: str | None) -> None:
+    """Raises ValueError unless `value` is a backend, or None for the choice by device."""
+    if value not in ("eager", "triton", None):
+        raise ValueError(f"backend: must be eager, triton or None; got {value!r}")
+
+
 def in_unit_interval(name: str, value: float) -> None:
     """Raises ValueError unless 0 <= value <= 1."""
     if not 0 <= value <= 1:

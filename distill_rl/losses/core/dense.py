@@ -43,6 +43,13 @@ class TeacherChunks(Protocol):
             first: during the first pass, which measures the centre.
         """
 
+    def plain(self, rows: slice, buffers: Buffers) -> tuple[Tensor, Tensor | None]:
+        """This rank's columns of these rows, neither centred nor scaled, for kernels. Read-only.
+
+        Returns:
+            Logits [n, Vl] and None, or logits [N, Vl] and the int64 numbers [n] of these rows. Columns are contiguous.
+        """
+
     def select(self, kept: Tensor) -> TeacherChunks:
         """A source of the rows with the numbers `kept` only, counted anew from 0."""
 
@@ -62,6 +69,10 @@ class LogitChunks:
     def load(self, rows: slice, buffers: Buffers, centre: Centre, *, first: bool) -> Tensor:
         logits = self.logits[rows if self.kept is None else self.kept[rows]]
         return buffers.load("teacher", logits, centre, rows, first=first)
+
+    def plain(self, rows: slice, buffers: Buffers) -> tuple[Tensor, Tensor | None]:
+        logits = self.logits if self.logits.stride(-1) == 1 else self.logits.contiguous()
+        return (logits[rows], None) if self.kept is None else (logits, self.kept[rows])
 
     def select(self, kept: Tensor) -> LogitChunks:
         return LogitChunks(self.logits, kept)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.core.streaming import Buffers, Centre, accumulator, chunks
+from distill_rl.losses.targets import DenseLogits, TeacherHidden
 
 _TILE = 2**18
 """Elements of a tile of the weight: 1 MiB of fp32."""
@@ -21,6 +22,16 @@ class Head:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, softcap: float | None = None, scale: float = 1.0):
         self.weight, self.bias, self.softcap, self.scale = weight, bias, softcap, scale
+
+    def apart(self) -> tuple[tuple[Tensor, ...], Head]:
+        """Its tensors, and the same layer without them."""
+        tensors = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        return tensors, Head(self.weight.new_empty(0), None, self.softcap, self.scale)
+
+    def of(self, tensors: Sequence[Tensor]) -> Head:
+        """The same layer with the tensors that `apart` returned."""
+        weight, *bias = tensors
+        return Head(weight, bias[0] if bias else None, self.softcap, self.scale)
 
     def load(
         self, name: str, hidden: Tensor, buffers: Buffers, centre: Centre, rows: slice, *, first: bool = False
@@ -64,6 +75,13 @@ class Head:
         slope = torch.mul(loaded, 1 / (centre.scale * self.softcap), out=buffers.buffer("cap", loaded.shape[0]))
         slope.add_((centre.value[rows] / self.softcap)[:, None])
         return slope.square_().neg_().add_(1).clamp_min_(0)  # a masked column is at −inf
+
+    def cap_slope_of(self, logits: Tensor, buffers: Buffers) -> Tensor | None:
+        """As `cap_slope`, from logits [n, width] that are neither centred nor scaled."""
+        if self.softcap is None:
+            return None
+        slope = torch.mul(logits, 1 / self.softcap, out=buffers.buffer("cap", logits.shape[0]))
+        return slope.square_().neg_().add_(1).clamp_min_(0)
 
     def hidden_gradient(self, gradient: Tensor) -> Tensor:
         """gradient · W, this rank's part of the hidden states' gradient, [n, H] in fp32 (fp64 for fp64 weights).
@@ -115,6 +133,50 @@ def multiply(a: Tensor, b: Tensor, narrow: torch.dtype) -> Tensor:
     return a.to(wide) @ b.to(wide)
 
 
+class TeacherLogits:
+    """Rows of a teacher's logits over its whole vocabulary, which it sends, or which its hidden states yield."""
+
+    def __init__(self, teacher: DenseLogits | TeacherHidden):
+        self.label_logprob = teacher.label_logprob
+        """As in the targets."""
+        if isinstance(teacher, DenseLogits):
+            self._rows, self._head = teacher.logits.detach(), None
+            self.columns = self._rows.shape[1]
+            return
+        weight, bias = teacher.lm_head_weight.detach(), teacher.bias
+        self._rows = teacher.hidden.detach()
+        self._head = Head(weight, None if bias is None else bias.detach(), teacher.softcap, teacher.logit_scale)
+        self.columns = weight.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return self._rows.shape[0]
+
+    def of(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """The logits of the rows with these numbers, [n, V_t], a copy."""
+        found = self._rows.index_select(0, rows)
+        if self._head is None:
+            return found.to(dtype)
+        weight = self._head.weight
+        logits = torch.empty(len(rows), self.columns, dtype=accumulator(weight.dtype), device=weight.device)
+        self._head.logits(found, logits)
+        return logits.to(dtype)
+
+    def to_save(self) -> tuple[Tensor, ...]:
+        """Returns the teacher's tensors and drops them until `restore`; see `RowFunction.to_save`."""
+        rows, self._rows = self._rows, self._rows.new_empty(0)
+        if self._head is None:
+            return (rows,)
+        tensors, self._head = self._head.apart()
+        return rows, *tensors
+
+    def restore(self, tensors: Sequence[Tensor]) -> None:
+        """See `RowFunction.restore`."""
+        self._rows, *rest = tensors
+        if self._head is not None:
+            self._head = self._head.of(rest)
+
+
 class HiddenChunks:
     """Teacher logits computed from its hidden states [N, Ht], a chunk at a time."""
 
@@ -140,14 +202,22 @@ class HiddenChunks:
             buffers.held["teacher"] = rows, first
         return buffers.buffer("teacher", rows.stop - rows.start)
 
+    def plain(self, rows: slice, buffers: Buffers) -> tuple[Tensor, Tensor | None]:
+        """See `TeacherChunks.plain`. Computed only if the buffer `plain` does not hold these rows already."""
+        logits = buffers.buffer("plain", rows.stop - rows.start)[:, : buffers.columns]
+        if buffers.held.get("plain") != (rows, False):
+            self.head.logits(self.hidden[rows], logits)
+            buffers.held["plain"] = rows, False
+        return logits, None
+
     def select(self, kept: Tensor) -> HiddenChunks:
         return HiddenChunks(self.hidden[kept], self.head)
 
     def to_save(self) -> tuple[Tensor, ...]:
-        head, hidden, nothing = self.head, self.hidden, self.hidden.new_empty(0)
-        self.hidden, self.head = nothing, Head(head.weight.new_empty(0), None, head.softcap, head.scale)
-        return (hidden, head.weight) if head.bias is None else (hidden, head.weight, head.bias)
+        hidden, self.hidden = self.hidden, self.hidden.new_empty(0)
+        tensors, self.head = self.head.apart()
+        return hidden, *tensors
 
     def restore(self, tensors: Sequence[Tensor]) -> None:
-        self.hidden, weight, *bias = tensors
-        self.head = Head(weight, bias[0] if bias else None, self.head.softcap, self.head.scale)
+        self.hidden, *rest = tensors
+        self.head = self.head.of(rest)

@@ -1,38 +1,130 @@
-"""The autograd function of the fused losses: hidden states in, values per row out, gradients of all inputs back.
+"""Logits of the student that never exist as a whole: computed from hidden states, a chunk of rows at a time.
 
-Logits = hidden · Wᵀ exist a chunk of rows at a time (`head.Head`). With G = ∂loss/∂logits of a chunk [n, Vl]:
+With z = scale · hidden · Wᵀ + bias, softcapped (`head.Head`), and G = ∂loss/∂z of a chunk [n, Vl] before the softcap:
 
-    ∂loss/∂hidden = G · W   (summed over the tensor-parallel ranks)
-    ∂loss/∂W += Gᵀ · hidden        ∂loss/∂bias += Σ_rows G
+    ∂loss/∂hidden = scale · G · W   (summed over the tensor-parallel ranks)
+    ∂loss/∂W += scale · Gᵀ · hidden        ∂loss/∂bias += Σ_rows G
+
+There are two ways to get G. `FusedLoss` knows in advance how much every row counts, as a sum or a mean does, and makes
+the gradients in forward while a chunk's logits exist: 6·N·H·Vl operations. `FusedRows` returns differentiable values
+per row, and computes the logits again in backward: 8·N·H·Vl operations, and 2·N·H·Vl more for each pass after the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from distill_rl.losses.core.autograd import first_derivative, own_dtypes
+from distill_rl.losses.core.autograd import Anchor, first_derivative, own_dtypes
 from distill_rl.losses.core.head import Head, multiply
-from distill_rl.losses.core.row_function import RowFunction, part
+from distill_rl.losses.core.row_function import KernelChoice, RowFunction, StudentLogits, part
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import Buffers, accumulator, chunks
+from distill_rl.losses.core.streaming import Buffers, RowPlan, accumulator, chunks, padded_width
 
-_TILE = 2**12
-"""Rows of the weight's gradient that are rounded at a time, so that it never exists as a whole in fp32 for that."""
+_TILE = 2**24
+"""Elements of the weight's gradient that are rounded or added at a time, so that no second copy of it exists."""
+_LEAST_CHUNK = 64
+"""Rows; fewer make a poor matrix product."""
+_LEAST_ROWS = 16
+_CHUNK_BYTES = 192 * 2**20
+"""What a chunk's logits and all that is computed from them may take together, unless that is less than `_LEAST_ROWS`."""
+_BYTES = {False: 12, True: 32}
+"""Per logit of a chunk: logits, exponentials and gradient; with a dense teacher also its logits, and both distributions."""
+_KERNEL_BYTES = {False: 8, True: 12}
+"""The same with kernels, which need no exponentials and no distributions."""
 
 
-class FusedRows(torch.autograd.Function):
-    """A row function of logits that are computed on the way: hidden [N, H], weight [Vl, H], bias [Vl] → its values.
+def default_chunk(hidden_size: int, columns: int, *, dense: bool, kernels: bool = False) -> int:
+    """Rows per chunk: half the hidden size, at least 64, but no more than fit into 192 MiB; a multiple of 16.
 
-    Two modes:
+    With half the hidden size, a chunk of fp32 logits is as large as the weight's bf16 gradient, which every chunk reads
+    and writes. Chunks of a multiple of 16 rows begin at addresses for which kernels are compiled only once.
 
-    - With `weights` (∂loss/∂value of every row, known in advance for "sum" and "mean"), the first output is the loss
-      Σ weights · values, the only differentiable one. Gradients are computed in forward while a chunk's logits exist:
-      6·N·H·Vl operations.
-    - Without them every value is differentiable, and backward computes the logits again: 8·N·H·Vl operations.
+    Args:
+        dense: as in `StudentLogits.default_chunk`.
+        kernels: whether kernels read the logits.
     """
+    wanted = max(_LEAST_CHUNK, hidden_size // 2)
+    row = (_KERNEL_BYTES if kernels else _BYTES)[dense] * padded_width(columns)
+    return max(_LEAST_ROWS, min(wanted, _CHUNK_BYTES // row) // _LEAST_ROWS * _LEAST_ROWS)
+
+
+@dataclass(frozen=True)
+class ComputedLogits(StudentLogits):
+    """softcap(scale · hidden · Wᵀ + bias), for hidden [N, H] and this rank's rows of the output layer, W [Vl, H]."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float | None
+    scale: float
+    shard: VocabularyShard
+    """The columns that `weight` holds; its group sums the gradient of the hidden states."""
+    kernels: KernelChoice | None = None
+    """None: torch computes."""
+
+    @property
+    def num_rows(self) -> int:  # type: ignore[override]
+        return self.hidden.shape[0]
+
+    @property
+    def like(self) -> Tensor:  # type: ignore[override]
+        return self.weight.new_empty(0, dtype=accumulator(self.weight.dtype))
+
+    @property
+    def _layer(self) -> _Layer:
+        return _Layer(self.softcap, self.scale, self.shard, self.kernels)
+
+    def stream(self, function: RowFunction, plan: RowPlan, *parameters: Tensor) -> tuple[Tensor, ...]:
+        return FusedRows.apply(self.hidden, self.weight, self.bias, self._layer, function, plan, *parameters)
+
+    def loss(
+        self, function: RowFunction, plan: RowPlan, weights: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """As `stream`, preceded by Σ weights · values, which alone is differentiable."""
+        inputs: list[Tensor | None] = [self.hidden, self.weight, self.bias]
+        if (
+            not torch.is_grad_enabled()
+        ):  # inside forward it never is, and parameters still say that they need a gradient
+            inputs = [None if each is None else each.detach() for each in inputs]
+        anchors = [Anchor.apply(each) for each in inputs if each is not None and each.requires_grad]
+        loss, *values = FusedLoss.apply(*inputs, self._layer, function, plan, weights, *anchors)
+        return loss, tuple(values)
+
+    @torch.no_grad()
+    def rows(self, numbers: Tensor) -> Tensor:
+        logits = self.like.new_empty(len(numbers), self.shard.size)
+        self._layer.head(self.weight.detach(), self.bias).logits(self.hidden.detach()[numbers], logits)
+        return logits
+
+    def default_chunk(self, columns: int, *, dense: bool, function: RowFunction | None = None) -> int:
+        kernels = None
+        if self.kernels is not None and function is not None:
+            kernels = self.kernels(function, self.like.new_empty(1, 1))
+        return default_chunk(self.hidden.shape[1], columns, dense=dense, kernels=kernels is not None)
+
+    def apart(self, numbers: Tensor) -> tuple[ComputedLogits, ComputedLogits]:
+        return self, replace(self, hidden=self.hidden.index_select(0, numbers))
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What an autograd function may keep of the output layer: everything but its tensors."""
+
+    softcap: float | None
+    scale: float
+    shard: VocabularyShard
+    kernels: KernelChoice | None
+
+    def head(self, weight: Tensor, bias: Tensor | None) -> Head:
+        return Head(weight, bias, self.softcap, self.scale)
+
+
+class FusedLoss(torch.autograd.Function):
+    """Σ weights · values of a row function: hidden [N, H], weight [Vl, H], bias [Vl] → the loss."""
 
     @staticmethod
     @own_dtypes
@@ -41,64 +133,82 @@ class FusedRows(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        softcap: float | None,
+        layer: _Layer,
         function: RowFunction,
-        shard: VocabularyShard,
-        chunk: int,
-        weights: Sequence[Tensor | None] | None,
+        plan: RowPlan,
+        weights: Sequence[Tensor | None],
         *anchors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The row function's values and constants, [N] each; with `weights` preceded by the loss, a scalar.
+        """The loss, a scalar, then the row function's values and constants, [N] each. Only the loss is differentiable.
 
-        The modes, and which outputs are differentiable, are in the class docstring.
+        All passes go over a chunk before the next one is computed. With tensor parallelism, u is moved to the ranks'
+        common centre after the first pass.
 
         Args:
-            softcap: see `Head`.
-            function: its outputs become the outputs here, differentiable ones first.
-            chunk: rows at a time.
-            shard: the columns that `weight` holds; its group sums the gradient of the hidden states.
-            weights: ∂loss/∂value [N] per differentiable value; None within for a value that does not enter the loss.
+            weights: ∂loss/∂value [M] per value; None within for a value that does not enter the loss.
             anchors: empty tensors connected to the inputs that require a gradient, so that a second derivative is
                 refused.
         """
         needs = ctx.needs_input_grad[:3]
-        gradients = (
-            _Gradients(hidden, weight, bias, needs, shard, chunk) if weights is not None and any(needs) else None
-        )
-        _forward(hidden, Head(weight, bias, softcap), function, shard, chunk, gradients, weights)
+        gradients = _Gradients(hidden, weight, bias, needs, layer, plan) if any(needs) else None
+        _forward_by_chunk(_Chunks(hidden, weight, bias, layer, function, plan), gradients, weights)
         values, constants = function.outputs()
-        ctx.set_materialize_grads(False)
-        if weights is None:
-            ctx.save_for_backward(hidden, weight, bias, *function.to_save())
-            ctx.rest = softcap, function, shard, chunk, len(values), len(anchors)
-            ctx.mark_non_differentiable(*constants)
-            return *values, *constants
-        ctx.rest = None
         ctx.save_for_backward(*(gradients.finish() if gradients is not None else [None] * 3), *anchors)
         ctx.mark_non_differentiable(*values, *constants)
+        ctx.set_materialize_grads(False)
         parts = [(value * share).sum() for value, share in zip(values, weights) if share is not None]
-        total = torch.stack(parts).sum()
-        return total, *values, *constants
+        return torch.stack(parts).sum(), *values, *constants
 
     @staticmethod
     @first_derivative
     def backward(ctx, *grads: Tensor | None):
-        """Gradients of hidden, weight and bias, None for the other arguments.
+        """The gradients made in forward times the loss's, of hidden, weight and bias; None for the other arguments."""
+        factor, made, anchors = grads[0], ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        assert factor is not None
+        return *(None if one is None else _scaled(one, factor) for one in made), *[None] * (4 + len(anchors))
 
-        With `weights` those made in forward times the loss's gradient; otherwise computed now from the saved inputs.
+
+class FusedRows(torch.autograd.Function):
+    """A row function of logits that are computed on the way: hidden [N, H], weight [Vl, H], bias [Vl] → its values."""
+
+    @staticmethod
+    @own_dtypes
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: _Layer,
+        function: RowFunction,
+        plan: RowPlan,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """The row function's differentiable values and then its constants, of the plan's M rows in its order.
+
+        Args:
+            parameters: of the function, see `StudentLogits.stream`.
         """
-        if ctx.rest is None:
-            factor, made, anchors = grads[0], ctx.saved_tensors[:3], ctx.saved_tensors[3:]
-            assert factor is not None
-            scaled = (None if one is None else _scaled(one, factor) for one in made)
-            return *scaled, *[None] * (5 + len(anchors))
-        hidden, weight, bias, *lent = ctx.saved_tensors
-        softcap, function, shard, chunk, count, num_anchors = ctx.rest
-        function.restore(lent)
-        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], shard, chunk)
-        _backward(hidden, Head(weight, bias, softcap), function, chunk, gradients, grads[:count])
+        _forward_by_pass(_Chunks(hidden, weight, bias, layer, function, plan))
+        values, constants = function.outputs()
+        ctx.save_for_backward(hidden, weight, bias, *function.to_save())
+        ctx.layer, ctx.function, ctx.plan = layer, function, plan
+        ctx.num_values, ctx.num_parameters = len(values), len(parameters)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*constants)
+        return *values, *constants
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx, *grads: Tensor | None):
+        """The gradients of hidden, weight and bias, None for the other arguments, then those of the parameters."""
+        hidden, weight, bias, *saved = ctx.saved_tensors
+        function, layer, plan = ctx.function, ctx.layer, ctx.plan
+        function.restore(saved)
+        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], layer, plan)
+        _backward(_Chunks(hidden, weight, bias, layer, function, plan), gradients, grads[: ctx.num_values])
         function.to_save()
-        return *gradients.finish(), *[None] * (5 + num_anchors)
+        parameters = function.parameter_gradients() if ctx.num_parameters else ()
+        return *gradients.finish(), None, None, None, *parameters
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
@@ -110,62 +220,122 @@ def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     if gradient.dtype == factor.dtype:
         return gradient * factor
     out = torch.empty_like(gradient)
-    for rows in chunks(gradient.shape[0], _TILE):
+    for rows in _tiles(gradient):
         out[rows] = gradient[rows].to(factor.dtype) * factor
     return out
+
+
+def _tiles(gradient: Tensor) -> Iterator[slice]:
+    """Slices of rows that tile a gradient of a weight or of hidden states, of at most _TILE elements or one row."""
+    return chunks(gradient.shape[0], max(1, _TILE // max(gradient[:1].numel(), 1)))
 
 
 # Functions of their own, so that the chunks' buffers are freed before the gradients are rounded, which needs memory too.
 
 
-def _forward(
-    hidden: Tensor,
-    head: Head,
-    function: RowFunction,
-    shard: VocabularyShard,
-    chunk: int,
-    gradients: _Gradients | None,
-    weights: Sequence[Tensor | None] | None,
-) -> None:
-    """Streams all rows through the function's passes; with `gradients` adds each chunk's while its logits exist.
-
-    Results stay in `function` and `gradients`. With tensor parallelism, u is moved to the ranks' common centre after
-    the first pass.
+def _forward_by_chunk(chunked: _Chunks, gradients: _Gradients | None, weights: Sequence[Tensor | None]) -> None:
+    """Streams every chunk through all passes and, with `gradients`, adds its gradient while its logits exist.
 
     Args:
-        gradients: sums to add to, or None. Used only together with `weights`.
         weights: ∂loss/∂value per row of each differentiable value; None within for a value without weight.
     """
-    buffers = _buffers(hidden, head.weight, chunk)
-    for rows in chunks(hidden.shape[0], chunk):
-        u = head.load("student", hidden[rows], buffers, function.centre, rows, first=True)
-        for number, (collect, complete) in enumerate(function.passes):
-            collect(rows, u, buffers)
+    for rows in chunked.plan.pieces:
+        chunked.load(rows, first=True)
+        for number, (_, complete) in enumerate(chunked.function.passes):
+            chunked.collect(rows, number)
             complete(rows)
-            if number == 0 and shard.group is not None:
-                u.add_(function.centre.moved(rows)[:, None])
-        if gradients is not None and weights is not None:
-            gradients.add(rows, u, function, weights, head, buffers)
+            if number == 0:
+                chunked.move_to_common_centre(rows)
+        if gradients is not None:
+            gradients.add(rows, chunked.gradient(rows, weights), chunked.head)
 
 
-def _backward(
-    hidden: Tensor,
-    head: Head,
-    function: RowFunction,
-    chunk: int,
-    gradients: _Gradients,
-    grads: Sequence[Tensor | None],
-) -> None:
+def _forward_by_pass(chunked: _Chunks) -> None:
+    """Streams all chunks through one pass after another. A pass may need what the others' rows gave to the one before.
+
+    Results stay in the row function.
+    """
+    for number, (_, complete) in enumerate(chunked.function.passes):
+        for rows in chunked.plan.pieces:
+            chunked.load(rows, first=number == 0)
+            chunked.collect(rows, number)
+        complete(slice(0, chunked.plan.length))
+
+
+def _backward(chunked: _Chunks, gradients: _Gradients, grads: Sequence[Tensor | None]) -> None:
     """Computes each chunk's logits again and adds its gradients to `gradients`.
 
     Args:
-        function: has been through `_forward` and has its tensors back (`restore`).
-        grads: [N] per differentiable value; None for one that does not enter the loss.
+        chunked: its row function has been through `_forward_by_pass` and has its tensors back (`restore`).
+        grads: [M] per differentiable value; None for one that does not enter the loss.
     """
-    buffers = _buffers(hidden, head.weight, chunk)
-    for rows in chunks(hidden.shape[0], chunk):
-        u = head.load("student", hidden[rows], buffers, function.centre, rows)
-        gradients.add(rows, u, function, grads, head, buffers)
+    for rows in chunked.plan.pieces:
+        chunked.load(rows)
+        gradients.add(rows, chunked.gradient(rows, grads), chunked.head)
+
+
+class _Chunks:
+    """One chunk of logits at a time, and the row function's work on it, by torch or by kernels."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, layer: _Layer, function: RowFunction, plan: RowPlan
+    ):
+        self.hidden, self.head, self.function, self.plan = hidden, layer.head(weight, bias), function, plan
+        self.split = layer.shard.group is not None
+        wide = accumulator(weight.dtype)
+        self.buffers = Buffers(max(plan.largest, 1), weight.shape[0], wide, hidden.device)
+        self.kernels = None
+        if layer.kernels is not None:
+            self.kernels = layer.kernels(function, self.buffers.buffer("student", 1))
+        rounded = weight.is_cuda and hidden.dtype == weight.dtype and bias is None and layer.scale == 1
+        self.narrow = weight.dtype if rounded and layer.softcap is None else wide
+        """Of the kernels' gradient, which both products round to this dtype anyway where nothing comes in between."""
+        self.logits = hidden.new_empty(0)
+        """[n, width] of the chunk at hand: centred and scaled (`Buffers.load`), but as they are for kernels."""
+
+    def load(self, rows: slice, *, first: bool = False) -> None:
+        """Computes the logits of these rows.
+
+        Args:
+            first: during the first pass, which measures the centre.
+        """
+        hidden = self.plan.take(self.hidden, rows)
+        if self.kernels is None:
+            self.logits = self.head.load("student", hidden, self.buffers, self.function.centre, rows, first=first)
+        else:
+            self.logits = self.buffers.buffer("student", hidden.shape[0])
+            self.head.logits(hidden, self.logits[:, : self.buffers.columns])
+
+    def collect(self, rows: slice, number: int) -> None:
+        """The row function's pass with this number over the chunk at hand."""
+        if self.kernels is None:
+            self.function.passes[number][0](rows, self.logits, self.buffers)
+        else:
+            self.kernels.collect(rows, self.logits[:, : self.buffers.columns], None, self.buffers)
+
+    def move_to_common_centre(self, rows: slice) -> None:
+        """After the first pass: moves the chunk at hand from this rank's centre to that of all ranks."""
+        if self.kernels is None and self.split:
+            self.logits.add_(self.function.centre.moved(rows)[:, None])
+
+    def gradient(self, rows: slice, grads: Sequence[Tensor | None]) -> Tensor:
+        """∂(Σ grads · values)/∂ (the chunk's logits before a softcap), [n, Vl]; overwrites the chunk.
+
+        Args:
+            grads: [M] per differentiable value; None for one that does not enter the loss.
+        """
+        columns, shares = self.buffers.columns, [part(grad, rows) for grad in grads]
+        if self.kernels is None:
+            slope = self.head.cap_slope(self.logits, self.function.centre, rows, self.buffers)
+            gradient = self.function.gradient(rows, self.logits, shares, self.buffers)
+        else:
+            slope = self.head.cap_slope_of(self.logits, self.buffers)
+            same = self.narrow == self.logits.dtype
+            gradient = self.logits if same else torch.empty_like(self.logits, dtype=self.narrow)
+            self.kernels.gradient(
+                rows, self.logits[:, :columns], None, shares, gradient[:, :columns], None, self.buffers
+            )
+        return (gradient if slope is None else gradient.mul_(slope))[:, :columns]
 
 
 class _Gradients:
@@ -181,43 +351,33 @@ class _Gradients:
         weight: Tensor,
         bias: Tensor | None,
         needs: Sequence[bool],
-        shard: VocabularyShard,
-        chunk: int,
+        layer: _Layer,
+        plan: RowPlan,
     ):
-        self.inputs, self.shard = (hidden, weight, bias), shard
+        self.inputs, self.layer, self.plan = (hidden, weight, bias), layer, plan
         wide = accumulator(weight.dtype)
-        self.at_once = hidden.shape[0] <= chunk
+        self.at_once = len(plan.pieces) <= 1
         """Whether there is a single chunk, so that nothing has to be accumulated in fp32."""
-        self.hidden = torch.empty_like(hidden, dtype=wide if shard.group else hidden.dtype) if needs[0] else None
+        empty = torch.empty_like if plan.length == hidden.shape[0] else torch.zeros_like
+        self.hidden = empty(hidden, dtype=wide if layer.shard.group else hidden.dtype) if needs[0] else None
         self.weight = torch.zeros_like(weight, dtype=weight.dtype if self.at_once else wide) if needs[1] else None
         self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
 
-    def add(
-        self,
-        rows: slice,
-        u: Tensor,
-        function: RowFunction,
-        grads: Sequence[Tensor | None],
-        head: Head,
-        buffers: Buffers,
-    ) -> None:
+    def add(self, rows: slice, gradient: Tensor, head: Head) -> None:
         """Adds one chunk to the gradients of weight and bias and sets its rows of that of hidden, as needed.
 
         Args:
-            u: the chunk's centred logits, [n, width]; overwritten.
-            grads: [N] per differentiable value of `function`, or None.
+            gradient: of the chunk's logits before a softcap, [n, Vl]; overwritten.
         """
-        cap_slope = head.cap_slope(u, function.centre, rows, buffers)
-        gradient = function.gradient(rows, u, [part(grad, rows) for grad in grads], buffers)
-        if cap_slope is not None:
-            gradient.mul_(cap_slope)
-        gradient, chunk = gradient[:, : buffers.columns], self.inputs[0][rows]
+        chunk = self.plan.take(self.inputs[0], rows)
         if self.bias is not None:
             self.bias.add_(gradient.sum(0))
+        if head.scale != 1:
+            gradient.mul_(head.scale)
         if gradient.is_cuda and chunk.dtype == head.weight.dtype:
             gradient = gradient.to(chunk.dtype)  # rounded once, used by both products
         if self.hidden is not None:
-            self.hidden[rows] = head.hidden_gradient(gradient)
+            self.plan.put(self.hidden, rows, head.hidden_gradient(gradient))
         if self.weight is not None:
             self._add_to_weight(gradient, chunk)
 
@@ -230,15 +390,16 @@ class _Gradients:
         """
         assert self.weight is not None
         wide = accumulator(self.weight.dtype)
-        if self.at_once and self.weight.dtype != wide:
-            narrow = chunk.dtype
-            chunk = chunk if self.weight.is_cuda else chunk.to(wide)
-            for columns in chunks(self.weight.shape[0], _TILE):
-                self.weight[columns] = multiply(gradient[:, columns].T, chunk, narrow)
-        elif self.weight.is_cuda:
-            self.weight.add_(multiply(gradient.T, chunk, chunk.dtype))
-        else:
+        if self.weight.dtype == wide and not self.weight.is_cuda:
             self.weight.addmm_(gradient.T, chunk.to(wide))
+            return
+        narrow, chunk = chunk.dtype, chunk if self.weight.is_cuda else chunk.to(wide)
+        for columns in _tiles(self.weight):
+            product = multiply(gradient[:, columns].T, chunk, narrow)
+            if self.at_once:
+                self.weight[columns] = product
+            else:
+                self.weight[columns] += product
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """Returns the gradients of hidden, weight and bias in the dtypes of the inputs; None where none is needed.
@@ -246,11 +407,6 @@ class _Gradients:
         Sums that of the hidden states over the ranks first (a collective), so call it once.
         """
         if self.hidden is not None:
-            self.shard.sum_(self.hidden)
+            self.layer.shard.sum_(self.hidden)
         made = zip((self.hidden, self.weight, self.bias), self.inputs)
         return tuple(None if grad is None or given is None else grad.to(given.dtype) for grad, given in made)
-
-
-def _buffers(hidden: Tensor, weight: Tensor, chunk: int) -> Buffers:
-    """Buffers for the logits of one chunk, of at most `chunk` rows."""
-    return Buffers(min(chunk, max(hidden.shape[0], 1)), weight.shape[0], accumulator(weight.dtype), hidden.device)

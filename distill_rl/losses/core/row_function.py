@@ -1,6 +1,7 @@
-"""What a loss computes per row of logits, and the autograd function that streams logits through it.
+"""What a loss computes per row of logits, and what streams the student's logits through it.
 
-`streaming` describes how a chunk is processed, and has the parts: centres, buffers and sums.
+`streaming` describes how a chunk is processed, and has the parts: centres, buffers and sums. Logits that exist are
+streamed by `given`, logits that are computed on the way by `linear`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from distill_rl.losses.core.autograd import first_derivative, own_dtypes
-from distill_rl.losses.core.streaming import Buffers, Centre, RowPlan, accumulator
+from distill_rl.losses.core.streaming import Buffers, Centre, RowPlan
 
 Pass = tuple[Callable[[slice, Tensor, Buffers], None], Callable[[slice], None]]
 """One pass over the logits: collect a chunk's sums; then complete any range of rows over the ranks."""
@@ -81,69 +80,87 @@ class RowFunction(ABC):
         return ()
 
 
-class StreamingLoss(torch.autograd.Function):
-    """A row function of existing logits: [N, Vl] → its values.
+class RowKernels(ABC):
+    """The visits of a row function to the logits, as kernels.
 
-    One of the two autograd functions here that see logits. The other one, `linear.FusedRows`, also computes them.
+    `rows` are n positions in the order of streaming, as everywhere. The i-th of them has row order[i] of the logits that
+    are passed, or row i without `order`.
     """
 
-    @staticmethod
-    @own_dtypes
-    def forward(
-        ctx, logits: Tensor, function: RowFunction, plan: RowPlan, inplace: bool, *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
-        """The row function's differentiable values and then its constants, of the plan's M rows in its order.
+    by_chunk = False
+    """Whether `rows` must be a chunk, for which there are buffers; otherwise they may be all rows at once."""
+
+    @abstractmethod
+    def collect(self, rows: slice, logits: Tensor, order: Tensor | None, buffers: Buffers) -> None:
+        """The first pass over these rows' logits, before `RowFunction.complete`. logits [N, Vl], any float dtype."""
+
+    @abstractmethod
+    def gradient(
+        self,
+        rows: slice,
+        logits: Tensor,
+        order: Tensor | None,
+        grads: Sequence[Tensor | None],
+        out: Tensor,
+        counts: Tensor | None,
+        buffers: Buffers,
+    ) -> None:
+        """Writes ∂(Σ grads · values)/∂z of these rows into their rows of `out` [N, Vl], in its dtype.
 
         Args:
-            logits: [N, Vl].
-            inplace: write the gradient over the logits.
-            parameters: of the function, which already holds them. Passed so that autograd asks for their
-                gradients.
+            grads: [n] per differentiable value; None for one that does not enter the loss.
+            out: its columns must be contiguous, as those of the logits; may be the logits themselves.
+            counts: bool [n]; rows at False receive 0. None: all count.
         """
-        buffers = Buffers(plan.largest, logits.shape[1], accumulator(logits.dtype), logits.device)
-        for i, (collect, complete) in enumerate(function.passes):
-            for rows in plan.pieces:
-                u = buffers.load("student", plan.take(logits, rows), function.centre, rows, first=i == 0)
-                collect(rows, u, buffers)
-            complete(slice(0, plan.length))
-        ctx.save_for_backward(logits, *function.to_save())
-        ctx.function, ctx.plan, ctx.inplace, ctx.spent = function, plan, inplace, False
-        ctx.num_parameters = len(parameters)
-        ctx.set_materialize_grads(False)
-        values, constants = function.outputs()
-        ctx.mark_non_differentiable(*constants)
-        ctx.num_values = len(values)
-        return *values, *constants
 
-    @staticmethod
-    @first_derivative
-    def backward(ctx, *grads: Tensor | None):
-        """The gradient of the logits, computed chunk by chunk, in their dtype; then those of the parameters.
 
-        It is 0 for rows that are not streamed. With `inplace` it is the logits' own memory.
+KernelChoice = Callable[[RowFunction, Tensor], RowKernels | None]
+"""The kernels that do a row function's work on these logits; None where torch does it."""
 
-        Raises:
-            RuntimeError: a second backward with `inplace`, which has overwritten the logits.
+
+class StudentLogits(ABC):
+    """The student's logits [N, Vl] of this rank's columns, which exist as a whole or are computed a chunk at a time."""
+
+    num_rows: int
+    like: Tensor
+    """Empty, with the device and dtype of the arithmetic on the logits."""
+
+    @abstractmethod
+    def stream(self, function: RowFunction, plan: RowPlan, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """Streams rows through a row function; returns its differentiable values and then its constants.
+
+        Both are of the plan's M rows, in its order.
+
+        Args:
+            parameters: of the function, which already holds them. Passed so that autograd asks for their gradients.
         """
-        if ctx.spent:
-            raise RuntimeError("inplace_backward: the gradient has overwritten the logits, a second backward has none")
-        logits, *saved = ctx.saved_tensors
-        ctx.function.restore(saved)
-        ctx.spent = ctx.inplace
-        plan: RowPlan = ctx.plan
-        whole = plan.length == logits.shape[0]
-        if ctx.inplace:
-            out = logits.detach() if whole else plan.clear_others(logits.detach())
-        else:
-            out = torch.empty_like(logits) if whole else torch.zeros_like(logits)
-        buffers = Buffers(plan.largest, logits.shape[1], accumulator(logits.dtype), logits.device)
-        for rows in plan.pieces:
-            u = buffers.load("student", plan.take(logits, rows), ctx.function.centre, rows)
-            gradient = ctx.function.gradient(rows, u, [part(grad, rows) for grad in grads[: ctx.num_values]], buffers)
-            plan.put(out, rows, gradient[:, : buffers.columns])
-        ctx.function.to_save()
-        parameters = ctx.function.parameter_gradients() if ctx.num_parameters else ()
-        return out, None, None, None, *parameters
+
+    @abstractmethod
+    def loss(
+        self, function: RowFunction, plan: RowPlan, weights: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """What `stream` returns, preceded by Σ weights · values, or by None if the caller must compute that from the values.
+
+        Args:
+            weights: [M] per differentiable value; None within for one that does not enter the loss.
+        """
+
+    @abstractmethod
+    def rows(self, numbers: Tensor) -> Tensor:
+        """A copy of the logits of these rows, [n, Vl], without a gradient."""
+
+    @abstractmethod
+    def default_chunk(self, columns: int, *, dense: bool, function: RowFunction | None = None) -> int:
+        """Rows to work on at once, if there are this many columns.
+
+        Args:
+            dense: whether every column is compared, which takes more copies of a chunk than top-k targets or labels.
+            function: what is computed; if it has kernels, these take fewer copies. None: not known yet.
+        """
+
+    @abstractmethod
+    def apart(self, numbers: Tensor) -> tuple[StudentLogits, StudentLogits]:
+        """All rows, and once more the rows with these numbers. The gradients of both reach the student."""
 
 
 def part(grad: Tensor | None, rows: slice) -> Tensor | None:

@@ -30,6 +30,11 @@ class VocabularyShard:
     """The argument's name, for the error message, if all ranks' shards were assumed to have this size."""
 
     @property
+    def widest(self) -> int:
+        """Columns of the widest shard if they are as even as can be, the same on every rank."""
+        return self.total if self.group is None else -(-self.total // dist.get_world_size(self.group))
+
+    @property
     def rank(self) -> int:
         """This rank's position in the result of `gather`."""
         return 0 if self.group is None else dist.get_rank(self.group)

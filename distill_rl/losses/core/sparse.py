@@ -184,10 +184,10 @@ class TopKRows(RowFunction):
         rest_q = (self.rest_lse[rows] - self.lse[rows]).exp()
         gradient = u.sub_(self.rest_lse[rows, None]).exp_()
         gradient.mul_((kd * self.rest_factor[rows] + label.shared * rest_q)[:, None])
-        gradient.scatter_(1, columns, self._gradient_at_top(rows, top, kd, label.shared))
+        gradient.scatter_(1, columns, self.gradient_at_top(rows, top, kd, label.shared))
         return label.add_to(gradient)
 
-    def _gradient_at_top(self, rows: slice, top: Tensor, kd: Tensor, ce: Tensor) -> Tensor:
+    def gradient_at_top(self, rows: slice, top: Tensor, kd: Tensor, ce: Tensor) -> Tensor:
         """∂(Σ kd · D + ce · cross-entropy)/∂u at the columns of S, without the label's own column, [n, k].
 
         Args:

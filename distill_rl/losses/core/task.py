@@ -53,6 +53,7 @@ class Batch:
     labels: Tensor | None
     token_weights: Tensor | None
     num_items_in_batch: int | float | Tensor | None
+    num_labels: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,19 +66,23 @@ class Task:
     labels: Tensor | None
     """int64 [N], −1 for ignored rows."""
     reduction: Reduction
+    num_labels: int | None
+    """Rows that are not ignored, if the caller knows."""
 
     def without_ignored(self) -> tuple[Task, Tensor | None]:
         """The task without its ignored rows, and the int64 row numbers that remain; (itself, None) if all count.
 
-        Counts the rows, which waits for a GPU.
+        Counts the rows, which waits for a GPU, unless the caller has stated their number.
         """
-        if self.labels is None:
+        if self.labels is None or self.num_labels == self.num_rows:
             return self, None
-        kept = self.reduction.valid.nonzero()[:, 0]
+        valid = self.reduction.valid
+        kept = (valid.nonzero() if self.num_labels is None else valid.nonzero_static(size=self.num_labels))[:, 0]
         if len(kept) == self.num_rows:
             return self, None
         reduction = self.reduction.select(kept)
-        return replace(self, num_rows=len(kept), reduction=reduction, labels=self.labels[kept]), kept
+        labels = self.labels[kept]
+        return replace(self, num_rows=len(kept), reduction=reduction, labels=labels, num_labels=len(kept)), kept
 
     def rows(self, teacher: TopKLogprobs | TeacherChunks | None, like: Tensor) -> RowFunction:
         """The row function of this task: T²·D with or without cross-entropy, or the labels' log-probabilities at T = 1.
@@ -184,8 +189,12 @@ def make_task(
         valid = labels != options.ignore_index
         checks.labels("labels", labels, valid, shard.total, options.ignore_index, options.validate)
         labels = torch.where(valid, labels, -1)
+        if batch.num_labels is not None and checks.looked_at(options.validate, labels):
+            found = int(valid.sum())
+            if found != batch.num_labels:
+                raise ValueError(f"num_labels: must be the {found} rows that are not ignored; got {batch.num_labels}")
     reduction = Reduction(options.reduction, valid, weights, batch.num_items_in_batch)
-    return Task(options, shard, leading.numel(), labels, reduction)
+    return Task(options, shard, leading.numel(), labels, reduction, batch.num_labels)
 
 
 def local_teacher(teacher: Teacher | None, task: Task) -> TopKLogprobs | TeacherChunks | None:

@@ -17,13 +17,14 @@ import math
 import torch
 from torch import Tensor
 
+from distill_rl.losses.core.head import TeacherLogits
 from distill_rl.losses.core.labels import LabelTerm
 from distill_rl.losses.core.sparse import TopKRows, rest_of
 from distill_rl.losses.core.streaming import chunks, floor_of
 from distill_rl.losses.cross_tokenizer.projection import VocabularyProjection
 from distill_rl.losses.cross_tokenizer.rows import Bernoulli, Terms
 from distill_rl.losses.cross_tokenizer.task import ChunkTask, LabelledRows
-from distill_rl.losses.targets import DenseLogits, TopKLogprobs
+from distill_rl.losses.targets import TopKLogprobs
 from distill_rl.losses.topk import vocab_parallel_topk
 
 
@@ -33,9 +34,19 @@ def alm(task: ChunkTask) -> Terms:
     A coin has the probability that a side gives to the chunk's text, to the power 1/τ.
     """
     labelled = task.labelled_rows()
+    ce, label_logprobs = cross_entropies(labelled)
+    return Terms(_chunk_likelihoods(task, labelled, label_logprobs), labelled.scatter(ce), task.pairing.count)
+
+
+def cross_entropies(labelled: LabelledRows) -> tuple[Tensor, Tensor]:
+    """[M] each, differentiable, of the student: the cross-entropy at T = 1, and the labels' log-probabilities at T.
+
+    Computed as a top-k comparison with nothing to compare, for which there are kernels.
+    """
+    task = labelled.task
     nothing = TopKLogprobs(labelled.labels[:0, None], task.like[:, None], task.like, task.temperature)
     _, ce, label_logprobs, *_ = labelled.run(_rows(task, labelled, nothing, labelled.labels[:0]))
-    return Terms(_chunk_likelihoods(task, labelled, label_logprobs), labelled.scatter(ce), task.pairing.count)
+    return ce, label_logprobs
 
 
 def hybrid(task: ChunkTask) -> Terms:
@@ -89,20 +100,17 @@ def common_top_k(task: ChunkTask, rows: Tensor) -> TopKLogprobs:
         rows: int64, numbers of teacher rows.
     """
     teacher, dtype = task.teacher, task.dtype
-    top = _top_k_of(teacher, rows, task) if isinstance(teacher, DenseLogits) else teacher.select(rows)
+    top = _top_k_of(teacher, rows, task) if isinstance(teacher, TeacherLogits) else teacher.select(rows)
     return translated(top, task.projection, dtype)
 
 
-def _top_k_of(teacher: DenseLogits, rows: Tensor, task: ChunkTask) -> TopKLogprobs:
+def _top_k_of(teacher: TeacherLogits, rows: Tensor, task: ChunkTask) -> TopKLogprobs:
     """The top k log-probabilities at T, with the rest, of these rows of dense teacher logits; [0, k] for no rows."""
-    logits = teacher.logits
-    k = min(task.options.top_k, logits.shape[1])
+    k = min(task.options.top_k, teacher.columns)
     parts = [
-        vocab_parallel_topk(logits[rows[part]], k, temperature=task.temperature, chunk_size=task.piece)
-        for part in chunks(rows.shape[0], task.piece)
+        vocab_parallel_topk(teacher.of(rows[part], task.dtype), k, temperature=task.temperature, chunk_size=task.piece)
+        for part in [*chunks(rows.shape[0], task.piece)] or [slice(0, 0)]
     ]
-    if not parts:
-        parts = [vocab_parallel_topk(logits[:0], k, temperature=task.temperature, chunk_size=1)]
     rest = torch.cat([part.rest_logprob for part in parts if part.rest_logprob is not None])
     ids, logprobs = (torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "logprobs"))
     return TopKLogprobs(ids, logprobs, rest, task.temperature)

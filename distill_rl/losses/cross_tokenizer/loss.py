@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.autograd import untraced
+from distill_rl.losses.core.student import Student, student_of
 from distill_rl.losses.cross_tokenizer.chunks import ChunkOutput, Chunks
 from distill_rl.losses.cross_tokenizer.gold import gold, hkl, uld
 from distill_rl.losses.cross_tokenizer.hybrid import alm, hybrid
@@ -16,8 +17,9 @@ from distill_rl.losses.cross_tokenizer.stops import with_stops
 from distill_rl.losses.cross_tokenizer.strict import strict
 from distill_rl.losses.cross_tokenizer.task import Method, make_task
 from distill_rl.losses.cross_tokenizer.xtoken import xtoken
-from distill_rl.losses.options import CrossTokenizerOptions, Tail
-from distill_rl.losses.targets import DenseLogits, TopKLogprobs
+from distill_rl.losses.kernels import kernels_of
+from distill_rl.losses.options import Backend, CrossTokenizerOptions, Tail
+from distill_rl.losses.targets import Teacher
 
 _METHODS: dict[str, Method] = {
     "hybrid": Method(hybrid, ("topk", "logits"), label_logprob="always", needs_common=True),
@@ -35,8 +37,8 @@ REDUCTIONS = ("sum", "none")
 
 @untraced
 def chunk_kd_loss(
-    student_logits: Tensor,
-    teacher: TopKLogprobs | DenseLogits,
+    student_logits: Student,
+    teacher: Teacher,
     chunks: Chunks,
     bridge: VocabularyProjection,
     *,
@@ -56,6 +58,7 @@ def chunk_kd_loss(
     tp_group: ProcessGroup | None = None,
     chunk_size: int | None = None,
     validate: bool | None = None,
+    backend: Backend | None = None,
 ) -> ChunkOutput:
     """Sums of T²·D over chunks of text and of the cross-entropy over rows, each with the exact gradient on every rank.
 
@@ -63,7 +66,7 @@ def chunk_kd_loss(
     gradient, in the logits' dtype, and a few pieces of rows; collectives run forward only.
 
     Args:
-        student_logits: [N_s, V] or [R, S, V], sharded as in `kd_loss`.
+        student_logits: [N_s, V] or [R, S, V], sharded as in `kd_loss`, or StudentHidden.
         teacher: for `hybrid` and `alm` either kind, with `label_logprob`; for the others DenseLogits. Its ids and
             columns are the teacher's own, its rows N_t; dense logits are whole on every rank. `label_logprob` is at
             `temperature`.
@@ -86,6 +89,7 @@ def chunk_kd_loss(
         reduction: sum, or none: one number per chunk, and per row for the cross-entropy.
         chunk_size: rows of logits worked on at once, rounded to whole chunks of text where a method needs it.
         validate: look at ids, labels and chunk numbers; None means on CPU tensors only.
+        backend: as in `kd_loss`; kernels compute the top-k comparison of `hybrid` and label log-probabilities.
 
     Returns:
         The sums (or, with `none`, kd [count] and ce [N_s]), of which `kd` and `ce` are differentiable, and the number
@@ -97,7 +101,8 @@ def chunk_kd_loss(
     checks.one_of("method", method, tuple(_METHODS))
     checks.one_of("reduction", reduction, REDUCTIONS)
     options = CrossTokenizerOptions.of(locals())
-    task = make_task(options, _METHODS[method], student_logits, teacher, chunks, bridge, labels, tp_group)
+    student, shard, leading = student_of(student_logits, tp_group, "student_logits", kernels=kernels_of(backend))
+    task = make_task(options, _METHODS[method], student, shard, leading, teacher, chunks, bridge, labels)
     terms = with_stops(task, method, _METHODS[method].terms)
     zero = task.like.new_zeros(())
     masses = (zero if mass is None else mass.detach().sum() for mass in (terms.teacher_mass, terms.student_mass))

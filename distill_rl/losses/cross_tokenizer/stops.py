@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from distill_rl.losses.core.autograd import first_derivative
 from distill_rl.losses.core.streaming import RowPlan, chunks, floor_of
 from distill_rl.losses.cross_tokenizer.chunks import Pairing, Side
-from distill_rl.losses.cross_tokenizer.rows import Bernoulli, LabelLogprobRows, Terms
+from distill_rl.losses.cross_tokenizer.hybrid import cross_entropies
+from distill_rl.losses.cross_tokenizer.rows import Bernoulli, Terms
 from distill_rl.losses.cross_tokenizer.task import ChunkTask, LabelledRows
 from distill_rl.losses.divergence import resolve
-from distill_rl.losses.targets import DenseLogits
+from distill_rl.losses.targets import TopKLogprobs
 
 
 def with_stops(task: ChunkTask, method: str, terms_of: Callable[[ChunkTask], Terms]) -> Terms:
@@ -44,10 +44,10 @@ def with_stops(task: ChunkTask, method: str, terms_of: Callable[[ChunkTask], Ter
         return terms_of(task)
     others, stops = are_stops.sort(stable=True).indices.split([task.pairing.count - count, count])
     rows = task.pairing.student.first[stops]
-    logits, ends = RowsApart.apply(task.logits, rows)
-    text = replace(task, logits=logits, pairing=_without(task.pairing, are_stops, others))
+    student, ends = task.student.apart(rows)
+    text = replace(task, student=student, pairing=_without(task.pairing, are_stops, others))
     terms = terms_of(text)
-    ours = _own_tokens(replace(task, logits=ends, labels=task.labels[rows]))
+    ours = _own_tokens(replace(task, student=ends, labels=task.labels[rows]))
     theirs = _teacher_stops(task, stops)
     kd = terms.kd.new_zeros(task.pairing.count).index_copy(0, others, terms.kd)
     kd = kd.index_copy(0, stops, task.temperature**2 * _coins(task, method, ours, theirs))
@@ -92,8 +92,7 @@ def _own_tokens(task: ChunkTask) -> Tensor:
         task: one whose logits and labels are those of the stop chunks' rows.
     """
     labelled = LabelledRows(task, None, RowPlan.of(len(task.labels), task.piece).pieces, 0)
-    _, label_logprobs = labelled.run(LabelLogprobRows(labelled, with_label_logprob=True))
-    return label_logprobs
+    return cross_entropies(labelled)[1]
 
 
 def _coins(task: ChunkTask, method: str, ours: Tensor, theirs: Tensor) -> Tensor:
@@ -124,40 +123,14 @@ def _teacher_stops(task: ChunkTask, stops: Tensor) -> Tensor:
     """
     teacher, ids, rows = task.teacher, task.projection.teacher_stops, task.pairing.teacher.first[stops]
     floor = floor_of(task.dtype)
-    if not isinstance(teacher, DenseLogits):
+    if isinstance(teacher, TopKLogprobs):
         assert teacher.label_logprob is not None, "checked on entry"
         held = torch.isin(teacher.ids[rows].long(), ids)
         known = torch.where(held, teacher.logprobs[rows].to(task.dtype).clamp_min(floor), floor).logsumexp(1)
         return torch.maximum(known, teacher.label_logprob.reshape(-1)[rows].to(task.dtype))
     found = task.like.new_empty(len(rows))
     for part in chunks(len(rows), task.piece):
-        logits = teacher.logits.index_select(0, rows[part]).to(task.dtype).mul_(1 / task.temperature)
+        logits = teacher.of(rows[part], task.dtype).mul_(1 / task.temperature)
         inside = logits[:, ids].clamp_min(floor).logsumexp(1)
         found[part] = logsigmoid(inside - logits.index_fill_(1, ids, -torch.inf).logsumexp(1))
     return found
-
-
-class RowsApart(torch.autograd.Function):
-    """Returns the logits [N, Vl] (a view) and a copy of some rows.
-
-    The copy's gradient is added in place to that of the view: autograd would otherwise allocate a second gradient of
-    the logits' size.
-    """
-
-    @staticmethod
-    def forward(ctx, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """A view of the logits, and a copy of the rows with the numbers `rows`, [len(rows), Vl]."""
-        ctx.save_for_backward(rows, logits)
-        ctx.set_materialize_grads(False)
-        return logits.view_as(logits), logits.index_select(0, rows)
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx, whole: Tensor | None, apart: Tensor | None):
-        """The view's gradient, to which that of the copied rows is added in place; None for `rows`."""
-        rows, logits = ctx.saved_tensors
-        if whole is None:
-            whole = torch.zeros_like(logits)
-        if apart is not None:
-            whole.index_add_(0, rows, apart)
-        return whole, None

@@ -108,7 +108,7 @@ def _student_top(task: ChunkTask, rows: Tensor, unshared: Tensor) -> Tensor:
     k = min(TOP_K, len(task.projection.student_common))
     parts = []
     for part in [*chunks(len(rows), task.piece)] or [slice(0, 0)]:
-        masked = task.logits.index_select(0, rows[part]).index_fill_(1, unshared, -torch.inf)
+        masked = task.student.rows(rows[part]).index_fill_(1, unshared, -torch.inf)
         parts.append(candidates(masked, task.shard, k, None, task.temperature, task.piece))
     ids, *others = (torch.cat(part) for part in zip(*parts))
     return ids if task.shard.group is None else best_of_all(task.shard, k, ids, *others)[0]
@@ -122,14 +122,14 @@ def _teacher_at(task: ChunkTask, rows: Tensor, ids: Tensor) -> TopKLogprobs:
         rows: rows of the teacher.
         ids: int64 [n, k], student ids; those without a counterpart are returned as −1, at the floor.
     """
-    projection, logits, floor = task.projection, task.dense_teacher().logits, floor_of(task.dtype)
+    projection, floor = task.projection, floor_of(task.dtype)
     place = projection.student_common.new_full((projection.num_student,), -1)
     place[projection.student_common] = torch.arange(len(projection.student_common), device=place.device)
     absent = place[ids] < 0
     columns = torch.where(absent, len(projection.student_common), place[ids])  # one column more, at the floor
     logprobs, rest = task.like.new_empty(ids.shape), task.like.new_empty(len(ids))
     for part in chunks(len(rows), task.piece):
-        shared = logits.index_select(0, rows[part])[:, projection.teacher_common].to(task.dtype)
+        shared = task.dense_teacher().of(rows[part], task.dtype)[:, projection.teacher_common]
         shared = pad(shared.mul_(1 / task.temperature).log_softmax(1), (0, 1), value=floor).clamp_min_(floor)
         logprobs[part] = shared.gather(1, columns[part])
         rest[part] = shared.scatter_(1, columns[part], floor).logsumexp(1).clamp_min(floor)

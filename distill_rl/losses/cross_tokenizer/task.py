@@ -10,32 +10,32 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from distill_rl.losses.core import checks
-from distill_rl.losses.core.row_function import RowFunction, StreamingLoss
-from distill_rl.losses.core.shards import VocabularyShard, split
-from distill_rl.losses.core.streaming import RowPlan, accumulator, chunks, default_chunk
+from distill_rl.losses.core.given import GivenLogits
+from distill_rl.losses.core.head import TeacherLogits
+from distill_rl.losses.core.row_function import RowFunction, StudentLogits
+from distill_rl.losses.core.shards import VocabularyShard
+from distill_rl.losses.core.streaming import RowPlan, chunks
 from distill_rl.losses.cross_tokenizer.chunks import Chunks, Pairing, pair
 from distill_rl.losses.cross_tokenizer.projection import VocabularyProjection
 from distill_rl.losses.divergence import Divergence
 from distill_rl.losses.options import CrossTokenizerOptions
-from distill_rl.losses.targets import DenseLogits, TopKLogprobs
+from distill_rl.losses.targets import DenseLogits, Teacher, TeacherHidden, TopKLogprobs
 
 
 @dataclass(frozen=True)
 class ChunkTask:
     """One call of `chunk_kd_loss`, checked."""
 
-    logits: Tensor
-    """[N_s, Vl], this rank's columns"""
+    student: StudentLogits
     shard: VocabularyShard
     labels: Tensor
     """int64 [N_s], −1 for ignored rows."""
     label_rows: Tensor
     """int64 [M], the numbers of the rows that have a label."""
     pairing: Pairing
-    teacher: TopKLogprobs | DenseLogits
+    teacher: TopKLogprobs | TeacherLogits
     projection: VocabularyProjection
     options: CrossTokenizerOptions
     piece: int
@@ -51,12 +51,12 @@ class ChunkTask:
 
     @property
     def dtype(self) -> torch.dtype:
-        return accumulator(self.logits.dtype)
+        return self.student.like.dtype
 
     @property
     def like(self) -> Tensor:
         """An empty tensor with the device and dtype of the arithmetic."""
-        return self.logits.new_empty(0, dtype=self.dtype)
+        return self.student.like
 
     @cached_property
     def teacher_label(self) -> Tensor:
@@ -94,16 +94,16 @@ class ChunkTask:
 
     def bare(self) -> ChunkTask:
         """A copy with empty logits and teacher, for objects that live until backward; `groups` is computed before."""
-        nothing = self.logits.new_empty(0, 0)
-        bare = replace(self, logits=nothing, teacher=DenseLogits(nothing))
+        nothing = self.like.new_empty(0, 0)
+        bare = replace(self, student=GivenLogits(nothing), teacher=TeacherLogits(DenseLogits(nothing)))
         bare.__dict__["groups"] = self.groups
         if not self.options.chain:
             bare.__dict__["ends"] = self.ends  # computed once: it waits for a GPU
         return bare
 
-    def dense_teacher(self) -> DenseLogits:
-        """The teacher's targets, asserted to be dense logits."""
-        assert isinstance(self.teacher, DenseLogits), "checked on entry"
+    def dense_teacher(self) -> TeacherLogits:
+        """The teacher's targets, asserted to be over its whole vocabulary."""
+        assert isinstance(self.teacher, TeacherLogits), "checked on entry"
         return self.teacher
 
     def labelled_rows(self, first: Tensor | None = None, cuts: list[int] | None = None) -> LabelledRows:
@@ -115,9 +115,9 @@ class ChunkTask:
         """
         count = self.label_rows.shape[0]
         if first is None:
-            whole = count == self.logits.shape[0]
+            whole = count == self.student.num_rows
             return LabelledRows(self, None if whole else self.label_rows, RowPlan.of(count, self.piece).pieces, 0)
-        waiting = torch.zeros(self.logits.shape[0], dtype=torch.bool, device=first.device)
+        waiting = torch.zeros(self.student.num_rows, dtype=torch.bool, device=first.device)
         waiting[self.label_rows] = True
         order = torch.cat([first, waiting.index_fill_(0, first, False).nonzero()[:, 0]])
         num_first = first.shape[0]
@@ -164,7 +164,7 @@ class LabelledRows:
         Args:
             parameters: of the function.
         """
-        return StreamingLoss.apply(self.task.logits, function, RowPlan(self.pieces, self.order), False, *parameters)
+        return self.task.student.stream(function, RowPlan(self.pieces, self.order), *parameters)
 
     def of_student_side(self, values: Tensor) -> Tensor:
         """Selects from values [M] in the order those of the student's rows of all chunks, chunk by chunk, [n]."""
@@ -197,17 +197,20 @@ class Method:
 def make_task(
     options: CrossTokenizerOptions,
     method: Method,
-    student_logits: Tensor,
-    teacher: TopKLogprobs | DenseLogits,
+    student: StudentLogits,
+    shard: VocabularyShard,
+    leading: torch.Size,
+    teacher: Teacher,
     numbers: Chunks,
     projection: VocabularyProjection,
     labels: Tensor,
-    tp_group: ProcessGroup | None,
 ) -> ChunkTask:
     """Checks the arguments of `chunk_kd_loss` against each other and returns them as a task.
 
     Args:
         method: what `options.method` requires.
+        shard: the columns of the student's logits.
+        leading: the dimensions of the student's rows, [N_s] or [R, S].
         numbers: `chunks` of `chunk_kd_loss`.
         projection: `bridge` of `chunk_kd_loss`.
 
@@ -215,71 +218,65 @@ def make_task(
         ValueError: naming the argument as `chunk_kd_loss` calls it, the rule and the value. Values of GPU tensors are
             looked at only with `options.validate`.
     """
-    checks.floating("student_logits", student_logits, (2, 3))
-    logits, shard = split(student_logits, tp_group, dim=-1, name="student_logits")
-    num_rows, validate = logits.shape[:-1].numel(), options.validate
-    labels = checks.rows("labels", labels, logits.shape[:-1])
+    validate = options.validate
+    labels = checks.rows("labels", labels, leading)
     valid = labels != options.ignore_index
     checks.labels("labels", labels, valid, shard.total, options.ignore_index, validate)
-    num_teacher = _check_teacher(options, method, teacher, projection)
+    given = _checked_teacher(options, method, teacher, projection)
     _check_projection(options, method, projection, shard.total)
-    pairing = pair(numbers, num_rows, num_teacher, validate)
+    num_teacher = len(given.ids) if isinstance(given, TopKLogprobs) else given.num_rows
+    pairing = pair(numbers, student.num_rows, num_teacher, validate)
     if checks.looked_at(validate, labels) and not bool(valid[pairing.student.rows].all()):
         raise ValueError("labels: every row of a chunk must have one; one is ignore_index")
+    columns = max(shard.widest, given.columns) if isinstance(given, TeacherLogits) else shard.widest
     return ChunkTask(
-        logits=logits.reshape(num_rows, shard.size),
+        student=student,
         shard=shard,
         labels=torch.where(valid, labels, -1).long(),
         label_rows=valid.nonzero()[:, 0],
         pairing=pairing,
-        teacher=teacher,
+        teacher=given,
         projection=projection,
         options=options,
-        piece=options.chunk_size or _default_piece(shard, teacher, logits.device),
+        # The same on every rank, however uneven the shards: some methods end each piece with a collective.
+        piece=options.chunk_size or student.default_chunk(columns, dense=True),
     )
 
 
-def _default_piece(shard: VocabularyShard, teacher: TopKLogprobs | DenseLogits, device: torch.device) -> int:
-    """Rows of logits to work on at once if the caller names no `chunk_size`.
-
-    The same on every rank, however uneven the shards: some methods end each piece with a collective.
-    """
-    ranks = 1 if shard.group is None else torch.distributed.get_world_size(shard.group)
-    columns = -(-shard.total // ranks)
-    return default_chunk(max(columns, teacher.logits.shape[1]) if isinstance(teacher, DenseLogits) else columns, device)
-
-
-def _check_teacher(
-    options: CrossTokenizerOptions,
-    method: Method,
-    teacher: TopKLogprobs | DenseLogits,
-    projection: VocabularyProjection,
-) -> int:
-    """Checks kind, shape and vocabulary of the targets; returns the teacher's number of rows.
+def _checked_teacher(
+    options: CrossTokenizerOptions, method: Method, teacher: Teacher, projection: VocabularyProjection
+) -> TopKLogprobs | TeacherLogits:
+    """Checks kind, shape and vocabulary of the targets, and returns them as the methods take them.
 
     Raises:
         ValueError: in one line that names the field.
     """
-    if isinstance(teacher, DenseLogits):
-        checks.floating("teacher.logits", teacher.logits, (2,))
-        num_rows, columns = teacher.logits.shape
-        if columns != projection.num_teacher:
-            raise ValueError(f"teacher.logits: must have the bridge's {projection.num_teacher} columns; got {columns}")
+    found: TopKLogprobs | TeacherLogits
+    if isinstance(teacher, DenseLogits | TeacherHidden):
+        name, tensor = ("logits", teacher.logits) if isinstance(teacher, DenseLogits) else ("hidden", teacher.hidden)
+        checks.floating(f"teacher.{name}", tensor, (2,))
+        found = TeacherLogits(teacher)
+        num_rows = found.num_rows
+        if found.columns != projection.num_teacher:
+            field = "logits" if name == "logits" else "lm_head_weight"
+            what = f"teacher.{field}: must have the bridge's {projection.num_teacher} columns"
+            raise ValueError(f"{what}; got {found.columns}")
     elif isinstance(teacher, TopKLogprobs) and "topk" in method.targets:
-        num_rows = len(teacher.ids)
+        found, num_rows = teacher, len(teacher.ids)
         checks.top_k(teacher, num_rows, projection.num_teacher, options.temperature, options.validate)
     else:
-        kinds = "TopKLogprobs or DenseLogits" if "topk" in method.targets else "DenseLogits"
+        kinds = "DenseLogits or TeacherHidden"
+        kinds = f"TopKLogprobs, {kinds}" if "topk" in method.targets else kinds
         raise ValueError(f"teacher: must be {kinds} for {options.method}; got {type(teacher).__name__}")
-    given = teacher.label_logprob
-    if given is None and (method.label_logprob == "always" or (method.label_logprob == "chain" and options.chain)):
+    label = teacher.label_logprob
+    if label is None and (method.label_logprob == "always" or (method.label_logprob == "chain" and options.chain)):
         raise ValueError(
             f"teacher.label_logprob: needed for {options.method} with chunk_average {options.chunk_average}, one per row; "
             "got None"
         )
-    if given is not None and given.numel() != num_rows:
-        raise ValueError(f"teacher.label_logprob: must be [N] with N = {num_rows} rows; got {list(given.shape)}")
-    return num_rows
+    if label is not None and label.numel() != num_rows:
+        raise ValueError(f"teacher.label_logprob: must be [N] with N = {num_rows} rows; got {list(label.shape)}")
+    return found
 
 
 def _check_projection(

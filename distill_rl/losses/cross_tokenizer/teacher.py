@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 
 import torch
@@ -22,7 +23,7 @@ class TeacherDistributions:
     """
 
     def __init__(self, task: ChunkTask):
-        self._logits = task.dense_teacher().logits
+        self._teacher = copy(task.dense_teacher())
         self._side = task.pairing.teacher
         self.continuation = (
             self._side.after_first(task.teacher_label).clamp_max(0)
@@ -33,13 +34,12 @@ class TeacherDistributions:
         self._task = task.bare()
 
     def to_save(self) -> tuple[Tensor, ...]:
-        """Returns the teacher's logits and drops them until `restore`; see `RowFunction.to_save`."""
-        logits, self._logits = self._logits, self._logits.new_empty(0)
-        return (logits,)
+        """Returns the teacher's tensors and drops them until `restore`; see `RowFunction.to_save`."""
+        return self._teacher.to_save()
 
     def restore(self, tensors: Sequence[Tensor]) -> None:
         """See `RowFunction.restore`."""
-        (self._logits,) = tensors
+        self._teacher.restore(tensors)
 
     def of(self, group: slice) -> Tensor:
         """The teacher's log-probabilities of each chunk of a group, [n, V_t], at least the floor (class docstring).
@@ -62,7 +62,7 @@ class TeacherDistributions:
 
     def _rows(self, rows: Tensor) -> Tensor:
         """The teacher's log-probabilities at T of the rows with these numbers, [len(rows), V_t]."""
-        return self._logits.index_select(0, rows).to(self._task.dtype).mul_(1 / self._task.temperature).log_softmax(1)
+        return self._teacher.of(rows, self._task.dtype).mul_(1 / self._task.temperature).log_softmax(1)
 
     @property
     def _starts(self) -> list[int]:

@@ -5,8 +5,20 @@ import pytest
 from distill_rl.config.derive import EXPORTS, aligner_workers, sizes, total_steps
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
 from distill_rl.config.load import load_config
-from distill_rl.config.memory import WHOLE_GRADIENT_BYTES, student_memory, teacher_memory
+from distill_rl.config.memory import (
+    FUSED_BYTES_PER_LOGIT,
+    FUSED_CHUNK_BYTES,
+    FUSED_FROM_BYTES,
+    FUSED_LEAST_ROWS,
+    WHOLE_GRADIENT_BYTES,
+    fused_chunk,
+    fused_loss,
+    micro_batch_logits,
+    student_memory,
+    teacher_memory,
+)
 from distill_rl.data.loader import Loader
+from distill_rl.losses.core import linear
 from distill_rl.types import TrainState
 
 MODEL = ModelFacts(
@@ -55,7 +67,7 @@ def test_slots_and_activations_fit_the_widest_rows_of_the_device(load):
 
 
 def test_hidden_export_counts_wire_dtype_and_output_layers(load):
-    teacher, columns, tokens = replace(MODEL, hidden_size=512, vocabulary_columns=9000), 8000, 2 * 128
+    teacher, columns = replace(MODEL, hidden_size=512, vocabulary_columns=9000), 8000
     for name, item in (("fp32", 4), ("bf16", 2)):
         config = load("teachers.0.export=hidden", f"teachers.0.dtype={name}", "student.parallel.tp=2")
         facts = Facts(student=MODEL, teachers=(TeacherFacts(teacher),), gpus=2)
@@ -64,7 +76,7 @@ def test_hidden_export_counts_wire_dtype_and_output_layers(load):
         assert derived.teachers[0].bytes_per_token == 512 * item + 4
         assert derived.memory[0].heads == columns // 2 * 512 * item
         across = sizes(config, replace(facts, teachers=(TeacherFacts(teacher, cross_tokenizer_loss="gold"),))).memory[0]
-        assert across.heads == 9000 * 512 * item + 9000 * tokens * 4
+        assert across.heads == 9000 * 512 * item
         on_cpu = sizes(config, replace(facts, gpus=0)).memory[0]
         assert on_cpu.heads == columns // 2 * 512 * 4
     assert sizes(load(), facts).memory[0].heads == 0
@@ -159,6 +171,34 @@ def test_one_shard_copies_all_weights_and_several_gather_a_unit(load):
     assert (one, two) == (4 * MODEL.parameters + unit * 12, unit * 16)
     replicated = student_memory(load("student.parallel={dp: 2, replicas: 2}"), MODEL)
     assert (replicated.gathered, replicated.weights, replicated.count) == (one, 4 * MODEL.parameters, 2)
+
+
+def test_loss_is_fused_on_request_or_where_logits_would_be_large(load):
+    def fused(*settings: str, columns: int, known: bool = True) -> bool:
+        return fused_loss(load(*settings), columns, known_head=known, on_gpu=False)
+
+    largest = FUSED_FROM_BYTES // (2 * 128 * 4)  # columns of fp32 logits of two rows of 128
+    assert micro_batch_logits(load(), largest, on_gpu=False) == FUSED_FROM_BYTES
+    assert [fused(columns=columns) for columns in (largest, largest + 1)] == [False, True]
+    assert not fused("student.parallel.tp=2", columns=2 * largest)
+    assert not fused(columns=largest + 1, known=False)
+    assert fused("loss.fused=on", columns=1)
+    assert not fused("loss.fused=off", columns=largest + 1)
+
+
+def test_fused_loss_needs_a_chunk_and_the_heads_gradient_however_many_tokens(load):
+    def logits(length: int, model: ModelFacts) -> int:
+        return student_memory(load("loss.fused=on", f"data.max_length={length}"), model).logits
+
+    large = replace(MODEL, vocabulary_columns=262_144)
+    for model in (replace(MODEL, vocabulary_columns=32_768), large):
+        head = 4 * model.vocabulary_columns * 256
+        assert logits(4096, model) == FUSED_CHUNK_BYTES + head + 4 * 2 * 4096 * 256
+    small = load("loss.fused=on", "data.max_length=8")
+    assert fused_chunk(small, 1000, on_gpu=False) == 32 * 2 * 8 * 1000, "all rows fit into one chunk"
+    assert fused_chunk(load(), 10**6, on_gpu=False) == 32 * 16 * 10**6, "16 rows at least"
+    assert FUSED_CHUNK_BYTES == linear._CHUNK_BYTES
+    assert (linear._LEAST_ROWS, max(linear._BYTES.values())) == (FUSED_LEAST_ROWS, FUSED_BYTES_PER_LOGIT)
 
 
 def test_reduction_per_step_costs_a_whole_gradient_per_rank(load):

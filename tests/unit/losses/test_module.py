@@ -33,7 +33,7 @@ def test_a_bad_setting_is_refused_when_the_module_is_made(settings: dict[str, An
 
 @pytest.mark.parametrize("name", ["labels", "temprature"])
 def test_what_belongs_to_a_batch_or_is_unknown_is_no_setting(name: str) -> None:
-    with pytest.raises(TypeError, match=f"KDLoss has no setting {name}; there are beta, chunk_size"):
+    with pytest.raises(TypeError, match=f"KDLoss has no setting {name}; there are backend, beta, chunk_size"):
         KDLoss(**{name: 1})
 
 

@@ -11,6 +11,7 @@ from distill_rl.preflight import gather, inspect, visible_gpus
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
+from tests.helpers.zoo import write_model
 
 
 def only(lines):
@@ -50,6 +51,34 @@ def test_liger_is_refused_for_other_families(problems, material, monkeypatch):
     assert line.startswith(
         "student.kernels: liger replaces parts of llama, mistral, qwen2, qwen3; got gemma2; set student"
     )
+
+
+def test_triton_needs_a_gpu_and_a_kernel_for_what_is_compared(problems, material, monkeypatch):
+    monkeypatch.setattr("distill_rl.preflight.machine.installed", lambda package: True)
+    assert problems("loss.backend=triton") == [
+        "loss.backend: triton needs a GPU; none is visible; set loss.backend=auto",
+    ]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert problems("loss.backend=triton") == []
+    hidden = ("loss.backend=triton", "teachers.0.export=hidden")
+    assert problems(*hidden, "loss.divergence=reverse_kl") == []
+    assert problems("loss.backend=triton", "loss.divergence=jsd") == []
+    assert problems(*hidden, "loss.divergence=jsd") == [
+        "loss.backend: triton has no kernel for jsd against the hidden states of teacher big; set loss.backend=auto"
+    ]
+    across = ("loss.backend=triton", f"teachers.0.model={material}/foreign")
+    assert problems(*across) == []
+    assert problems(*across, "loss.cross_tokenizer=gold", "teachers.0.export=logits") == [
+        "loss.backend: triton has no kernel for gold, the loss of teacher big; set loss.backend=auto"
+    ]
+
+
+def test_fused_loss_is_refused_for_a_model_whose_head_is_not_known(problems, tmp_path):
+    folder = write_model(tmp_path / "olmo2", "olmo2", vocab_size=320)
+    tiny_tokenizer().save_pretrained(folder)
+    line = only(problems("loss.fused=on", f"student.model={folder}"))
+    assert line.startswith("loss.fused: on needs a student whose output layer is known, one of cohere, gemma2, ")
+    assert line.endswith("; got olmo2; leave it to auto")
 
 
 def test_teachers_that_do_not_run_are_not_opened(problems):

@@ -14,7 +14,7 @@ from distill_rl.preflight.machine import extra_problems
 
 def config_with_all_extras() -> Config:
     config = Config()
-    config.student.kernels = "liger"
+    config.student.kernels, config.loss.backend = "liger", "triton"
     config.observe.wandb = config.observe.mlflow = config.ray.dashboard = True
     config.evaluate.suites, config.evaluate.backend = ["mmlu"], "vllm"
     return config
@@ -24,6 +24,7 @@ def test_each_setting_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
     assert list(extra_problems(config_with_all_extras())) == [
         "student.kernels: needs liger_kernel, which is not installed; got liger; pip install 'distill_rl[liger]'",
+        "loss.backend: needs triton, which is not installed; got triton; pip install 'distill_rl[triton]'",
         "observe.wandb: needs wandb, which is not installed; got true; pip install 'distill_rl[wandb]'",
         "observe.mlflow: needs mlflow, which is not installed; got true; pip install 'distill_rl[mlflow]'",
         "ray.dashboard: needs aiohttp_cors, which is not installed; got true; pip install 'distill_rl[dashboard]'",
@@ -44,7 +45,7 @@ def test_namespace_package_does_not_count_as_installed(monkeypatch: pytest.Monke
     assert list(extra_problems(config_with_all_extras())) == []
     monkeypatch.undo()
     monkeypatch.setattr(attention, "find_spec", lambda name: ModuleSpec(name, None))
-    assert len(list(extra_problems(config_with_all_extras()))) == 5
+    assert len(list(extra_problems(config_with_all_extras()))) == 6
 
 
 def test_folder_of_the_same_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

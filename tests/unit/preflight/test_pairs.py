@@ -91,7 +91,7 @@ def test_hidden_export_fits_every_cross_tokenizer_loss(material, method):
     assert checked.problems == []
     derived = sizes(checked.config, checked.facts)
     assert derived.teachers[0].bytes_per_token == 2 * 32 + 4
-    assert derived.memory[0].heads == 4 * FOREIGN * (32 + 2 * 128)
+    assert derived.memory[0].heads == 4 * FOREIGN * 32
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ import torch
 
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import ConfigError
-from distill_rl.losses import HiddenStates, kd_loss
+from distill_rl.losses import DenseLogits, HiddenStates, kd_loss
+from distill_rl.losses.core.head import TeacherLogits
 from distill_rl.models import forward
 from distill_rl.models.load import read_output_layer
 from distill_rl.student.teacher_heads import TeacherHead, open_heads
@@ -32,6 +33,10 @@ def states() -> HiddenStates:
     return HiddenStates(torch.randn(300, 32, generator=torch.Generator().manual_seed(0)))
 
 
+def logits(head: TeacherHead, given: HiddenStates) -> torch.Tensor:
+    return TeacherLogits(head.attach(given)).of(torch.arange(len(given.hidden)), torch.float32)
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -49,7 +54,7 @@ def test_logits_match_the_teacher_without_padding(world, tmp_path, name, setting
     given = states()
     with torch.no_grad():
         wanted = forward.head(load_model(folder, world, role="teacher", dtype="fp32"), given.hidden)
-    found = head_of(world, folder).logits(given).logits
+    found = logits(head_of(world, folder), given)
     torch.testing.assert_close(found[:, :TOKENS], wanted[:, :TOKENS], rtol=1e-5, atol=1e-5)
     assert (found[:, TOKENS:] == -torch.inf).all()
 
@@ -62,10 +67,10 @@ def test_attached_head_gives_the_gradient_of_logits(world, tmp_path, name):
     student[:, TOKENS:] = -torch.inf
     for divergence in ("forward_kl", "reverse_kl", "jsd"):
         gradients = []
-        for target in (head.attach(given), head.logits(given)):
-            logits = student.clone().requires_grad_()
-            kd_loss(logits, target, divergence=divergence).loss.backward()
-            gradients.append(logits.grad)
+        for target in (head.attach(given), DenseLogits(logits(head, given))):
+            leaf = student.clone().requires_grad_()
+            kd_loss(leaf, target, divergence=divergence).loss.backward()
+            gradients.append(leaf.grad)
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-8)
         assert gradients[0].abs().max() > 1e-4
 
@@ -74,9 +79,9 @@ def test_attached_head_gives_the_gradient_of_logits(world, tmp_path, name):
 def test_table_is_cut_or_padded_to_student_columns(world, tmp_path, columns):
     folder = write_model(tmp_path / "llama", "llama", vocab_size=COLUMNS)
     given, whole = states(), head_of(world, folder)
-    found = head_of(world, folder, columns=columns, tokens=280).logits(given).logits
+    found = logits(head_of(world, folder, columns=columns, tokens=280), given)
     assert found.shape == (300, columns)
-    assert torch.equal(found[:, :280], whole.logits(given).logits[:, :280])
+    assert torch.equal(found[:, :280], logits(whole, given)[:, :280])
     assert (found[:, 280:] == -torch.inf).all()
 
 
@@ -95,10 +100,10 @@ def test_foreign_teacher_keeps_all_columns_masked_by_its_ids(world, tmp_path):
     spec = CrossTokenizerSpec("gold", "unused")
     head, nothing = open_heads(teachers, [spec, spec], world, columns=COLUMNS, tokens=TOKENS)
     assert nothing is None
-    logits = head.logits(states()).logits
-    assert logits.shape == (300, 416)
-    assert logits[:, :400].isfinite().all()
-    assert (logits[:, 400:] == -torch.inf).all()
+    found = logits(head, states())
+    assert found.shape == (300, 416)
+    assert found[:, :400].isfinite().all()
+    assert (found[:, 400:] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("rows", [slice(0, 7), slice(290, 310), slice(300, 320), slice(5, 5), None])

@@ -96,6 +96,11 @@ def test_logits_targets_hold_all_columns_with_masked_padding(case, chunk: int, d
     torch.testing.assert_close(found.label_logprob.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_chunk_takes_at_most_a_quarter_of_what_is_free():
+    assert chunk_tokens(65536, free=2**40) == 1024
+    assert chunk_tokens(65536, free=4 * 100 * 4 * 65536) == 100
+
+
 @pytest.mark.parametrize(("columns", "tokens"), [(1, 1024), (65536, 1024), (131072, 512), (151936, 441), (10**9, 1)])
 def test_chunk_is_bounded_in_tokens_and_in_bytes(columns: int, tokens: int):
     assert chunk_tokens(columns) == tokens

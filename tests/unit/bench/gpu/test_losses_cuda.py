@@ -1,5 +1,7 @@
 import json
 import sys
+import time
+import warnings
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -7,8 +9,9 @@ import pytest
 import torch
 
 from distill_rl.bench.gpu import losses_cuda
-from distill_rl.bench.gpu.losses_cuda import LIGER, OURS, PLAIN, TOP_K
+from distill_rl.bench.gpu.losses_cuda import EAGER, LIGER, NO_TIME, NOT_INSTALLED, OURS, PLAIN, TOP_K, compare_on
 
+SIZES = {"rows": 8, "hidden": 12, "columns": 32}
 TINY = ["--device", "cpu", "--rows", "8", "--hidden", "12", "--repeats", "2"]
 
 
@@ -80,6 +83,63 @@ def test_liger_is_called_by_its_interface_and_what_it_raises_is_recorded(tmp_pat
     assert lines["liger LigerFusedLinearJSDLoss", "forward_kl"]["status"] == "ok"
     assert lines["liger LigerFusedLinearJSDLoss", "jsd"]["status"] == "failed: RuntimeError: no kernel"
     assert lines["liger LigerFusedLinearJSD", "jsd"]["status"] == "not in this version"
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_torch_is_measured_beside_triton_where_triton_works(monkeypatch, works):
+    monkeypatch.setattr(losses_cuda, "uses_triton", lambda backend, logits: works)
+    lines, _ = compare_on("cpu", SIZES, 1)
+    by_torch = [line for line in lines if line.by == EAGER]
+    assert len(by_torch) == (8 if works else 0)
+    ours = {(line.inputs, line.divergence, line.target): line for line in lines if line.by == OURS}
+    for line in by_torch:
+        twin = ours[line.inputs, line.divergence, line.target]
+        assert (line.value, line.bound_milliseconds) == (twin.value, twin.bound_milliseconds)
+
+
+def test_no_case_is_started_after_the_deadline(monkeypatch):
+    monkeypatch.setattr(losses_cuda, "kd_loss", None)
+    lines, _ = compare_on("cpu", SIZES, 1, deadline=time.monotonic())
+    assert {line.status for line in lines if not line.by.startswith(LIGER)} == {NO_TIME}
+    assert all(line.value is line.milliseconds is line.ratio is None for line in lines)
+
+
+def test_no_case_is_started_that_would_not_end_in_time(monkeypatch):
+    def slow(figures, step, inputs, repeats):
+        clock["now"] += 10
+        return figures
+
+    clock = {"now": 0.0}
+    monkeypatch.setattr(losses_cuda, "measure", slow)
+    monkeypatch.setattr(losses_cuda.time, "monotonic", lambda: clock["now"])
+    monkeypatch.setattr(losses_cuda, "cases", lambda *_: [([], [_case()] * 3)])
+    lines, _ = compare_on("cpu", SIZES, 1, deadline=25)
+    assert [line.status for line in lines] == ["ok", "ok", NO_TIME]
+
+
+def _case() -> losses_cuda.Case:
+    return losses_cuda.Figures("logits", "jsd", PLAIN, "dense"), torch.sum
+
+
+@pytest.mark.parametrize(
+    ("installed", "reason", "text"),
+    [
+        (False, None, NOT_INSTALLED),
+        (True, None, "3.6.0, used"),
+        (True, "no C compiler", "3.6.0, not used; no C compiler"),
+        (True, "", "3.6.0, not used on this device"),
+    ],
+)
+def test_the_use_of_triton_is_described(monkeypatch, installed, reason, text):
+    def uses_triton(backend, logits):
+        if reason:
+            warnings.warn(reason, stacklevel=1)
+        return reason is None
+
+    monkeypatch.setattr(losses_cuda.importlib.util, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(losses_cuda.record, "package_version", lambda name: "3.6.0")
+    monkeypatch.setattr(losses_cuda, "uses_triton", uses_triton)
+    assert losses_cuda.describe_triton("cpu") == text
 
 
 def test_out_of_memory_is_a_result_and_other_errors_of_ours_are_raised():

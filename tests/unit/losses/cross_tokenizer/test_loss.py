@@ -15,6 +15,8 @@ from distill_rl.losses import (
     Chunks,
     DenseLogits,
     LearnableProjection,
+    StudentHidden,
+    TeacherHidden,
     TopKLogprobs,
     VocabularyProjection,
     chunk_kd_loss,
@@ -64,6 +66,29 @@ def test_value_and_gradient_equal_the_oracle_for_every_setting(method: str, dtyp
         try:
             assert_sums(output, expected, bound)
             assert_gradient(student.grad, gradient, bound)
+        except AssertionError as error:
+            raise AssertionError(f"{kind} {keywords}: {error}") from None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_logits_that_are_computed_on_the_way_give_the_oracles_gradients(method: str) -> None:
+    """Both sides come as hidden states. The output layers are identities, so hidden states are logits."""
+    data = documents()
+    for number, (kind, keywords) in enumerate(settings(method)):
+        target = data.target(kind, keywords["temperature"])
+        expected, gradient = oracle(data, target, (1.7, 0.6), **keywords)
+        hidden, weight = (tensor.clone().requires_grad_() for tensor in (data.student, torch.eye(53).double()))
+        if isinstance(target, DenseLogits):
+            target = TeacherHidden(target.logits, torch.eye(71).double(), label_logprob=target.label_logprob)
+        output = chunk_kd_loss(
+            StudentHidden(hidden, weight), target, data.chunks, data.bridge, labels=data.labels,
+            chunk_size=(3, None, 1, 6)[number % 4], **keywords,
+        )  # fmt: skip
+        (1.7 * output.kd + 0.6 * output.ce).backward()
+        try:
+            assert_sums(output, expected, 1e-10)
+            assert_gradient(hidden.grad, gradient, 1e-10)
+            assert_gradient(weight.grad, gradient.T @ data.student, 1e-10)
         except AssertionError as error:
             raise AssertionError(f"{kind} {keywords}: {error}") from None
 
@@ -173,8 +198,16 @@ NONE = torch.zeros(0, dtype=torch.int64)
         ("gold", lambda data: {"chunk_average": "max"}, "chunk_average: must be one of mean, chain; got 'max'"),
         ("gold", lambda data: {"uncommon_top_k": 0}, "uncommon_top_k: must be at least 1; got 0"),
         ("alm", lambda data: {"tau": 0.0}, "tau: must be positive and finite; got 0.0"),
-        ("xtoken", lambda data: {"teacher": data.target("topk")}, "teacher: must be DenseLogits for xtoken; got TopK"),
-        ("strict", lambda data: {"teacher": data.target("topk")}, "teacher: must be DenseLogits for strict; got TopK"),
+        (
+            "xtoken",
+            lambda data: {"teacher": data.target("topk")},
+            "teacher: must be DenseLogits or TeacherHidden for xtoken; got TopK",
+        ),
+        (
+            "strict",
+            lambda data: {"teacher": data.target("topk")},
+            "teacher: must be DenseLogits or TeacherHidden for strict; got TopK",
+        ),
         ("alm", without("label_logprob"), "teacher.label_logprob: needed for alm"),
         ("hybrid", without("label_logprob"), "teacher.label_logprob: needed for hybrid"),
         (

@@ -1,0 +1,212 @@
+"""Memory and time of a training step with the fused loss and without it, on a CPU, against the size of the vocabulary.
+
+Two figures of memory, each the most bytes that torch had allocated at once beyond those at the start:
+
+- of the loss alone in bf16, forward and backward, less the gradients that it returns and the fp32 sum of that of the
+  head. Targets are top-k, and hidden states of a teacher of the same shape, compared by forward KL and by JSD.
+- of the forward and backward of one micro-batch of a real student engine, in fp32, on made-up top-k targets. It trains a
+  small Llama in one process.
+
+Where the logits alone would take more than 3 GiB, the unfused loss is left out. Times are of the engine's whole optimizer
+steps, fused over unfused, medians of rounds that take turns; the head of the model is at most half of its FLOPs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from distill_rl.bench import harness
+from distill_rl.bench.gpu.engines import draw_weights, one_rank, write_model
+from distill_rl.bench.gpu.shapes import Shape
+from distill_rl.bench.losses import peak_bytes
+from distill_rl.config.schema import Config, DataConfig, LossConfig, StudentConfig, TeacherConfig, TrainConfig
+from distill_rl.losses import StudentHidden, TeacherHidden, TopKLogprobs, kd_loss
+from distill_rl.parallel.mesh import World
+from distill_rl.student.engine import StudentEngine
+from distill_rl.types import RankBatch, TokenRows
+
+LOSSES = {
+    "loss_topk_mib": ("topk", "forward_kl"),
+    "loss_hidden_mib": ("hidden", "forward_kl"),
+    "loss_hidden_jsd_mib": ("hidden", "jsd"),
+}
+"""Figure → target and divergence."""
+TOP_K = 64
+HIDDEN = 512
+LENGTH = 512
+MOST_LOGITS = 3 * 2**30
+MOST_MIB = 256
+"""The loss's memory beyond the gradients, at most, whatever the vocabulary."""
+MOST_TIME = 1.1
+MIB = 2**20
+
+
+def shape(columns: int) -> Shape:
+    """A Llama of four layers, whose head multiplies as much as they do at 32,768 columns."""
+    return Shape("small Llama", "llama", 4, HIDDEN, 2048, 8, 8, 64, columns, columns, tied=True)
+
+
+def made_up_targets(rows: int, columns: int) -> TopKLogprobs:
+    """Random top-k targets [rows, TOP_K] over this many columns; half of the mass is in the rest."""
+    draw = torch.Generator().manual_seed(0)
+    apart = columns // TOP_K
+    ids = torch.arange(TOP_K, dtype=torch.int32) * apart + torch.randint(0, apart, (rows, 1), generator=draw)
+    logprobs = torch.randn(rows, TOP_K, generator=draw).log_softmax(1) - float(np.log(2))
+    half = torch.full((rows,), -float(np.log(2)))
+    tensors = {"ids": ids.int(), "logprobs": logprobs, "rest_logprob": half, "label_logprob": half}
+    return TopKLogprobs.from_tensors(tensors, 1.0)
+
+
+def loss_bytes(rows: int, columns: int, target: str, divergence: str) -> int:
+    """Memory of the fused loss in bf16, beyond the gradients of hidden states and head and the head's fp32 sum.
+
+    Args:
+        target: topk or hidden.
+    """
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, HIDDEN, generator=draw).to(torch.bfloat16).requires_grad_()
+    weight = (torch.randn(columns, HIDDEN, generator=draw) / HIDDEN**0.5).to(torch.bfloat16).requires_grad_()
+    labels = torch.arange(rows) % columns
+    teacher = made_up_targets(rows, columns) if target == "topk" else TeacherHidden(hidden.detach(), weight.detach())
+
+    def step() -> None:
+        student = StudentHidden(hidden, weight)
+        kd_loss(student, teacher, labels=labels, divergence=divergence, kd_ratio=0.5, reduction="sum").loss.backward()
+
+    return peak_bytes(step) - hidden.numel() * 2 - weight.numel() * (2 + 4)
+
+
+def engine(world: World, folder: Path, columns: int, rows: int, *, fused: bool) -> StudentEngine:
+    """A student with random weights that trains `rows` tokens in one micro-batch.
+
+    Args:
+        folder: of the model (`write_model`).
+    """
+    count = max(1, rows // LENGTH)
+    config = Config(
+        student=StudentConfig(model=str(folder), dtype="fp32"),
+        teachers=[TeacherConfig(model=str(folder))],
+        data=DataConfig(max_length=LENGTH),
+        loss=LossConfig(top_k=TOP_K, kd_weight=0.5, ce_weight=0.5, fused="on" if fused else "off"),
+        train=TrainConfig(global_batch_size=count, micro_batch_size=count),
+    )
+    student = StudentEngine(config, world, vocabulary_size=columns, total_steps=1000)
+    torch.manual_seed(0)
+    draw_weights(student.model)
+    return student
+
+
+def material(rows: int, columns: int) -> tuple[RankBatch, Callable[..., Any]]:
+    """One micro-batch of full rows, and what `StudentEngine.train_step` takes its targets from."""
+    draw = np.random.default_rng(0)
+    size = (max(1, rows // LENGTH), min(rows, LENGTH))
+    ids, labels = (draw.integers(0, columns, size).astype(np.int32) for _ in range(2))
+    positions = np.broadcast_to(np.arange(size[1], dtype=np.int32), size).copy()
+    targets = made_up_targets(ids.size, columns)
+
+    @contextmanager
+    def source(first_row: int, num_rows: int) -> Iterator[Sequence[TopKLogprobs]]:
+        yield [targets]
+
+    return RankBatch(0, 0, TokenRows(ids, labels, positions), num_labels=ids.size), source
+
+
+def step_bytes(world: World, folder: Path, columns: int, rows: int, *, fused: bool) -> int:
+    """Memory of the engine's forward and backward, in its second micro-batch, when there are gradients to add to."""
+    student, (batch, source) = engine(world, folder, columns, rows, fused=fused), material(rows, columns)
+    student.forward_backward(batch, source)
+    return peak_bytes(lambda: student.forward_backward(batch, source))
+
+
+def step_seconds(world: World, folder: Path, columns: int, rows: int, rounds: int) -> tuple[float, float]:
+    """Median seconds of an optimizer step: (fused, unfused), which take turns."""
+    batch, source = material(rows, columns)
+    engines = [engine(world, folder, columns, rows, fused=fused) for fused in (True, False)]
+    seconds: list[list[float]] = [[], []]
+    for i in range(rounds + 1):
+        for student, measured in zip(engines, seconds):
+            start = perf_counter()
+            student.train_step(batch, source)
+            if i:
+                measured.append(perf_counter() - start)
+    return median(seconds[0]), median(seconds[1])
+
+
+def compare(
+    folder: Path,
+    *,
+    vocabularies: tuple[int, ...] = (32_768, 131_072, 262_144),
+    rows: tuple[int, ...] = (512, 2048, 8192),
+    rounds: int = 5,
+) -> dict[str, Any]:
+    """Measures memory at every size and time at the smallest vocabulary.
+
+    Args:
+        vocabularies: columns of the student's output layer.
+        rows: tokens of a micro-batch.
+        rounds: timed steps of each.
+    """
+    memory, time = [], []
+    with one_rank(torch.device("cpu")) as world:
+        for columns in vocabularies:
+            model = folder / str(columns)
+            write_model(model, shape(columns), LENGTH)
+            for count in rows:
+                record: dict[str, Any] = {"vocabulary": columns, "rows": count}
+                for name, settings in LOSSES.items():
+                    record[name] = _mib(loss_bytes(count, columns, *settings))
+                record["step_mib"] = _mib(step_bytes(world, model, columns, count, fused=True))
+                if 4 * columns * count <= MOST_LOGITS:
+                    record["step_unfused_mib"] = _mib(step_bytes(world, model, columns, count, fused=False))
+                print(record, flush=True)
+                memory.append(record)
+        model = folder / str(min(vocabularies))
+        for count in rows[:2]:
+            fused, unfused = step_seconds(world, model, min(vocabularies), count, rounds)
+            seconds = {"seconds": round(fused, 3), "unfused_seconds": round(unfused, 3)}
+            time.append({"vocabulary": min(vocabularies), "rows": count, **seconds, "ratio": round(fused / unfused, 3)})
+    return {"settings": {"hidden": HIDDEN, "top_k": TOP_K, "layers": 4}, "memory": memory, "time": time}
+
+
+def _mib(count: int) -> float:
+    return round(count / MIB, 1)
+
+
+def verdict(figures: dict[str, Any]) -> list[str]:
+    """The missed targets: the loss's memory and the time of a step."""
+    memory = figures["memory"]
+    worst = max(record[name] for record in memory for name in LOSSES)
+    slowest = max(record["ratio"] for record in figures["time"])
+    return harness.missed(
+        (worst > MOST_MIB, f"the loss takes {worst} MiB beside its gradients; must be at most {MOST_MIB}"),
+        *((True, line) for line in grown(memory)),
+        (slowest > MOST_TIME, f"a fused step takes {slowest} of an unfused one; must be at most {MOST_TIME}"),
+    )
+
+
+def grown(memory: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What takes more memory at the largest vocabulary than at the smallest, at the most rows; one line each."""
+    most = max(record["rows"] for record in memory)
+    alike = sorted((record for record in memory if record["rows"] == most), key=lambda record: record["vocabulary"])
+    smallest, *_, largest = alike
+    return [
+        f"{name} is {largest[name]} at {largest['vocabulary']} columns; must be at most {smallest[name]}, "
+        f"as at {smallest['vocabulary']}"
+        for name in LOSSES
+        if largest[name] > smallest[name]
+    ]
+
+
+main = harness.program("fused", compare, verdict)
+
+if __name__ == "__main__":
+    sys.exit(main())

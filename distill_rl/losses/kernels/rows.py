@@ -1,0 +1,320 @@
+"""Kernels over rows of logits: the sums that the losses need, and the gradients that follow from them.
+
+One program works on one row, a block of columns at a time. Two kernels per loss read the logits once each, and the
+second writes the gradient: 6 bytes per bf16 logit. Between them the sums are a few numbers per row, on which torch
+computes the loss, with the tensor-parallel collectives where ranks share a row (`RowFunction.complete`).
+
+Arithmetic is fp32. Masked logits (−inf) are replaced by `floor`, a finite number, so that differences stay finite.
+A row's sums are taken around its running maximum m, as in the online softmax (Milakov and Gimelshein, 2018,
+arXiv 1805.02867): when a block raises m by d, what was summed before is multiplied by exp(−d/T).
+
+Arguments that several kernels share:
+
+    order        with ORDERED int64 [M]: row i of the results belongs to row order[i] of the logits; otherwise to row i
+    stride       elements from one row to the next
+    floor        the finite stand-in for −inf (`streaming.floor_of`)
+    centre       fp32 [M], what is subtracted from the logits
+    BLOCK        columns at a time, a power of two
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def row_sums(
+    logits,
+    order,
+    entries,
+    largest,
+    maximum,
+    totals,
+    totals_at_one,
+    stride,
+    num_columns,
+    num_entries,
+    inverse_temperature,
+    floor,
+    ORDERED: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    AT_ONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Per row: the largest logit; and of the columns that are not entries their maximum m and Σ exp((z − m)/T).
+
+    Args:
+        entries: with ENTRIES int32 [M, num_entries + 1], columns in ascending order, then one beyond all blocks.
+        totals_at_one: with AT_ONE receives Σ exp(z − m).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    source = row
+    if ORDERED:
+        source = tl.load(order + row)
+    base = logits + source * stride
+    highest = floor
+    m = floor
+    total = 0.0
+    total_at_one = 0.0
+    entry = entries + row * (num_entries + 1)
+    left_out = num_columns
+    if ENTRIES:
+        left_out = tl.load(entry)
+    for start in range(0, num_columns, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        z = tl.load(base + columns, mask=columns < num_columns, other=-float("inf")).to(tl.float32)
+        z = tl.maximum(z, floor, propagate_nan=tl.PropagateNan.ALL)
+        highest = tl.maximum(highest, tl.max(z, axis=0))
+        if ENTRIES:
+            while left_out < start + BLOCK:
+                z = tl.where(columns == left_out, floor, z)
+                entry += 1
+                left_out = tl.load(entry)
+        raised = tl.maximum(m, tl.max(z, axis=0))
+        total = total * tl.exp((m - raised) * inverse_temperature)
+        total += tl.sum(tl.where(z <= floor, 0.0, tl.exp((z - raised) * inverse_temperature)), axis=0)
+        if AT_ONE:
+            at_one = tl.where(z <= floor, 0.0, tl.exp(z - raised))
+            total_at_one = total_at_one * tl.exp(m - raised) + tl.sum(at_one, axis=0)
+        m = raised
+    tl.store(largest + row, highest)
+    tl.store(maximum + row, m)
+    tl.store(totals + row, total)
+    if AT_ONE:
+        tl.store(totals_at_one + row, total_at_one)
+
+
+@triton.jit
+def row_gradient(
+    logits,
+    order,
+    counts,
+    out,
+    centre,
+    factor,
+    lse,
+    factor_at_one,
+    lse_at_one,
+    label,
+    label_weight,
+    stride,
+    out_stride,
+    num_columns,
+    inverse_temperature,
+    ORDERED: tl.constexpr,
+    COUNTED: tl.constexpr,
+    AT_ONE: tl.constexpr,
+    LABELLED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes factor · exp((z − c)/T − lse) per column and, with AT_ONE, + factor_at_one · exp(z − c − lse_at_one).
+
+    Args:
+        counts: with COUNTED bool [M]; rows at False receive 0.
+        out: its row order[i] receives the gradient, where ORDERED; else row i.
+        factor, lse, factor_at_one, lse_at_one: fp32 [M].
+        label, label_weight: with LABELLED a column per row (num_columns or more: none), int64 [M], and what is
+            subtracted there, fp32 [M].
+    """
+    row = tl.program_id(0).to(tl.int64)
+    source = row
+    if ORDERED:
+        source = tl.load(order + row)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    z = tl.load(logits + source * stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
+    u = z - tl.load(centre + row)
+    gradient = tl.load(factor + row) * tl.exp(u * inverse_temperature - tl.load(lse + row))
+    if AT_ONE:
+        gradient += tl.load(factor_at_one + row) * tl.exp(u - tl.load(lse_at_one + row))
+    if LABELLED:
+        gradient -= tl.where(columns == tl.load(label + row), tl.load(label_weight + row), 0.0)
+    if COUNTED:
+        gradient = tl.where(tl.load(counts + row) != 0, gradient, 0.0)
+    tl.store(out + source * out_stride + columns, gradient.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def put_entries(
+    out,
+    order,
+    counts,
+    columns,
+    values,
+    out_stride,
+    num_columns,
+    num_entries,
+    ORDERED: tl.constexpr,
+    COUNTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes values, fp32 [M, num_entries], to the columns, int64 of the same shape, of their rows of `out`.
+
+    Columns of num_columns or more are left out, and so are rows whose `counts`, with COUNTED, is False.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    target = row
+    if ORDERED:
+        target = tl.load(order + row)
+    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < num_entries
+    column = tl.load(columns + row * num_entries + entry, mask=inside, other=num_columns)
+    value = tl.load(values + row * num_entries + entry, mask=inside, other=0.0)
+    inside = inside & (column < num_columns)
+    if COUNTED:
+        inside = inside & (tl.load(counts + row) != 0)
+    tl.store(out + target * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def pair_sums(
+    logits,
+    teacher,
+    order,
+    teacher_order,
+    largest,
+    totals,
+    totals_at_one,
+    teacher_largest,
+    teacher_totals,
+    weighted,
+    stride,
+    teacher_stride,
+    num_columns,
+    inverse_temperature,
+    floor,
+    ORDERED: tl.constexpr,
+    TEACHER_ORDERED: tl.constexpr,
+    TEACHER_LEADS: tl.constexpr,
+    AT_ONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Per row: both sides' maximum m and Σ exp((z − m)/T), and Σ exp(x)·(x − y) with x the leading side's (z − m)/T.
+
+    y is the other side's. With AT_ONE also the student's Σ exp(z − m). Masked columns add exp = 0.
+
+    When maxima rise by d (of x) and e (of y), both over T, the weighted sum over columns already seen becomes
+    Σ exp(x − d)·(x − d − y + e) = exp(−d)·(weighted − (d − e)·total).
+
+    Args:
+        teacher: the teacher's logits; its row is teacher_order[i] with TEACHER_ORDERED, otherwise i.
+        weighted: fp32 [M], receives the last sum.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    source = row
+    if ORDERED:
+        source = tl.load(order + row)
+    teacher_source = row
+    if TEACHER_ORDERED:
+        teacher_source = tl.load(teacher_order + row)
+    base = logits + source * stride
+    teacher_base = teacher + teacher_source * teacher_stride
+    m = floor
+    n = floor
+    total = 0.0
+    total_at_one = 0.0
+    teacher_total = 0.0
+    sum_of_products = 0.0
+    for start in range(0, num_columns, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < num_columns
+        z = tl.load(base + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        w = tl.load(teacher_base + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        z = tl.maximum(z, floor, propagate_nan=tl.PropagateNan.ALL)
+        w = tl.maximum(w, floor, propagate_nan=tl.PropagateNan.ALL)
+        m_raised = tl.maximum(m, tl.max(z, axis=0))
+        n_raised = tl.maximum(n, tl.max(w, axis=0))
+        # A side that has been masked so far has nothing to move.
+        d = tl.where(m > floor, (m_raised - m) * inverse_temperature, 0.0)
+        e = tl.where(n > floor, (n_raised - n) * inverse_temperature, 0.0)
+        u = tl.maximum((z - m_raised) * inverse_temperature, floor, propagate_nan=tl.PropagateNan.ALL)
+        v = tl.maximum((w - n_raised) * inverse_temperature, floor, propagate_nan=tl.PropagateNan.ALL)
+        exp_u = tl.where(z <= floor, 0.0, tl.exp(u))
+        exp_v = tl.where(w <= floor, 0.0, tl.exp(v))
+        if TEACHER_LEADS:
+            sum_of_products = tl.exp(-e) * (sum_of_products - (e - d) * teacher_total) + tl.sum(exp_v * (v - u), axis=0)
+        else:
+            sum_of_products = tl.exp(-d) * (sum_of_products - (d - e) * total) + tl.sum(exp_u * (u - v), axis=0)
+        if AT_ONE:
+            at_one = tl.where(z <= floor, 0.0, tl.exp(z - m_raised))
+            total_at_one = total_at_one * tl.exp(m - m_raised) + tl.sum(at_one, axis=0)
+        total = total * tl.exp(-d) + tl.sum(exp_u, axis=0)
+        teacher_total = teacher_total * tl.exp(-e) + tl.sum(exp_v, axis=0)
+        m = m_raised
+        n = n_raised
+    tl.store(largest + row, m)
+    tl.store(totals + row, total)
+    tl.store(teacher_largest + row, n)
+    tl.store(teacher_totals + row, teacher_total)
+    tl.store(weighted + row, sum_of_products)
+    if AT_ONE:
+        tl.store(totals_at_one + row, total_at_one)
+
+
+@triton.jit
+def pair_gradient(
+    logits,
+    teacher,
+    order,
+    teacher_order,
+    counts,
+    out,
+    centre,
+    lse,
+    teacher_centre,
+    teacher_lse,
+    weight,
+    factor,
+    factor_at_one,
+    lse_at_one,
+    label,
+    label_weight,
+    stride,
+    teacher_stride,
+    out_stride,
+    num_columns,
+    inverse_temperature,
+    floor,
+    ORDERED: tl.constexpr,
+    TEACHER_ORDERED: tl.constexpr,
+    COUNTED: tl.constexpr,
+    TEACHER_LEADS: tl.constexpr,
+    AT_ONE: tl.constexpr,
+    LABELLED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes weight · slope + factor · q per column, with the slope of forward or reverse KL (`divergence`).
+
+    The slope is −p if TEACHER_LEADS, otherwise q·(log q − log p + 1); log q = (z − c)/T − lse, and log p alike. With
+    AT_ONE + factor_at_one · exp(z − c − lse_at_one); with LABELLED − label_weight at the label's column.
+
+    Args:
+        weight, factor: fp32 [M].
+        counts, out, label and others: as in `row_gradient`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    source = row
+    if ORDERED:
+        source = tl.load(order + row)
+    teacher_source = row
+    if TEACHER_ORDERED:
+        teacher_source = tl.load(teacher_order + row)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    z = tl.load(logits + source * stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
+    w = tl.load(teacher + teacher_source * teacher_stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
+    u = z - tl.load(centre + row)
+    v = w - tl.load(teacher_centre + row)
+    log_q = tl.maximum(u * inverse_temperature, floor, propagate_nan=tl.PropagateNan.ALL) - tl.load(lse + row)
+    log_p = tl.maximum(v * inverse_temperature, floor, propagate_nan=tl.PropagateNan.ALL) - tl.load(teacher_lse + row)
+    q = tl.exp(log_q)
+    slope = -tl.exp(log_p) if TEACHER_LEADS else q * (log_q - log_p + 1.0)
+    gradient = tl.load(weight + row) * slope + tl.load(factor + row) * q
+    if AT_ONE:
+        gradient += tl.load(factor_at_one + row) * tl.exp(u - tl.load(lse_at_one + row))
+    if LABELLED:
+        gradient -= tl.where(columns == tl.load(label + row), tl.load(label_weight + row), 0.0)
+    if COUNTED:
+        gradient = tl.where(tl.load(counts + row) != 0, gradient, 0.0)
+    tl.store(out + source * out_stride + columns, gradient.to(out.dtype.element_ty), mask=inside)
