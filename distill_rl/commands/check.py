@@ -95,13 +95,12 @@ def _transport(config: Config, facts: Facts) -> str:
 
 
 def _logits(config: Config, student: ModelFacts, *, on_gpu: bool) -> str:
-    """How the student's logits are made (`loss.fused`)."""
+    """How the student's logits are made (`loss.fused`), and what they take with all that is computed from them."""
     if fused_loss(config, student.vocabulary_columns, known_head=student.known_head, on_gpu=on_gpu):
         size = _bytes(fused_chunk(config, student.vocabulary_columns, on_gpu=on_gpu))
-        return f"made in the loss, a few rows at a time: at most {size} at once"
-    return (
-        f"all of a micro-batch at once: {_bytes(micro_batch_logits(config, student.vocabulary_columns, on_gpu=on_gpu))}"
-    )
+        return f"made in the loss, a few rows at a time: at most {size} with their gradient"
+    size = _bytes(3 * micro_batch_logits(config, student.vocabulary_columns, on_gpu=on_gpu))
+    return f"all of a micro-batch at once: {size} with their gradient"
 
 
 def _steps(derived: DerivedSizes) -> str:

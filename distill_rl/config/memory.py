@@ -168,6 +168,7 @@ def student_memory(
         logits                 3 b T V / tp         T tokens per micro-batch, V columns: logits, log-softmax, gradient
         logits, fused          32 T V / tp          but at most 192 MiB: a chunk of them
                                + 4 V H / tp + 4 T H the gradients of the output layer and of its input, H wide
+                               + b V H / tp         for every teacher after the first: its gradient of the output layer
 
     and the activations of one micro-batch (`_activations`).
 
@@ -237,7 +238,8 @@ def _logits(config: Config, model: ModelFacts, on_gpu: bool) -> int:
     tokens = _tokens(config, config.train.micro_batch_size, on_gpu)
     columns = ceil(model.vocabulary_columns / config.student.parallel.tp)
     chunk = fused_chunk(config, model.vocabulary_columns, on_gpu=on_gpu)
-    return chunk + 4 * columns * model.hidden_size + 4 * tokens * model.hidden_size
+    others = max(0, len(running_teachers(config)) - 1) * ITEM_SIZE[config.student.dtype]
+    return chunk + (4 + others) * columns * model.hidden_size + 4 * tokens * model.hidden_size
 
 
 def reduces_once_per_step(student: StudentConfig, parameters: int) -> bool:

@@ -163,7 +163,7 @@ class LossConfig:
     alm_tau: float = field(default=1.0, metadata=POSITIVE)
     """Temperature of the chunk likelihoods in `alm` and of the longer chunks in `hybrid`: likelihoods are raised to the power 1 / alm_tau."""
     fused: Literal["auto", "on", "off"] = "auto"
-    """Compute the student's logits a few rows at a time, inside the loss, so that they never exist as a whole. The result is the same but for rounding. auto: if the logits of a micro-batch would take more than 256 MiB on a rank."""
+    """Compute the student's logits a few rows at a time, inside the loss, so that they never exist as a whole. The result is the same but for rounding. auto: if the logits of a micro-batch would take more than 256 MiB on a rank. With n teachers the output layer is computed n times."""
     backend: Literal["auto", "eager", "triton"] = "auto"
     """Implementation of the loss. eager: torch. triton: the Triton kernels, which need a GPU; what has no kernel is an error. auto: the kernels where Triton works and has one, otherwise torch. The teacher's top k is computed in the same way, but by torch where there is no kernel."""
 
@@ -213,7 +213,7 @@ class TrainConfig:
     max_grad_norm: float = field(default=1.0, metadata=NOT_NEGATIVE)
     """Maximum norm of the global gradient; larger gradients are clipped to it. 0: no clipping."""
     deterministic: bool = False
-    """Use torch.use_deterministic_algorithms on GPUs. On CPUs a run is always bit-reproducible."""
+    """Use torch.use_deterministic_algorithms on GPUs, and let nothing depend on how much of their memory is free. On CPUs a run is always bit-reproducible."""
 
 
 @dataclass

@@ -44,7 +44,8 @@ def fused_linear_kd_loss(
     The same as `kd_loss(StudentHidden(student_hidden, lm_head_weight, …), …)`. Ignored rows are dropped before the output
     layer (which waits for a GPU once, unless `num_labels` is given). Logits are accumulated in fp32 whatever the dtypes.
     Extra memory: the inputs' gradients, the weight's in fp32 until it is complete, and a chunk of logits, independent of
-    N·V. For "sum" and "mean" the gradients are computed during forward.
+    N·V. For "sum" and "mean" the gradients are computed during forward. With shards there are
+    collectives for every chunk, and one sums the gradient of the hidden states.
 
     Args:
         student_hidden, lm_head_weight, bias, softcap, logit_scale: as in `StudentHidden`.

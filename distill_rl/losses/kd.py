@@ -41,13 +41,13 @@ def kd_loss(
     """kd_ratio · T²·D(teacher, student) + (1 − kd_ratio) · CE, with the exact gradient on every rank's columns.
 
     Extra memory is the gradient, in the logits' dtype, and a few chunks; two collectives forward (three for the
-    divergences other than the KLs on dense logits), none backward.
+    divergences other than the KLs on dense logits), none backward. StudentHidden: see `fused_linear_kd_loss`.
 
     Args:
         student_logits: [N, V] or [B, S, V] in any float dtype, before temperature. Sharded over the vocabulary either
             as a DTensor Shard(-1) (group and offset are its own, shards may be uneven or empty) or as a plain shard
             with `tp_group` (equal shards in rank order). Masked columns are −inf in student and teacher. Or
-            StudentHidden, whose logits are made a chunk at a time: see `fused_linear_kd_loss`.
+            StudentHidden, whose logits are made a chunk at a time.
         teacher: the targets for the same rows; None for cross-entropy alone (`kd_ratio` 0).
         labels: int [N] or [B, S], already shifted. Rows with `ignore_index` contribute nothing; without labels every
             row counts.

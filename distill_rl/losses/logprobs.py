@@ -29,7 +29,7 @@ def vocab_parallel_logprobs(
     """log softmax(logits / temperature) at the targets, and on request the entropy of that softmax.
 
     The backward pass streams a gradient in the logits' dtype into one buffer (the idea of SkyRL #1806); two collectives
-    forward, none backward.
+    forward, none backward. StudentHidden: see `fused_linear_logprobs`.
 
     Args:
         logits: [N, V] or [B, S, V], sharded as in `kd_loss`.

@@ -19,9 +19,7 @@ Phase = Literal[
 ]  # fmt: skip
 
 _SHARE_LESS = "ray.placement=disaggregated gives teachers GPUs of their own"
-_PER_STEP = (
-    "lower train.micro_batch_size or data.max_length, or set student.activation_checkpointing=true or loss.fused=on"
-)
+_PER_STEP = "lower train.micro_batch_size or data.max_length, or set student.activation_checkpointing=true"
 REMEDIES: dict[Phase, str] = {
     "student load": f"raise student.parallel.dp or student.parallel.tp; {_SHARE_LESS}",
     "forward": _PER_STEP,

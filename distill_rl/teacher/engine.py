@@ -54,7 +54,7 @@ class TeacherEngine:
             partial(forward.head, self.model),
             temperature=config.loss.temperature,
             vocabulary_size=vocabulary_size,
-            chunk=chunk_tokens(-(-self.model.config.vocab_size // world.tp), _least_free_bytes(world)),
+            chunk=chunk_tokens(-(-self.model.config.vocab_size // world.tp), _free_bytes(config, world)),
             backend="eager" if config.loss.backend == "eager" else None,
         )
         self.score = 0.0
@@ -139,9 +139,12 @@ def wire_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def _least_free_bytes(world: World) -> int | None:
-    """The bytes that are free on the fullest of the ranks' GPUs, the same on every rank; None on CPUs. Collective."""
-    if world.device.type != "cuda":
+def _free_bytes(config: Config, world: World) -> int | None:
+    """The bytes that are free on the fullest of the ranks' GPUs, the same on every rank. Collective.
+
+    None on CPUs, and with `train.deterministic`, where chunks must not depend on them.
+    """
+    if world.device.type != "cuda" or config.train.deterministic:
         return None
     free = torch.tensor(torch.cuda.mem_get_info(world.device)[0], device=world.device)
     dist.all_reduce(free, op=dist.ReduceOp.MIN)

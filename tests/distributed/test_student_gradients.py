@@ -82,7 +82,7 @@ def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path], teache
     source = engines.fixed_targets([targets], WIDTH, first_row=batch.first_row, temperature=TEMPERATURE)
     # A single shard reduces once per step under either setting: test_student_collectives.py.
     syncs = ("step",) if dp == replicas else ("step", "micro_batch")
-    variants = [("off", sync) for sync in syncs] + [("on", "step")]
+    variants = [(fused, sync) for sync in syncs for fused in ("off", "on")]
     results = {}
     for name, path in students.items():
         config.student.model = str(path)

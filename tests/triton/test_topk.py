@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distill_rl.losses import vocab_parallel_topk
+from distill_rl.losses import kernels, vocab_parallel_topk
 from tests.helpers.losses import top_k
 from tests.triton.test_rows import DTYPES, TEMPERATURES, logits
 
@@ -72,3 +72,25 @@ def test_masked_row_and_nan_are_as_without_the_kernel():
     assert torch.equal(found.logprobs.isnan(), plain.logprobs.isnan())
     torch.testing.assert_close(found.logprobs[:2], plain.logprobs[:2], equal_nan=True)
     torch.testing.assert_close(found.rest_logprob[:2], plain.rest_logprob[:2], equal_nan=True)
+
+
+def test_triton_that_gives_wrong_results_is_refused_or_warned_of(monkeypatch: pytest.MonkeyPatch):
+    from distill_rl.losses.kernels import launch
+
+    def wrong(logits: torch.Tensor, k: int, temperature: float) -> tuple[torch.Tensor, ...]:
+        return best(logits.roll(1, 1), k, temperature)
+
+    best = launch.best
+    monkeypatch.setattr(launch, "best", wrong)
+    for cached in (kernels._defect, kernels._works_on):
+        cached.cache_clear()
+    try:
+        with pytest.raises(
+            ValueError, match="backend: triton does not work here: a kernel's result is wrong; take eager"
+        ):
+            vocab_parallel_topk(torch.zeros(1, 20), 2, backend="triton")
+        with pytest.warns(UserWarning, match="so torch computes the losses: a kernel's result is wrong"):
+            assert not kernels._works_on(torch.device("cpu"))
+    finally:
+        for cached in (kernels._defect, kernels._works_on):
+            cached.cache_clear()

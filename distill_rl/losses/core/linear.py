@@ -287,7 +287,8 @@ class _Chunks:
         self.kernels = None
         if layer.kernels is not None:
             self.kernels = layer.kernels(function, self.buffers.buffer("student", 1))
-        rounded = weight.is_cuda and hidden.dtype == weight.dtype and bias is None and layer.scale == 1
+        summed = bias is not None and bias.requires_grad
+        rounded = weight.is_cuda and hidden.dtype == weight.dtype and not summed and layer.scale == 1
         self.narrow = weight.dtype if rounded and layer.softcap is None else wide
         """Of the kernels' gradient, which both products round to this dtype anyway where nothing comes in between."""
         self.logits = hidden.new_empty(0)

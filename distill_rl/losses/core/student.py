@@ -97,6 +97,8 @@ def _computed(
     if bias is not None:
         bias = local_like(bias, shard, dim=0, name="bias")
     tokens = shard.total if student.num_tokens is None else student.num_tokens
+    if not 1 <= tokens <= shard.total:
+        raise ValueError(f"num_tokens: must lie in [1, {shard.total}], the rows of lm_head_weight; got {tokens}")
     if tokens < shard.offset + shard.size:
         bias = local.new_zeros(shard.size) if bias is None else bias
         numbers = torch.arange(shard.offset, shard.offset + shard.size, device=bias.device)

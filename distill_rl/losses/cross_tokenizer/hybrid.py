@@ -13,6 +13,7 @@ the student's ids; all other rows carry their label as the only entry, because o
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,10 +108,15 @@ def common_top_k(task: ChunkTask, rows: Tensor) -> TopKLogprobs:
 def _top_k_of(teacher: TeacherLogits, rows: Tensor, task: ChunkTask) -> TopKLogprobs:
     """The top k log-probabilities at T, with the rest, of these rows of dense teacher logits; [0, k] for no rows."""
     k = min(task.options.top_k, teacher.columns)
-    parts = [
-        vocab_parallel_topk(teacher.of(rows[part], task.dtype), k, temperature=task.temperature, chunk_size=task.piece)
-        for part in [*chunks(rows.shape[0], task.piece)] or [slice(0, 0)]
-    ]
+    find = partial(
+        vocab_parallel_topk,
+        k=k,
+        temperature=task.temperature,
+        chunk_size=task.piece,
+        backend="eager" if task.options.backend == "eager" else None,  # `triton` need not have a kernel for this k
+    )
+    pieces = [*chunks(rows.shape[0], task.piece)] or [slice(0, 0)]
+    parts = [find(teacher.of(rows[piece], task.dtype)) for piece in pieces]
     rest = torch.cat([part.rest_logprob for part in parts if part.rest_logprob is not None])
     ids, logprobs = (torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "logprobs"))
     return TopKLogprobs(ids, logprobs, rest, task.temperature)

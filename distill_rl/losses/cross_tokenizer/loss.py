@@ -63,13 +63,15 @@ def chunk_kd_loss(
     """Sums of T²·D over chunks of text and of the cross-entropy over rows, each with the exact gradient on every rank.
 
     Both are sums, so that micro-batches and data-parallel ranks may be added up and divided once. Extra memory is the
-    gradient, in the logits' dtype, and a few pieces of rows; collectives run forward only.
+    gradient, in the logits' dtype, and a few pieces of rows; collectives run forward only. With StudentHidden it is the
+    gradients of its tensors and the pieces; backward makes the logits again, and sums the gradient of the hidden states
+    over the ranks.
 
     Args:
         student_logits: [N_s, V] or [R, S, V], sharded as in `kd_loss`, or StudentHidden.
-        teacher: for `hybrid` and `alm` either kind, with `label_logprob`; for the others DenseLogits. Its ids and
-            columns are the teacher's own, its rows N_t; dense logits are whole on every rank. `label_logprob` is at
-            `temperature`.
+        teacher: DenseLogits or TeacherHidden, for `hybrid` and `alm` also TopKLogprobs; with `label_logprob` for these
+            two and for `chain`, at `temperature`. Its ids and columns are the teacher's own, its rows N_t; logits or
+            output layer are whole on every rank.
         chunks: which rows of both sides stand for the same text.
         bridge: from the student's vocabulary to the teacher's. If its values require a gradient, `xtoken` gives them
             one: this rank's share, complete once summed over the tensor-parallel group (see `LearnableProjection`).

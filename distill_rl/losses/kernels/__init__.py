@@ -44,6 +44,8 @@ def uses_triton(backend: Backend | None, logits: Tensor) -> bool:
         raise ValueError(
             f"backend: triton needs CUDA tensors, or TRITON_INTERPRET=1 to be interpreted; got {logits.device}"
         )
+    if (defect := _defect(logits.device)) is not None:
+        raise ValueError(f"backend: triton does not work here: {defect}; take eager")
     return True
 
 
@@ -53,7 +55,16 @@ def _installed() -> bool:
 
 @lru_cache
 def _works_on(device: torch.device) -> bool:
-    """Whether a kernel can be compiled and started, which needs a C compiler and Python's headers. Warns if not."""
+    """Whether Triton has no `_defect` on this device. Warns if it has one, once."""
+    defect = _defect(device)
+    if defect is not None:
+        warnings.warn(f"Triton does not work here, so torch computes the losses: {defect}", stacklevel=2)
+    return defect is None
+
+
+@lru_cache
+def _defect(device: torch.device) -> str | None:
+    """Why a kernel cannot be compiled and started, which needs a C compiler and Python's headers; None if it can."""
     from distill_rl.losses.kernels.launch import try_out
 
     try:
@@ -61,10 +72,8 @@ def _works_on(device: torch.device) -> bool:
     except torch.OutOfMemoryError:
         raise  # says nothing about Triton
     except Exception as error:
-        reason = (str(error) or type(error).__name__).partition("\n")[0]
-        warnings.warn(f"Triton does not work here, so torch computes the losses: {reason}", stacklevel=2)
-        return False
-    return True
+        return (str(error) or type(error).__name__).partition("\n")[0]
+    return None
 
 
 def kernels_of(backend: Backend | None) -> KernelChoice:

@@ -194,6 +194,9 @@ def test_fused_loss_needs_a_chunk_and_the_heads_gradient_however_many_tokens(loa
     for model in (replace(MODEL, vocabulary_columns=32_768), large):
         head = 4 * model.vocabulary_columns * 256
         assert logits(4096, model) == FUSED_CHUNK_BYTES + head + 4 * 2 * 4096 * 256
+    second = load("loss.fused=on", "data.max_length=4096", "teachers.1={name: second, model: m}")
+    whole = student_memory(second, large).logits
+    assert whole - logits(4096, large) == 4 * large.vocabulary_columns * 256, "a gradient per teacher"
     small = load("loss.fused=on", "data.max_length=8")
     assert fused_chunk(small, 1000, on_gpu=False) == 32 * 2 * 8 * 1000, "all rows fit into one chunk"
     assert fused_chunk(load(), 10**6, on_gpu=False) == 32 * 16 * 10**6, "16 rows at least"

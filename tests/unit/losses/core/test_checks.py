@@ -11,6 +11,7 @@ import torch
 from distill_rl.losses import (
     DenseLogits,
     KDLoss,
+    StudentHidden,
     TeacherHidden,
     TopKLogprobs,
     fused_linear_kd_loss,
@@ -136,6 +137,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "head of another width": (
         lambda: fused_linear_kd_loss(torch.zeros(3, 5), torch.zeros(10, 4), top()),
         r"lm_head_weight: must be \[V, 5\], the hidden size; got \[10, 4\]",
+    ),
+    "more tokens than columns": (
+        lambda: kd_loss(StudentHidden(torch.zeros(3, 5), torch.zeros(10, 5), num_tokens=11), top()),
+        r"num_tokens: must lie in \[1, 10\], the rows of lm_head_weight; got 11",
     ),
     "bias of other columns": (
         lambda: fused_linear_kd_loss(torch.zeros(3, 5), torch.zeros(10, 5), top(), bias=torch.zeros(9)),

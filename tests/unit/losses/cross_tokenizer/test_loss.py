@@ -21,9 +21,11 @@ from distill_rl.losses import (
     VocabularyProjection,
     chunk_kd_loss,
     reference,
+    vocab_parallel_topk,
 )
 from distill_rl.losses.core.shards import VocabularyShard
 from distill_rl.losses.core.streaming import padded_width
+from distill_rl.losses.cross_tokenizer import hybrid
 from distill_rl.losses.cross_tokenizer.projection import ColumnProduct
 from tests.helpers import chunks as helpers
 from tests.helpers.chunks import Documents, assert_gradient, assert_sums, documents, oracle
@@ -275,6 +277,23 @@ def test_methods_without_a_common_vocabulary_accept_an_empty_one(method: str) ->
     bridge = replace(data.bridge, student_common=NONE, teacher_common=NONE, _made={})
     output = chunk_kd_loss(data.student, data.target("dense"), data.chunks, bridge, method=method, labels=data.labels)
     assert output.kd > 0
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("eager", "eager"), (None, None)])
+def test_teachers_top_k_is_found_by_the_same_backend(monkeypatch, backend, expected) -> None:
+    found: list[str | None] = []
+
+    def recorded(*arguments: Any, **keywords: Any) -> TopKLogprobs:
+        found.append(keywords["backend"])
+        return vocab_parallel_topk(*arguments, **keywords)
+
+    monkeypatch.setattr(hybrid, "vocab_parallel_topk", recorded)
+    data = documents()
+    chunk_kd_loss(
+        data.student, data.target("dense"), data.chunks, data.bridge, labels=data.labels, method="hybrid", top_k=7,
+        backend=backend,
+    )  # fmt: skip
+    assert set(found) == {expected}
 
 
 def test_a_product_with_some_columns_is_that_of_the_dense_matrix() -> None:
