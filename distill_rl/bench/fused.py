@@ -7,7 +7,8 @@ Two figures of memory, each the most bytes that torch had allocated at once beyo
 - of the forward and backward of one micro-batch of a real student engine, in fp32, on made-up top-k targets. It trains a
   small Llama in one process.
 
-Where the logits alone would take more than 3 GiB, the unfused loss is left out. Times are of the engine's whole optimizer
+Each figure is taken in a process of its own, because torch's profiler keeps memory. Where the logits alone would take more
+than 3 GiB, the unfused loss is left out. Times are of the engine's whole optimizer
 steps, fused over unfused, medians of rounds that take turns; the head of the model is at most half of its FLOPs.
 """
 
@@ -15,7 +16,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -41,8 +45,6 @@ LOSSES = {
 }
 """Figure → target and divergence."""
 TOP_K = 64
-HIDDEN = 512
-LENGTH = 512
 MOST_LOGITS = 3 * 2**30
 MOST_MIB = 256
 """The loss's memory beyond the gradients, at most, whatever the vocabulary."""
@@ -50,9 +52,19 @@ MOST_TIME = 1.1
 MIB = 2**20
 
 
-def shape(columns: int) -> Shape:
-    """A Llama of four layers, whose head multiplies as much as they do at 32,768 columns."""
-    return Shape("small Llama", "llama", 4, HIDDEN, 2048, 8, 8, 64, columns, columns, tied=True)
+@dataclass(frozen=True)
+class Sizes:
+    """What is the same for every vocabulary and number of rows."""
+
+    hidden: int = 512
+    """Width of the student."""
+    length: int = 512
+    """Tokens of a row of its batches."""
+
+
+def shape(columns: int, hidden: int) -> Shape:
+    """A Llama of four layers; at 512 wide, its head multiplies as much as they do at 32,768 columns."""
+    return Shape("small Llama", "llama", 4, hidden, 4 * hidden, 8, 8, hidden // 8, columns, columns, tied=True)
 
 
 def made_up_targets(rows: int, columns: int) -> TopKLogprobs:
@@ -66,15 +78,16 @@ def made_up_targets(rows: int, columns: int) -> TopKLogprobs:
     return TopKLogprobs.from_tensors(tensors, 1.0)
 
 
-def loss_bytes(rows: int, columns: int, target: str, divergence: str) -> int:
+def loss_bytes(rows: int, columns: int, width: int, target: str, divergence: str) -> int:
     """Memory of the fused loss in bf16, beyond the gradients of hidden states and head and the head's fp32 sum.
 
     Args:
+        width: of the hidden states.
         target: topk or hidden.
     """
     draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(rows, HIDDEN, generator=draw).to(torch.bfloat16).requires_grad_()
-    weight = (torch.randn(columns, HIDDEN, generator=draw) / HIDDEN**0.5).to(torch.bfloat16).requires_grad_()
+    hidden = torch.randn(rows, width, generator=draw).to(torch.bfloat16).requires_grad_()
+    weight = (torch.randn(columns, width, generator=draw) / width**0.5).to(torch.bfloat16).requires_grad_()
     labels = torch.arange(rows) % columns
     teacher = made_up_targets(rows, columns) if target == "topk" else TeacherHidden(hidden.detach(), weight.detach())
 
@@ -85,17 +98,17 @@ def loss_bytes(rows: int, columns: int, target: str, divergence: str) -> int:
     return peak_bytes(step) - hidden.numel() * 2 - weight.numel() * (2 + 4)
 
 
-def engine(world: World, folder: Path, columns: int, rows: int, *, fused: bool) -> StudentEngine:
+def engine(world: World, folder: Path, columns: int, rows: int, length: int, *, fused: bool) -> StudentEngine:
     """A student with random weights that trains `rows` tokens in one micro-batch.
 
     Args:
         folder: of the model (`write_model`).
     """
-    count = max(1, rows // LENGTH)
+    count = max(1, rows // length)
     config = Config(
         student=StudentConfig(model=str(folder), dtype="fp32"),
         teachers=[TeacherConfig(model=str(folder))],
-        data=DataConfig(max_length=LENGTH),
+        data=DataConfig(max_length=length),
         loss=LossConfig(top_k=TOP_K, kd_weight=0.5, ce_weight=0.5, fused="on" if fused else "off"),
         train=TrainConfig(global_batch_size=count, micro_batch_size=count),
     )
@@ -105,10 +118,10 @@ def engine(world: World, folder: Path, columns: int, rows: int, *, fused: bool) 
     return student
 
 
-def material(rows: int, columns: int) -> tuple[RankBatch, Callable[..., Any]]:
+def material(rows: int, columns: int, length: int) -> tuple[RankBatch, Callable[..., Any]]:
     """One micro-batch of full rows, and what `StudentEngine.train_step` takes its targets from."""
     draw = np.random.default_rng(0)
-    size = (max(1, rows // LENGTH), min(rows, LENGTH))
+    size = (max(1, rows // length), min(rows, length))
     ids, labels = (draw.integers(0, columns, size).astype(np.int32) for _ in range(2))
     positions = np.broadcast_to(np.arange(size[1], dtype=np.int32), size).copy()
     targets = made_up_targets(ids.size, columns)
@@ -120,25 +133,34 @@ def material(rows: int, columns: int) -> tuple[RankBatch, Callable[..., Any]]:
     return RankBatch(0, 0, TokenRows(ids, labels, positions), num_labels=ids.size), source
 
 
-def step_bytes(world: World, folder: Path, columns: int, rows: int, *, fused: bool) -> int:
+def step_bytes(folder: Path, columns: int, rows: int, length: int, fused: bool) -> int:
     """Memory of the engine's forward and backward, in its second micro-batch, when there are gradients to add to."""
-    student, (batch, source) = engine(world, folder, columns, rows, fused=fused), material(rows, columns)
-    student.forward_backward(batch, source)
-    return peak_bytes(lambda: student.forward_backward(batch, source))
+    with one_rank(torch.device("cpu")) as world:
+        student = engine(world, folder, columns, rows, length, fused=fused)
+        batch, source = material(rows, columns, length)
+        student.forward_backward(batch, source)
+        return peak_bytes(lambda: student.forward_backward(batch, source))
 
 
-def step_seconds(world: World, folder: Path, columns: int, rows: int, rounds: int) -> tuple[float, float]:
+def step_seconds(folder: Path, columns: int, rows: int, length: int, rounds: int) -> tuple[float, float]:
     """Median seconds of an optimizer step: (fused, unfused), which take turns."""
-    batch, source = material(rows, columns)
-    engines = [engine(world, folder, columns, rows, fused=fused) for fused in (True, False)]
+    batch, source = material(rows, columns, length)
     seconds: list[list[float]] = [[], []]
-    for i in range(rounds + 1):
-        for student, measured in zip(engines, seconds):
-            start = perf_counter()
-            student.train_step(batch, source)
-            if i:
-                measured.append(perf_counter() - start)
+    with one_rank(torch.device("cpu")) as world:
+        engines = [engine(world, folder, columns, rows, length, fused=fused) for fused in (True, False)]
+        for i in range(rounds + 1):
+            for student, measured in zip(engines, seconds):
+                start = perf_counter()
+                student.train_step(batch, source)
+                if i:
+                    measured.append(perf_counter() - start)
     return median(seconds[0]), median(seconds[1])
+
+
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a call in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(function, *arguments).result()
 
 
 def compare(
@@ -147,6 +169,7 @@ def compare(
     vocabularies: tuple[int, ...] = (32_768, 131_072, 262_144),
     rows: tuple[int, ...] = (512, 2048, 8192),
     rounds: int = 5,
+    sizes: Sizes = Sizes(),
 ) -> dict[str, Any]:
     """Measures memory at every size and time at the smallest vocabulary.
 
@@ -154,27 +177,27 @@ def compare(
         vocabularies: columns of the student's output layer.
         rows: tokens of a micro-batch.
         rounds: timed steps of each.
+        sizes: what is the same in all cases.
     """
     memory, time = [], []
-    with one_rank(torch.device("cpu")) as world:
-        for columns in vocabularies:
-            model = folder / str(columns)
-            write_model(model, shape(columns), LENGTH)
-            for count in rows:
-                record: dict[str, Any] = {"vocabulary": columns, "rows": count}
-                for name, settings in LOSSES.items():
-                    record[name] = _mib(loss_bytes(count, columns, *settings))
-                record["step_mib"] = _mib(step_bytes(world, model, columns, count, fused=True))
-                if 4 * columns * count <= MOST_LOGITS:
-                    record["step_unfused_mib"] = _mib(step_bytes(world, model, columns, count, fused=False))
-                print(record, flush=True)
-                memory.append(record)
-        model = folder / str(min(vocabularies))
-        for count in rows[:2]:
-            fused, unfused = step_seconds(world, model, min(vocabularies), count, rounds)
-            seconds = {"seconds": round(fused, 3), "unfused_seconds": round(unfused, 3)}
-            time.append({"vocabulary": min(vocabularies), "rows": count, **seconds, "ratio": round(fused / unfused, 3)})
-    return {"settings": {"hidden": HIDDEN, "top_k": TOP_K, "layers": 4}, "memory": memory, "time": time}
+    for columns in vocabularies:
+        model = folder / str(columns)
+        write_model(model, shape(columns, sizes.hidden), sizes.length)
+        for count in rows:
+            record: dict[str, Any] = {"vocabulary": columns, "rows": count}
+            for name, settings in LOSSES.items():
+                record[name] = _mib(apart(loss_bytes, count, columns, sizes.hidden, *settings))
+            record["step_mib"] = _mib(apart(step_bytes, model, columns, count, sizes.length, True))
+            if 4 * columns * count <= MOST_LOGITS:
+                record["step_unfused_mib"] = _mib(apart(step_bytes, model, columns, count, sizes.length, False))
+            print(record, flush=True)
+            memory.append(record)
+    columns = min(vocabularies)
+    for count in rows[:2]:
+        fused, unfused = apart(step_seconds, folder / str(columns), columns, count, sizes.length, rounds)
+        seconds = {"seconds": round(fused, 3), "unfused_seconds": round(unfused, 3)}
+        time.append({"vocabulary": columns, "rows": count, **seconds, "ratio": round(fused / unfused, 3)})
+    return {"settings": {**asdict(sizes), "top_k": TOP_K, "layers": 4}, "memory": memory, "time": time}
 
 
 def _mib(count: int) -> float:
