@@ -45,7 +45,7 @@ def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
     yield rows.put_entries, {"ORDERED": False, "COUNTED": False, "BLOCK": 64}
     for leads, at_one in ((True, False), (False, False), (True, True), (False, True)):
         flags = {"ORDERED": at_one, "TEACHER_ORDERED": at_one, "TEACHER_LEADS": leads, "AT_ONE": at_one}
-        flags["BLOCK"] = launch._PAIR_BLOCK
+        flags["BLOCK"] = launch.PAIR_BLOCK
         yield rows.pair_sums, flags
         yield rows.pair_gradient, flags | {"COUNTED": False, "LABELLED": True}
     yield topk.group_sums, {"GROUP": launch._GROUP, "GROUPS": 64}

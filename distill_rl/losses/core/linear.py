@@ -12,20 +12,19 @@ per row, and computes the logits again in backward: 8·N·H·Vl operations, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from distill_rl.losses.core.autograd import Anchor, first_derivative, own_dtypes
-from distill_rl.losses.core.head import Head, multiply
+from distill_rl.losses.core.gradients import Gradients, scaled
+from distill_rl.losses.core.head import Head
 from distill_rl.losses.core.row_function import KernelChoice, RowFunction, StudentLogits, part
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import Buffers, RowPlan, accumulator, chunks, padded_width
+from distill_rl.losses.core.streaming import Buffers, RowPlan, accumulator, padded_width
 
-_TILE = 2**24
-"""Elements of the weight's gradient that are rounded or added at a time, so that no second copy of it exists."""
 _LEAST_CHUNK = 64
 """Rows; fewer make a poor matrix product."""
 _LEAST_ROWS = 16
@@ -150,7 +149,7 @@ class FusedLoss(torch.autograd.Function):
                 refused.
         """
         needs = ctx.needs_input_grad[:3]
-        gradients = _Gradients(hidden, weight, bias, needs, layer, plan) if any(needs) else None
+        gradients = Gradients(hidden, weight, bias, needs, layer.shard, plan) if any(needs) else None
         _forward_by_chunk(_Chunks(hidden, weight, bias, layer, function, plan), gradients, weights)
         values, constants = function.outputs()
         ctx.save_for_backward(*(gradients.finish() if gradients is not None else [None] * 3), *anchors)
@@ -165,7 +164,7 @@ class FusedLoss(torch.autograd.Function):
         """The gradients made in forward times the loss's, of hidden, weight and bias; None for the other arguments."""
         factor, made, anchors = grads[0], ctx.saved_tensors[:3], ctx.saved_tensors[3:]
         assert factor is not None
-        return *(None if one is None else _scaled(one, factor) for one in made), *[None] * (4 + len(anchors))
+        return *(None if one is None else scaled(one, factor) for one in made), *[None] * (4 + len(anchors))
 
 
 class FusedRows(torch.autograd.Function):
@@ -204,36 +203,17 @@ class FusedRows(torch.autograd.Function):
         hidden, weight, bias, *saved = ctx.saved_tensors
         function, layer, plan = ctx.function, ctx.layer, ctx.plan
         function.restore(saved)
-        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], layer, plan)
+        gradients = Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], layer.shard, plan)
         _backward(_Chunks(hidden, weight, bias, layer, function, plan), gradients, grads[: ctx.num_values])
         function.to_save()
         parameters = function.parameter_gradients() if ctx.num_parameters else ()
         return *gradients.finish(), None, None, None, *parameters
 
 
-def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient · factor in the gradient's dtype, rounded once. If dtypes differ, it is computed in tiles of rows.
-
-    Args:
-        factor: a scalar tensor.
-    """
-    if gradient.dtype == factor.dtype:
-        return gradient * factor
-    out = torch.empty_like(gradient)
-    for rows in _tiles(gradient):
-        out[rows] = gradient[rows].to(factor.dtype) * factor
-    return out
-
-
-def _tiles(gradient: Tensor) -> Iterator[slice]:
-    """Slices of rows that tile a gradient of a weight or of hidden states, of at most _TILE elements or one row."""
-    return chunks(gradient.shape[0], max(1, _TILE // max(gradient[:1].numel(), 1)))
-
-
 # Functions of their own, so that the chunks' buffers are freed before the gradients are rounded, which needs memory too.
 
 
-def _forward_by_chunk(chunked: _Chunks, gradients: _Gradients | None, weights: Sequence[Tensor | None]) -> None:
+def _forward_by_chunk(chunked: _Chunks, gradients: Gradients | None, weights: Sequence[Tensor | None]) -> None:
     """Streams every chunk through all passes and, with `gradients`, adds its gradient while its logits exist.
 
     Args:
@@ -262,7 +242,7 @@ def _forward_by_pass(chunked: _Chunks) -> None:
         complete(slice(0, chunked.plan.length))
 
 
-def _backward(chunked: _Chunks, gradients: _Gradients, grads: Sequence[Tensor | None]) -> None:
+def _backward(chunked: _Chunks, gradients: Gradients, grads: Sequence[Tensor | None]) -> None:
     """Computes each chunk's logits again and adds its gradients to `gradients`.
 
     Args:
@@ -337,77 +317,3 @@ class _Chunks:
                 rows, self.logits[:, :columns], None, shares, gradient[:, :columns], None, self.buffers
             )
         return (gradient if slope is None else gradient.mul_(slope))[:, :columns]
-
-
-class _Gradients:
-    """Gradients of the inputs that need one, collected chunk by chunk.
-
-    Those of weight and bias are sums over chunks in fp32 (fp64 for fp64 weights), except that a single chunk's weight
-    gradient is made in the weight's dtype. `finish` sums that of the hidden states over the ranks.
-    """
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        needs: Sequence[bool],
-        layer: _Layer,
-        plan: RowPlan,
-    ):
-        self.inputs, self.layer, self.plan = (hidden, weight, bias), layer, plan
-        wide = accumulator(weight.dtype)
-        self.at_once = len(plan.pieces) <= 1
-        """Whether there is a single chunk, so that nothing has to be accumulated in fp32."""
-        empty = torch.empty_like if plan.length == hidden.shape[0] else torch.zeros_like
-        self.hidden = empty(hidden, dtype=wide if layer.shard.group else hidden.dtype) if needs[0] else None
-        self.weight = torch.zeros_like(weight, dtype=weight.dtype if self.at_once else wide) if needs[1] else None
-        self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
-
-    def add(self, rows: slice, gradient: Tensor, head: Head) -> None:
-        """Adds one chunk to the gradients of weight and bias and sets its rows of that of hidden, as needed.
-
-        Args:
-            gradient: of the chunk's logits before a softcap, [n, Vl]; overwritten.
-        """
-        chunk = self.plan.take(self.inputs[0], rows)
-        if self.bias is not None:
-            self.bias.add_(gradient.sum(0))
-        if head.scale != 1:
-            gradient.mul_(head.scale)
-        if gradient.is_cuda and chunk.dtype == head.weight.dtype:
-            gradient = gradient.to(chunk.dtype)  # rounded once, used by both products
-        if self.hidden is not None:
-            self.plan.put(self.hidden, rows, head.hidden_gradient(gradient))
-        if self.weight is not None:
-            self._add_to_weight(gradient, chunk)
-
-    def _add_to_weight(self, gradient: Tensor, chunk: Tensor) -> None:
-        """Adds Gᵀ · hidden of one chunk to the weight's gradient, or sets it if all rows are one chunk.
-
-        Args:
-            gradient: G, [n, Vl].
-            chunk: the hidden states, [n, H].
-        """
-        assert self.weight is not None
-        wide = accumulator(self.weight.dtype)
-        if self.weight.dtype == wide and not self.weight.is_cuda:
-            self.weight.addmm_(gradient.T, chunk.to(wide))
-            return
-        narrow, chunk = chunk.dtype, chunk if self.weight.is_cuda else chunk.to(wide)
-        for columns in _tiles(self.weight):
-            product = multiply(gradient[:, columns].T, chunk, narrow)
-            if self.at_once:
-                self.weight[columns] = product
-            else:
-                self.weight[columns] += product
-
-    def finish(self) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of hidden, weight and bias in the dtypes of the inputs; None where none is needed.
-
-        Sums that of the hidden states over the ranks first (a collective), so call it once.
-        """
-        if self.hidden is not None:
-            self.layer.shard.sum_(self.hidden)
-        made = zip((self.hidden, self.weight, self.bias), self.inputs)
-        return tuple(None if grad is None or given is None else grad.to(given.dtype) for grad, given in made)

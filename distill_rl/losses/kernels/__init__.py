@@ -89,7 +89,7 @@ def kernels_of(backend: Backend | None) -> KernelChoice:
     def choice(function: RowFunction, logits: Tensor) -> RowKernels | None:
         if not uses_triton(backend, logits):
             return None
-        from distill_rl.losses.kernels.launch import kernels_for
+        from distill_rl.losses.kernels.functions import kernels_for
 
         found = kernels_for(function) if _contiguous_rows(logits) else None
         if found is None and backend == "triton":

@@ -24,6 +24,36 @@ import triton.language as tl
 
 
 @triton.jit
+def _row_of(order, row, ORDERED: tl.constexpr):
+    """The row of the logits that a row of the results belongs to, int64."""
+    found = row
+    if ORDERED:
+        found = tl.load(order + row)
+    return found
+
+
+@triton.jit
+def _with_labels(
+    gradient,
+    u,
+    row,
+    columns,
+    factor_at_one,
+    lse_at_one,
+    label,
+    label_weight,
+    AT_ONE: tl.constexpr,
+    LABELLED: tl.constexpr,
+):
+    """The gradient of a block of columns with what `row_gradient` adds for AT_ONE and LABELLED; u is z − c."""
+    if AT_ONE:
+        gradient += tl.load(factor_at_one + row) * tl.exp(u - tl.load(lse_at_one + row))
+    if LABELLED:
+        gradient -= tl.where(columns == tl.load(label + row), tl.load(label_weight + row), 0.0)
+    return gradient
+
+
+@triton.jit
 def row_sums(
     logits,
     order,
@@ -49,9 +79,7 @@ def row_sums(
         totals_at_one: with AT_ONE receives Σ exp(z − m).
     """
     row = tl.program_id(0).to(tl.int64)
-    source = row
-    if ORDERED:
-        source = tl.load(order + row)
+    source = _row_of(order, row, ORDERED)
     base = logits + source * stride
     highest = floor
     m = floor
@@ -118,18 +146,13 @@ def row_gradient(
             subtracted there, fp32 [M].
     """
     row = tl.program_id(0).to(tl.int64)
-    source = row
-    if ORDERED:
-        source = tl.load(order + row)
+    source = _row_of(order, row, ORDERED)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_columns
     z = tl.load(logits + source * stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
     u = z - tl.load(centre + row)
     gradient = tl.load(factor + row) * tl.exp(u * inverse_temperature - tl.load(lse + row))
-    if AT_ONE:
-        gradient += tl.load(factor_at_one + row) * tl.exp(u - tl.load(lse_at_one + row))
-    if LABELLED:
-        gradient -= tl.where(columns == tl.load(label + row), tl.load(label_weight + row), 0.0)
+    gradient = _with_labels(gradient, u, row, columns, factor_at_one, lse_at_one, label, label_weight, AT_ONE, LABELLED)
     if COUNTED:
         gradient = tl.where(tl.load(counts + row) != 0, gradient, 0.0)
     tl.store(out + source * out_stride + columns, gradient.to(out.dtype.element_ty), mask=inside)
@@ -154,9 +177,7 @@ def put_entries(
     Columns of num_columns or more are left out, and so are rows whose `counts`, with COUNTED, is False.
     """
     row = tl.program_id(0).to(tl.int64)
-    target = row
-    if ORDERED:
-        target = tl.load(order + row)
+    target = _row_of(order, row, ORDERED)
     entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < num_entries
     column = tl.load(columns + row * num_entries + entry, mask=inside, other=num_columns)
@@ -202,12 +223,8 @@ def pair_sums(
         weighted: fp32 [M], receives the last sum.
     """
     row = tl.program_id(0).to(tl.int64)
-    source = row
-    if ORDERED:
-        source = tl.load(order + row)
-    teacher_source = row
-    if TEACHER_ORDERED:
-        teacher_source = tl.load(teacher_order + row)
+    source = _row_of(order, row, ORDERED)
+    teacher_source = _row_of(teacher_order, row, TEACHER_ORDERED)
     base = logits + source * stride
     teacher_base = teacher + teacher_source * teacher_stride
     m = floor
@@ -294,12 +311,8 @@ def pair_gradient(
         counts, out, label and others: as in `row_gradient`.
     """
     row = tl.program_id(0).to(tl.int64)
-    source = row
-    if ORDERED:
-        source = tl.load(order + row)
-    teacher_source = row
-    if TEACHER_ORDERED:
-        teacher_source = tl.load(teacher_order + row)
+    source = _row_of(order, row, ORDERED)
+    teacher_source = _row_of(teacher_order, row, TEACHER_ORDERED)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_columns
     z = tl.load(logits + source * stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
@@ -311,10 +324,7 @@ def pair_gradient(
     q = tl.exp(log_q)
     slope = -tl.exp(log_p) if TEACHER_LEADS else q * (log_q - log_p + 1.0)
     gradient = tl.load(weight + row) * slope + tl.load(factor + row) * q
-    if AT_ONE:
-        gradient += tl.load(factor_at_one + row) * tl.exp(u - tl.load(lse_at_one + row))
-    if LABELLED:
-        gradient -= tl.where(columns == tl.load(label + row), tl.load(label_weight + row), 0.0)
+    gradient = _with_labels(gradient, u, row, columns, factor_at_one, lse_at_one, label, label_weight, AT_ONE, LABELLED)
     if COUNTED:
         gradient = tl.where(tl.load(counts + row) != 0, gradient, 0.0)
     tl.store(out + source * out_stride + columns, gradient.to(out.dtype.element_ty), mask=inside)

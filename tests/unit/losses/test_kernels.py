@@ -7,6 +7,7 @@ import torch
 
 from distill_rl.losses import DenseLogits, KDLoss, kd_loss, vocab_parallel_logprobs, vocab_parallel_topk
 from distill_rl.losses.core.linear import default_chunk
+from distill_rl.losses.kernels import uses_triton
 
 LOGITS = torch.zeros(2, 5)
 IDS = torch.zeros(2, dtype=torch.int64)
@@ -34,6 +35,7 @@ def test_triton_that_is_not_installed_is_refused(name: str, monkeypatch: pytest.
 def test_cpu_tensors_are_computed_by_torch(name: str):
     CALLS[name](None)
     CALLS[name]("eager")
+    assert not uses_triton(None, LOGITS)
 
 
 @pytest.mark.parametrize("columns", [1, 300, 32_000, 128_256, 262_208])
