@@ -202,7 +202,7 @@ def parse_models(arguments: Sequence[str], out: Path | None) -> list[Model]:
 
 
 def require_valid(request: Request) -> None:
-    """Checks --shards, --deadline, --gpus-per-shard and --tensor-parallel of a command line.
+    """Checks --shards, --deadline, --gpus-per-shard, --tensor-parallel and --ray-address of a command line.
 
     Raises:
         ConfigError: numbers out of range or options that exclude each other; all at once.
@@ -221,6 +221,9 @@ def require_valid(request: Request) -> None:
     if gpus is not None and (ranks > 1 or not executor.shards):
         reason = "--tensor-parallel decides" if ranks > 1 else "--shards 0 takes the first GPU"
         problems.append(ConfigError("--gpus-per-shard", f"has no effect here: {reason}", gpus, "leave it out"))
+    if executor.address is not None and executor.shards == 0:
+        remedy = "leave it out, or set --shards to 1 or more"
+        problems.append(ConfigError("--ray-address", "has no effect with --shards 0", executor.address, remedy))
     if problems:
         raise ConfigError.many(map(str, problems))
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from distill_rl import __version__
 
+GPUS_PER_NODE = 8
+"""GPUs of a node of the cluster that a batch script is written for, unless given."""
 _EPILOG = """\
 a first run (bash launch/quickstart.sh makes its models and data, then does all of this):
   distill-rl check -c configs/quickstart.yaml            show what would run, with sizes; changes nothing
@@ -58,8 +60,8 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="only write the resolved configuration and a Slurm batch script into the run directory",
     )
-    gpus_help = "for --dry-run: GPUs of a node; 0: none; default: %(default)s"
-    add("--gpus-per-node", type=int, default=8, metavar="N", help=gpus_help)
+    gpus_help = f"for --dry-run: GPUs of a node; 0: none; default: {GPUS_PER_NODE}"
+    add("--gpus-per-node", type=int, metavar="N", help=gpus_help)
 
     description = (
         "Print the resolved configuration, the sizes that follow from it (batches, slots, memory, actors) and every "

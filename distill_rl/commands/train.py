@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from distill_rl.commands.dry_run import write_batch_script
+from distill_rl.commands.options import GPUS_PER_NODE
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.paths import absolute
 from distill_rl.config.schema import Config
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def train(path: str, overrides: Sequence[str], *, clean: bool, dry_run: bool, gpus_per_node: int) -> int:
+def train(path: str, overrides: Sequence[str], *, clean: bool, dry_run: bool, gpus_per_node: int | None) -> int:
     """Runs a configuration until its end or until it is asked to stop, and returns the exit code of the process.
 
     0 after the whole run and its export; 85 if SIGTERM or SIGUSR1 stopped it and `--resume` can continue. Occupies the
@@ -31,15 +32,20 @@ def train(path: str, overrides: Sequence[str], *, clean: bool, dry_run: bool, gp
 
     Args:
         clean: delete the contents of the run directory first.
-        dry_run: only write a batch script, for nodes with `gpus_per_node` GPUs; excludes `clean`.
+        dry_run: only write a batch script; excludes `clean`.
+        gpus_per_node: for `dry_run`: GPUs of a node; None: GPUS_PER_NODE.
 
     Raises:
         DistillError: bad input (all problems at once), or the error that ended the run.
     """
+    if gpus_per_node is not None and not dry_run:
+        remedy = "add --dry-run to write a batch script, or leave it out: a run takes the GPUs that its dp and tp need"
+        raise ConfigError("--gpus-per-node", "has no effect without --dry-run", gpus_per_node, remedy)
     if dry_run:
         if clean:
             raise ConfigError("--dry-run and --clean", "exclude each other", remedy="a dry run deletes nothing")
-        return write_batch_script(path, overrides, gpus_per_node=gpus_per_node)
+        gpus = GPUS_PER_NODE if gpus_per_node is None else gpus_per_node
+        return write_batch_script(path, overrides, gpus_per_node=gpus)
     setup_console()
     with status(f"checking  {path}"):
         config = gather(path, overrides, clean=clean).require_valid()

@@ -173,13 +173,15 @@ def fingerprint_model(folder: Path) -> str:
 def folder_problems(key: str, folder: Path, *, weights: bool = True) -> list[str]:
     """Returns why a folder cannot be loaded as a causal LM, one line each; empty if nothing was found.
 
-    Checks config.json, that transformers has the model's family, and the weight files.
+    A LoRA adapter without the model's weights gets one line. Checks config.json, that transformers has the model's family, and the weight files.
 
     Args:
         key: the setting that names the model, for the lines.
         weights: check the weights too. Of a hub model only the small files may be present.
     """
     file = folder / "config.json"
+    if is_adapter(folder):
+        return [_adapter_problem(key, folder)]
     if not file.is_file():
         return [problem(key, "must hold a config.json", str(folder), "give the folder of a Hugging Face model")]
     try:
@@ -187,6 +189,32 @@ def folder_problems(key: str, folder: Path, *, weights: bool = True) -> list[str
     except (OSError, ValueError) as error:
         return [problem(key, f"config.json cannot be read: {error}", str(file))]
     return [*_code_problems(key, config), *(weight_problems(key, folder) if weights else [])]
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder has a PEFT adapter, such as a LoRA, and not the model itself."""
+    if not (folder / "adapter_config.json").is_file():
+        return False
+    return not (folder / "config.json").is_file() or not any(folder.glob("model*.safetensors"))
+
+
+def _adapter_problem(key: str, folder: Path) -> str:
+    """The line about an adapter in place of a model: what it is, its base model, and how to merge the two.
+
+    Args:
+        key: the setting that names the folder.
+    """
+    try:
+        adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        adapter = {}
+    if not isinstance(adapter, dict):
+        adapter = {}
+    kind, base = adapter.get("peft_type") or "PEFT", adapter.get("base_model_name_or_path") or "an unknown base model"
+    rule = f"must hold a model; it is a {kind} adapter of {base} without the model's weights"
+    merge = f"AutoPeftModelForCausalLM.from_pretrained('{folder}').merge_and_unload().save_pretrained('MERGED')"
+    remedy = f"merge it first, with PEFT: {merge}, then add the tokenizer's files to MERGED"
+    return problem(key, rule, str(folder), remedy)
 
 
 def _code_problems(key: str, config: Mapping[str, Any]) -> list[str]:

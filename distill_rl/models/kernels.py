@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distill_rl.errors import ConfigError
+from distill_rl.system.install import install_extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,7 +47,7 @@ def use_liger(model: PreTrainedModel) -> None:
     try:
         from liger_kernel import transformers as liger
     except ImportError as error:
-        remedy = "pip install 'distill_rl[liger]', or set student.kernels=torch"
+        remedy = f"{install_extra('liger')}, or set student.kernels=torch"
         raise ConfigError("student.kernels", "liger needs liger_kernel and triton", str(error), remedy) from error
     getattr(liger, LIGER[model.config.model_type])(
         rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=model

@@ -12,6 +12,7 @@ from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import problem, problems_of
 from distill_rl.models.attention.choice import installed
 from distill_rl.preflight.opened import Opened
+from distill_rl.system.install import install_extra
 from distill_rl.transport.choose import expected
 
 
@@ -28,7 +29,7 @@ def extra_problems(config: Config) -> Iterator[str]:
     }
     for key, (wanted, value, package, extra) in extras.items():
         if wanted and not installed(package):
-            rule, remedy = f"needs {package}, which is not installed", f"pip install 'distill_rl[{extra}]'"
+            rule, remedy = f"needs {package}, which is not installed", install_extra(extra)
             yield problem(key, rule, value, remedy)
 
 

@@ -81,11 +81,15 @@ def _open(opened: Opened, findings: Findings) -> None:
 
     What fails is added to the findings and stays empty. Missing weights are a problem only in a local folder.
     """
+    from distill_rl.models.facts import is_adapter
+
     key, model = opened.key, opened.settings
     folder = _folder(f"{key}.model", model.model, model.revision, findings)
     if folder is not None:
         local = Path(model.model).expanduser().is_dir()
         _open_weights(f"{key}.model", folder, opened, findings, needed=local)
+        if is_adapter(folder):  # its line says what to do; that it lacks a tokenizer, too, adds nothing
+            folder = None
     if model.tokenizer is not None:
         folder = _folder(f"{key}.tokenizer", model.tokenizer, None, findings)
     if folder is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from distill_rl.errors import ConfigError, WorkerError
+from distill_rl.system.install import install_extra
 from distill_rl.workers.cluster import access
 
 if TYPE_CHECKING:
@@ -20,9 +21,10 @@ DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 _ADDRESS = "RAY_API_SERVER_ADDRESS"
 _CONNECT_S = 5.0
 _REQUEST_S = 60.0
-_EXTRA = "pip install 'distill_rl[dashboard]'"
-_TUNNEL = (
-    "the head needs Ray's dashboard (the extra `dashboard`); from another machine: ssh -N -L 8265:127.0.0.1:8265 HEAD"
+_NO_CLUSTER = (
+    "submit, status, logs and stop need a running Ray cluster with its dashboard: start one (docs/operations.md, Service), "
+    "or reach the one of another machine by ssh -N -L 8265:127.0.0.1:8265 HEAD; `distill-rl train` needs none, and the "
+    "log of its run is in the run directory"
 )
 
 
@@ -43,8 +45,8 @@ class Service:
             WorkerError: the cluster refuses the request.
         """
         self.address = _checked(address or os.environ.get(_ADDRESS) or DEFAULT_ADDRESS)
+        _require_answer(self.address)  # first: without a cluster there is no token to ask for
         access.require_token()
-        _require_answer(self.address)
         _require_locked(self.address)
         os.environ[_ADDRESS] = self.address  # otherwise Ray prefers RAY_ADDRESS to its argument
         with self._as_our_errors():
@@ -149,7 +151,9 @@ def _client_class() -> Any:
         import requests  # noqa: F401
         from ray.job_submission import JobSubmissionClient
     except ImportError as error:
-        raise ConfigError("Ray's Jobs API", "needs the extra `dashboard`", str(error), _EXTRA) from None
+        raise ConfigError(
+            "Ray's Jobs API", "needs the extra `dashboard`", str(error), install_extra("dashboard")
+        ) from None
     logging.getLogger("ray").setLevel(logging.ERROR)
 
     class Client(JobSubmissionClient):
@@ -212,5 +216,5 @@ def _require_locked(address: str) -> None:
 
 
 def _unreachable(address: str, reason: str) -> ConfigError:
-    """Returns the error that says that no dashboard answers at an address, and how to reach one."""
-    return ConfigError(f"--address {address}", "no Ray dashboard answers there", reason, _TUNNEL)
+    """Returns the error that says that no cluster answers at an address, and how to reach one."""
+    return ConfigError(f"--address {address}", "no Ray cluster answers there", reason, _NO_CLUSTER)

@@ -35,7 +35,7 @@ PREFIX = "distill-rl: error: "
 POSITIONS = 8192
 """Positions of the models whose length is not the problem."""
 NO_LIGER = {
-    "kernels that are not installed": ("student.kernels", "needs liger_kernel", "pip install 'distill_rl[liger]'"),
+    "kernels that are not installed": ("student.kernels", "needs liger_kernel", "pip install -e", "[liger]"),
 }
 if installed("liger_kernel"):
     NO_LIGER = {}
@@ -77,6 +77,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     config = json.loads((coded / "config.json").read_text())
     config |= {"model_type": "my_own", "auto_map": {"AutoModelForCausalLM": "mine.Model"}}
     (coded / "config.json").write_text(json.dumps(config))
+    adapter = root / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
     slow = shutil.copytree(root / "teacher", root / "slow")
     (slow / "tokenizer.json").unlink()
     (slow / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
@@ -103,7 +106,7 @@ def settings(place: Place) -> Ended:
 
 
 def models_and_files(place: Place) -> Ended:
-    folders = ("twin", "stranger", "short", "nowhere", "pickled", "coded", "slow")
+    folders = ("twin", "stranger", "short", "nowhere", "pickled", "coded", "slow", "adapter")
     special = {
         "twin": {"loss": "same", "attention": "flash_attention_2"},
         "stranger": {"export": "hidden", "attention": "varlen"},
@@ -174,6 +177,12 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
         "only pickled weights": ("teachers.4.model", "must be safetensors", "pickled", "convert it"),
         "a model that needs its own code": ("teachers.5.model", "my_own", "auto_map", "never run", "use a model"),
         "a slow tokenizer": ("teachers.6.tokenizer", "must be a fast tokenizer", "ByT5Tokenizer", "tokenizer.json"),
+        "an adapter without its model": (
+            "teachers.7.model",
+            "is a LORA adapter of org/base",
+            "merge it first",
+            "merge_and_unload()",
+        ),
         "top_k over the vocabulary": ("loss.top_k", "320 ids of the student's tokenizer", "1000", "use 320 or less"),
         "CUDA IPC without GPUs": ("transport", "cuda_ipc", "GPU", "transport="),
         **NO_LIGER,
@@ -356,3 +365,28 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused(place, refused, tmp_path
     line = refused(place.config("resume", run={"dir": f"{tmp_path}/runs"}), *resume)
     assert all(word in line for word in words), line
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+NO_CLUSTER = "http://127.0.0.1:1"
+EVAL = "eval --suites gsm8k --data {root}/corpus.jsonl --model {root}"
+
+
+@pytest.mark.parametrize(("command", "words"), [
+    ("status", ("no Ray cluster answers there", NO_CLUSTER, "start one", "`distill-rl train` needs none")),
+    ("logs mine --follow", ("no Ray cluster answers there", NO_CLUSTER, "start one")),
+    ("stop mine", ("no Ray cluster answers there", NO_CLUSTER, "start one")),
+    ("submit -c {config}", ("no Ray cluster answers there", NO_CLUSTER, "start one")),
+    ("train -c {config} --gpus-per-node 4", ("--gpus-per-node: ", "without --dry-run", "4", "add --dry-run")),
+    (EVAL + "/student --shards 0 --ray-address auto", ("--ray-address: ", "--shards 0", "auto", "leave it out")),
+    (EVAL + "/adapter", ("model adapter: ", "LORA adapter of org/base", "merge_and_unload()")),
+])  # fmt: skip
+def test_a_command_that_cannot_work_is_refused(place, monkeypatch, capsys, command, words):
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", NO_CLUSTER)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    line = command.format(root=place.root, config=place.config("refused"))
+    assert cli.main(line.split()) == 2
+    printed = capsys.readouterr()
+    errors = [text.removeprefix(PREFIX) for text in printed.err.splitlines() if text.startswith(PREFIX)]
+    assert len([text for text in errors if all(word in text for word in words)]) == 1, printed.err
+    assert printed.out == ""
+    assert not (place.root / "refused").exists()

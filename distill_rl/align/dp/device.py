@@ -12,7 +12,7 @@ class Missing(NamedTuple):
     remedy: str
 
 
-_INSTALL = "pip install 'distill_rl[gpu]', or set aligner.dp.backend=numba"
+_INSTALL = "pip install 'numba-cuda[cu13]', or set aligner.dp.backend=numba"
 
 
 def missing_for_cuda() -> Missing | None:

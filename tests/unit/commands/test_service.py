@@ -95,7 +95,7 @@ class Refusing:
     [
         (Refusing(ConfigError("job tiny", "was just submitted by someone else")), 0),
         (Refusing(WorkerError("the Ray cluster", "must carry out the request"), accepts=True), 1),
-        (Refusing(ConfigError("--address", "no Ray dashboard answers there"), answers=False), 1),
+        (Refusing(ConfigError("--address", "no Ray cluster answers there"), answers=False), 1),
     ],
     ids=["rejected", "accepted, but the answer was lost", "unknown"],
 )

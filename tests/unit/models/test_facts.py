@@ -72,6 +72,29 @@ def test_folder_without_weights_is_named(tmp_path, llama):
     assert folder_problems("student.model", folder, weights=False) == []
 
 
+@pytest.mark.parametrize(
+    ("described", "named"),
+    [
+        ('{"peft_type": "LORA", "base_model_name_or_path": "org/big"}', "LORA adapter of org/big"),
+        ("[", "PEFT adapter of an unk"),
+    ],
+)
+def test_adapter_is_named_with_its_base_and_remedy(tmp_path, llama, described, named):
+    adapter = copy(llama, tmp_path / "adapter", "config.json", "model.safetensors")
+    (adapter / "adapter_config.json").write_text(described)
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    line = only(folder_problems("student.model", adapter))
+    assert all(words in line for words in (named, "without the model's weights", "merge_and_unload()", str(adapter)))
+    (adapter / "config.json").write_bytes((llama / "config.json").read_bytes())  # some tools copy it beside the adapter
+    assert only(folder_problems("student.model", adapter)) == line
+
+
+def test_merged_model_beside_an_adapter_is_a_model(tmp_path, llama):
+    merged = copy(llama, tmp_path / "merged")
+    (merged / "adapter_config.json").write_text("{}")
+    assert folder_problems("student.model", merged) == []
+
+
 def test_family_with_own_code_is_refused(tmp_path, llama):
     folder = copy(llama, tmp_path / "remote")
     config = json.loads((folder / "config.json").read_text())

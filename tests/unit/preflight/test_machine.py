@@ -10,6 +10,7 @@ import pytest
 from distill_rl.config.schema import Config
 from distill_rl.models.attention import choice as attention
 from distill_rl.preflight.machine import extra_problems
+from distill_rl.system.install import install_extra
 
 
 def config_with_all_extras() -> Config:
@@ -23,12 +24,12 @@ def config_with_all_extras() -> Config:
 def test_each_setting_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
     assert list(extra_problems(config_with_all_extras())) == [
-        "student.kernels: needs liger_kernel, which is not installed; got liger; pip install 'distill_rl[liger]'",
-        "loss.backend: needs triton, which is not installed; got triton; pip install 'distill_rl[triton]'",
-        "observe.wandb: needs wandb, which is not installed; got true; pip install 'distill_rl[wandb]'",
-        "observe.mlflow: needs mlflow, which is not installed; got true; pip install 'distill_rl[mlflow]'",
-        "ray.dashboard: needs aiohttp_cors, which is not installed; got true; pip install 'distill_rl[dashboard]'",
-        "evaluate.backend: needs vllm, which is not installed; got vllm; pip install 'distill_rl[vllm]'",
+        "student.kernels: needs liger_kernel, which is not installed; got liger; " + install_extra("liger"),
+        "loss.backend: needs triton, which is not installed; got triton; " + install_extra("triton"),
+        "observe.wandb: needs wandb, which is not installed; got true; " + install_extra("wandb"),
+        "observe.mlflow: needs mlflow, which is not installed; got true; " + install_extra("mlflow"),
+        "ray.dashboard: needs aiohttp_cors, which is not installed; got true; " + install_extra("dashboard"),
+        "evaluate.backend: needs vllm, which is not installed; got vllm; " + install_extra("vllm"),
     ]
 
 

@@ -63,11 +63,17 @@ def test_invalid_address_is_reported(address):
 
 
 def test_unreachable_address_suggests_a_tunnel():
-    with pytest.raises(ConfigError, match=r"no Ray dashboard answers there.*ssh -N -L 8265:127.0.0.1:8265"):
+    with pytest.raises(ConfigError, match=r"no Ray cluster answers there.*ssh -N -L 8265:127.0.0.1:8265"):
+        Service("http://127.0.0.1:1")
+
+
+def test_no_cluster_is_said_before_a_missing_token(monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"no Ray cluster answers there.*`distill-rl train` needs none"):
         Service("http://127.0.0.1:1")
 
 
 def test_address_defaults_to_the_environment_variable(monkeypatch):
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:2")
-    with pytest.raises(ConfigError, match=r"--address http://127.0.0.1:2: no Ray dashboard"):
+    with pytest.raises(ConfigError, match=r"--address http://127.0.0.1:2: no Ray cluster"):
         Service()

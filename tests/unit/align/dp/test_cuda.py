@@ -77,7 +77,7 @@ def test_missing_cuda_bindings_are_reported() -> None:
     )
     rule, remedy = run(program).stdout.strip().split("|")
     assert rule.startswith("needs numba-cuda, which cannot be imported here (")
-    assert remedy.startswith("pip install 'distill_rl[gpu]'")
+    assert remedy.startswith("pip install 'numba-cuda[cu13]'")
 
 
 @pytest.mark.parametrize(("backend", "module"), [("numpy", "numpy"), ("numba", "numba")])
