@@ -77,7 +77,7 @@ def summary(config: Config, facts: Facts) -> list[str]:
         lines.append(
             f"disk       about {_bytes(derived.checkpoint_bytes)} per checkpoint, {config.checkpoint.keep_last} kept"
         )
-    return lines + [f"note       {printable(note)}" for note in notes(config)]
+    return lines + [f"note       {printable(note)}" for note in notes(config, facts)]
 
 
 def _transport(config: Config, facts: Facts) -> str:

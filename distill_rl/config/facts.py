@@ -53,6 +53,8 @@ class Facts:
     """Number of ids of the student's tokenizer."""
     num_documents: int | None = None
     """Training documents, without those held out for validation."""
+    data_kind: str | None = None
+    """`text` or `messages`, as found in the data."""
     total_steps: int | None = None
     student: ModelFacts | None = None
     teachers: tuple[TeacherFacts, ...] = ()

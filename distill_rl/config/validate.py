@@ -8,9 +8,10 @@ from math import lcm
 from typing import Any
 
 from distill_rl.config.derive import rows_per_slot, rows_unit, wants_whole_batch
-from distill_rl.config.facts import running_teachers, teacher_rows
+from distill_rl.config.effects import no_effect
+from distill_rl.config.facts import Facts, running_teachers, teacher_rows
 from distill_rl.config.schema import Config
-from distill_rl.config.walk import as_yaml, leaves
+from distill_rl.config.walk import as_yaml, leaves, values
 from distill_rl.errors import problem
 
 NOT_AVAILABLE: tuple[tuple[str, Any], ...] = (("teachers[].backend", "hf"),)
@@ -46,9 +47,13 @@ def problems(config: Config) -> list[str]:
     ]
 
 
-def notes(config: Config) -> list[str]:
-    """Settings that are allowed but may have a surprising effect, one line each; empty if there are none."""
-    lines = []
+def notes(config: Config, facts: Facts | None = None) -> list[str]:
+    """Settings that are allowed but may have a surprising effect, or none, one line each; empty if there are none.
+
+    Args:
+        facts: of the files, as far as known.
+    """
+    lines = [*no_effect(config, facts or Facts())]
     if config.teachers and config.loss.kd_weight == 0:
         lines.append("loss.kd_weight is 0: no teacher is started")
     if config.loss.dynamic_scale != "off" and config.loss.kd_weight > 0:
@@ -56,31 +61,9 @@ def notes(config: Config) -> list[str]:
             f"loss.dynamic_scale is {config.loss.dynamic_scale}: r KD + CE is minimised; loss.kd_weight and "
             "loss.ce_weight have no effect"
         )
-    parallel, sync = config.student.parallel, config.student.gradient_sync
-    if sync != "auto" and parallel.dp == parallel.replicas:
-        lines.append(
-            f"student.gradient_sync: {sync} changes nothing where parameters are not sharded (dp / replicas = 1)"
-        )
     if not config.evaluate.every and (config.data.validation.path or config.data.validation.fraction):
         lines.append("evaluate.every is 0: the validation loss is measured once, at the end of the run")
     return lines
-
-
-def values(config: Config, pattern: str) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of a setting; for `teachers[].x` one pair per teacher, keyed `teachers.0.x` and so on."""
-    if pattern.startswith("teachers[]."):
-        key = pattern.removeprefix("teachers[].")
-        for i, teacher in enumerate(config.teachers):
-            yield f"teachers.{i}.{key}", _get(teacher, key)
-    else:
-        yield pattern, _get(config, pattern)
-
-
-def _get(node: Any, path: str) -> Any:
-    """The value at a dotted path of attributes."""
-    for part in path.split("."):
-        node = getattr(node, part)
-    return node
 
 
 def _single_values(config: Config) -> Iterator[str]:

@@ -109,6 +109,23 @@ def leaves(section: type, path: str = "") -> Iterator[tuple[str, Field, Any]]:
             yield key, entry, kind
 
 
+def values(config: Any, pattern: str) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of a setting; for `teachers[].x` one pair per teacher, keyed `teachers.0.x` and so on."""
+    if pattern.startswith("teachers[]."):
+        key = pattern.removeprefix("teachers[].")
+        for i, teacher in enumerate(config.teachers):
+            yield f"teachers.{i}.{key}", _get(teacher, key)
+    else:
+        yield pattern, _get(config, pattern)
+
+
+def _get(node: Any, path: str) -> Any:
+    """The value at a dotted path of attributes."""
+    for part in path.split("."):
+        node = getattr(node, part)
+    return node
+
+
 def build(section: type, raw: Mapping[Any, Any], findings: Findings, path: str = "") -> Any:
     """An instance of a section of the schema from a raw mapping; keys that the mapping lacks take their defaults.
 

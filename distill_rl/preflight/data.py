@@ -20,8 +20,8 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
     """Opens the data as the loader will, reads a sample of rows, and counts the training documents.
 
     Problems are added to `findings`: rows, too few documents, chat templates, `data.loss_on`, and, if there is no
-    problem of any kind yet, tokenizers that align on none of the documents. The facts hold `num_documents` alone, or
-    nothing if the data could not be opened.
+    problem of any kind yet, tokenizers that align on none of the documents. The facts hold `num_documents` and `data_kind`
+    alone, or nothing if the data could not be opened.
 
     Args:
         student, teachers: as opened, the teachers with their `cross_tokenizer_loss` set.
@@ -62,7 +62,7 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
     problems += template_problems(config, source.kind, student, teachers)
     if not problems:
         check_alignment(config, training, student, teachers, findings)
-    return Facts(num_documents=len(training))
+    return Facts(num_documents=len(training), data_kind=source.kind)
 
 
 def _check_rows(source: Any, findings: Findings) -> None:

@@ -390,3 +390,21 @@ def test_a_command_that_cannot_work_is_refused(place, monkeypatch, capsys, comma
     assert len([text for text in errors if all(word in text for word in words)]) == 1, printed.err
     assert printed.out == ""
     assert not (place.root / "refused").exists()
+
+
+@pytest.mark.parametrize(("overrides", "note"), [
+    ("loss.beta=0.1", "loss.beta=0.1 has no effect: only jsd, skewed_forward_kl and skewed_reverse_kl have a mixture"),
+    ("loss.chunk_average=chain", "loss.chunk_average=chain has no effect: only the losses xtoken, gold, hkl and uld"),
+    ("loss.kd_weight=0 loss.ce_weight=1 loss.tail=truncate", "loss.tail=truncate, loss.top_k=16 have no effect: no teacher"),
+    ("teachers.0.export=hidden", "loss.top_k=16 has no effect: no teacher exports a top k"),
+    ("evaluate.limit=9 evaluate.batch_size=8", "evaluate.limit=9, evaluate.batch_size=8 have no effect: no suites are set"),
+    ("data.messages_key=chat", "data.messages_key=chat has no effect: texts are read"),
+    ("teachers.0.revision=main", "teachers.0.revision=main has no effect: teachers[].model is a folder"),
+])  # fmt: skip
+def test_check_says_what_has_no_effect(place, capsys, overrides, note):
+    config = str(place.config("idle"))
+    assert cli.main(["check", "-c", config]) == 0
+    assert "no effect" not in capsys.readouterr().out
+    assert cli.main(["check", "-c", config, *overrides.split()]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "no effect" in line]
+    assert line.startswith(f"# note       {note}"), line

@@ -2,8 +2,8 @@ import pytest
 
 from distill_rl.config.load import load_config
 from distill_rl.config.schema import Config, LossConfig
-from distill_rl.config.validate import NOT_AVAILABLE, RULES, notes, problems, values
-from distill_rl.config.walk import default_of, leaves
+from distill_rl.config.validate import NOT_AVAILABLE, RULES, notes, problems
+from distill_rl.config.walk import default_of, leaves, values
 
 TEXT = """
 student: {model: s}
@@ -213,8 +213,5 @@ def test_notes_on_surprising_settings(load):
     assert note == "loss.kd_weight is 0: no teacher is started"
     (note,) = notes(load("loss.dynamic_scale=on"))
     assert note.startswith("loss.dynamic_scale is on: r KD + CE is minimised; loss.kd_weight")
-    (note,) = notes(load("student.gradient_sync=micro_batch", "student.parallel={dp: 2, replicas: 2}"))
-    assert note.startswith("student.gradient_sync: micro_batch changes nothing where parameters are not sharded")
-    assert notes(load("student.gradient_sync=micro_batch", "student.parallel={dp: 4, replicas: 2}")) == []
     (note,) = notes(load("data.validation.fraction=0.1"))
     assert note.startswith("evaluate.every is 0")
