@@ -197,6 +197,11 @@ class RunPaths:
         return self.root / "logs" / f"attempt_{self.attempt}"
 
     @property
+    def environment(self) -> Path:
+        """Commit, packages and machines of this attempt."""
+        return self.logs / "environment.json"
+
+    @property
     def tensorboard(self) -> Path:
         """One folder for all attempts, so that a resumed run draws one curve."""
         return self.root / "logs" / "tensorboard"

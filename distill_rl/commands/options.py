@@ -188,15 +188,15 @@ def _add_export_and_report(commands: Any) -> None:
     add("--out", metavar="DIR", type=Path, help="default: RUN/export")
 
     description = (
-        "Run directories: write RUN/report.html for the first, with curves, timings and evaluation, and compare it "
-        "with the others. Folders of evaluation results: print the scores with 95 % intervals and differences, and write "
+        "Run directories: write RUN/report.html for the first, with curves, timings and evaluation, and draw the others "
+        "over it. Folders of evaluation results: print the scores with 95 % intervals and differences, and write "
         "them to PATH/comparison.html. The pages work offline."
     )
     summary = "write one static HTML file about a run, or comparing evaluated models"
     add = _command(commands, "report", "report.report", summary, description)
     paths_help = "run directory, or folder with the results of one or more models"
     add("paths", metavar="PATH", nargs="+", type=Path, help=paths_help)
-    add("--out", metavar="FILE", type=Path, help="the HTML file to write")
+    add("-o", "--out", metavar="FILE", type=Path, help="the HTML file to write")
     add("--baseline", metavar="NAME", help="model that the others are compared with; default: the first")
 
 

@@ -18,6 +18,8 @@ from distill_rl.models.facts import visible_gpus
 from distill_rl.observe.log import say
 from distill_rl.observe.timing import StepTimer
 from distill_rl.preflight.job import Job
+from distill_rl.system.environment import environment
+from distill_rl.system.files import write_json
 from distill_rl.system.signals import Signals
 from distill_rl.workers.actors.aligner import AlignerWorker
 from distill_rl.workers.actors.evaluator import EvalWorker
@@ -27,7 +29,7 @@ from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup, stop
 from distill_rl.workers.cluster.placement import EVALUATOR, PlacementPlan, actor_names, place_actors, reserve
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor, keep_logs
-from distill_rl.workers.cluster.session import nodes, ray_session
+from distill_rl.workers.cluster.session import describe, nodes, ray_session
 from distill_rl.workers.cluster.timeline import write_timeline
 from distill_rl.workers.pipeline.aligner_pool import AlignerPool, BadRows
 from distill_rl.workers.pipeline.connect import Connector
@@ -71,6 +73,7 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
     with ray_session(config.ray, num_cpus=num_cpus, target_bytes=_target_bytes(job), started=signals.install_again):
         cluster, this_node = ray.cluster_resources(), ray.get_runtime_context().get_node_id()
         gpus, cpus = cluster.get("GPU", 0.0), cluster.get("CPU", 0.0)
+        write_json(job.paths.environment, environment() | {"nodes": [describe(node) for node in nodes()]})
         num_aligners = local_aligners
         if config.ray.address is not None:
             num_aligners = aligner_workers(config, gpus=gpus, cpus=cpus)

@@ -110,6 +110,28 @@ class View:
         self._call("Page.bringToFront")
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
+    def drag(self, x: float, y: float, right: float) -> None:
+        """Press at a point, move `right` pixels, release."""
+        self.point_at(x, y)
+        press = {"button": "left", "clickCount": 1}
+        self._call("Input.dispatchMouseEvent", type="mousePressed", x=x, y=y, **press)
+        for part in (0.5, 1.0):
+            self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x + part * right, y=y, button="left", buttons=1)
+        self._call("Input.dispatchMouseEvent", type="mouseReleased", x=x + right, y=y, **press)
+
+    def double_click(self, x: float, y: float) -> None:
+        self.point_at(x, y)
+        for count in (1, 2):
+            for kind in ("mousePressed", "mouseReleased"):
+                self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=count)
+
+    def wait_until(self, condition: str) -> None:
+        """Wait until a JavaScript expression is true."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not self.evaluate(f"Boolean({condition})"):
+            assert time.monotonic() < deadline, condition
+            time.sleep(0.02)
+
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         return self._browser.call(method, self._session, **arguments)
 

@@ -65,6 +65,14 @@ def nodes() -> list[Node]:
     return sorted(alive, key=lambda node: [-node.resources.get(kind, 0) for kind in ("GPU", "CPU")])
 
 
+def describe(node: Node) -> str:
+    """What a machine offers, such as `8 GPUs (H100), 96 CPUs`, for a record of the run."""
+    kinds = [name.partition(":")[2] for name in node.resources if name.startswith("accelerator_type:")]
+    gpus, cpus = (round(node.resources.get(kind, 0)) for kind in ("GPU", "CPU"))
+    accelerators = f"{gpus} GPUs" + (f" ({', '.join(kinds)}), " if kinds else ", ") if gpus else ""
+    return f"{accelerators}{cpus} CPUs"
+
+
 @contextmanager
 def ray_session(
     settings: RayConfig, *, num_cpus: int, target_bytes: int = 0, started: Callable[[], None] = lambda: None

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.bench import record
+from distill_rl.system import environment
 
 
 def test_another_benchmarks_new_figures_do_not_make_a_tree_dirty(
@@ -19,7 +20,7 @@ def test_another_benchmarks_new_figures_do_not_make_a_tree_dirty(
         path.write_text("{}")
     for command in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"]):
         subprocess.run(["git", "-C", tmp_path, *command], check=True)
-    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
     figures.write_text("{1}")
     assert not record.commit()["dirty"]
     code.write_text("{1}")

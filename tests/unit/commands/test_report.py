@@ -74,7 +74,7 @@ def test_narrow_terminal_shows_outcomes_below_the_table(
 
 def test_the_baseline_and_the_file_are_options(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = out.parent / "new" / "page.html"
-    assert main(["report", str(out), "--baseline", "student_after", "--out", str(page)]) == 0
+    assert main(["report", str(out), "--baseline", "student_after", "-o", str(page)]) == 0
     assert "+0.300" in capsys.readouterr().out
     assert "+0.300" in text_of(page)
     assert not (out / "comparison.html").exists()
@@ -91,8 +91,9 @@ def test_a_run_has_its_report_with_differences(tmp_path: Path, capsys: pytest.Ca
 def test_several_runs_share_the_report_of_the_first(tmp_path: Path) -> None:
     first, second = make_run(tmp_path / "kd"), make_run(tmp_path / "ce")
     assert main(["report", str(first), str(second), "--baseline", "ce: student"]) == 0
-    texts = Page((first / "report.html").read_text()).texts
-    assert {"validation, ce", "ce: student", "difference from ce: student, 95\xa0% interval"} <= set(texts)
+    page = Page((first / "report.html").read_text())
+    assert {"kd · ce", "ce: student", "difference from ce: student, 95\xa0% interval"} <= set(page.texts)
+    assert ("ce", "train") in page.curves("Distillation loss (KD)")
     assert not (second / "report.html").exists()
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from distill_rl.evals.results.compare import compare, find
 from distill_rl.observe.report.page import write_comparison
-from tests.helpers.page import ACTIVE, HOSTILE, Page
+from tests.helpers.page import HOSTILE, Page
 from tests.helpers.results import numbered, write_result
 
 GOOD, BAD = numbered([1.0] * 90 + [0.0] * 10), numbered([1.0] * 60 + [0.0] * 40)
@@ -52,8 +52,8 @@ def test_comparison_is_self_contained_and_escapes_names(tmp_path: Path) -> None:
         outcomes = '"outcomes": {"<img src=x onerror=alert(3)>": 3, '
         result.write_text(result.read_text().replace('"outcomes": {', outcomes, 1))
     page, text = page_of(tmp_path)
-    assert not ACTIVE & set(page.tags)
-    assert not page.reaches_out
+    page.require_self_contained()
+    assert not page.scripts
     assert "http:" not in text
     assert "https:" not in text
     assert "url(" not in text
