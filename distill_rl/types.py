@@ -192,6 +192,16 @@ class RunPaths:
         return self.root / "metrics.jsonl"
 
     @property
+    def evals(self) -> Path:
+        """The results of evaluations, in one folder per model."""
+        return self.root / "evals"
+
+    @property
+    def samples(self) -> Path:
+        """What the models answer to a few items at every evaluation (`evals.results.samples`); absent without suites."""
+        return self.root / "samples.jsonl"
+
+    @property
     def logs(self) -> Path:
         """The logs of this attempt: `driver.log` and its workers' output. `logs/latest` links to the newest attempt."""
         return self.root / "logs" / f"attempt_{self.attempt}"

@@ -144,13 +144,14 @@ def prepare(request: Request) -> tuple[list[Model], list[LoadedSuite]]:
     Raises:
         ConfigError: all problems of models, suites, their data and options at once.
     """
-    from distill_rl.evals.options import load_questions
+    from distill_rl.evals.options import load_questions, without_effect
     from distill_rl.evals.run import check_models
 
     problems: list[str] = []
     models = _attempt(lambda: parse_models(request.models, request.out), problems) or []
     _attempt(lambda: require_valid(request), problems)
     loaded = _attempt(lambda: load_questions(request.suites, request.data, request.options), problems) or []
+    problems += without_effect(loaded, request.options)[0]
     _attempt(lambda: check_models(models, loaded), problems)
     if problems:
         raise ConfigError.many(dict.fromkeys(problems))

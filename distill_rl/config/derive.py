@@ -271,6 +271,11 @@ def _processes(count: int) -> str:
     return f"{count} process" if count == 1 else f"{count} processes"
 
 
+def has_validation(config: Config) -> bool:
+    """Whether the run has validation data."""
+    return bool(config.data.validation.path) or config.data.validation.fraction > 0
+
+
 def suites_every(config: Config) -> int:
     """Optimizer steps between evaluations on the suites; 0: only at the end of the run."""
     evaluate = config.evaluate

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from distill_rl.config.derive import suites_every
+from distill_rl.config.derive import has_validation, suites_every
 from distill_rl.config.facts import Facts, running_teachers
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.config.walk import as_yaml, default_of, leaves, values
@@ -63,7 +63,7 @@ class Run:
     @property
     def validates(self) -> bool:
         """Whether there are validation data."""
-        return bool(self.config.data.validation.path) or self.config.data.validation.fraction > 0
+        return has_validation(self.config)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,10 @@ _TEACHERS = (
     "loss.cross_tokenizer", "loss.chunk_average", "loss.uncommon_top_k", "loss.gold_relaxed", "loss.alm_tau",
     *_ALIGNMENT, "prefetch.slots", "transport", "faults.teacher_restarts", "faults.lost_teacher",
 )  # fmt: skip
-_SUITES = ("suites_every", "data", "backend", "limit", "batch_size", "gpu_share", "timeout_s")
+_SUITES = (
+    "suites_every", "data", "backend", "limit", "final_limit", "num_fewshot", "max_new_tokens", "samples", "teachers",
+    "batch_size", "gpu_share", "timeout_s",
+)  # fmt: skip
 
 TABLE: tuple[NoEffect, ...] = (
     NoEffect(
@@ -219,7 +222,7 @@ TABLE: tuple[NoEffect, ...] = (
     ),
     NoEffect(
         ("evaluate.limit",),
-        lambda run: suites_every(run.config) == 0,
+        lambda run: not (suites_every(run.config) or run.config.evaluate.at_start or run.config.evaluate.teachers),
         "the suites run at the end of the run only (evaluate.every, evaluate.suites_every)",
     ),
     NoEffect(

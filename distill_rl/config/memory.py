@@ -120,7 +120,11 @@ def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Seq
             targets = ring + slot if owned else 2 * slot
             workers.append(teacher_memory(config, teacher, known.model, targets=targets, on_gpu=on_gpu))
     if facts.student is not None and config.evaluate.suites:
-        workers.append(evaluator_memory(config, facts.student, on_gpu=on_gpu))
+        evaluated = [facts.student]
+        if config.evaluate.teachers:
+            evaluated += [known.model for _, known in facts.by_teacher(config) if known.model is not None]
+        memory = (evaluator_memory(config, model, on_gpu=on_gpu) for model in evaluated)
+        workers.append(max(memory, key=lambda worker: worker.total))
     return tuple(workers)
 
 
@@ -305,7 +309,7 @@ def teacher_logits(config: Config, teacher: TeacherConfig, model: ModelFacts, *,
 
 
 def evaluator_memory(config: Config, model: ModelFacts, *, on_gpu: bool = False) -> WorkerMemory:
-    """Estimated peak memory of the process that evaluates copies of the student on suites.
+    """Estimated peak memory of the process that evaluates a model, the student's copy or a teacher, on suites.
 
     These are the weights in the dtype of their files (fp32 on a CPU) and, for a batch of prompts with PROMPT_TOKENS
     tokens each, the keys and values, and the logits of one position per prompt.

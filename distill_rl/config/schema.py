@@ -256,7 +256,7 @@ class CheckpointConfig:
     keep_last: int = field(default=2, metadata=POSITIVE)
     """Number of newest checkpoints that are kept."""
     keep_best: int = field(default=0, metadata=NOT_NEGATIVE)
-    """Number of best checkpoints, by validation/kl_loss, that are kept in addition to the newest. 0: none."""
+    """Number of best checkpoints, by checkpoint.best_by, that are kept in addition to the newest. 0: none."""
     async_save: bool = True
     """Write checkpoints while training continues, from a copy in host memory. An error ends the run at the next save or at the end. false: training waits until a checkpoint is written."""
     resume: Optional[str] = None
@@ -289,6 +289,8 @@ class EvaluateConfig:
     """Optimizer steps between validation passes, which measure KD and CE on held-out text. 0: only at the end of the run."""
     suites: list[str] = field(default_factory=list)
     """Names of evaluation suites, or paths of .py files with suites of your own. They run on the exported student at the end and on copies of the student during training, which they do not change by one bit."""
+    at_start: bool = False
+    """Also measure the untrained student, as step 0: the validation pass, if there are validation data, and the suites. Not repeated when a run is resumed."""
     suites_every: Optional[int] = field(default=None, metadata=NOT_NEGATIVE)
     """Optimizer steps between evaluations on the suites. null: evaluate.every. 0: only at the end of the run."""
     data: Optional[str] = None
@@ -296,7 +298,17 @@ class EvaluateConfig:
     backend: Literal["hf", "vllm"] = "hf"
     """Engine that runs the suites. hf: transformers. vllm: vLLM, which needs the `vllm` extra."""
     limit: Optional[int] = field(default=None, metadata=POSITIVE)
-    """Maximum number of items per suite during training. null: all. The evaluation at the end always uses all items."""
+    """Maximum number of items per suite during training. null: all. They are among the items of any larger limit."""
+    final_limit: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Maximum number of items per suite when the exported student is evaluated at the end. null: all."""
+    num_fewshot: Optional[int] = field(default=None, metadata=NOT_NEGATIVE)
+    """Number of worked examples, for the suites that take any. null: each suite's default."""
+    max_new_tokens: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Maximum number of tokens of a completion, for the suites that generate. null: each suite's default."""
+    samples: int = field(default=4, metadata=NOT_NEGATIVE)
+    """Number of items per suite whose completions are added to samples.jsonl at every evaluation, always the same items. 0: none."""
+    teachers: bool = False
+    """Also evaluate every teacher once, when training begins, on the items that are used during training. The evaluator needs the memory for it."""
     batch_size: int = field(default=64, metadata=POSITIVE)
     """Number of prompts that are run together, for backend hf."""
     gpu_share: float = field(default=0.2, metadata=POSITIVE_FRACTION)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import lcm
 from typing import Any
 
-from distill_rl.config.derive import rows_per_slot, rows_unit, wants_whole_batch
+from distill_rl.config.derive import has_validation, rows_per_slot, rows_unit, wants_whole_batch
 from distill_rl.config.effects import no_effect
 from distill_rl.config.facts import Facts, running_teachers, teacher_rows
 from distill_rl.config.schema import Config
@@ -42,6 +42,7 @@ def problems(config: Config) -> list[str]:
         *_aligner(config),
         *_optimizer(config),
         *_checkpoints(config),
+        *_evaluation(config),
         *_others(config),
         *_not_available(config),
     ]
@@ -277,10 +278,30 @@ def _checkpoints(config: Config) -> Iterator[str]:
         yield problem("checkpoint.resume", "must be null, latest, auto or a step folder (.../step-100)", resume, remedy)
 
 
+def _evaluation(config: Config) -> Iterator[str]:
+    """Problems of the evaluation, one line each.
+
+    Suites without data, nothing to measure at the start, and teachers that cannot be evaluated.
+    """
+    evaluate = config.evaluate
+    if evaluate.suites and not evaluate.data:
+        yield problem("evaluate.data", "must name the data of evaluate.suites", "null", "give a file or a folder")
+    if evaluate.at_start and not (evaluate.suites or has_validation(config)):
+        remedy = "set evaluate.suites, or data.validation.path or data.validation.fraction"
+        yield problem("evaluate.at_start", "needs validation data or suites to measure", "true", remedy)
+    if evaluate.teachers and evaluate.suites:
+        if not running_teachers(config):
+            yield problem("evaluate.teachers", "needs teachers, and loss.kd_weight above 0", "true", "leave it out")
+        for key, tokenizer in values(config, "teachers[].tokenizer"):
+            if tokenizer is not None:
+                rule = f"evaluates a teacher with the tokenizer of its own folder; {key} is another"
+                yield problem("evaluate.teachers", rule, tokenizer, "leave one of them out")
+
+
 def _others(config: Config) -> Iterator[str]:
     """Problems that belong to no group, one line each.
 
-    No length of the run, liger with tensor parallelism, suites without data, transport `local`.
+    No length of the run, liger with tensor parallelism, transport `local`.
     """
     if config.train.steps is None and config.train.epochs is None:
         yield problem("train.steps", "the length of the run must be given", None, "set train.steps or train.epochs")
@@ -288,8 +309,6 @@ def _others(config: Config) -> Iterator[str]:
     if student.kernels == "liger" and student.parallel.tp > 1:
         rule = f"liger needs whole layers on every rank; student.parallel.tp is {student.parallel.tp}"
         yield problem("student.kernels", rule, remedy="set student.kernels=torch, or student.parallel.tp=1")
-    if config.evaluate.suites and not config.evaluate.data:
-        yield problem("evaluate.data", "must name the data of evaluate.suites", "null", "give a file or a folder")
     if config.transport == "local":
         rule = "local passes tensors within one process, for tests and notebooks; workers are processes"
         yield problem("transport", rule, "local", "use transport=auto")

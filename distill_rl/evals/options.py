@@ -26,7 +26,8 @@ class Options:
     max_new_tokens: int | None = None
     """Token limit of a completion; None: each suite's default."""
     limit: int | None = None
-    """Maximum number of items per suite, drawn with `seed`; None: all."""
+    """Maximum number of items per suite, drawn with `seed`; None: all. The items of a limit are among those of a larger
+    one."""
     seed: int = 0
     strict: bool = False
     """Treat warnings about the data as errors."""
@@ -47,6 +48,8 @@ class LoadedSuite:
     """As `registry.find` takes it: a suite's name, or the path of a user's file."""
     num_fewshot: int
     questions: Questions
+    drawn: tuple[str, ...] = ()
+    """The ids of the items, in the order in which they were drawn: the first N are the items of limit N."""
 
     @property
     def items(self) -> tuple[Item, ...]:
@@ -96,11 +99,36 @@ def load_questions(names: Sequence[str], data: Path, options: Options) -> list[L
         problems += _id_problems(suite, questions)
         if options.strict:
             problems += questions.warnings
-        sample = _sample(questions.items, options.limit, options.seed)
-        loaded.append(LoadedSuite(suite, name, num_fewshot, replace(questions, items=sample)))
+        drawn = _draw(questions.items, options.limit, options.seed)
+        kept = set(drawn)
+        items = tuple(item for item in questions.items if item.id in kept)
+        loaded.append(LoadedSuite(suite, name, num_fewshot, replace(questions, items=items), drawn))
     if problems:
         raise DataError.many(dict.fromkeys(problems))
     return loaded
+
+
+def without_effect(loaded: Sequence[LoadedSuite], options: Options) -> tuple[list[str], list[str]]:
+    """Returns the options that none of the suites uses, as error lines, and a remark on each that only some of them use.
+
+    Args:
+        loaded: all suites of the evaluation.
+    """
+    unused, partial = [], []
+    fewshot = [entry.suite.name for entry in loaded if entry.suite.max_fewshot]
+    generating = [entry.suite.name for entry in loaded if not entry.choose]
+    for name, value, users, rule in (
+        ("num_fewshot", options.num_fewshot, fewshot, "is for suites that take worked examples"),
+        ("max_new_tokens", options.max_new_tokens, generating, "is for suites that generate"),
+    ):
+        others = [entry.suite.name for entry in loaded if entry.suite.name not in users]
+        if value is None or not others:
+            continue
+        if users:
+            partial.append(f"{name} has no effect on {', '.join(others)}: it {rule}")
+        else:
+            unused.append(str(ConfigError(name, f"{rule}, unlike {', '.join(others)}", value, "leave it out")))
+    return unused, partial
 
 
 def chat_suites(loaded: Sequence[LoadedSuite]) -> list[str]:
@@ -158,13 +186,11 @@ def _id_problems(suite: Suite, questions: Questions) -> list[str]:
     return []
 
 
-def _sample(items: Sequence[Item], limit: int | None, seed: int) -> tuple[Item, ...]:
-    """Returns `limit` items drawn at random with `seed`, in their original order; all items if `limit` is None or not
-    smaller than their number.
+def _draw(items: Sequence[Item], limit: int | None, seed: int) -> tuple[str, ...]:
+    """Returns the ids of `limit` items (None: of all) in a random order, of which a smaller limit takes the first part.
 
-    The draw depends only on the set of ids, which must be unique, and not on the order in which the data are stored.
+    The order depends only on `seed` and the set of ids, which must be unique, and not on how the data are stored.
     """
-    if limit is None or limit >= len(items):
-        return tuple(items)
-    sampled = set(random.Random(seed).sample(sorted(item.id for item in items), limit))
-    return tuple(item for item in items if item.id in sampled)
+    ids = sorted(item.id for item in items)
+    random.Random(seed).shuffle(ids)
+    return tuple(ids[:limit])

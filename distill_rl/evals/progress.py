@@ -1,15 +1,19 @@
-"""Progress of an evaluation: a bar on a terminal, log lines elsewhere."""
+"""Progress of an evaluation: a bar on a terminal, log lines elsewhere, or counts in a file for another process."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill_rl.evals.results.result import Row, processed_tokens
 from distill_rl.observe.log import get, printable
 from distill_rl.observe.terminal import ProgressBar, print_line
+from distill_rl.system.files import write_atomic
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,3 +119,85 @@ class _ConsoleSuite(SuiteProgress):
         speed = self._num_tokens / max(self._clock() - self._start, 1e-9)
         figures = f"score {self._score_sum / max(self._num_items, 1):.3f}", f"{speed:,.0f} tokens/s"
         self._bar.update(self._num_items, figures)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How far the evaluation of a model has come."""
+
+    suite: str
+    done: int
+    total: int
+    score: float
+    """Mean over the items done; 0 before the first."""
+    items_per_second: float
+    """Since the suite began, without items that an earlier run left."""
+
+    def __str__(self) -> str:
+        speed = f"{self.items_per_second:,.1f} items/s"
+        return f"{self.suite}: {self.done:,} of {self.total:,} items, {speed}, score {self.score:.3f}"
+
+
+class FileProgress(Progress):
+    """Keeps the counts of the present suite in a file, which `read_counts` reads in another process.
+
+    As a context manager it removes the file.
+
+    Args:
+        path: written at most once per `interval_s` seconds.
+    """
+
+    def __init__(self, path: Path, *, interval_s: float = 1.0, clock: Callable[[], float] = time.monotonic):
+        self._path, self._interval_s, self._clock = path, interval_s, clock
+        self._written = -interval_s
+
+    def __enter__(self) -> FileProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._path.unlink(missing_ok=True)
+
+    @contextmanager
+    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> Iterator[SuiteProgress]:
+        yield _FileSuite(self, suite, total, list(rows))
+
+    def write(self, counts: Counts) -> None:
+        """Writes the counts, unless the last ones are younger than the interval."""
+        if (now := self._clock()) - self._written >= self._interval_s:
+            self._written = now
+            write_atomic(self._path, json.dumps(asdict(counts)))
+
+    def now(self) -> float:
+        """Seconds from any origin."""
+        return self._clock()
+
+
+class _FileSuite(SuiteProgress):
+    """Counts the items of one suite for a `FileProgress`."""
+
+    def __init__(self, file: FileProgress, suite: str, total: int, done: Sequence[Row]):
+        self._file, self._suite, self._total, self._start = file, suite, total, file.now()
+        self._num_resumed = self._done = len(done)
+        self._score_sum = sum(row["score"] for row in done)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Counts newly graded rows."""
+        rows = list(rows)
+        self._done += len(rows)
+        self._score_sum += sum(row["score"] for row in rows)
+        speed = (self._done - self._num_resumed) / max(self._file.now() - self._start, 1e-9)
+        score = self._score_sum / max(self._done, 1)
+        self._file.write(Counts(self._suite, self._done, self._total, score, round(speed, 3)))
+
+
+def progress_file(folder: Path) -> Path:
+    """The file of a `FileProgress`, in the folder of the model's results."""
+    return folder / ".progress.json"
+
+
+def read_counts(path: Path) -> Counts | None:
+    """Returns what a `FileProgress` wrote last; None without a file, or if it cannot be read."""
+    try:
+        return Counts(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None

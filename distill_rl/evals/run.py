@@ -17,7 +17,7 @@ from distill_rl.errors import ConfigError, DistillError, WorkerError
 from distill_rl.evals.backends.base import Output
 from distill_rl.evals.executor import Executor, Task
 from distill_rl.evals.grading.grader import Graded, Grader
-from distill_rl.evals.options import LoadedSuite, Options, chat_problem, chat_suites
+from distill_rl.evals.options import LoadedSuite, Options, chat_problem, chat_suites, without_effect
 from distill_rl.evals.progress import Progress
 from distill_rl.evals.results.result import Row, choice_row, completion_row, processed_tokens, summarise
 from distill_rl.evals.results.store import Store, locked
@@ -82,6 +82,8 @@ def evaluate_models(
     for entry in suites:
         for warning in entry.questions.warnings:
             progress.warn(warning)
+    for remark in without_effect(suites, options)[1]:
+        progress.warn(remark)
     with ExitStack() as stack:
         for folder in {model.out for model in models if model.out is not None}:
             stack.enter_context(locked(folder))

@@ -19,10 +19,11 @@ from distill_rl.errors import ConfigError, problem
 from distill_rl.models.facts import visible_gpus
 from distill_rl.preflight import run_directory
 from distill_rl.preflight.attention import attention_problems, width_problems
-from distill_rl.preflight.data import data_facts, suite_problems
+from distill_rl.preflight.data import data_facts
 from distill_rl.preflight.machine import backend_problems, extra_problems, gpu_problems, kernel_problems, space_problems
 from distill_rl.preflight.opened import Findings, Opened, open_models
 from distill_rl.preflight.pairs import projection_problems, vocabulary_problems
+from distill_rl.preflight.suites import suite_problems
 from distill_rl.transport.room import object_store_room
 
 
@@ -103,7 +104,7 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
         gpus=visible_gpus(),
         cpus=len(os.sched_getaffinity(0)),
     )
-    problems += suite_problems(config, student)
+    problems += suite_problems(config, student, teachers)
     problems += extra_problems(config)
     problems += attention_problems(config, models, gpus=facts.gpus)
     problems += kernel_problems(config, student, facts.gpus)

@@ -1,14 +1,13 @@
-"""Checks the data by opening them and reading a sample of rows, and the suites on which the student is evaluated."""
+"""Checks the data by opening them and reading a sample of rows."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from distill_rl.config.facts import Facts
 from distill_rl.config.schema import Config
 from distill_rl.config.walk import MISSING
-from distill_rl.errors import DistillError, problem
+from distill_rl.errors import problem
 from distill_rl.preflight.opened import Findings, Opened
 from distill_rl.preflight.pairs import check_alignment, template_problems
 
@@ -76,23 +75,3 @@ def _check_rows(source: Any, findings: Findings) -> None:
         findings.attempt("data.path", lambda row=row: source[row])  # type: ignore[misc]
         if len(findings.problems) > num_problems:
             return
-
-
-def suite_problems(config: Config, student: Opened) -> list[str]:
-    """Returns unknown suites, bad data, and suites of chats for a student without a chat template, one line each.
-
-    Empty if the run has no suites, or suites without data, which the rules of the configuration report.
-    """
-    evaluate = config.evaluate
-    if not (evaluate.suites and evaluate.data):
-        return []  # the rules of the configuration report suites without data
-    from distill_rl.evals.options import Options, chat_problem, chat_suites, load_questions
-
-    try:
-        questions = load_questions(evaluate.suites, Path(evaluate.data).expanduser(), Options())
-    except DistillError as error:
-        return [f"evaluate.suites: {problem}" for problem in error.problems]
-    chats = chat_suites(questions)
-    if chats and student.tokenizer is not None and not student.tokenizer.chat_template:
-        return [chat_problem(chats, "student")]
-    return []

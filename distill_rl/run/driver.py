@@ -126,6 +126,7 @@ class Driver:
         Returns:
             The process's exit code: 0 after the last step, EXIT_PREEMPTED after a request to stop.
         """
+        self.measure_untrained()
         submit, depth = self.actors.pipeline.submit, self.config.prefetch.depth
         with closing(Lookahead(self.loader, submit, PendingBatch.release, depth)) as batches:
             for step, batch in enumerate(batches, start=self.state.step + 1):
@@ -142,6 +143,19 @@ class Driver:
                 if self.signals.preempted and not self._last_skipped:
                     return self.preempt()
         return self.finish()
+
+    def measure_untrained(self) -> None:
+        """Validates and evaluates step 0, the untrained student, if `evaluate.at_start`; not when a run is resumed.
+
+        Queues the evaluation of the teachers, too, if `evaluate.teachers`.
+        """
+        if self.resumed is not None:
+            return
+        if self.config.evaluate.at_start:
+            self.validate()
+            self.evaluations.start(0)
+        if self.config.evaluate.teachers:
+            self.evaluations.start_teachers()
 
     def note_skip(self, trained: Metrics) -> None:
         """Notes from the step's metrics whether it left the weights unchanged; counts and prints it if so."""
@@ -283,7 +297,7 @@ def evaluations_of(job: Job, actors: RunActors, observer: Observer, signals: Sig
         actors.evaluator,
         job.config,
         actors.calls,
-        job.paths.root / "evals",
+        job.paths,
         copy=copy,
         record=observer.record,
         stopping=lambda: signals.preempted,

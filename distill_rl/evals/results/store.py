@@ -47,7 +47,7 @@ class Store:
         self._file: BinaryIO | None = None
         if folder is None:
             return
-        self._items, self._json = folder / f"{suite}.items.jsonl", folder / f"{suite}.json"
+        self._items, self._json = items_file(folder, suite), folder / f"{suite}.json"
         self._partial = folder / f".{suite}.partial.jsonl"
         if clean:
             self._delete()
@@ -74,13 +74,13 @@ class Store:
         result = _read_json(self._json)
         if result is not None:
             self._require_same(result, self._json)
-            self.rows = _by_id(_read_rows(self._items))
+            self.rows = _by_id(read_rows(self._items))
             if len(self.rows) == result.get("num_items"):
                 self.result = result
                 self._partial.unlink(missing_ok=True)
                 return
             self.rows = {}  # the items file was deleted or damaged: evaluate again
-        lines = list(_read_rows(self._partial))
+        lines = list(read_rows(self._partial))
         if lines:
             self._require_same(lines[0], self._partial)
             self.device = lines[0].get("device")
@@ -107,7 +107,7 @@ class Store:
         new = {row["id"]: row for row in rows if row["id"] not in self.rows}
         if self._folder is not None and new:
             self._file = self._file or self._open()
-            self._file.write(b"".join(map(_line, new.values())))
+            self._file.write(b"".join(map(to_line, new.values())))
             self._file.flush()
             os.fsync(self._file.fileno())
         self.rows |= new
@@ -125,7 +125,7 @@ class Store:
         """
         self.result = {**self.key, **result}
         if self._folder is not None:
-            write_atomic(self._items, b"".join(_line(self.rows[item_id]) for item_id in order))
+            write_atomic(self._items, b"".join(to_line(self.rows[item_id]) for item_id in order))
             write_json(self._json, self.result)
             self.close()
             self._partial.unlink(missing_ok=True)
@@ -141,7 +141,7 @@ class Store:
         """Rewrites the partial file from key, device and rows, which drops a half-written last line, and opens it for
         appending."""
         header = self.key | {"device": self.device}
-        write_atomic(self._partial, b"".join(map(_line, (header, *self.rows.values()))))
+        write_atomic(self._partial, b"".join(map(to_line, (header, *self.rows.values()))))
         return self._partial.open("ab")
 
     def _require_same(self, existing: Mapping[str, Any], path: Path) -> None:
@@ -190,7 +190,12 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _line(row: Mapping[str, Any]) -> bytes:
+def items_file(folder: Path, suite: str) -> Path:
+    """The file with one row per item of a finished suite, in the folder of a model's results."""
+    return folder / f"{suite}.items.jsonl"
+
+
+def to_line(row: Mapping[str, Any]) -> bytes:
     """A row as one line of JSON in UTF-8; lone surrogates become question marks."""
     return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", errors="replace")
 
@@ -204,7 +209,7 @@ def _by_id(rows: Iterable[Mapping[str, Any]]) -> dict[str, Row]:
     return by_id
 
 
-def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the JSON objects in the complete lines of a file; nothing if there is no file.
 
     Invalid lines are skipped, and so is a last line that a killed process left half-written.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,16 @@ from distill_rl.workers.cluster.gauges import Gauges
 
 if TYPE_CHECKING:
     from distill_rl.evals.run import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What the evaluation of a model gives."""
+
+    results: dict[str, dict[str, Any]]
+    """By suite, its result (score, interval, number of items, …)."""
+    samples: list[dict[str, Any]]
+    """As `evals.results.samples.samples_of` returns them."""
 
 
 class EvalWorker(Worker):
@@ -57,7 +67,9 @@ class EvalWorker(Worker):
         """Runs the loaded model on all items. Returns (index into `items`, output) for each, in any order."""
         return list(self._executor.outputs(task, items))
 
-    def evaluate(self, model: Model, suites: Sequence[str], data: Path, options: Options) -> dict[str, dict[str, Any]]:
+    def evaluate(
+        self, model: Model, suites: Sequence[str], data: Path, options: Options, num_samples: int
+    ) -> Evaluated:
         """Loads a model, runs and grades whole suites on it, and writes the results to `model.out`.
 
         Frees the model's memory afterwards, even after an error, except with vllm, which keeps its share of the GPU for
@@ -66,22 +78,25 @@ class EvalWorker(Worker):
         Args:
             data: folder of the suites' questions, which are read once and kept for later calls with the same arguments.
             options: the GPU share and threads in its settings are replaced by those of this actor.
-
-        Returns:
-            By suite, its result (score, interval, number of items, …).
+            num_samples: completions per suite to return.
         """
+        from distill_rl.evals.progress import FileProgress, progress_file
+        from distill_rl.evals.results.samples import samples_of
         from distill_rl.evals.run import evaluate_models
 
+        assert model.out is not None
         loaded = self._questions(suites, data, options)
         options = replace(options, settings=self._with_resources(options.settings))
         start = time.perf_counter()
         try:
-            return evaluate_models([model], loaded, options, self._executor)[model.name]
+            with FileProgress(progress_file(model.out)) as progress:
+                results = evaluate_models([model], loaded, options, self._executor, progress)[model.name]
         finally:
             self._gauges.set("evaluator_seconds", time.perf_counter() - start)
             self._gauges.add("evaluator_evaluations", 1)
             if options.backend != "vllm":
                 self._executor.close()
+        return Evaluated(results, samples_of(loaded, model.out, num_samples))
 
     def _questions(self, suites: Sequence[str], data: Path, options: Options) -> list[LoadedSuite]:
         """Returns the suites with their questions, read from `data` or kept from the last call.

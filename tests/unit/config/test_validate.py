@@ -87,6 +87,16 @@ def test_every_divergence_and_tail_is_allowed(load, divergence, tail):
         (["prefetch.depth=-1"], "prefetch.depth: must be 0 or more; got -1"),
         (["checkpoint.keep_last=0"], "checkpoint.keep_last: must be 1 or more; got 0"),
         (["checkpoint.resume=newest"], "checkpoint.resume: must be null, latest, auto or a step folder (.../step-100)"),
+        (["evaluate.suites=[gsm8k]"], "evaluate.data: must name the data of evaluate.suites; got null"),
+        (["evaluate.at_start=true"], "evaluate.at_start: needs validation data or suites to measure; got true; set"),
+        (
+            ["evaluate={suites: [gsm8k], data: d, teachers: true}", "loss.kd_weight=0", "loss.ce_weight=1"],
+            "evaluate.teachers: needs teachers, and loss.kd_weight above 0; got true; leave it out",
+        ),
+        (
+            ["evaluate={suites: [gsm8k], data: d, teachers: true}", "teachers.0.tokenizer=other"],
+            "evaluate.teachers: evaluates a teacher with the tokenizer of its own folder; teachers.0.tokenizer is another",
+        ),
         (
             ["checkpoint.keep_best=1", "data.validation.fraction=0.1"],
             "checkpoint.keep_best: needs validation losses to compare; got 1; set evaluate.every",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import ConfigError, DataError
-from distill_rl.evals.options import Options, chat_suites, load_questions
+from distill_rl.evals.options import Options, chat_suites, load_questions, without_effect
 from distill_rl.evals.suites.base import Item, Suite, resolve_num_fewshot
 from tests.helpers.suites import write_suite
 
@@ -26,6 +26,37 @@ def test_limit_keeps_the_order_of_the_data(tmp_path: Path) -> None:
     numbers = [int(item.id[1:]) for item in loaded.items]
     assert len(numbers) == 5
     assert numbers == sorted(numbers)
+
+
+def test_items_of_a_limit_are_among_those_of_a_larger_one(tmp_path: Path) -> None:
+    path = str(write_suite(tmp_path))
+    drawn = {n: load_questions([path], tmp_path, Options(limit=n, seed=3))[0] for n in (4, 9, None)}
+    assert drawn[4].drawn == drawn[9].drawn[:4] == drawn[None].drawn[:4]
+    assert {item.id for item in drawn[4].items} == set(drawn[4].drawn)
+    assert len(drawn[None].items) == 24
+    assert load_questions([path], tmp_path, Options(limit=4, seed=4))[0].drawn != drawn[4].drawn
+
+
+def test_an_option_that_no_suite_uses_is_an_error_and_some_a_remark(tmp_path: Path) -> None:
+    options = Options(num_fewshot=2, max_new_tokens=5)
+    (generates,) = load_questions([str(write_suite(tmp_path))], tmp_path, options)
+    (unused,), remarks = without_effect([generates], options)
+    assert unused == ("num_fewshot: is for suites that take worked examples, unlike own; got 2; leave it out")
+    assert remarks == []
+    (tmp_path / "choices.py").write_text(
+        (tmp_path / "own.py")
+        .read_text()
+        .replace("max_fewshot = 0", "max_fewshot = 4")
+        .replace('"own"', '"letters"')
+        .replace('task=f"t{n % 2}"', 'choices=("even", "odd")')
+    )
+    both = load_questions([str(tmp_path / "own.py"), str(tmp_path / "choices.py")], tmp_path, options)
+    unused, remarks = without_effect(both, options)
+    assert unused == []
+    assert remarks == [
+        "num_fewshot has no effect on own: it is for suites that take worked examples",
+        "max_new_tokens has no effect on letters: it is for suites that generate",
+    ]
 
 
 def test_all_invalid_sizes_are_reported_at_once(tmp_path: Path) -> None:

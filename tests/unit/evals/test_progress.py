@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 from rich.console import Console
 
-from distill_rl.evals.progress import ConsoleProgress
+from distill_rl.evals.progress import ConsoleProgress, Counts, FileProgress, read_counts
 
 
 def rows(count: int, score: float) -> list[dict[str, object]]:
@@ -64,3 +65,20 @@ def test_names_cannot_forge_lines_or_control_the_terminal() -> None:
     progress.warn("odd\x1b[31m data\nnext")
     assert "\x1b" not in file.getvalue()
     assert len(file.getvalue().splitlines()) == 2
+
+
+def test_counts_are_in_a_file_while_the_suite_runs(tmp_path: Path) -> None:
+    path, now = tmp_path / "counts.json", [0.0]
+    with (
+        FileProgress(path, clock=lambda: now[0]) as progress,
+        progress.suite("student", "math", 2000, rows(4, 1.0)) as shown,
+    ):
+        now[0] = 2.0
+        shown.add(rows(6, 0.0))
+        counts = read_counts(path)
+        assert counts == Counts("math", 10, 2000, 0.4, 3.0)
+        assert str(counts) == "math: 10 of 2,000 items, 3.0 items/s, score 0.400"
+        now[0] = 2.5  # too soon for the next one
+        shown.add(rows(1, 0.0))
+        assert read_counts(path) == counts
+    assert read_counts(path) is None

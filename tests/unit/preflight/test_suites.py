@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from distill_rl.config.schema import Config, StudentConfig
-from distill_rl.preflight.data import suite_problems
 from distill_rl.preflight.opened import Opened
+from distill_rl.preflight.suites import suite_problems
 from tests.helpers.suites import write_suite
 from tests.helpers.tokenizers import tiny_tokenizer
 
