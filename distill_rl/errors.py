@@ -37,7 +37,9 @@ class DistillError(Exception):
         self.what, self.rule, self.value, self.remedy = what, rule, value, remedy
 
     def __str__(self) -> str:
-        """The message as one line: what, the rule, the value, the remedy; empty or None parts are left out."""
+        """What, the rule, the value, the remedy, as one line without empty parts; of several problems, a line each."""
+        if len(self._problems) > 1:
+            return "\n".join(self._problems)
         text = self.what
         if self.rule:
             text += f": {self.rule}"

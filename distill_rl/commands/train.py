@@ -49,9 +49,18 @@ def train(path: str, overrides: Sequence[str], *, clean: bool, dry_run: bool, gp
     setup_console()
     with status(f"checking  {path}"):
         config = gather(path, overrides, clean=clean).require_valid()
+    return run_config(config, Signals(), clean=clean)
+
+
+def run_config(config: Config, signals: Signals, *, clean: bool) -> int:
+    """Runs a checked configuration, as `train` does after its checks; returns and raises as that does.
+
+    Args:
+        signals: not entered yet.
+    """
     if config.ray.address is not None:  # workers on an existing cluster have other working directories
         config = absolute(config)
-    with run_directory.occupy(config, clean=clean) as paths, log_file(paths.logs / "driver.log"), Signals() as signals:
+    with run_directory.occupy(config, clean=clean) as paths, log_file(paths.logs / "driver.log"), signals:
         try:
             return _run(config, paths, signals)
         except Preempted:

@@ -1,11 +1,11 @@
-"""YAML and `key=value` → `Config`, with all problems reported at once.
+"""YAML, `key=value` and Python values → `Config`, with all problems reported at once.
 
-Later sources override earlier ones: defaults, files named by `extends`, the file itself, overrides.
+Later sources override earlier ones: defaults, files named by `extends`, the file itself, overrides, Python values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,14 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from distill_rl.config.interpolate import resolve
-from distill_rl.config.overrides import apply_overrides, merge
+from distill_rl.config.overrides import apply_overrides, apply_settings, merge
 from distill_rl.config.paths import replace_paths
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.config.walk import Findings, build
 from distill_rl.errors import ConfigError
+
+UNNAMED = "distill"
+"""`run.name` of a configuration that is no file and does not set it."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -41,22 +44,39 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config | None, Findings]:
+def read_config(
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None
+) -> tuple[Config | None, Findings]:
     """Like `load_config`, but a key with a problem keeps its default, so that further checks can run.
+
+    Args:
+        source: a YAML file, or Python values by dotted key, for which `run.name` defaults to UNNAMED. A section may be
+            a mapping.
+        settings: Python values that are placed last, in the same form; a section is merged into that of the source.
 
     Returns:
         The configuration (None if a file could not be read) and the problems. A missing value stays `"???"`.
     """
     findings = Findings()
-    raw = _read_chain(Path(path), findings, ())
+    raw, name = _read(source, findings)
     if raw is None:
         return None, findings
     apply_overrides(raw, overrides, findings)
-    _name_run(raw, Path(path))
+    apply_settings(raw, settings or {}, findings)
+    _name_run(raw, name)
     resolved = resolve(raw, partial(_lookup, raw), findings)
     config = build(Config, resolved, findings)
     replace_paths(config, partial(_known_home, findings))
     return config, findings
+
+
+def _read(source: str | Path | Mapping[str, Any], findings: Findings) -> tuple[dict[str, Any] | None, str]:
+    """The raw mapping of `read_config`'s source, as of `_read_chain`, and the default of `run.name`."""
+    if not isinstance(source, Mapping):
+        return _read_chain(Path(source), findings, ()), Path(source).stem
+    raw: dict[str, Any] = {}
+    apply_settings(raw, source, findings)
+    return raw, UNNAMED
 
 
 def _known_home(findings: Findings, key: str, path: str | None) -> str | None:
@@ -140,13 +160,13 @@ def _syntax_error(path: str, named: str, error: Exception) -> tuple[str, str]:
     return f"{place}{named}", f"not valid YAML: {reason}"
 
 
-def _name_run(raw: dict[str, Any], path: Path) -> None:
-    """Sets `run.name` in the raw mapping to the stem of the file, in place, where it is null, empty or not given."""
+def _name_run(raw: dict[str, Any], name: str) -> None:
+    """Sets `run.name` in the raw mapping to the name, in place, where it is null, empty or not given."""
     run = raw.get("run")
     if run is None:
         run = raw["run"] = {}
     if isinstance(run, dict) and run.get("name") in (None, ""):
-        run["name"] = path.stem
+        run["name"] = name
 
 
 def _lookup(raw: dict[str, Any], key: str) -> Any:

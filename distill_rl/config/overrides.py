@@ -1,4 +1,4 @@
-"""Puts `key=value` from the command line into the raw mapping, before anything is checked.
+"""Puts `key=value` from the command line, and Python values, into the raw mapping, before anything is checked.
 
 Keys are dotted, list entries are numbered from 0, and the number after the last appends an entry:
 `teachers.0.model=x`, `teachers.1.model=y`, `optimizer.betas.1=0.98`.
@@ -6,8 +6,9 @@ Keys are dotted, list entries are numbered from 0, and the number after the last
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
+from os import PathLike, fspath
 from typing import Any, Literal, get_origin
 
 from omegaconf import OmegaConf
@@ -29,6 +30,26 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str], findings: Fin
             findings.add(override, "an override is written key=value", remedy="for example train.steps=100")
             continue
         _place(raw, key, _parse(key, text.strip()), findings)
+
+
+def apply_settings(raw: dict[str, Any], settings: Mapping[str, Any], findings: Findings) -> None:
+    """Like `apply_overrides`, for Python values by dotted key; texts are taken as they are."""
+    for key, value in settings.items():
+        if not isinstance(key, str) or any(not part for part in key.split(".")):
+            findings.add(repr(key), "the name of a setting is a text", remedy="for example train, or train.steps")
+            continue
+        _place(raw, key, _plain(value), findings)
+
+
+def _plain(value: Any) -> Any:
+    """A Python value as YAML would have given it: paths as texts, tuples as lists, sections of the schema as dicts."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return fspath(value) if isinstance(value, PathLike) else value
 
 
 def _parse(key: str, text: str) -> Any:

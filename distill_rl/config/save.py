@@ -21,7 +21,7 @@ from distill_rl.system.redact import redact
 
 def to_yaml(config: Config) -> str:
     """The whole configuration, defaults included and secrets redacted, as YAML that `load_config` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escape(redact(asdict(config)))))
+    return OmegaConf.to_yaml(OmegaConf.create(escaped(redact(asdict(config)))))
 
 
 def save_config(config: Config, path: str | Path) -> None:
@@ -42,12 +42,12 @@ def require_no_secret(config: Config) -> None:
         raise ConfigError("a submitted configuration", rule, remedy=remedy)
 
 
-def _escape(tree: Any) -> Any:
+def escaped(tree: Any) -> Any:
     """A copy of nested dicts and lists in which every text reads back literally (see `interpolate.escape`)."""
     if isinstance(tree, dict):
-        return {key: _escape(value) for key, value in tree.items()}
+        return {key: escaped(value) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [_escape(value) for value in tree]
+        return [escaped(value) for value in tree]
     return escape(tree) if isinstance(tree, str) else tree
 
 

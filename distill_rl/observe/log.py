@@ -46,6 +46,23 @@ def setup_console() -> None:
     logger.addHandler(console)
 
 
+@contextmanager
+def console() -> Iterator[None]:
+    """`setup_console` while the block runs, unless the program has handlers of its own for these messages."""
+    logger = get()
+    if logger.hasHandlers():
+        yield
+        return
+    level = logger.level
+    setup_console()
+    try:
+        yield
+    finally:
+        for handler in [handler for handler in logger.handlers if isinstance(handler, _Console)]:
+            logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
 def say(text: str) -> None:
     """Prints one line for the user on stdout, made safe by `printable`, and logs it at level info."""
     print(printable(text), flush=True)

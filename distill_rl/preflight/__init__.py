@@ -6,9 +6,10 @@ All problems are collected and reported together. Nothing here loads a model's w
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from distill_rl.config import validate
 from distill_rl.config.derive import total_steps
@@ -57,7 +58,14 @@ class Checked:
         return self.config
 
 
-def gather(path: str | Path, overrides: Sequence[str] = (), *, clean: bool = False, download: bool = True) -> Checked:
+def gather(
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+    *,
+    clean: bool = False,
+    download: bool = True,
+) -> Checked:
     """Reads, validates and inspects a configuration and the run directory, so that a user sees every problem at once.
 
     Bad input raises nothing; its problems are in the result. A key with an invalid value has its default in the later
@@ -65,11 +73,11 @@ def gather(path: str | Path, overrides: Sequence[str] = (), *, clean: bool = Fal
     checked.
 
     Args:
-        overrides: `key=value`, as for `load_config`.
+        source, overrides, settings: as for `read_config`.
         clean: whether the run directory may hold an earlier run, which the run will delete; nothing is deleted here.
         download: as for `inspect`.
     """
-    config, invalid = read_config(path, overrides)
+    config, invalid = read_config(source, overrides, settings)
     if config is None:
         return Checked(None, invalid.lines, [], Facts())
     inspected = inspect(config, download=download)

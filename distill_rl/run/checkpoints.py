@@ -170,7 +170,7 @@ class CheckpointStore:
             try:
                 return read(path, within=self._root)
             except CheckpointError as error:
-                warn(str(error))
+                warn(" ".join(error.problems))
         return None
 
     def clean_up(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ _ONE_REQUEST_S = 1.0
 
 
 class Preempted(BaseException):
-    """SIGTERM or SIGUSR1 arrived while there was no step to finish. Like KeyboardInterrupt, this is not an error."""
+    """SIGTERM or SIGUSR1 ended a run, or arrived while there was no step to finish. Not an error, like KeyboardInterrupt."""
 
 
 class Signals:
@@ -38,16 +39,21 @@ class Signals:
 
     A repeated SIGTERM or SIGUSR1 does not count within a second of the first. The first SIGTERM after a SIGUSR1 never
     counts: a scheduler sends it at the time limit, while the run is saving.
+
+    With `embedded` the process belongs to a caller, such as a notebook. It is never ended: the last kind of request goes
+    to the handler from before. In another thread than the main one, which alone can handle signals, nothing is handled.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, embedded: bool = False) -> None:
         """Makes the object, without touching any handler; the main thread must then enter it to install its handlers.
 
         Args:
             clock: seconds, monotonic.
+            embedded: see the class.
         """
         self.preempted = False
         self._clock = clock
+        self._embedded = embedded
         self._asked_at = 0.0
         self._asked_by = 0
         self._interrupted = False
@@ -55,14 +61,15 @@ class Signals:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Signals:
-        """Installs the handlers for SIGTERM, SIGUSR1 and SIGINT; only the main thread can."""
+        """Installs the handlers for SIGTERM, SIGUSR1 and SIGINT; only the main thread can (see `embedded`)."""
         self._previous = self._install()
         return self
 
     def __exit__(self, *exc: object) -> None:
         """Restores the handlers from before `__enter__`."""
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            # None: set by something other than Python, which cannot set it again
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
 
     def install_again(self) -> None:
         """Installs the handlers of this object again. Call it after Ray has started, because Ray installs its own."""
@@ -107,14 +114,16 @@ class Signals:
 
     def _install(self) -> dict[int, object]:
         """Installs the handler for all three signals, and returns the previous handler of each."""
+        if self._embedded and threading.current_thread() is not threading.main_thread():
+            return {}
         return {number: signal.signal(number, self._on_signal) for number in (*PREEMPT, signal.SIGINT)}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Handles SIGTERM, SIGUSR1 and SIGINT: notes a request to stop, by the table of the class.
 
         Inside `at_once` it also raises, as `raise_if_stopping` does. Once the run was told to stop now, Ctrl-C, or
-        SIGTERM or SIGUSR1 again, ends the process with 130. SIGTERM or SIGUSR1 within a second of the first is the same
-        request.
+        SIGTERM or SIGUSR1 again, ends the process with 130, or if `embedded` goes to the handler from before. SIGTERM
+        or SIGUSR1 within a second of the first is the same request.
         """
         if number in PREEMPT and not self.preempted:
             self.preempted, self._asked_at, self._asked_by = True, self._clock(), number
@@ -125,6 +134,11 @@ class Signals:
             return
         elif not self._interrupted:
             self._interrupted = True
+        elif self._embedded:
+            before = self._previous.get(number)
+            if callable(before):
+                before(number, frame)
+            return
         else:
             os._exit(EXIT_INTERRUPTED)
         if self._at_once:

@@ -75,6 +75,16 @@ def test_dense_kl_with_cross_entropy(divergence: str, shape: tuple[int, int], dt
     assert_right(student, DenseLogits(teacher), **keywords)
 
 
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+def test_block_that_only_one_side_masks_is_infinite(divergence: str):
+    """The first block is masked on the side that must have mass there, so that no maximum is known yet."""
+    student, teacher = (logits(seed, (2, 5000), torch.float32, masked=False) for seed in (0, 1))
+    (student if divergence == "forward_kl" else teacher)[:, :2048] = -torch.inf
+    assert kd_loss(student, DenseLogits(teacher), divergence=divergence, backend="triton").loss > 1e30
+    both = [side.masked_fill(torch.arange(5000) < 2048, -torch.inf) for side in (student, teacher)]
+    assert_right(both[0], DenseLogits(both[1]), divergence=divergence)
+
+
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("divergence", DIVERGENCES)

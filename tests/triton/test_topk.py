@@ -57,6 +57,16 @@ def test_what_the_kernel_cannot_hold_is_refused_or_left_to_torch(shape: tuple[in
     assert vocab_parallel_topk(z, k).ids.shape == (1, k)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 8.0])
+def test_masked_columns_have_probability_zero(temperature: float):
+    z = torch.full((1, 300), -torch.inf)
+    z[0, [3, 200]] = torch.tensor([1.0, 2.0])
+    found = vocab_parallel_topk(z, 4, temperature=temperature, backend="triton")
+    assert found.ids[0, :2].tolist() == [200, 3]
+    assert found.logprobs[0, 2:].tolist() == [-torch.inf] * 2
+    assert found.rest_logprob.tolist() == [-torch.inf]
+
+
 def test_rest_is_exact_however_small_it_is():
     z = torch.full((1, 5000), -400.0)
     z[0, 7] = 0.0

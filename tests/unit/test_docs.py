@@ -17,6 +17,8 @@ NAMED_FILE = re.compile(r"(?<![\w./*-])(?:[\w.-]+/)*[\w-]+\.(?:py|sh|sbatch)\b")
 FILES_OF_USERS = {"capitals.py", "my_suite.py", "runs/my/submit.sbatch", "submit.sbatch"}
 FOLDERS = ("distill_rl", "tests", "launch", "configs")
 MUST_RUN = {"alignment.md", "library.md", "losses.md"}
+STARTS_RAY = {"python.md"}
+"""Run by `tests/cli/test_python.py`, in a process of its own."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def snippets(page: str) -> list[Snippet]:
 PAGES = {path.name: snippets(path.read_text("utf-8")) for path in sorted(DOCS.glob("*.md"))}
 
 
-@pytest.mark.parametrize("name", [name for name, found in PAGES.items() if found])
+@pytest.mark.parametrize("name", [name for name, found in PAGES.items() if found and name not in STARTS_RAY])
 def test_snippets_run_in_order_and_print_what_the_page_shows(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,4 +58,5 @@ def test_problems_of_runs_all_checks_and_collects_config_errors():
 def test_error_of_many_problems_survives_pickling():
     error = pickle.loads(pickle.dumps(ConfigError.many(["first: bad", "second: worse"])))
     assert error.problems == ("first: bad", "second: worse")
+    assert str(error) == "first: bad\nsecond: worse"
     assert WorkerError("one").problems == ("one",)

@@ -48,7 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": ENGINES | {"quickstart", "workers", "evals"},
     "gpu_check": ENGINES | {"bench"},
     "__main__": {"cli"},
-    "__init__": set(),
+    "api": BASE | {"commands", "config", "observe", "preflight"},
+    "__init__": {"api", "config", "errors", "system"},
 }
 
 RAY = ("workers/", "transport/object_store.py", "service/")

@@ -90,7 +90,8 @@ def best(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Te
         K=padded,
     )
     centre = values[:, 0].masked_fill(values[:, 0] <= FLOOR, Centre.NOTHING)
-    values = ((values - centre[:, None]) / temperature).clamp_min(FLOOR)
+    masked = values <= FLOOR
+    values = ((values - centre[:, None]) / temperature).clamp_min(FLOOR).masked_fill_(masked, FLOOR)
     return columns, values, rest.clamp_min(FLOOR), centre
 
 

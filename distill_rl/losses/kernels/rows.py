@@ -213,7 +213,8 @@ def pair_sums(
 ):
     """Per row: both sides' maximum m and Σ exp((z − m)/T), and Σ exp(x)·(x − y) with x the leading side's (z − m)/T.
 
-    y is the other side's. With AT_ONE also the student's Σ exp(z − m). Masked columns add exp = 0.
+    y is the other side's. With AT_ONE also the student's Σ exp(z − m). Masked columns add exp = 0, and are at the floor
+    even where a side has nothing but masked columns so far: one that only the student masks must not go unnoticed.
 
     When maxima rise by d (of x) and e (of y), both over T, the weighted sum over columns already seen becomes
     Σ exp(x − d)·(x − d − y + e) = exp(−d)·(weighted − (d − e)·total).
@@ -247,6 +248,8 @@ def pair_sums(
         e = tl.where(n > floor, (n_raised - n) * inverse_temperature, 0.0)
         u = tl.maximum((z - m_raised) * inverse_temperature, floor, propagate_nan=tl.PropagateNan.ALL)
         v = tl.maximum((w - n_raised) * inverse_temperature, floor, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.where(z <= floor, floor, u)
+        v = tl.where(w <= floor, floor, v)
         exp_u = tl.where(z <= floor, 0.0, tl.exp(u))
         exp_v = tl.where(w <= floor, 0.0, tl.exp(v))
         if TEACHER_LEADS:

@@ -89,10 +89,13 @@ def ray_session(
             here, also when that fails, and before a pending signal is delivered.
 
     Raises:
-        ConfigError: no cluster answers at the address, it refuses this user or asks for no token although tokens are in
-            use, this user has no usable token, or /dev/shm or /tmp has too little room.
+        ConfigError: this process uses Ray already, no cluster answers at the address, it refuses this user or asks for
+            no token although tokens are in use, this user has no usable token, or /dev/shm or /tmp has too little room.
         WorkerError: Ray did not start.
     """
+    if ray.is_initialized():
+        remedy = "call ray.shutdown() first; ray.address makes a run join a cluster"
+        raise ConfigError("Ray", "is connected in this process already", remedy=remedy)
     # The driver handles every error of an actor's call. Ray would also print those of calls that are dropped because
     # their actor is replaced, with hundreds of lines of traceback.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")

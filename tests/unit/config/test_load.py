@@ -213,3 +213,32 @@ def test_loading_imports_no_heavy_library(write):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_python_values_need_no_file_and_are_those_of_yaml(write):
+    settings = {
+        "student": {"model": Path("s")},
+        "data.path": "d",
+        "train": {"steps": 10},
+        "optimizer.betas": (0.9, 0.98),
+    }
+    config, findings = read_config(settings)
+    assert findings.lines == []
+    assert config == load_config(write(MINIMAL, "distill.yaml"), ["optimizer.betas=[0.9, 0.98]"])
+
+
+def test_python_values_are_merged_into_a_file_and_come_after_overrides(write):
+    given = {"train": {"micro_batch_size": 4}}
+    config, findings = read_config(write(MINIMAL), ["train.micro_batch_size=2", "train.global_batch_size=8"], given)
+    assert findings.lines == []
+    assert (config.train.steps, config.train.micro_batch_size, config.train.global_batch_size) == (10, 4, 8)
+    assert given == {"train": {"micro_batch_size": 4}}
+
+
+def test_python_values_are_checked_all_at_once():
+    _, findings = read_config({"trian": {"steps": 1}, "train": {"step": 3}, 5: 1, "optimizer.lr": "big"})
+    lines = "\n".join(findings.lines)
+    assert "trian: unknown key; did you mean train?" in lines
+    assert "train.step: unknown key; did you mean train.steps?" in lines
+    assert "5: the name of a setting is a text; for example train, or train.steps" in lines
+    assert "optimizer.lr: must be a number; got 'big'" in lines

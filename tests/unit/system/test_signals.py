@@ -97,3 +97,35 @@ def test_second_ctrl_c_ends_the_process_at_once():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (130, "")
+
+
+def test_embedded_a_further_ctrl_c_goes_to_the_handler_from_before():
+    with Signals(embedded=True) as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signals.raise_if_interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_embedded_the_process_is_never_ended():
+    with Signals(embedded=True) as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)  # noted; a further one has no handler in Python that it could go to
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signals.preempted
+
+
+def test_embedded_in_another_thread_nothing_is_handled():
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def enter() -> None:
+        with Signals(embedded=True) as signals:
+            signals.install_again()
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [before]

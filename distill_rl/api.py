@@ -1,0 +1,178 @@
+"""Runs from Python: `distill` and `check` do what `distill-rl train` and `distill-rl check` do.
+
+They return results instead of printing them, and raise instead of giving exit codes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distill_rl.config.save import escaped
+from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError, DistillError
+from distill_rl.observe.log import console
+from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Source = str | PathLike[str] | Mapping[str, Any] | Config
+"""A configuration: the path of a YAML file; settings, nested or by dotted key; or a `Config`."""
+
+_SHORT = {"student": "model", "teachers": "model", "data": "path"}
+"""Section → the setting that a text in place of the section gives."""
+_one_at_a_time = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """A finished run."""
+
+    run_dir: Path
+    export: Path
+    """Folder of the student, with its tokenizer and model card, for `from_pretrained`."""
+    metrics: Mapping[str, float | None]
+    """The last value of every metric, by name. None: it was not finite."""
+
+    @property
+    def report(self) -> Path:
+        """The page with the run's curves."""
+        return self.run_dir / "report.html"
+
+    def student(self, **keywords: Any) -> PreTrainedModel:
+        """Loads the student; keywords are those of `from_pretrained`."""
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.export, **keywords)
+
+    def tokenizer(self, **keywords: Any) -> PreTrainedTokenizerBase:
+        """Loads the student's tokenizer; keywords are those of `from_pretrained`."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.export, **keywords)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What is known about a run before it starts."""
+
+    config: Config | None
+    """With all defaults; None if the file could not be read."""
+    problems: tuple[str, ...]
+    """Why it could not start, a line each; empty if it could."""
+    unreachable: tuple[str, ...]
+    """What could not be checked, and why."""
+    summary: tuple[str, ...]
+    """Derived sizes, estimated memory and notes, a line each; empty if there are problems."""
+
+    def __bool__(self) -> bool:
+        """Whether a run could start."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        unreachable = (f"not checked: {line}" for line in self.unreachable)
+        return "\n".join([*self.summary, *unreachable, *(f"error: {line}" for line in self.problems)])
+
+
+def distill(
+    config: Source | None = None, /, *, resume: bool | str = False, clean: bool = False, **settings: Any
+) -> Distilled:
+    """Trains a student to its end, exports it, and returns where it is.
+
+    `distill("my.yaml", train={"steps": 100})`, `distill(student="s", teachers=["t"], data="rows.jsonl", train={…})`. The
+    run directory, its contents and the progress lines on stdout are those of `distill-rl train`. Ray is started for the
+    run and ended with it. One run at a time per process.
+
+    Ctrl-C raises KeyboardInterrupt after the workers have been ended. SIGTERM and SIGUSR1 end the run after the current
+    step, with a checkpoint. The handlers from before are then back. In another thread than the main one, no signal is
+    handled, and the run cannot be interrupted.
+
+    Args:
+        config: None: the settings are all there is.
+        resume: continue the run in the run directory, from its newest checkpoint; `"auto"`: if it has one. Any other
+            text is the path of a step folder.
+        clean: delete the contents of the run directory first.
+        settings: sections by name, and settings by dotted key (`**{"optimizer.lr": 1e-4}`); they come after `config`. A
+            text in place of a section is the model of the student or of a teacher, or the path of the data.
+
+    Raises:
+        ConfigError: bad input, with all problems at once (`problems`); nothing was started.
+        DistillError: the error that ended the run.
+        KeyboardInterrupt: Ctrl-C.
+        Preempted: SIGTERM or SIGUSR1 ended the run; `resume="auto"` continues it.
+    """
+    from distill_rl.commands.train import run_config
+    from distill_rl.observe.sinks.sinks import read_records
+    from distill_rl.preflight import gather
+    from distill_rl.preflight.run_directory import paths_of
+
+    if not _one_at_a_time.acquire(blocking=False):
+        raise ConfigError("distill", "runs once at a time in a process", None, "wait for the other call")
+    try:
+        if resume:
+            settings["checkpoint.resume"] = "latest" if resume is True else resume
+        with console():
+            checked = gather(_source(config), (), _expanded(settings), clean=clean).require_valid()
+            paths = paths_of(checked)
+            paths = type(paths)(paths.root.absolute())
+            code = run_config(checked, Signals(embedded=True), clean=clean)
+    finally:
+        _one_at_a_time.release()
+    if code == EXIT_PREEMPTED:
+        raise Preempted(f'the run in {paths.root} was asked to stop, and did; continue it with resume="auto"')
+    if code:
+        raise DistillError(f"the run in {paths.root}", "must end with code 0", code)
+    metrics: dict[str, float | None] = {}
+    for record in read_records(paths.metrics):
+        metrics |= {name: value for name, value in record.items() if name not in ("step", "time")}
+    return Distilled(paths.root, paths.export, metrics)
+
+
+def check(config: Source | None = None, /, **settings: Any) -> Check:
+    """Checks a run and derives its sizes; starts nothing and downloads no weights or data.
+
+    Args:
+        config, settings: as for `distill`.
+    """
+    from distill_rl.commands.check import summary
+    from distill_rl.preflight import gather
+
+    found = gather(_source(config), (), _expanded(settings), clean=True, download=False)
+    lines = [] if found.config is None or found.problems else summary(found.config, found.facts)
+    return Check(found.config, tuple(found.problems), tuple(found.unreachable), tuple(lines))
+
+
+def _source(config: Source | None) -> str | Path | Mapping[str, Any]:
+    """The configuration as `gather` takes it.
+
+    Raises:
+        ConfigError: it is none of `Source`.
+    """
+    if config is None:
+        return {}
+    if isinstance(config, Config):
+        return escaped(asdict(config))
+    if isinstance(config, Mapping):
+        return _expanded(config)
+    if isinstance(config, str | PathLike):
+        return fspath(config)
+    rule = "must be the path of a YAML file, a mapping, or a Config"
+    raise ConfigError("the configuration", rule, type(config).__name__, "or give the settings as keywords")
+
+
+def _expanded(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with whole sections where a text stands for one, and a list of the teachers."""
+    expanded = dict(settings)
+    for section, key in _SHORT.items():
+        value = expanded.get(section)
+        if section != "teachers":
+            expanded |= {section: {key: value}} if isinstance(value, str | PathLike) else {}
+        elif value is not None:
+            entries = value if isinstance(value, list | tuple) else [value]
+            expanded[section] = [{key: entry} if isinstance(entry, str | PathLike) else entry for entry in entries]
+    return expanded
