@@ -78,7 +78,7 @@ def test_runs_in_one_process_end_resume_and_stop(material, tmp_path: Path):
     pid, out = ended(SCRIPT, tmp_path)
     lines = out.splitlines()
     assert "first True True True" in lines
-    assert [line for line in lines if line.startswith("preempted the run in ")][0].endswith('resume="auto"'), out
+    assert next(line for line in lines if line.startswith("preempted the run in ")).endswith('resume="auto"'), out
     assert "interrupted" in lines
     assert "handlers True" in lines
     assert "distill: runs once at a time in a process; wait for the other call" in lines
