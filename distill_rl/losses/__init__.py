@@ -4,6 +4,7 @@ A library of its own: it needs torch and nothing else of this package. See docs/
 """
 
 from distill_rl.losses import reference
+from distill_rl.losses.agreement import Agreement, token_agreement
 from distill_rl.losses.core.student import StudentHidden
 from distill_rl.losses.core.task import KDOutput
 from distill_rl.losses.cross_tokenizer import METHODS, chunk_kd_loss
@@ -22,6 +23,7 @@ Bridge = VocabularyProjection
 
 __all__ = [
     "METHODS",
+    "Agreement",
     "Bridge",
     "ChunkOutput",
     "Chunks",
@@ -40,6 +42,7 @@ __all__ = [
     "kd_loss",
     "reference",
     "reference_chunks",
+    "token_agreement",
     "vocab_parallel_logprobs",
     "vocab_parallel_topk",
 ]

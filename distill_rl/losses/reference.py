@@ -152,6 +152,35 @@ def _rows(
     return (f(p, q, beta) + BALANCES[name](p.exp(), q.exp(), beta)).sum(1), *masses
 
 
+def token_agreement(
+    student_logits: Tensor,
+    teacher: Teacher,
+    *,
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """`losses.token_agreement` on unsharded tensors in fp64: per row `top1` and `acceptance`, [N]; 0 for ignored rows."""
+    z = student_logits.double().reshape(-1, student_logits.shape[-1])
+    q = (z / temperature).log_softmax(1).exp()
+    if isinstance(teacher, TopKLogprobs):
+        ids, p = teacher.ids.long(), teacher.logprobs.double().exp()
+        outside = torch.ones_like(q, dtype=torch.bool).scatter(1, ids, False)
+        rest_p = 1 - p.sum(1) if teacher.rest_logprob is None else teacher.rest_logprob.double().exp()
+        acceptance = torch.minimum(p, q.gather(1, ids)).sum(1)
+        acceptance += torch.minimum(rest_p.clamp_min(0), (q * outside).sum(1))
+        top = ids[:, 0]
+    else:
+        w = teacher_logits(teacher)
+        acceptance = torch.minimum((w / temperature).log_softmax(1).exp(), q).sum(1)
+        top = w.argmax(1)
+    top1 = (z.argmax(1) == top).double()
+    if labels is None:
+        return top1, acceptance
+    ignored = labels.reshape(-1) == ignore_index
+    return top1.masked_fill(ignored, 0), acceptance.masked_fill(ignored, 0)
+
+
 def _limit(divergence: str, beta: float) -> str:
     """The name of the plain KL that `divergence` becomes at a `beta` of 0 or 1; otherwise its own name."""
     if beta == 0 and divergence in ("jsd", "skewed_forward_kl"):

@@ -46,7 +46,8 @@ from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World, data_mesh
 from distill_rl.parallel.shards import mask_padded_columns
 from distill_rl.student import checkpoint
-from distill_rl.student.objective import Blend, LossSums, Objective, ObjectiveOutput, Target
+from distill_rl.student.loss_sums import LossSums
+from distill_rl.student.objective import Blend, Objective, ObjectiveOutput, Target
 from distill_rl.student.optim import Schedule, build_optimizer, clip_gradients
 from distill_rl.student.projections import complete_gradient, open_projections, save_learned
 from distill_rl.student.step_guard import StepGuard
@@ -61,6 +62,9 @@ TargetSource = Callable[[int, int], AbstractContextManager[Sequence[Target | Non
 """`targets(first_row, num_rows)`: the targets of these rows of the global batch, one entry per teacher in the order of
 the config, each flattened to [num_rows·S, …], on any device, read-only and valid inside the block. None for a teacher that
 the run has lost; an empty list without teachers."""
+
+_VALIDATED = ("kl_loss", "nll_loss", "top1_agreement", "acceptance")
+"""What a validation pass reports, without its prefix."""
 
 log = logging.getLogger(__name__)
 
@@ -215,20 +219,21 @@ class StudentEngine:
 
     @torch.no_grad()
     def evaluate(self, batch: RankBatch, targets: TargetSource, scores: Sequence[float] = ()) -> dict[str, Metric]:
-        """Returns `validation/nll_loss` and, with teachers, `validation/kl_loss`, without gradient or dropout.
+        """Returns losses and agreement with the teachers on held-out rows, without gradient or dropout. Collective.
 
-        Collective. The arguments are those of `train_step`. The metrics are merged over ranks like its own; on all but
+        They are `validation/nll_loss` and with teachers, as in `LossSums.metrics`, `kl_loss`, `top1_agreement` and
+        `acceptance`. The arguments are those of `train_step`. The metrics are merged over ranks like its own; on all but
         the first tensor-parallel rank the result is `{}`. The model is in training mode afterwards.
         """
         blend = self.objective.blend(scores, self.kd_scale)
         self.model.eval()
         try:
-            sums = self._run(batch, targets, blend)
+            sums = self._run(batch, targets, blend, with_agreement=bool(self.objective.teachers))
         finally:
             reshard(self.model)
             self.model.train()
         report = self._metrics("validation", batch, sums, blend)
-        return {name: report[name] for name in ("validation/kl_loss", "validation/nll_loss") if name in report}
+        return {name: metric for name, metric in report.items() if name.split("/")[1] in _VALIDATED}
 
     @gpu_phase("checkpoint copy")
     def save(self, directory: str | Path, marker: str | Path | None = None) -> None:
@@ -315,7 +320,14 @@ class StudentEngine:
             save_learned(self.objective.projections, self.cross_tokenizer_specs, Path(folder))
 
     def _run(
-        self, batch: RankBatch, targets: TargetSource, blend: Blend, *, backward: bool = False, last: bool = False
+        self,
+        batch: RankBatch,
+        targets: TargetSource,
+        blend: Blend,
+        *,
+        backward: bool = False,
+        last: bool = False,
+        with_agreement: bool = False,
     ) -> LossSums:
         """Runs forward, and on request backward, over all micro-batches of `batch`; returns this rank's summed losses.
 
@@ -325,8 +337,9 @@ class StudentEngine:
             backward: add the gradient to the parameters'.
             last: with `backward`, whether the gradient of the step is complete afterwards, so that it must be reduced
                 over ranks.
+            with_agreement: as in `Objective.forward`.
         """
-        sums = LossSums(len(self.objective.teachers), self.world.device)
+        sums = LossSums(len(self.objective.teachers), self.world.device, with_agreement)
         end = batch.first_row + batch.rows.shape[0]
         for first_row, rows in micro_batches(batch, self.config.train.micro_batch_size):
             if backward:
@@ -336,7 +349,7 @@ class StudentEngine:
             chunks = [part and part[start : start + rows.shape[0]] for part in batch.chunks]
             with gpu_phase("forward"), targets(first_row, rows.shape[0]) as fetched:
                 moved = [target and _on_device(target, self.world.device) for target in fetched]
-                output = self._objective_of(rows, labels, moved, batch.num_labels, chunks, blend)
+                output = self._objective_of(rows, labels, moved, batch.num_labels, chunks, blend, with_agreement)
                 if backward:
                     with gpu_phase("backward"):
                         output.loss.backward()
@@ -406,21 +419,23 @@ class StudentEngine:
         num_labels: int,
         chunks: Sequence[ChunkRows | None],
         blend: Blend,
+        with_agreement: bool,
     ) -> ObjectiveOutput:
         """The forward pass of a micro-batch and its loss; other arguments as in `Objective.forward`.
 
         With a fused loss the logits are never made as a whole. Padded columns are masked either way.
         """
         own_labels = int(np.count_nonzero(rows.labels != IGNORE_INDEX))
+        arguments = labels, targets, num_labels, chunks, blend, own_labels, with_agreement
         if not self.fused:
-            return self.objective(self._logits(rows), labels, targets, num_labels, chunks, blend, own_labels)
+            return self.objective(self._logits(rows), *arguments)
 
         scale, softcap = forward.scale_and_cap(self.model.config)
 
         def loss(hidden: Tensor, layer: Any) -> ObjectiveOutput:
             bias = layer.bias if getattr(layer, "bias", None) is None else layer.bias * scale
             student = StudentHidden(hidden, layer.weight, bias, softcap, scale, self.vocabulary_size)
-            return self.objective(student, labels, targets, num_labels, chunks, blend, own_labels)
+            return self.objective(student, *arguments)
 
         ids, positions, documents = self._inputs(rows)
         return forward.with_hidden(self.model, ids, positions, loss, documents)

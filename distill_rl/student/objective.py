@@ -16,13 +16,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from distill_rl.config.schema import LossConfig, TeacherConfig
 from distill_rl.losses import (
-    Chunks,
     DenseLogits,
     HiddenStates,
     chunk_kd_loss,
@@ -31,8 +29,8 @@ from distill_rl.losses import (
 from distill_rl.losses.core.student import Student, columns_of
 from distill_rl.losses.core.trees import as_tree
 from distill_rl.losses.targets import Teacher, Wire
-from distill_rl.models.inputs import to_device
-from distill_rl.observe.metrics import Metric
+from distill_rl.student.agreement import agreement_of_chunks, agreement_of_tokens
+from distill_rl.student.chunk_rows import flat_chunks
 from distill_rl.student.projections import CrossTokenizerLoss
 from distill_rl.student.teacher_heads import TeacherHead
 from distill_rl.types import ChunkRows
@@ -56,6 +54,9 @@ class ObjectiveOutput:
     kd_per_teacher: tuple[Tensor, ...]
     teacher_mass: Tensor
     """Scalar: summed probability inside the first teacher's top k; 0 without teachers."""
+    agreement: Tensor | None = None
+    """fp64 [teachers, 4], if it was asked for: rows with the same most likely token on both sides, and rows compared;
+    summed acceptance, and rows compared. Zeros for what has no meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,7 @@ class Objective(nn.Module):
         chunks: Sequence[ChunkRows | None] = (),
         blend: Blend | None = None,
         own_labels: int | None = None,
+        with_agreement: bool = False,
     ) -> ObjectiveOutput:
         """Returns the loss of one micro-batch, with its parts as detached sums.
 
@@ -164,6 +166,8 @@ class Objective(nn.Module):
             blend: of this step; None: the weights of the settings.
             own_labels: labelled tokens of this micro-batch; None: they are counted, which waits for a GPU if the logits
                 are made here.
+            with_agreement: also measure how far both sides agree (`ObjectiveOutput.agreement`), in a pass of its own
+                over the vocabulary for every teacher.
 
         Raises:
             ValueError: the number of targets is not that of the teachers; chunks are missing or superfluous; or hidden
@@ -195,13 +199,14 @@ class Objective(nn.Module):
             elif cross is not None and rows is not None:
                 terms.append(self._chunk_term(batch, self._with_head(target, i), rows, cross, kd, ce))
             else:
-                terms.append(self._token_term(batch, self._with_head(target, i), kd, ce))
+                terms.append(self._token_term(batch, self._comparable(student, target, i), kd, ce))
         return ObjectiveOutput(
             loss=torch.stack([term.loss for term in terms]).sum(),
             kd=torch.stack([term.kd * share for term, share in zip(terms, blend.shares)]).sum(),
             ce=terms[first].ce,
             kd_per_teacher=tuple(term.kd for term in terms),
             teacher_mass=terms[first].teacher_mass,
+            agreement=self._agreement(batch, targets, chunks) if with_agreement else None,
         )
 
     def _token_term(self, batch: _MicroBatch, target: Teacher | None, kd: float, ce: float) -> _Term:
@@ -218,8 +223,6 @@ class Objective(nn.Module):
         """
         factor = kd + ce
         ratio = kd / factor if factor > 0 else 1.0
-        if isinstance(target, DenseLogits):
-            target = _with_columns_of(batch.student, target)
         output = kd_loss(
             batch.student,
             target,
@@ -282,6 +285,28 @@ class Objective(nn.Module):
         loss = output.kd * (kd * labels_per_chunk / batch.num_labels) + output.ce * (ce / batch.num_labels)
         return _Term(loss, output.kd.detach() * labels_per_chunk, output.ce.detach(), output.teacher_mass)
 
+    def _agreement(
+        self, batch: _MicroBatch, targets: Sequence[Target | None], chunks: Sequence[ChunkRows | None]
+    ) -> Tensor:
+        """Measures how far the student agrees with each teacher: `ObjectiveOutput.agreement`."""
+        found: list[Tensor] = []
+        for i, (target, rows, cross) in enumerate(zip(targets, chunks, self.cross_tokenizer)):
+            if target is None:
+                found.append(torch.zeros(4, dtype=torch.float64, device=batch.labels.device))
+            elif cross is not None and rows is not None:
+                teacher, projection = self._with_head(target, i), cross[1]
+                fixed = projection() if isinstance(projection, nn.Module) else projection
+                found.append(agreement_of_chunks(batch.student, batch.labels, teacher, rows, fixed))
+            else:
+                teacher = self._comparable(batch.student, target, i)
+                found.append(agreement_of_tokens(batch.student, batch.labels, teacher, batch.own_labels))
+        return torch.stack(found)
+
+    def _comparable(self, student: Student, target: Target, teacher: int) -> Teacher:
+        """Returns the targets of a teacher with the student's tokenizer, in this rank's columns (logits only)."""
+        found = self._with_head(target, teacher)
+        return _with_columns_of(student, found) if isinstance(found, DenseLogits) else found
+
     def _with_head(self, target: Target, teacher: int) -> Teacher:
         """Joins hidden states with their teacher's output layer, so that logits are computed a chunk at a time.
 
@@ -301,21 +326,6 @@ class Objective(nn.Module):
         return head.attach(target)
 
 
-def flat_chunks(rows: ChunkRows, device: torch.device) -> Chunks:
-    """Converts the chunks of a micro-batch from rows to flattened tokens on `device`.
-
-    Every row numbers its chunks from 0, and −1 stands for no chunk; in the result they are numbered consecutively over
-    all rows.
-    """
-    counts = rows.student.max(axis=1, initial=-1) + 1
-    first = np.cumsum(counts) - counts
-
-    def flattened(side: np.ndarray) -> Tensor:
-        return to_device(np.where(side >= 0, side + first[:, None], -1).ravel(), device)
-
-    return Chunks(flattened(rows.student), flattened(rows.teacher), int(counts.sum()))
-
-
 def _with_columns_of(student: Student, target: DenseLogits) -> DenseLogits:
     """Returns a teacher's whole logits, cut or padded with −inf to this rank's columns of the student's.
 
@@ -325,44 +335,3 @@ def _with_columns_of(student: Student, target: DenseLogits) -> DenseLogits:
     missing = max(shard.offset + shard.size - target.logits.shape[-1], 0)
     padded = nn.functional.pad(target.logits, (0, missing), value=-torch.inf)
     return DenseLogits(padded[:, shard.offset : shard.offset + shard.size], target.label_logprob)
-
-
-class LossSums:
-    """Losses of several micro-batches, summed on the device in fp64 and read by the host once."""
-
-    def __init__(self, num_teachers: int, device: torch.device):
-        self._num_teachers = num_teachers
-        self._sums = torch.zeros(3 + num_teachers, dtype=torch.float64, device=device)
-
-    def add(self, output: ObjectiveOutput) -> None:
-        """Adds a micro-batch's sums, in fp64 and without waiting for the device."""
-        self._sums += torch.stack([output.kd, output.ce, output.teacher_mass, *output.kd_per_teacher]).to(torch.float64)
-
-    @property
-    def kd_and_ce(self) -> Tensor:
-        """fp64 [2]: this rank's sums of KD and CE."""
-        return self._sums[:2]
-
-    def metrics(self, prefix: str, objective: Objective, blend: Blend, num_labels: int) -> dict[str, Metric]:
-        """Returns the means of what was added, by name with `{prefix}/`.
-
-        They are `loss` and `nll_loss`; with teachers `kl_loss`, and `teacher_mass` if the first one has the student's
-        tokenizer; with several also `kl_loss/NAME` of those that the run has not lost. In addition, `tokens` is
-        `num_labels`. Waits for the device.
-
-        Args:
-            blend: of the step whose micro-batches were added.
-            num_labels: this rank's labelled tokens in them: divides the sums, and is the weight of the means.
-        """
-        kd, ce, mass, *kd_per_teacher = (self._sums / max(num_labels, 1)).tolist()
-        means = {"loss": blend.kd * kd + blend.ce * ce, "nll_loss": ce}
-        if self._num_teachers:
-            means["kl_loss"] = kd
-            if objective.cross_tokenizer[0] is None:
-                means["teacher_mass"] = mass
-        if self._num_teachers > 1:
-            for teacher, value, share in zip(objective.teachers, kd_per_teacher, blend.shares):
-                if share > 0 or teacher.weight == 0:  # otherwise the run has lost it
-                    means[f"kl_loss/{teacher.name}"] = value
-        metrics = {f"{prefix}/{name}": Metric(value, "mean", num_labels) for name, value in means.items()}
-        return metrics | {f"{prefix}/tokens": Metric(num_labels, "sum")}

@@ -17,7 +17,7 @@ from distill_rl.bench.gpu.engines import Engines, made_up_chunks, made_up_projec
 from distill_rl.bench.gpu.shapes import PAIRS, TINY_QWEN3, TINY_STUDENT, Pair, Shape
 from distill_rl.losses import VocabularyProjection, chunk_kd_loss, kd_loss, vocab_parallel_topk
 from distill_rl.parallel.mesh import close_world, open_world
-from distill_rl.student.objective import flat_chunks
+from distill_rl.student.chunk_rows import flat_chunks
 from distill_rl.student.optim import clip_gradients
 from tests.bench.test_shapes import make
 from tests.helpers.traffic import Traffic

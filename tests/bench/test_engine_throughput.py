@@ -19,7 +19,7 @@ from distill_rl.bench.gpu.shapes import PAIRS, TINY_LLAMA, TINY_PAIRS, Pair
 from distill_rl.bench.gpu.timing import Clock
 from distill_rl.losses.cross_tokenizer.chunks import pair as pair_chunks
 from distill_rl.parallel.mesh import World, close_world, open_world
-from distill_rl.student.objective import flat_chunks
+from distill_rl.student.chunk_rows import flat_chunks
 from tests.helpers.load import load_model
 
 CPU = torch.device("cpu")

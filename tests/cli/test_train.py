@@ -59,6 +59,14 @@ def test_a_run_leaves_the_documented_files(straight):
     )
 
 
+def test_validation_measures_agreement_with_the_teacher(straight):
+    (first, before), (last, after) = series(straight, "validation/acceptance")
+    assert (first, last) == (4, 8)
+    assert 0 < before < after < 1
+    assert [step for step, share in series(straight, "validation/top1_agreement") if 0 <= share <= 1] == [4, 8]
+    assert not series(straight, "train/acceptance")
+
+
 def test_training_lowers_the_validation_loss(straight):
     kd, ce = dict(series(straight, "validation/kl_loss")), dict(series(straight, "validation/nll_loss"))
     assert kd[8] + 0.5 * ce[8] < kd[4] + 0.5 * ce[4]

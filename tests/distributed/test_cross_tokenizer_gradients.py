@@ -14,8 +14,8 @@ from distill_rl.data.cross_tokenizer_batch import BatchBuilder, CrossTokenizerTe
 from distill_rl.losses import DenseLogits, TopKLogprobs, VocabularyProjection
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks
 from distill_rl.parallel.mesh import World, open_world
+from distill_rl.student.chunk_rows import flat_chunks
 from distill_rl.student.engine import StudentEngine
-from distill_rl.student.objective import flat_chunks
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import CrossTokenizerSpec, Cursor, DocumentBatch, RankBatch
 from tests.helpers import ranks

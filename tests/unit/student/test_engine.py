@@ -150,7 +150,8 @@ def test_evaluation_reports_losses_and_changes_nothing(world, folders, rows):
                 report = engine.evaluate(rank_batch(rows), source)
             trained = engine.train_step(rank_batch(rows), source)
         weights.append(whole_parameters(engine.model))
-    assert report.keys() == {"validation/kl_loss", "validation/nll_loss"}
+    names = ("kl_loss", "nll_loss", "top1_agreement", "acceptance")
+    assert report.keys() == {f"validation/{name}" for name in names}
     assert report["validation/kl_loss"].value == pytest.approx(trained["train/kl_loss"].value, rel=1e-6)
     assert report["validation/nll_loss"].value == pytest.approx(trained["train/nll_loss"].value, rel=1e-6)
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -60,7 +60,7 @@ MICRO_BATCH = {
     },
 }  # fmt: skip
 """Of the loss, per micro-batch of the student, by cross-tokenizer method / export of the teacher."""
-SUB_BATCH = {("tolist", "student/objective.py:metrics"): 1}
+SUB_BATCH = {("tolist", "student/loss_sums.py:metrics"): 1}
 STEP = {
     ("_local_scalar_dense", "student/engine.py:optim_step"): 1,  # the gradient's norm
     ("_local_scalar_dense", "student/engine.py:_global_loss"): 1,
@@ -132,6 +132,19 @@ def test_step_waits_only_where_documented(world, folders, case: str):
         for place, times in (PACKING | MICRO_BATCH[case]).items():
             wanted[place] = times * micro_batches
         assert counted(engine, batch, source, size) == wanted
+
+
+@pytest.mark.parametrize("case", ["/topk", "/hidden", "/logits", "hybrid/topk"])
+def test_validation_waits_no_more_than_the_losses(world, folders, case: str):
+    engine, batch, source = step(world, folders, case)
+    engine.evaluate(batch, source)  # computes what is cached
+    with HostWaits() as waits:
+        found = engine.evaluate(batch, source)
+    wanted = Counter(SUB_BATCH)
+    for place, times in (PACKING | MICRO_BATCH[case]).items():
+        wanted[place] = 4 * times
+    assert waits.counts == wanted
+    assert ("validation/acceptance" in found) == case.startswith("/")
 
 
 @pytest.mark.parametrize("export", ["topk", "hidden", "logits"])

@@ -1,0 +1,220 @@
+"""How often student and teacher would write the same token: what a draft model for speculative decoding is judged by.
+
+    top1          1 where both sides' most likely tokens are equal; of equal logits the lowest id counts
+    acceptance    Σ_v min(p_v, q_v) = 1 − TVD(p, q): the probability that speculative sampling from the teacher p accepts
+                  a token that the student q drafted (arXiv 2211.17192)
+
+Against top-k targets the sum is over the k columns S, plus min(p_R, q_R) for all others as one outcome. As
+Σ_R min(p_v, q_v) ≤ min(p_R, q_R), that is an upper bound of the exact value, and it approaches it as p_R falls.
+
+The logits are streamed as in the losses: no more than a chunk ever exists in the dtype of the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from distill_rl.losses.core import checks
+from distill_rl.losses.core.autograd import untraced
+from distill_rl.losses.core.dense import TeacherChunks
+from distill_rl.losses.core.head import TeacherLogits
+from distill_rl.losses.core.row_function import Pass, RowFunction
+from distill_rl.losses.core.shards import VocabularyShard
+from distill_rl.losses.core.sparse import TopKRows
+from distill_rl.losses.core.streaming import (
+    Buffers,
+    Centre,
+    LogSums,
+    RowPlan,
+    all_reduce_sums,
+    chunks,
+    default_chunk,
+    row_sum,
+)
+from distill_rl.losses.core.student import Student, StudentHidden, student_of
+from distill_rl.losses.core.task import Batch, local_teacher, make_task
+from distill_rl.losses.divergence import resolve
+from distill_rl.losses.options import KDOptions
+from distill_rl.losses.targets import Teacher, TopKLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Sums over the rows that count, without a gradient. Scalars."""
+
+    top1: Tensor
+    """Rows on which both sides have the same most likely token."""
+    acceptance: Tensor
+    """Σ min(p, q) over the vocabulary, or an upper bound of it for top-k targets, summed over the rows."""
+    num_tokens: Tensor
+    """int64, the rows."""
+
+
+@untraced
+@torch.no_grad()
+def token_agreement(
+    student_logits: Student,
+    teacher: Teacher,
+    *,
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    num_labels: int | None = None,
+    tp_group: ProcessGroup | None = None,
+    chunk_size: int | None = None,
+    validate: bool | None = None,
+) -> Agreement:
+    """Compares the most likely tokens of both sides, and how much of their probability they share.
+
+    Always computed by torch. Collectives, with a sharded vocabulary: three, and one more for a dense teacher; as often
+    for every chunk if the student's logits are computed here.
+
+    Args:
+        temperature: of both sides' softmax for the acceptance; that of the targets for TopKLogprobs.
+
+    The other arguments are those of `kd_loss`. Labels say which rows count; a top-k row whose first id is −1 does not.
+
+    Raises:
+        ValueError: naming the argument, the rule and the value.
+    """
+    options = KDOptions(
+        divergence="tvd", beta=0.0, temperature=temperature, tail="bucket", ignore_index=ignore_index, kd_ratio=1.0,
+        chunk_size=chunk_size, validate=validate, backend="eager", reduction="sum", inplace_backward=False,
+    )  # fmt: skip
+    student, shard, leading = student_of(student_logits, tp_group, "student_logits")
+    task = make_task(options, Batch(labels, None, None, num_labels), leading, shard, student.like.device)
+    targets = local_teacher(teacher, task)
+    assert targets is not None
+    known = num_labels is not None or isinstance(student_logits, StudentHidden)
+    kept = None
+    if known or checks.looked_at(validate, student.like):  # otherwise it would wait for a GPU
+        task, kept = task.without_ignored()
+    if kept is not None:
+        targets = targets.select(kept)
+    valid = task.reduction.valid
+    rows: _TopKAgreement | _DenseAgreement
+    if isinstance(targets, TopKLogprobs):
+        rows = _TopKAgreement(targets, shard, temperature, student.like)
+        valid = valid & (targets.ids[:, 0] >= 0)
+    else:
+        rows = _DenseAgreement(targets, shard, temperature, task.num_rows, student.like)
+    size = chunk_size or student.default_chunk(shard.widest, dense=not isinstance(targets, TopKLogprobs))
+    plan = RowPlan.of(task.num_rows, size, order=kept)
+    _, (top1, acceptance, *_) = student.loss(rows, plan, [student.like.new_ones(task.num_rows), None])
+    top1, acceptance = (torch.where(valid, each, 0).sum() for each in (top1, acceptance))
+    return Agreement(top1, acceptance, valid.sum())
+
+
+def top_tokens(teacher: Teacher, rows: Tensor) -> Tensor:
+    """The teacher's most likely token in each of these rows, int64 [n]; of equal logits the lowest id.
+
+    Args:
+        teacher: top-k targets, or logits or hidden states over its whole vocabulary, with N rows.
+        rows: int64 [n], row numbers.
+    """
+    if isinstance(teacher, TopKLogprobs):
+        return teacher.ids[rows, 0].long()
+    dense = TeacherLogits(teacher)
+    pieces = chunks(len(rows), default_chunk(dense.columns, rows.device))
+    found = [dense.of(rows[piece], torch.float32).argmax(1) for piece in pieces]
+    return torch.cat(found) if found else rows.new_empty(0)
+
+
+class _TopToken:
+    """The most likely token of each row; of equal logits the lowest id, however the vocabulary is sharded."""
+
+    def __init__(self, num_rows: int, centre: Centre, shard: VocabularyShard):
+        self._centre, self._shard = centre, shard
+        self._best = torch.empty(num_rows, dtype=torch.int64, device=centre.local.device)
+
+    def collect(self, rows: slice, u: Tensor) -> None:
+        """Finds the first largest of this rank's centred logits u [n, width]; dummy columns come after all others."""
+        self._best[rows] = u.argmax(1) + self._shard.offset
+
+    def negated(self, rows: slice) -> Tensor:
+        """[n], minus this rank's token if its logit is the largest of all ranks', otherwise less than minus any id.
+
+        The maximum over the ranks is minus the token. Only after the ranks agree on a common centre, which is the
+        largest logit.
+        """
+        holds = self._centre.local[rows] == self._centre.value[rows]
+        return torch.where(holds, -self._best[rows], -self._shard.total)
+
+
+class _DenseAgreement(RowFunction):
+    """Per row `top1` and `acceptance` against a teacher whose whole distribution is known. Has no gradient."""
+
+    def __init__(self, teacher: TeacherChunks, shard: VocabularyShard, temperature: float, num_rows: int, like: Tensor):
+        self.teacher, self.shard = teacher, shard
+        self.centre, self.teacher_centre = (Centre(num_rows, like, shard, 1 / temperature) for _ in range(2))
+        self.sums = [LogSums(num_rows, (1.0,), each, whole=True) for each in (self.centre, self.teacher_centre)]
+        self.top = [_TopToken(num_rows, each, shard) for each in (self.centre, self.teacher_centre)]
+        self.values = [like.new_empty(num_rows) for _ in range(2)]
+
+    @property
+    def passes(self) -> list[Pass]:
+        return [(self.collect, self.complete), (self._collect_overlap, self._complete_overlap)]
+
+    def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+        """Stores both sides' sums of exponentials and most likely tokens of this rank's columns."""
+        w = self.teacher.load(rows, buffers, self.teacher_centre, first=True)
+        for logits, sums, top in zip((u, w), self.sums, self.top):
+            top.collect(rows, logits)
+            sums.add(rows, logits, buffers.buffer("work", u.shape[0]))
+
+    def complete(self, rows: slice) -> None:
+        """Sums over the ranks, and compares the most likely tokens."""
+        all_reduce_sums(self.shard, rows, self.sums, [])
+        student, teacher = (top.negated(rows) for top in self.top)
+        self.shard.max_(student, teacher)
+        self.values[0][rows] = (student == teacher).to(self.values[0].dtype)
+
+    def _collect_overlap(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+        """Second pass over a chunk: stores this rank's part of Σ min(p, q)."""
+        w = self.teacher.load(rows, buffers, self.teacher_centre, first=False)
+        log_q = torch.sub(u, self.sums[0].log(rows)[:, None], out=buffers.buffer("work", u.shape[0]))
+        log_p = torch.sub(w, self.sums[1].log(rows)[:, None], out=buffers.buffer("overlap", u.shape[0]))
+        self.values[1][rows] = row_sum(torch.minimum(log_p, log_q, out=log_p).exp_())
+
+    def _complete_overlap(self, rows: slice) -> None:
+        self.shard.sum_(self.values[1][rows])
+        _bound(self.values, rows)
+
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
+        raise NotImplementedError("a measurement, not a loss")
+
+
+class _TopKAgreement(TopKRows):
+    """Per row `top1` and `acceptance` against a teacher that is known in k columns. Has no gradient."""
+
+    def __init__(self, teacher: TopKLogprobs, shard: VocabularyShard, temperature: float, like: Tensor):
+        super().__init__(teacher, shard, resolve("tvd", 0.0), temperature, "bucket", None, like)
+        self.top_token = _TopToken(teacher.ids.shape[0], self.centre, shard)
+        self.values, self.masses = [like.new_empty(teacher.ids.shape[0]) for _ in range(2)], []
+
+    def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+        self.top_token.collect(rows, u)
+        super().collect(rows, u, buffers)
+
+    def _compare(self, rows: slice, top: Tensor, lse: Tensor, rest_lse: Tensor) -> None:
+        """Compares the most likely tokens, and sums min(p, q) over the k columns and the rest, for these rows."""
+        token = self.top_token.negated(rows)
+        self.shard.max_(token)
+        self.values[0][rows] = (-token == self.teacher.ids[rows, 0]).to(top.dtype)
+        log_p = self._teacher_logprobs(rows, top.dtype)
+        shared = torch.minimum(log_p, top - lse[:, None]).exp().sum(1)
+        rest = torch.minimum(self._rest_logprob(rows, log_p), rest_lse - lse).exp()
+        self.values[1][rows] = shared + rest
+        _bound(self.values, rows)
+
+
+def _bound(values: list[Tensor], rows: slice) -> None:
+    """Limits the acceptance of these rows to 1, above which there is only rounding. Where it is NaN, so is `top1`."""
+    top1, acceptance = (value[rows] for value in values)
+    acceptance.clamp_max_(1)
+    top1.masked_fill_(acceptance.isnan(), torch.nan)
