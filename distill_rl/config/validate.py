@@ -188,10 +188,18 @@ def _unit(config: Config) -> int | None:
     return rows_unit(config) if min(sizes) > 0 else None
 
 
-def _losses(config: Config) -> Iterator[str]:
-    """Problems of the weights, one line each.
+_LOSS_RANGES = {
+    "temperature": (0.01, 100, "beyond that the loss, which is multiplied by its square, is rounding of fp32"),
+    "alm_tau": (0.01, 1e6, "beyond that all chunks are impossible or certain on both sides, and nothing is compared"),
+}
+"""Setting of `loss` → its smallest and largest value, and why. What is not positive has its own rule."""
 
-    Both losses off, distillation without a teacher, or teachers whose weights are all 0.
+
+def _losses(config: Config) -> Iterator[str]:
+    """Problems of the losses, one line each.
+
+    Both losses off, distillation without a teacher, teachers whose weights are all 0, or values at which a loss compares
+    nothing or fp32 has no digits left.
     """
     loss = config.loss
     if loss.kd_weight == 0 and loss.ce_weight == 0:
@@ -202,6 +210,13 @@ def _losses(config: Config) -> Iterator[str]:
     weights = [teacher.weight for teacher in config.teachers]
     if loss.kd_weight > 0 and weights and min(weights) >= 0 and sum(weights) == 0:
         yield problem("teachers", "at least one weight must be greater than 0", weights)
+    if loss.divergence.startswith("skewed") and loss.beta == 1:
+        rule = f"must be less than 1 with {loss.divergence}: at 1 it compares a distribution with itself"
+        yield problem("loss.beta", rule, loss.beta, "0.1 is usual")
+    for key, (lowest, highest, reason) in _LOSS_RANGES.items():
+        value = getattr(loss, key)
+        if value > 0 and not lowest <= value <= highest:
+            yield problem(f"loss.{key}", f"must lie in [{lowest:g}, {highest:g}]: {reason}", value)
 
 
 def _teachers(config: Config) -> Iterator[str]:

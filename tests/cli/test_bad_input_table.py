@@ -102,7 +102,8 @@ def _stranger() -> PreTrainedTokenizerFast:
 def settings(place: Place) -> Ended:
     config = place.config("settings", student={"dtype": "fp32"})
     return distill_rl("train", "-c", config, "train.step=3", "train.epochs=many", "teachers.0.parallel={dp: 3, replicas: 3}",
-                      "student.parallel.replicas=2")  # fmt: skip
+                      "student.parallel.replicas=2", "loss.divergence=skewed_reverse_kl", "loss.beta=1",
+                      "loss.temperature=1e-6", "loss.alm_tau=1e-9")  # fmt: skip
 
 
 def models_and_files(place: Place) -> Ended:
@@ -160,6 +161,9 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
             "2",
             "use one of",
         ),
+        "a skew of 1": ("loss.beta", "less than 1 with skewed_reverse_kl", "itself", "got 1.0", "0.1 is usual"),
+        "a temperature at which nothing is left": ("loss.temperature", "must lie in [0.01, 100]", "1e-06"),
+        "chunks that are all impossible": ("loss.alm_tau", "must lie in [0.01, 1e+06]", "1e-09"),
         "replicas of a teacher": ("teachers.0.parallel.replicas", "applies to the student only", "3", "leave it at 1"),
     },
     models_and_files: {

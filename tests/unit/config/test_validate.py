@@ -60,6 +60,11 @@ def test_every_divergence_and_tail_is_allowed(load, divergence, tail):
         (["teachers.0.micro_batch_size=0"], "teachers.0.micro_batch_size: must be 1 or more; got 0"),
         (["data.max_length=0"], "data.max_length: must be 1 or more; got 0"),
         (["loss.top_k=0"], "loss.top_k: must be 1 or more; got 0"),
+        (
+            ["loss.temperature=101"],
+            "loss.temperature: must lie in [0.01, 100]: beyond that the loss, which is multiplied by its square, is "
+            "rounding of fp32; got 101.0",
+        ),
         (["loss.temperature=0"], "loss.temperature: must be greater than 0; got 0.0"),
         (["loss.beta=1.1"], "loss.beta: must lie in [0, 1]; got 1.1"),
         (["loss.ce_weight=-1"], "loss.ce_weight: must be 0 or more; got -1.0"),
