@@ -44,7 +44,7 @@ class DocumentBatch:
 
     `index` counts global batches from 0 over the whole run; batch i is trained on by step i + 1.
     `cursor` is the position after this batch, the one to resume from once it has been trained on.
-    Each document is a row of the data set, reduced to its text or its messages, with the row number under `"row"`.
+    Each document is a row of the data set, reduced to its text or its chat, with the row number under `"row"`.
     """
 
     index: int
@@ -156,6 +156,16 @@ class BadRow:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A part of chats that a chat template does not write, in the documents of one batch."""
+
+    what: str
+    documents: int
+    row: int
+    """One of the documents' rows, as an example."""
+
+
+@dataclass(frozen=True, slots=True)
 class BatchInfo:
     """Aligner → driver: a summary of a batch whose rows the driver never receives."""
 
@@ -173,6 +183,10 @@ class BatchInfo:
     """One per teacher with another tokenizer."""
     bad_rows: tuple[BadRow, ...] = ()
     """Documents left out."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Parts of chats that chat templates left out."""
+    num_incomplete: int = 0
+    """Documents of which a chat template left something out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,17 +206,21 @@ class TokenAligner:
         *,
         max_student_tokens: int | None = None,
         max_teacher_tokens: int | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> Alignment:
         """Aligns a chat that each side renders with its own template. Tokens of the templates are in no chunk.
 
-        Only the messages' contents are aligned; end-of-turn tokens are paired in `Alignment.stop_pairs`. With limits,
-        both sides are cut as in `align`.
+        Only the messages' texts are aligned (contents, reasoning, names and arguments of tool calls); end-of-turn
+        tokens are paired in `Alignment.stop_pairs`. With limits, both sides are cut as in `align`.
+
+        Args:
+            options: what both templates get besides the messages, such as `tools`.
 
         Raises:
             ValueError: a tokenizer without a chat template; a text with a lone surrogate; a negative limit.
             jinja2.TemplateError: a chat that a template rejects.
         """
-        student, teacher = (self.tokenize_messages(messages, side) for side in _SIDES)
+        student, teacher = (self.tokenize_messages(messages, side, options=options) for side in _SIDES)
         return self.pair(student, teacher, max_student_tokens=max_student_tokens, max_teacher_tokens=max_teacher_tokens)
 
     def tokenize_student(self, text: str, *, end: bool = False) -> Tokenized:
@@ -234,18 +238,26 @@ class TokenAligner:
         """Normalises a text and tokenises it for the teacher, as `tokenize_student` does for the student."""
         return self._tokenize(1, text, end)
 
-    def tokenize_messages(self, messages: Sequence[Message], side: str, *, rendered: str | None = None) -> Tokenized:
+    def tokenize_messages(
+        self,
+        messages: Sequence[Message],
+        side: str,
+        *,
+        rendered: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Tokenized:
         """Tokenises a chat rendered with the template of `side` (student | teacher).
 
-        Contents and rendered text are normalised first; the messages are not modified. Text in a message that looks
+        All texts of the messages and the rendered text are normalised first; the messages are not modified. Text in a message that looks
         like a special token is tokenised as text; what the template writes is not. No special token is added to what
         the template writes.
 
         Args:
             rendered: the template's output for these messages; None: it is rendered here.
+            options: what the template gets besides the messages, such as `tools`.
 
         Returns:
-            the tokens with their offsets and the spans of the messages' contents.
+            the tokens with their offsets and the spans of the messages' texts (`message_spans`).
         Raises:
             ValueError: without `rendered`, a tokenizer that has no chat template; a text with a lone surrogate; another
                 name of a side.
@@ -253,17 +265,23 @@ class TokenAligner:
         """
         i = _SIDES.index(side)
         tokenizer = self._tokenizers[i]
-        normalized = [self._normalized(message) for message in messages]
-        text = self.normalize(render(tokenizer, normalized) if rendered is None else rendered)
+        normalized: list[Message] = [self.normalize_all(message) for message in messages]
+        options = options or {}
+        text = self.normalize(render(tokenizer, normalized, **options) if rendered is None else rendered)
         encode(text)
-        spans = content_spans(text, normalized, lambda chat: self.normalize(render(tokenizer, chat)))
+        spans = content_spans(text, normalized, lambda chat: self.normalize(render(tokenizer, chat, **options)))
         ids, offsets = self._encoders[i].chat(text, spans)
         return Tokenized(ids, text, spans, offsets)
 
-    def _normalized(self, message: Message) -> Mapping[str, Any]:
-        """The message with its content normalised, as a copy; the message itself if its content is not text."""
-        content = message.get("content")
-        return {**message, "content": self.normalize(content)} if isinstance(content, str) else message
+    def normalize_all(self, value: Any) -> Any:
+        """A value with every text in it normalised: a message, a list of tools; dicts and lists are copied."""
+        if isinstance(value, str):
+            return self.normalize(value)
+        if isinstance(value, Mapping):
+            return {key: self.normalize_all(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.normalize_all(item) for item in value]
+        return value
 
     def _tokenize(self, i: int, text: str, end: bool) -> Tokenized:
         """Normalises a text and tokenises it for the student (`i` = 0) or the teacher (1).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ class Endings:
     """Rows in which a pair of stop tokens follows the last chunk; only these teach a student to stop"""
 
 
-def endings(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Sequence[Mapping[str, str]]] = ()) -> Endings:
+def endings(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Sequence[Mapping[str, Any]]] = ()) -> Endings:
     """Aligns rows as a run reads them, and reports both sides' stop tokens and how many rows end in a pair of them.
 
     Args:
@@ -44,7 +45,7 @@ def endings(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Sequenc
 
 
 def align_training_rows(
-    aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Sequence[Mapping[str, str]]] = ()
+    aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Sequence[Mapping[str, Any]]] = ()
 ) -> list[Alignment]:
     """One alignment per row, as a run reads it, but not cut to a length.
 

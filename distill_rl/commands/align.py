@@ -30,7 +30,7 @@ _OUTCOMES = {True: ("pass", None), False: ("FAIL", "bold red"), None: ("nothing 
 class Rows:
     texts: list[str]
     """Non-empty texts: the rows themselves, or the contents of the messages of chats."""
-    chats: list[list[dict[str, str]]]
+    chats: list[list[dict[str, Any]]]
     """Empty if the rows are texts."""
 
 
@@ -114,13 +114,14 @@ def read_rows(data: DataConfig, limit: int) -> Rows:
     Raises:
         DataError: the data are missing or damaged, or no row that was read has text.
     """
+    from distill_rl.align.chat_form import text_of
     from distill_rl.data.sources import open_source
 
     source = open_source(data)
     rows = _spaced(source, limit)
     chats = [[dict(message) for message in row["messages"]] for row in rows if "messages" in row]
     texts = [row["text"] for row in rows if "text" in row]
-    texts += [message["content"] for chat in chats for message in chat]
+    texts += [text_of(message) for chat in chats for message in chat]
     texts = [text for text in texts if text]
     if not texts:
         raise DataError("--data", "must hold text", f"{len(rows)} empty rows")
@@ -193,7 +194,7 @@ def verify_pair(aligner: TokenAligner, student: Any, teacher: Any, rows: Rows) -
     return checks + check_losses(aligner, projection, student, texts)
 
 
-def _chats(rows: Rows, student: Any, teacher: Any) -> list[list[dict[str, str]]]:
+def _chats(rows: Rows, student: Any, teacher: Any) -> list[list[dict[str, Any]]]:
     """The chats of the rows if both tokenizers have a chat template, else an empty list."""
     return rows.chats if student.chat_template and teacher.chat_template else []
 

@@ -34,6 +34,8 @@ def check(path: str, overrides: Sequence[str]) -> int:
         print(to_yaml(checked.config), end="")
         if not problems(checked.config):  # sizes of invalid settings are meaningless
             print("\n".join(f"# {line}" for line in summary(checked.config, checked.facts)))
+    for note in checked.notes:
+        print(f"# note       {printable(note)}")
     for name in checked.unreachable:
         print(f"# not checked: {printable(name)}")
     sys.stdout.flush()

@@ -48,7 +48,10 @@ def train(path: str, overrides: Sequence[str], *, clean: bool, dry_run: bool, gp
         return write_batch_script(path, overrides, gpus_per_node=gpus)
     setup_console()
     with status(f"checking  {path}"):
-        config = gather(path, overrides, clean=clean).require_valid()
+        checked = gather(path, overrides, clean=clean)
+        config = checked.require_valid()
+    for note in checked.notes:
+        say(f"note      {note}")
     return run_config(config, Signals(), clean=clean)
 
 

@@ -117,14 +117,20 @@ class DataConfig:
     """Training data: an Arrow folder (`save_to_disk`), an .arrow, .parquet, .json or .jsonl file, a glob of such files, or the name of a dataset on the hub."""
     split: str = field(default="train", metadata=NOT_EMPTY)
     """Split to read, for data that have splits."""
-    format: Literal["auto", "text", "messages"] = "auto"
-    """What a row holds. text: text, in the column data.text_key. messages: a chat, in the column data.messages_key. auto: messages if the data have that column, otherwise text."""
+    format: Literal["auto", "text", "messages", "sharegpt", "alpaca"] = "auto"
+    """What a row holds. text: text, in the column data.text_key. messages: a chat, in the column data.messages_key. sharegpt: a chat of turns {from, value}, in the column data.messages_key or else `conversations`. alpaca: the columns `instruction`, `output` and, if there are any, `input`, `system` and `history`, which become a chat. auto: messages if the data have that column, otherwise text."""
     text_key: str = field(default="text", metadata=NOT_EMPTY)
     """Column that holds the text."""
     messages_key: str = field(default="messages", metadata=NOT_EMPTY)
-    """Column that holds the chat, a list of {role, content}."""
+    """Column that holds the chat, a list of {role, content}, or its JSON text. The chat template gets all further keys of a message, too."""
+    tools_key: str = field(default="tools", metadata=NOT_EMPTY)
+    """Column that holds the tools of a chat, a list of JSON schemas, or its JSON text. Data need not have it."""
     loss_on: Literal["all", "assistant"] = "all"
-    """Tokens that the student is trained on. all: all of them. assistant: only those of the assistant's turns in a chat."""
+    """Tokens that the student is trained on. all: all of them. assistant: only those of the assistant's turns in a chat, with their tool calls and end-of-turn tokens."""
+    loss_roles: list[str] = field(default_factory=list)
+    """Roles whose turns in a chat the student is trained on, such as [assistant, tool]. Of the assistant: as with loss_on=assistant; of other roles: the content, without what the template writes around it. Replaces loss_on. Empty: loss_on decides."""
+    unrendered: Literal["fail", "warn"] = "fail"
+    """What to do with a chat of which the chat template leaves something out. fail: refuse contents, tool calls, reasoning and tools that it leaves out, because the student would learn to answer without them; report other keys, such as names and ids. warn: only report. What it leaves out on purpose of earlier turns, such as their reasoning, is neither."""
     max_length: int = field(default=1024, metadata=POSITIVE)
     """Maximum number of tokens per row; longer documents are truncated and counted. Rows are then padded to a multiple of 128 positions on GPUs, of 8 on CPUs."""
     packing: bool = True

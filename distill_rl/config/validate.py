@@ -316,7 +316,7 @@ def _evaluation(config: Config) -> Iterator[str]:
 def _others(config: Config) -> Iterator[str]:
     """Problems that belong to no group, one line each.
 
-    No length of the run, liger with tensor parallelism, transport `local`.
+    No length of the run, liger with tensor parallelism, roles that contradict `data.loss_on`, transport `local`.
     """
     if config.train.steps is None and config.train.epochs is None:
         yield problem("train.steps", "the length of the run must be given", None, "set train.steps or train.epochs")
@@ -324,6 +324,12 @@ def _others(config: Config) -> Iterator[str]:
     if student.kernels == "liger" and student.parallel.tp > 1:
         rule = f"liger needs whole layers on every rank; student.parallel.tp is {student.parallel.tp}"
         yield problem("student.kernels", rule, remedy="set student.kernels=torch, or student.parallel.tp=1")
+    data = config.data
+    if data.loss_roles and data.loss_on == "assistant" and "assistant" not in data.loss_roles:
+        rule = "must have assistant, as data.loss_on is assistant"
+        yield problem("data.loss_roles", rule, data.loss_roles, "add assistant, or leave data.loss_on out")
+    if not all(role.strip() for role in data.loss_roles):
+        yield problem("data.loss_roles", "must be names of roles", data.loss_roles, "[] lets data.loss_on decide")
     if config.transport == "local":
         rule = "local passes tensors within one process, for tests and notebooks; workers are processes"
         yield problem("transport", rule, "local", "use transport=auto")

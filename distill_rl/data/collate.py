@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from distill_rl.align.chat import CharSpan
 from distill_rl.config.derive import ring_plan
 from distill_rl.config.facts import row_width, teacher_rows
 from distill_rl.config.schema import Config
 from distill_rl.data.chat import render_document
 from distill_rl.data.packing import first_fit
+from distill_rl.data.unrendered import TemplateCoverage
 from distill_rl.errors import DataError
 from distill_rl.types import IGNORE_INDEX, ChunkRows, RankBatch, TokenRows
 
@@ -28,11 +30,15 @@ class Encoded:
     """bool [n]; True if token j is trained on, as the label of position j - 1"""
     truncated: bool = False
     """Whether tokens were cut off at the end."""
+    left_out: tuple[str, ...] = ()
+    """Words for the parts of a chat that a chat template does not write."""
 
     def cut(self, length: int) -> Encoded:
         """The first `length` tokens; `truncated` if any were cut off, now or before."""
         truncated = self.truncated or len(self.input_ids) > length
-        return Encoded(self.input_ids[:length], self.label_mask[:length], truncated)
+        return replace(
+            self, input_ids=self.input_ids[:length], label_mask=self.label_mask[:length], truncated=truncated
+        )
 
 
 class Tokenization:
@@ -48,28 +54,42 @@ class Tokenization:
             then read by what it holds.
         loss_on: "all", or "assistant" to train only on the assistant's turns, including their end-of-turn tokens.
         max_length: tokens per document.
+        loss_roles: roles to train on in place of `loss_on`; empty: `loss_on` decides.
+        unrendered: `data.unrendered`.
 
     Raises:
-        DataError: a slow tokenizer; `loss_on` "assistant" with `format` "text".
+        DataError: a slow tokenizer; turns to train on with `format` "text".
     """
 
-    def __init__(self, tokenizer: Any, *, format: str, loss_on: str, max_length: int):
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        format: str,
+        loss_on: str,
+        max_length: int,
+        loss_roles: Sequence[str] = (),
+        unrendered: Literal["fail", "warn"] = "fail",
+    ):
         if not tokenizer.is_fast:
             rule = "a fast tokenizer (tokenizer.json), which reports the offsets of its tokens"
             raise DataError("student.tokenizer", rule, type(tokenizer).__name__)
-        self.tokenizer, self.max_length, self.assistant_only = tokenizer, max_length, loss_on == "assistant"
-        if format == "text" and self.assistant_only:
-            raise self._no_assistant("rows of text")
+        self.tokenizer, self.max_length, self.unrendered = tokenizer, max_length, unrendered
+        self.roles: tuple[str, ...] = tuple(loss_roles) or (("assistant",) if loss_on == "assistant" else ())
+        """The roles whose turns are trained on; empty: all tokens are."""
+        self._coverage = TemplateCoverage(tokenizer, "the student's tokenizer")
+        if format == "text" and self.roles:
+            raise self._no_turns("rows of text")
 
     def encode(self, document: Mapping[str, Any]) -> Encoded:
-        """Tokenises one document, `{"row": int, "text": str}` or `{"row": int, "messages": [{role, content}]}`.
+        """Tokenises one document: `{"row": int, "text": str}`, or a chat (`Layout.document`).
 
         Text gets eos unless it ends in it already or there is none. Cut at `max_length` tokens; `label_mask` is True
-        for all tokens or, if only assistant turns are trained on, for theirs.
+        for all tokens or, if only some turns are trained on, for theirs.
 
         Raises:
-            DataError: text although only assistant turns are trained on; a chat that cannot be rendered, or whose
-                assistant turns cannot be found; names the document's row.
+            DataError: text although only some turns are trained on; a chat that cannot be rendered in full, or whose
+                turns cannot be found; names the document's row.
         """
         if "messages" in document:
             return self._encode_chat(document).cut(self.max_length)
@@ -86,36 +106,44 @@ class Tokenization:
         Raises:
             DataError: a chat that cannot be rendered, or whose assistant turns cannot be found; names the row.
         """
-        text, spans = render_document(
-            self.tokenizer, document["messages"], document["row"], find_assistant=self.assistant_only
-        )
+        text, spans, left_out = self.render(document)
         encoded = self.tokenizer(
             text,
             add_special_tokens=False,
             return_attention_mask=False,
-            return_offsets_mapping=self.assistant_only,
+            return_offsets_mapping=bool(self.roles),
             verbose=False,
         )
-        if not self.assistant_only:
-            return _encoded(encoded["input_ids"])
-        starts = np.asarray([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
-        return _encoded(encoded["input_ids"], starts_within(spans, starts))
+        mask = None
+        if self.roles:
+            starts = np.asarray([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
+            mask = starts_within(spans, starts)
+        return replace(_encoded(encoded["input_ids"], mask), left_out=left_out)
+
+    def render(self, document: Mapping[str, Any]) -> tuple[str, list[CharSpan], tuple[str, ...]]:
+        """A chat's text, the character spans of the turns that are trained on, and what the template leaves out.
+
+        Without `roles`, all tokens are trained on and there are no spans.
+
+        Raises:
+            DataError: as for `encode`.
+        """
+        text, spans = render_document(self.tokenizer, document, roles=self.roles)
+        return text, spans, self._coverage.check(document, text, self.unrendered)
 
     def require_text_allowed(self, document: Mapping[str, Any]) -> None:
-        """Raises DataError, naming the row, for a document of text if only assistant turns are trained on."""
-        if self.assistant_only:
-            raise self._no_assistant(f"text in row {document['row']}")
+        """Raises DataError, naming the row, for a document of text if only some turns are trained on."""
+        if self.roles:
+            raise self._no_turns(f"text in row {document['row']}")
 
-    @staticmethod
-    def _no_assistant(found: str) -> DataError:
-        """The error for rows without assistant turns to train on, for the caller to raise.
+    def _no_turns(self, found: str) -> DataError:
+        """The error for rows without turns to train on, for the caller to raise.
 
         Args:
             found: what there is in place of chat messages.
         """
-        return DataError(
-            "data.loss_on=assistant", "chat messages", found, "use data.loss_on=all or data.format=messages"
-        )
+        setting = "data.loss_on=assistant" if self.roles == ("assistant",) else "data.loss_roles"
+        return DataError(setting, "chat messages", found, "use data.loss_on=all or data.format=messages")
 
 
 def starts_within(spans: Sequence[tuple[int, int]], starts: np.ndarray) -> np.ndarray:

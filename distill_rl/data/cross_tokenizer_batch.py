@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,6 +33,8 @@ from distill_rl.align import Alignment, TokenAligner, Tokenized
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.chat import render_document
 from distill_rl.data.collate import NO_TOKENS, BatchPlan, Encoded, Tokenization, divide, lay_out, pad_id, starts_within
+from distill_rl.data.layouts import template_options
+from distill_rl.data.unrendered import TemplateCoverage
 from distill_rl.errors import DataError
 from distill_rl.types import (
     IGNORE_INDEX,
@@ -41,6 +43,7 @@ from distill_rl.types import (
     BatchInfo,
     ChunkRows,
     DocumentBatch,
+    LeftOut,
     RankBatch,
     TokenRows,
 )
@@ -53,6 +56,8 @@ class CrossTokenizerTeacher:
     name: str
     tokenizer: Any
     aligner: TokenAligner
+    coverage: TemplateCoverage
+    """Of its chat template."""
 
     @classmethod
     def of(
@@ -84,7 +89,7 @@ class CrossTokenizerTeacher:
             student_stops=student_stops,
             teacher_stops=stops,
         )
-        return cls(name, tokenizer, aligner)
+        return cls(name, tokenizer, aligner, TemplateCoverage(tokenizer, f"teacher {name}'s tokenizer"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +177,8 @@ class BatchBuilder:
             seconds=time.perf_counter() - began,
             alignments=tuple(infos),
             bad_rows=tuple(bad_rows),
+            left_out=_count_left_out(batch, encoded),
+            num_incomplete=sum(bool(document.left_out) for document in encoded),
         )
         return info, student_parts, teacher_parts
 
@@ -237,33 +244,32 @@ class BatchBuilder:
     def _tokenize_chat(self, document: Mapping[str, Any]) -> TokenizedDocument:
         """Step 1 for chat messages, which every side renders with its own template.
 
-        Only assistant turns are marked as trained on if `loss_on` says so, otherwise all tokens. The document is not
-        modified.
+        Only the turns of some roles are marked as trained on if `data.loss_on` or `data.loss_roles` say so, otherwise
+        all tokens. The document is not modified.
 
         Raises:
-            DataError: a tokenizer without a chat template, a chat that a template refuses, or turns that cannot be
-                found.
+            DataError: a tokenizer without a chat template, a chat that a template refuses or does not render in full,
+                or turns that cannot be found.
         """
-        messages = [dict(message) for message in document["messages"]]
         for teacher in self._teachers.values():
-            for message in messages:
-                message["content"] = teacher.aligner.normalize(message["content"])
-        row = document["row"]
-        tokenizer, assistant_only = self._tokenization.tokenizer, self._tokenization.assistant_only
-        text, spans = render_document(tokenizer, messages, row, find_assistant=assistant_only)
-        aligner = self._any_aligner
-        student = aligner.tokenize_messages(messages, "student", rendered=text)
+            document = {key: teacher.aligner.normalize_all(value) for key, value in document.items()}
+        text, spans, left_out = self._tokenization.render(document)
+        aligner, options = self._any_aligner, template_options(document)
+        student = aligner.tokenize_messages(document["messages"], "student", rendered=text, options=options)
         assert student.offsets is not None
         mask = np.ones(len(student.ids), dtype=bool)
-        if assistant_only:
+        if self._tokenization.roles:
             if student.text != text:
                 # The aligner also normalised what the template itself writes, so the spans have moved.
                 spans = [
                     (len(aligner.normalize(text[:first])), len(aligner.normalize(text[:stop]))) for first, stop in spans
                 ]
             mask = starts_within(spans, student.offsets[:, 0])
-        teachers = {i: _tokenize_for(teacher, messages, row) for i, teacher in self._teachers.items()}
-        return TokenizedDocument(student, Encoded(student.ids, mask), teachers)
+        teachers = {}
+        for i, teacher in self._teachers.items():
+            teachers[i], missing = _tokenize_for(teacher, document, self._tokenization.unrendered)
+            left_out += missing
+        return TokenizedDocument(student, Encoded(student.ids, mask, left_out=left_out), teachers)
 
     @property
     def _any_aligner(self) -> TokenAligner:
@@ -338,19 +344,34 @@ def _recording_failure(document: Mapping[str, Any], bad_rows: list[BadRow]) -> I
         bad_rows.append(BadRow(int(document["row"]), f"{type(error).__name__}: {error}"))
 
 
-def _tokenize_for(teacher: CrossTokenizerTeacher, messages: Sequence[Mapping[str, str]], row: int) -> Tokenized:
-    """A chat rendered with the teacher's template and tokenised for it, with the spans of the messages' contents.
+def _tokenize_for(
+    teacher: CrossTokenizerTeacher, document: Mapping[str, Any], unrendered: Literal["fail", "warn"]
+) -> tuple[Tokenized, tuple[str, ...]]:
+    """A chat rendered with the teacher's template and tokenised for it, and what the template leaves out.
 
     Args:
-        messages: normalised already.
-        row: of the data, for error messages.
+        document: normalised already.
+        unrendered: `data.unrendered`.
 
     Raises:
-        DataError: no chat template, or a chat that it refuses.
+        DataError: no chat template, or a chat that it refuses or does not render in full.
     """
-    whose = f"teacher {teacher.name}'s tokenizer"
-    text, _ = render_document(teacher.tokenizer, messages, row, find_assistant=False, whose=whose)
-    return teacher.aligner.tokenize_messages(messages, "teacher", rendered=text)
+    text, _ = render_document(teacher.tokenizer, document, whose=teacher.coverage.whose)
+    left_out = teacher.coverage.check(document, text, unrendered)
+    options = template_options(document)
+    tokens = teacher.aligner.tokenize_messages(document["messages"], "teacher", rendered=text, options=options)
+    return tokens, left_out
+
+
+def _count_left_out(batch: DocumentBatch, encoded: Sequence[Encoded]) -> tuple[LeftOut, ...]:
+    """What chat templates left out of a batch's documents: each part once, with its number of documents."""
+    first: dict[str, int] = {}
+    counts: Counter[str] = Counter()
+    for document, tokens in zip(batch.documents, encoded):
+        for what in tokens.left_out:
+            first.setdefault(what, int(document["row"]))
+            counts[what] += 1
+    return tuple(LeftOut(what, counts[what], row) for what, row in first.items())
 
 
 def _count_labels(rows: TokenRows) -> int:

@@ -1,4 +1,4 @@
-"""One data file → a map-style `datasets.Dataset` with one checked column, and a hash of its content.
+"""One data file → a map-style `datasets.Dataset` with the checked columns of a layout, and a hash of its content.
 
 Arrow files are memory-mapped in place. Parquet and JSON files are read into memory if they are small; larger ones are
 converted once to an Arrow file in the cache folder of `datasets` (`HF_DATASETS_CACHE`), so that all processes that open
@@ -13,16 +13,15 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from distill_rl.data.rows import ARROW_TYPES, check_column, check_value
+from distill_rl.data.layouts import Layout
+from distill_rl.data.rows import check_column
 from distill_rl.errors import DataError
-
-Kind = Literal["text", "messages"]
 
 SUFFIXES = (".arrow", ".parquet", ".json", ".jsonl")
 CACHE_FROM_BYTES = 64 << 20
@@ -51,25 +50,26 @@ def column_names(path: Path) -> list[str]:
         raise _damaged(path, error) from error
 
 
-def open_file(path: Path, key: str, kind: Kind) -> datasets.Dataset:
-    """The column `key` of a file, which must have it, as a one-column data set.
+def open_file(path: Path, layout: Layout) -> datasets.Dataset:
+    """The columns of a file that the layout reads, as a data set with nothing else.
 
-    Rows of Parquet and JSON files are checked for `kind`; those of Arrow files are not. A large Parquet or JSON file is
-    converted once to a copy in the cache folder, which later calls reuse unchecked.
+    Rows of Parquet and JSON files are checked; those of Arrow files are not. A large Parquet or JSON file is converted
+    once to a copy in the cache folder, which later calls reuse unchecked.
 
     Raises:
-        DataError: a damaged file; a Parquet or JSON file without rows, or with a row that is not of the kind; a copy
-            that cannot be written, which is reported like a damaged file.
+        DataError: a missing column; a damaged file; a Parquet or JSON file without rows, or with a row that does not
+            fit the layout; a copy that cannot be written, which is reported like a damaged file.
     """
+    columns = layout.columns(column_names(path), str(path))
     try:
         if path.suffix == ".arrow":
-            return datasets.Dataset(_open_arrow(path).select([key]))
+            return datasets.Dataset(_open_arrow(path).select(columns))
         if path.stat().st_size < CACHE_FROM_BYTES:
-            batches = list(_batches(path, key, kind))
+            batches = list(_batches(path, layout, columns))
             if not batches:
                 raise _empty(path)
             return datasets.Dataset(pa.Table.from_batches(batches))
-        return datasets.Dataset(_open_arrow(_convert(path, key, kind)))
+        return datasets.Dataset(_open_arrow(_convert(path, layout, columns)))
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, error) from error
 
@@ -115,40 +115,77 @@ def _open_arrow(path: Path) -> pa.Table:
         return pa.ipc.open_file(source).read_all()
 
 
-def _batches(path: Path, key: str, kind: Kind) -> Iterator[pa.RecordBatch]:
-    """Yields the column `key` of a Parquet or JSON file in batches of at most 4,096 rows.
+def _batches(path: Path, layout: Layout, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """Yields the columns of a Parquet or JSON file in batches of at most 4,096 rows.
 
-    Each batch is checked for `kind` before it is yielded. Yields nothing for a file without rows.
+    Each batch is checked before it is yielded. Yields nothing for a file without rows.
+
+    Args:
+        columns: those to read of a Parquet file. Of a JSON file all of the layout are read, as the first row, which
+            gives the columns, may lack some that later rows have.
 
     Raises:
-        DataError: a row that is not of the kind; names file and row.
+        DataError: a row that does not fit the layout; names file and row.
     """
     if path.suffix == ".parquet":
         first_row = 0
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(_ROWS_PER_BATCH, columns=[key]):
-                check_column(batch.column(key), kind, f"{path}: column {key!r}", first_row)
+            for batch in file.iter_batches(_ROWS_PER_BATCH, columns=list(columns)):
+                check_columns(batch, layout, f"{path}:", first_row)
                 yield batch
                 first_row += len(batch)
         return
-    values = _json_values(path, key, kind)
-    while batch := list(islice(values, _ROWS_PER_BATCH)):
-        yield pa.record_batch([pa.array(batch, ARROW_TYPES[kind])], names=[key])
+    names = [*layout.required, *layout.optional]
+    schema = pa.schema([(name, pa.large_string()) for name in names])
+    rows = _json_documents(path, layout, names)
+    while batch := list(islice(rows, _ROWS_PER_BATCH)):
+        yield pa.RecordBatch.from_pylist(batch, schema)
 
 
-def _json_values(path: Path, key: str, kind: Kind) -> Iterator[Any]:
-    """The values of one column of a JSON file, row by row, each checked for `kind`.
+def check_columns(columns: Any, layout: Layout, what: str, first_row: int = 0) -> None:
+    """Checks the rows of an Arrow table or record batch, without Python objects where the layout allows it.
 
-    Messages are reduced to role and content.
+    Args:
+        what: words for the file, before the word "column" in error messages.
+        first_row: row number of the first row.
 
     Raises:
-        DataError: a row that is not a JSON object, has no such column, or holds another kind of value.
+        DataError: a column of another type; a row that does not fit the layout.
+    """
+    if layout.format in ("text", "messages"):
+        check_column(columns.column(layout.key), layout.kind, f"{what} column {layout.key!r}", first_row)
+        columns = columns.select([name for name in columns.schema.names if name != layout.key])
+        if not columns.num_columns:
+            return
+    for row, values in enumerate(_pylist(columns)):
+        layout.check(values, lambda column, row=row: f"{what} column {column!r}, row {first_row + row}")  # type: ignore[misc]
+
+
+def _pylist(columns: Any) -> Iterator[dict[str, Any]]:
+    """Yields the rows of an Arrow table or record batch as dicts, some at a time."""
+    for first in range(0, columns.num_rows, 256):
+        yield from columns.slice(first, 256).to_pylist()
+
+
+def _json_documents(path: Path, layout: Layout, names: Sequence[str]) -> Iterator[dict[str, str | None]]:
+    """The columns of a JSON file, row by row and checked: text as it is, anything else as its JSON text.
+
+    So a column can hold objects of different shapes, such as the arguments of different tools.
+
+    Raises:
+        DataError: a row that is not a JSON object, lacks a column, or does not fit the layout.
     """
     for label, row in _json_rows(path):
         what = f"{path}: {label}"
-        if key not in row:
-            raise DataError(what, f"has the column {key!r}, like the first row", sorted(row))
-        yield check_value(row[key], kind, f"{what}, column {key!r}")
+        for key in layout.required:
+            if key not in row:
+                raise DataError(what, f"has the column {key!r}, like the first row", sorted(row))
+        layout.document(row, lambda column, what=what: f"{what}, column {column!r}")  # type: ignore[misc]
+        values = {name: row.get(name) for name in names}
+        yield {
+            name: value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for name, value in values.items()
+        }
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -206,24 +243,24 @@ def _object(row: Any, what: str) -> dict[str, Any]:
     return row
 
 
-def _convert(path: Path, key: str, kind: Kind) -> Path:
-    """The path of the cached Arrow copy of a file's column; it is written atomically if it is missing.
+def _convert(path: Path, layout: Layout, columns: Sequence[str]) -> Path:
+    """The path of the cached Arrow copy of a file's columns; it is written atomically if it is missing.
 
-    Copies are keyed by path, size, modification time, column and kind, so an edited file is converted again. The rows
-    are checked as they are written.
+    Copies are keyed by path, size, modification time and layout, so an edited file is converted again. The rows are
+    checked as they are written.
 
     Raises:
         DataError: a file without rows; a row that is not of the kind.
         pyarrow.ArrowException, OSError: the file cannot be read, or the copy cannot be written.
     """
     status = path.stat()
-    name = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{key}\0{kind}"
+    name = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{layout}"
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "distill_rl"
     target = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.arrow"
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    batches = _batches(path, key, kind)
+    batches = _batches(path, layout, columns)
     first = next(batches, None)
     if first is None:
         raise _empty(path)

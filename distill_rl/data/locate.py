@@ -14,8 +14,8 @@ import datasets
 import pyarrow as pa
 
 from distill_rl.data import files
-from distill_rl.data.files import Kind
-from distill_rl.data.rows import check_column, check_type
+from distill_rl.data.layouts import Layout
+from distill_rl.data.rows import check_type
 from distill_rl.errors import DataError
 
 CHECK_BYTES = 256 << 20
@@ -47,18 +47,18 @@ class DataFile:
     def columns(self) -> list[str]:
         return files.column_names(self.path)
 
-    def open(self, key: str, kind: Kind) -> Loaded:
-        """Reads the column `key`, checked for `kind`, as a data set with nothing else.
+    def open(self, layout: Layout) -> Loaded:
+        """Reads the columns of the layout, checked, as a data set with nothing else.
 
-        Rows of an Arrow file are checked only if the column has at most `CHECK_BYTES`, its type always. A large Parquet
-        or JSON file is checked when it is first converted (`files.open_file`).
+        Rows of an Arrow file are checked only if they have at most `CHECK_BYTES`, the main column's type always. A
+        large Parquet or JSON file is checked when it is first converted (`files.open_file`).
 
         Raises:
-            DataError: a damaged file; a column of another type; a row that is not of the kind; a Parquet or JSON file
-                without rows.
+            DataError: a missing column; a damaged file; a column of another type; a row that does not fit the layout; a
+                Parquet or JSON file without rows.
         """
-        loaded = Loaded(self.name, files.open_file(self.path, key, kind))
-        return loaded.open(key, kind) if self.path.suffix == ".arrow" else loaded
+        loaded = Loaded(self.name, files.open_file(self.path, layout))
+        return loaded.open(layout) if self.path.suffix == ".arrow" else loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +76,18 @@ class Loaded:
     def columns(self) -> list[str]:
         return self.dataset.column_names
 
-    def open(self, key: str, kind: Kind) -> Loaded:
-        """A data set with only the column `key`, checked for `kind`: its type always, its rows up to `CHECK_BYTES`.
-
-        The column must exist.
+    def open(self, layout: Layout) -> Loaded:
+        """A data set with only the columns of the layout: the type of the main one is checked, rows up to `CHECK_BYTES`.
 
         Raises:
-            DataError: a column of another type; a row that is not of the kind.
+            DataError: a missing column; a column of another type; a row that does not fit the layout.
         """
-        dataset = self.dataset.select_columns([key])
-        column, what = dataset.data.column(key), f"{self.name}, column {key!r}"
-        check_type(column.type, kind, what)
-        if column.nbytes <= CHECK_BYTES:
-            check_column(column, kind, what)
+        dataset = self.dataset.select_columns(layout.columns(self.columns(), self.name))
+        table = dataset.data
+        if layout.format in ("text", "messages"):
+            check_type(table.column(layout.key).type, layout.kind, f"{self.name}, column {layout.key!r}")
+        if table.nbytes <= CHECK_BYTES:
+            files.check_columns(table, layout, f"{self.name},")
         return Loaded(self.name, dataset)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -10,35 +11,78 @@ import pyarrow.compute as pc
 
 from distill_rl.errors import DataError
 
-MESSAGE_TYPE = pa.struct([("role", pa.large_string()), ("content", pa.large_string())])
-ARROW_TYPES: dict[str, pa.DataType] = {"text": pa.large_string(), "messages": pa.large_list(MESSAGE_TYPE)}
+MEDIA = frozenset({"image", "images", "image_url", "input_image", "audio", "audios", "input_audio", "video", "videos"})
+"""Keys and types of parts that hold something other than text."""
 
 
 def check_value(value: Any, kind: Literal["text", "messages"], what: str) -> Any:
-    """Checks one value, and returns it: the text, or the messages as a new list, reduced to role and content.
+    """Checks one value, and returns it: the text, or the messages as a new list with all of their keys.
+
+    Messages may also be given as the JSON text of their list. A key whose value is null is dropped, so that a template
+    sees it as absent, as Arrow fills up the messages of a column with nulls until all have the same keys. Only a null
+    content stays, which some templates test for; it needs another key beside it, such as tool calls. In messages that
+    are not JSON text, nulls are dropped inside of the values, too.
 
     Args:
         what: file, row and column, for error messages.
 
     Raises:
-        DataError: not text; not a non-empty list of `{role, content}` with text in both; not valid Unicode.
+        DataError: not text; not a non-empty list of messages; not valid Unicode; images, audio or video.
     """
     if kind == "text":
-        return _check_text(value, what)
+        return check_text(value, what)
+    value = parse_json(value, what) if isinstance(value, str) else without_nulls(value, keep=("role", "content"))
     if not isinstance(value, list) or not value:
         found = "an empty list" if value == [] else type(value).__name__
         raise DataError(what, "a list of at least one message {role, content}", found)
-    messages = []
-    for i, message in enumerate(value):
-        where = f"{what}, message {i}"
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            found = f"the keys {sorted(message)}" if isinstance(message, Mapping) else type(message).__name__
-            raise DataError(where, "a message has a role and a content", found)
-        messages.append({key: _check_text(message[key], f"{where}, {key}") for key in ("role", "content")})
-    return messages
+    return [_check_message(message, f"{what}, message {i}") for i, message in enumerate(value)]
 
 
-def _check_text(value: Any, what: str) -> str:
+def _check_message(message: Any, what: str) -> dict[str, Any]:
+    """Checks one message, and returns it as a new dict without null values, except for a null content.
+
+    Args:
+        what: file, row, column and message, for error messages.
+
+    Raises:
+        DataError: as for `check_value`.
+    """
+    if not isinstance(message, Mapping) or "role" not in message:
+        if isinstance(message, Mapping) and {"from", "value"} <= message.keys():
+            raise DataError(what, "a message has a role and a content", sorted(message), "set data.format=sharegpt")
+        found = f"the keys {sorted(message)}" if isinstance(message, Mapping) else type(message).__name__
+        raise DataError(what, "a message has a role and a content", found)
+    checked = {key: item for key, item in message.items() if item is not None or key in ("role", "content")}
+    check_text(checked.get("role"), f"{what}, role")
+    content = checked.get("content")
+    others = checked.keys() - {"role", "content"}
+    if isinstance(content, list):
+        _check_parts(content, what)
+    elif content is not None or not others:
+        if "content" not in message and not others:
+            raise DataError(what, "a message has a role and a content", f"the keys {sorted(message)}")
+        check_text(content, f"{what}, content")
+    media = sorted(key for key in others & MEDIA if checked[key])
+    if media:
+        raise DataError(f"{what}, {media[0]}", "chats are text only", media[0], "leave such rows out")
+    if others:
+        check_strings(checked, what)
+    return checked
+
+
+def _check_parts(content: list[Any], what: str) -> None:
+    """Raises DataError for a content with a part that is not `{"type": "text", "text": …}`."""
+    for i, part in enumerate(content):
+        where = f"{what}, part {i} of the content"
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind in MEDIA:
+            raise DataError(where, "chats are text only", f"a part of type {kind}", "leave such rows out")
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise DataError(where, 'is {"type": "text", "text": ...}', f"a part of type {kind}")
+    check_strings(content, what)
+
+
+def check_text(value: Any, what: str) -> str:
     """Returns a value that is text, unchanged; an empty text is allowed.
 
     Args:
@@ -56,6 +100,40 @@ def _check_text(value: Any, what: str) -> str:
         except UnicodeEncodeError as error:
             raise DataError(what, "valid Unicode", f"a lone surrogate at character {error.start}") from error
     return value
+
+
+def check_strings(value: Any, what: str) -> None:
+    """Raises DataError if a text somewhere inside of a value has a lone surrogate."""
+    if isinstance(value, str):
+        check_text(value, what)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            check_strings(key, what)
+            check_strings(item, what)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            check_strings(item, what)
+
+
+def without_nulls(value: Any, keep: Sequence[str] = ()) -> Any:
+    """A copy without the keys whose value is null, at any depth.
+
+    Args:
+        keep: keys that may be null in the dicts of a list.
+    """
+    if isinstance(value, Mapping):
+        return {k: without_nulls(item) for k, item in value.items() if item is not None or k in keep}
+    if isinstance(value, (list, tuple)):
+        return [without_nulls(item, keep) for item in value]
+    return value
+
+
+def parse_json(text: str, what: str, rule: str = "a list of messages, or its JSON text") -> Any:
+    """The value of a JSON text in a column. Raises DataError, with this rule, if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(what, rule, f"text {text[:40]!r}") from error
 
 
 def check_column(
@@ -82,7 +160,7 @@ def check_column(
 
 
 def check_type(column_type: pa.DataType, kind: Literal["text", "messages"], what: str) -> None:
-    """Checks the type of a column: text, or lists of structs whose role and content are text, further fields allowed.
+    """Checks the type of a column: text, or messages: lists of structs with a role, or the JSON text of such a list.
 
     Args:
         what: file and column, for error messages.
@@ -93,18 +171,22 @@ def check_type(column_type: pa.DataType, kind: Literal["text", "messages"], what
     if kind == "text":
         _require_string(column_type, what, 0)
         return
+    if is_string(column_type):
+        return
     found = str(column_type)
     item = column_type.value_type if _is_list(column_type) else None
-    if item is None or not pa.types.is_struct(item) or not {"role", "content"} <= {field.name for field in item}:
-        raise DataError(f"{what}, row 0", "a list of messages {role, content}", f"the type {found[:100]}")
-    for key in ("role", "content"):
-        _require_string(item.field(key).type, f"{what}, {key}", 0)
+    names = {field.name for field in item} if item is not None and pa.types.is_struct(item) else set()
+    if item is None or "role" not in names:
+        remedy = "set data.format=sharegpt" if {"from", "value"} <= names else ""
+        raise DataError(f"{what}, row 0", "a list of messages {role, content}", f"the type {found[:100]}", remedy)
+    _require_string(item.field("role").type, f"{what}, role", 0)
 
 
 def _check_messages(chunk: pa.Array, what: str, first_row: int) -> None:
     """Checks one chunk of a column of messages.
 
-    Its type must be that of messages, and every row a list of at least one complete message.
+    Its type must be that of messages, and every row a list of at least one complete message. Rows are only made into
+    Python objects if a content is null or not text, or the column holds JSON.
 
     Args:
         what: file and column, for error messages.
@@ -115,6 +197,10 @@ def _check_messages(chunk: pa.Array, what: str, first_row: int) -> None:
     """
     check_type(chunk.type, "messages", what)
     _require_all(chunk.is_valid(), what, first_row, "a list of messages", "null")
+    if is_string(chunk.type):
+        _require_utf8(chunk, what, first_row)
+        _check_rows(chunk, range(len(chunk)), what, first_row)
+        return
     _require_all(pc.greater(pc.list_value_length(chunk), 0), what, first_row, "at least one message", "an empty list")
     messages = pc.list_flatten(chunk)
     parents = pc.list_parent_indices(chunk)
@@ -123,12 +209,26 @@ def _check_messages(chunk: pa.Array, what: str, first_row: int) -> None:
         """The row of the data that holds a message, given the message's index in the chunk."""
         return first_row + parents[message].as_py()
 
-    for key in ("role", "content"):
-        values = pc.struct_field(messages, key)
-        bad = pc.index(values.is_valid(), False).as_py()
-        if bad >= 0:
-            raise DataError(f"{what}, row {row_of(bad)}, {key}", "text", "null")
-        _require_utf8(values, f"{what}, {key}", first_row, row_of)
+    names = {field.name: field.type for field in messages.type}
+    roles = pc.struct_field(messages, "role")
+    bad = pc.index(roles.is_valid(), False).as_py()
+    if bad >= 0:
+        raise DataError(f"{what}, row {row_of(bad)}, role", "text", "null")
+    _require_utf8(roles, f"{what}, role", first_row, row_of)
+    if "content" not in names or not is_string(names["content"]) or names.keys() & (MEDIA | {"from"}):
+        _check_rows(chunk, range(len(chunk)), what, first_row)
+        return
+    contents = pc.struct_field(messages, "content")
+    _require_utf8(contents, f"{what}, content", first_row, row_of)
+    if contents.null_count:
+        nulls = pc.filter(parents, contents.is_null())
+        _check_rows(chunk, pc.unique(nulls).to_pylist(), what, first_row)
+
+
+def _check_rows(chunk: pa.Array, rows: Iterable[int], what: str, first_row: int) -> None:
+    """Checks some rows of a column of messages one by one, as `check_value` does; indices count within the chunk."""
+    for row in rows:
+        check_value(chunk[row].as_py(), "messages", f"{what}, row {first_row + row}")
 
 
 def _is_list(column_type: pa.DataType) -> bool:
@@ -137,10 +237,15 @@ def _is_list(column_type: pa.DataType) -> bool:
     return any(is_kind(column_type) for is_kind in kinds)
 
 
+def is_string(column_type: pa.DataType) -> bool:
+    """Whether a type is one of Arrow's string types: string, large string or string view."""
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return any(is_kind(column_type) for is_kind in kinds)
+
+
 def _require_string(column_type: pa.DataType, what: str, first_row: int) -> None:
     """Raises DataError, naming `first_row`, unless the type is string, large string or string view."""
-    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-    if not any(is_kind(column_type) for is_kind in kinds):
+    if not is_string(column_type):
         raise DataError(f"{what}, row {first_row}", "text", f"the type {str(column_type)[:100]}")
 
 

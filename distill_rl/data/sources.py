@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -12,10 +11,10 @@ from typing import Any, Literal
 import numpy as np
 
 from distill_rl.config.schema import DataConfig
-from distill_rl.data.files import Kind, content_hash
+from distill_rl.data.files import content_hash
+from distill_rl.data.layouts import Kind, Layout, choose_layout
 from distill_rl.data.loader import random_order
 from distill_rl.data.locate import HubError, Loaded, is_hub_name, locate
-from distill_rl.data.rows import check_value
 from distill_rl.errors import DataError
 
 __all__ = ["HubError", "Source", "is_hub_name", "open_source", "split_validation"]
@@ -26,21 +25,26 @@ _VALIDATION_STREAM = 1
 class Source:
     """A map-style sequence of documents; cheap to open again in another process.
 
-    `source[i]` is `{"row": row, "text": str}` or `{"row": row, "messages": [{"role": str, "content": str}, …]}`. Rows
-    are counted from 0 over all files in order, and a part made by `select` keeps these numbers.
+    `source[i]` is `{"row": row, "text": str}` or `{"row": row, "messages": [{"role": str, "content": str, …}, …]}`, the
+    latter with "tools" and "chat_template_kwargs" if the row has them (`Layout.document`). Rows are counted from 0 over
+    all files in order, and a part made by `select` keeps these numbers.
 
     Args:
-        parts: the files and folders, each with the one column that is read.
-        kind: text | messages; also the documents' key.
-        key: the name of that column.
+        parts: the files and folders, each with the columns that are read.
+        layout: how their rows become documents.
         paths: the files whose content enters the fingerprint.
     """
 
-    def __init__(self, parts: Sequence[Loaded], *, kind: Kind, key: str, paths: Sequence[Path]):
-        self.parts, self.kind, self.key, self._paths = tuple(parts), kind, key, tuple(paths)
+    def __init__(self, parts: Sequence[Loaded], *, layout: Layout, paths: Sequence[Path]):
+        self.parts, self.layout, self._paths = tuple(parts), layout, tuple(paths)
         self._ends = np.cumsum([len(part.dataset) for part in self.parts], dtype=np.int64)
         self._rows: np.ndarray | None = None
         self._selection = ""
+
+    @property
+    def kind(self) -> Kind:
+        """text | messages; also the documents' key."""
+        return self.layout.kind
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if self._rows is None else len(self._rows)
@@ -60,20 +64,23 @@ class Source:
         part_index = int(np.searchsorted(self._ends, row, side="right"))
         part = self.parts[part_index]
         row_in_part = row - (int(self._ends[part_index - 1]) if part_index else 0)
-        what = f"{part.name}, column {self.key!r}, row {row_in_part}"
+
+        def at(column: str) -> str:
+            """Words for this row and a column of it."""
+            return f"{part.name}, column {column!r}, row {row_in_part}"
+
         try:
-            value = part.dataset[row_in_part][self.key]
+            values = part.dataset[row_in_part]
         except UnicodeDecodeError as error:
-            raise DataError(
-                what, "text is UTF-8", f"byte 0x{error.object[error.start]:02x} at {error.start}"
-            ) from error
-        return {"row": row, self.kind: check_value(value, self.kind, what)}
+            found = f"byte 0x{error.object[error.start]:02x} at {error.start}"
+            raise DataError(at(self.layout.key), "text is UTF-8", found) from error
+        return {"row": row, **self.layout.document(values, at)}
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the files' content (`content_hash`), kind, column and selection of rows; not over paths."""
-        content = content_hash(self._paths)
-        return hashlib.sha256(f"{content}\0{self.kind}\0{self.key}\0{self._selection}".encode()).hexdigest()
+        """SHA-256 over the files' content (`content_hash`), format, column and selection of rows; not over paths."""
+        content, layout = content_hash(self._paths), self.layout
+        return hashlib.sha256(f"{content}\0{layout.format}\0{layout.key}\0{self._selection}".encode()).hexdigest()
 
     def select(self, rows: np.ndarray, description: str) -> Source:
         """The part made of `rows`; the files are shared, not copied.
@@ -82,18 +89,18 @@ class Source:
             rows: int64 indices into this source, in the order that the part is to have.
             description: enters the fingerprint, so it must determine `rows`.
         """
-        chosen = Source(self.parts, kind=self.kind, key=self.key, paths=self._paths)
+        chosen = Source(self.parts, layout=self.layout, paths=self._paths)
         chosen._rows = rows if self._rows is None else self._rows[rows]
         chosen._selection = f"{self._selection}\0{description}"
         return chosen
 
 
 def open_source(data: DataConfig, *, split: Literal["train", "validation"] = "train") -> Source:
-    """Opens `data.path`, or `data.validation.path` for split "validation", and finds the column to read.
+    """Opens `data.path`, or `data.validation.path` for split "validation", and finds the columns to read.
 
     If the data have splits, training reads `data.split`; validation reads "validation" if there is one, otherwise
-    `data.split`. With several files, the columns of the first decide between text and messages, and all must have that
-    column.
+    `data.split`. With several files, the columns of the first decide between text and messages, and all must have the
+    same main column.
 
     Raises:
         HubError: a hub name that cannot be reached.
@@ -104,17 +111,14 @@ def open_source(data: DataConfig, *, split: Literal["train", "validation"] = "tr
     if not path:
         raise DataError(setting, "a path or a hub name", "nothing")
     origins = locate(path, (data.split,) if split == "train" else ("validation", data.split), setting)
-    kind, key = _choose_column(origins[0].columns(), data)
+    layout = choose_layout(origins[0].columns(), data, origins[0].name)
     parts, paths = [], []
     for origin in origins:
-        columns = origin.columns()
-        if key not in columns:
-            raise _no_column(origin.name, key, columns, kind)
-        parts.append(origin.open(key, kind))
+        parts.append(origin.open(layout))
         paths += origin.content
     if not sum(len(part.dataset) for part in parts):
         raise DataError(setting, "at least one row", f"an empty data set at {path}")
-    return Source(parts, kind=kind, key=key, paths=paths)
+    return Source(parts, layout=layout, paths=paths)
 
 
 def split_validation(source: Source, data: DataConfig, seed: int) -> tuple[Source, Source | None]:
@@ -141,20 +145,3 @@ def split_validation(source: Source, data: DataConfig, seed: int) -> tuple[Sourc
     description = f"seed {seed}, {count} rows held out"
     held_out = source.select(np.sort(order[:count]), f"validation: {description}")
     return source.select(np.sort(order[count:]), f"training: {description}"), held_out
-
-
-def _choose_column(columns: Sequence[str], data: DataConfig) -> tuple[Kind, str]:
-    """The kind of document and its column, by `data.format`; "auto" prefers messages if `columns` has such a column."""
-    automatic: Kind = "messages" if data.messages_key in columns else "text"
-    kind: Kind = automatic if data.format == "auto" else data.format
-    return kind, data.messages_key if kind == "messages" else data.text_key
-
-
-def _no_column(name: str, key: str, columns: Sequence[str], kind: Kind) -> DataError:
-    """The error for data without the column `key`, for the caller to raise; hints at the most similar of `columns`."""
-    close = difflib.get_close_matches(key, columns, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    setting = "data.messages_key" if kind == "messages" else "data.text_key"
-    return DataError(
-        f"{name}: column {key!r}", "a column of the data", f"the columns {list(columns)}", f"{hint}set {setting}"
-    )

@@ -38,6 +38,8 @@ class Checked:
     unreachable: list[str]
     """What could not be checked, and why."""
     facts: Facts
+    notes: tuple[str, ...] = ()
+    """What is allowed, as far as the files show, but may surprise."""
 
     def require_valid(self, further: Callable[[Config], Iterable[str]] = lambda _: ()) -> Config:
         """The configuration, for a command that starts something with it.
@@ -121,7 +123,7 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
     problems += space_problems(config, facts)
     if config.ray.address is None:
         findings.attempt("/dev/shm", object_store_room)
-    return Checked(config, problems, findings.unreachable, facts)
+    return Checked(config, problems, findings.unreachable, facts, tuple(findings.notes))
 
 
 def _fit_problems(config: Config, models: Sequence[Opened]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from distill_rl.config.facts import Facts
 from distill_rl.config.schema import Config
 from distill_rl.config.walk import MISSING
 from distill_rl.errors import problem
+from distill_rl.preflight.chats import check_chats
 from distill_rl.preflight.opened import Findings, Opened
 from distill_rl.preflight.pairs import check_alignment, template_problems
 
@@ -18,8 +19,8 @@ SAMPLED_ROWS = 64
 def data_facts(config: Config, student: Opened, teachers: list[Opened], findings: Findings, *, download: bool) -> Facts:
     """Opens the data as the loader will, reads a sample of rows, and counts the training documents.
 
-    Problems are added to `findings`: rows, too few documents, chat templates, `data.loss_on`, and, if there is no
-    problem of any kind yet, tokenizers that align on none of the documents. The facts hold `num_documents` and `data_kind`
+    Problems are added to `findings`: rows, too few documents, chats and their templates, `data.loss_on`, and, if there is
+    no problem of any kind yet, tokenizers that align on none of the documents. The facts hold `num_documents` and `data_kind`
     alone, or nothing if the data could not be opened.
 
     Args:
@@ -48,30 +49,38 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
         findings.unreachable.append(str(error))
         return Facts()
     training, validation = parts or (source, None)
-    for part in (training, validation):
-        if part is not None:
-            _check_rows(part, findings)
+    num_problems = len(problems)
+    sampled = [row for part in (training, validation) if part is not None for row in _check_rows(part, findings)]
+    if source.kind == "messages" and len(problems) == num_problems:
+        check_chats(config, sampled, student, teachers, findings)
     if len(training) < config.train.global_batch_size:
         rule = f"{len(training)} training documents are fewer than one global batch of {config.train.global_batch_size}"
         problems.append(problem("data.path", rule, data.path, "lower train.global_batch_size, or give more data"))
-    if source.kind == "text" and data.loss_on == "assistant":
-        rule = "assistant turns are found in chat messages only"
+    if source.kind == "text" and (data.loss_on == "assistant" or data.loss_roles):
+        key = "data.loss_roles" if data.loss_roles else "data.loss_on"
+        rule = (
+            "turns are found in chat messages only"
+            if data.loss_roles
+            else "assistant turns are found in chat messages only"
+        )
         remedy = "use data.loss_on=all, or data that has messages"
-        problems.append(problem("data.loss_on", rule, "rows of text", remedy))
+        problems.append(problem(key, rule, "rows of text", remedy))
     problems += template_problems(config, source.kind, student, teachers)
     if not problems:
         check_alignment(config, training, student, teachers, findings)
     return Facts(num_documents=len(training), data_kind=source.kind)
 
 
-def _check_rows(source: Any, findings: Findings) -> None:
+def _check_rows(source: Any, findings: Findings) -> list[Any]:
     """Reads SAMPLED_ROWS rows at the start and about as many evenly spaced ones; errors go to `findings`.
 
-    It stops at the first row that is bad; nothing is added if none is.
+    It stops at the first row that is bad; nothing is added if none is. Returns the rows that it has read.
     """
+    rows = []
     count, num_problems = len(source), len(findings.problems)
     stride = max(1, count // SAMPLED_ROWS)
     for row in sorted({*range(min(count, SAMPLED_ROWS)), *range(0, count, stride)}):
-        findings.attempt("data.path", lambda row=row: source[row])  # type: ignore[misc]
+        rows.append(findings.attempt("data.path", lambda row=row: source[row]))  # type: ignore[misc]
         if len(findings.problems) > num_problems:
-            return
+            break
+    return rows

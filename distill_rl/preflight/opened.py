@@ -39,10 +39,11 @@ class Opened:
 
 @dataclass
 class Findings:
-    """What is wrong (`problems`) and what could not be checked (`unreachable`), one line each."""
+    """What is wrong (`problems`), could not be checked (`unreachable`) or is worth knowing (`notes`), one line each."""
 
     problems: list[str] = field(default_factory=list)
     unreachable: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def attempt(self, key: str, read: Callable[[], Any], *, let_pass: type[Exception] | tuple[()] = ()) -> Any:
         """The result of `read`, or None with its error added to `problems`.

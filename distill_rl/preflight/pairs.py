@@ -169,6 +169,7 @@ def _require_chunks(config: Config, source: Any, student: Opened, teacher: Opene
         ConfigError: none has, or a document cannot be aligned at all, for instance because a chat template refuses it.
     """
     from distill_rl.align import TokenAligner
+    from distill_rl.data.layouts import template_options
 
     settings = config.aligner
     aligner = TokenAligner(
@@ -183,7 +184,7 @@ def _require_chunks(config: Config, source: Any, student: Opened, teacher: Opene
     for row in rows:
         try:
             if "messages" in row:
-                alignment = aligner.align_messages(row["messages"])
+                alignment = aligner.align_messages(row["messages"], options=template_options(row))
             else:
                 alignment = aligner.align(row["text"][:ALIGNED_CHARACTERS])
         except Exception as error:  # a chat template can raise anything

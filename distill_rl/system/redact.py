@@ -9,7 +9,7 @@ REDACTED = "<redacted>"
 _NAME = re.compile(
     r"(?:^|[_.\-]|(?-i:(?<=[a-z])(?=[A-Z])))(token|secret|password|passwd|key|apikey|credentials?)$", re.IGNORECASE
 )
-_COLUMN_NAMES = frozenset({"text_key", "messages_key"})
+_COLUMN_NAMES = frozenset({"text_key", "messages_key", "tools_key"})
 _IN_URL = re.compile(r"(?<=://)[^/?#\s]+(?=@)")
 _IN_QUERY = re.compile(r"(?<=[?&])([\w.-]*(?:token|secret|passw(?:or)?d|key|signature|(?<![a-z0-9])sig|credential)=)[^&#\s]+", re.IGNORECASE)  # fmt: skip
 # `sk-` alone can begin ordinary words, so at least one digit is required after it.
@@ -34,7 +34,7 @@ def redact(tree: Any, name: str = "") -> Any:
     """A copy of nested dicts and lists with `<redacted>` in place of every secret.
 
     Secrets are all values under a key like `token` or `hub_password`, however deeply nested, and those that `in_text`
-    finds inside a text. `text_key` and `messages_key` name columns, not secrets. Tuples become lists; None and empty
+    finds inside a text. `text_key`, `messages_key` and `tools_key` name columns, not secrets. Tuples become lists; None and empty
     texts stay.
 
     Args:

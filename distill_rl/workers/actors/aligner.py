@@ -55,7 +55,12 @@ class AlignerWorker(Worker):
         data = self._config.data
         tokenizer = tokenizer_of(self._config.student)
         tokenization = Tokenization(
-            tokenizer, format=self._data_format, loss_on=data.loss_on, max_length=data.max_length
+            tokenizer,
+            format=self._data_format,
+            loss_on=data.loss_on,
+            max_length=data.max_length,
+            loss_roles=data.loss_roles,
+            unrendered=data.unrendered,
         )
         teachers: list[CrossTokenizerTeacher | None] = []
         for settings, other_tokenizer in zip(running_teachers(self._config), self._other_tokenizer):

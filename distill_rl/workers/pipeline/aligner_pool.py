@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -90,6 +91,23 @@ class BadRows:
             raise AlignmentError("data rows that cannot be aligned", rule, f"{len(self.rows)}, {detail}", remedy)
 
 
+class LeftOutLog:
+    """Says what chat templates leave out of the documents: once per part, and again each time it is ten times as many."""
+
+    def __init__(self) -> None:
+        self._documents: Counter[str] = Counter()
+
+    def add(self, source: str, info: BatchInfo) -> None:
+        """Counts what was left out of one batch of `train` or `validation` documents, and logs what is due."""
+        for part in info.left_out:
+            before = self._documents[part.what]
+            self._documents[part.what] = count = before + part.documents
+            if not before:
+                log.warning("chats are read without %s, for instance row %d (%s)", part.what, part.row, source)
+            elif len(str(count)) > len(str(before)):
+                log.warning("chats are read without %s: %d so far", part.what, count)
+
+
 class AlignerPool:
     """The aligner actors, or this process in their place, called as one; see the top of this module.
 
@@ -104,6 +122,7 @@ class AlignerPool:
     ):
         self._group, self._calls, self._config, self._local = group, calls, config, local
         self._num_parts, self._bad_rows, self.restarts = num_parts, bad_rows, 0
+        self._left_out = LeftOutLog()
         self._deadline_s = config.aligner.deadline_s
         self.unsettled: list[PendingBatch] = []
         """Batches whose alignment nobody has waited for yet, in the order of submission."""
@@ -181,6 +200,7 @@ class AlignerPool:
             info = self._wait(pending, what)
         for row in info.bad_rows:
             self._bad_rows.add(pending.documents.source, row)
+        self._left_out.add(pending.documents.source, info)
         return info, pending.info is not first_info
 
     def _build(self, pending: PendingBatch) -> None:

@@ -54,7 +54,7 @@ def describe_transport(
 def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
     """Returns the metrics of one batch about its alignment, by name.
 
-    These are counts of documents, truncated documents, tokens and rows, the queue, seconds, and per teacher with
+    These are counts of documents, of truncated and incompletely rendered ones, of tokens and rows, the queue, seconds, and per teacher with
     another tokenizer those about its chunks.
 
     Args:
@@ -68,6 +68,8 @@ def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
         "align/queue": Metric(queue, "max"),
         "timing/aligner/align": Metric(info.seconds, "max"),
     }
+    if info.num_incomplete:
+        metrics["align/incomplete"] = Metric(info.num_incomplete, "sum")
     for alignment in info.alignments:
         suffix = f"/{alignment.teacher}" if len(info.alignments) > 1 else ""
         metrics |= _describe_pair(alignment, info.num_labels, suffix)

@@ -60,7 +60,7 @@ def tokenizer():
 
 def assistant_turns(tokenizer, template, chat):
     tokenizer.chat_template = template
-    text, spans = render_document(tokenizer, chat, 0, find_assistant=True)
+    text, spans = render_document(tokenizer, {"row": 0, "messages": chat}, roles=("assistant",))
     return [text[first:stop] for first, stop in spans]
 
 
@@ -108,30 +108,30 @@ def test_consecutive_assistant_turns_from_the_start(tokenizer):
 def test_template_that_rewrites_history_is_refused(tokenizer):
     tokenizer.chat_template = SHORTENED
     with pytest.raises(DataError, match=r"row 41: .*generation.*data\.loss_on=all"):
-        render_document(tokenizer, CHAT, 41, find_assistant=True)
-    assert render_document(tokenizer, CHAT, 41, find_assistant=False)[1] == []
+        render_document(tokenizer, {"row": 41, "messages": CHAT}, roles=("assistant",))
+    assert render_document(tokenizer, {"row": 41, "messages": CHAT})[1] == []
     assert assistant_turns(tokenizer, SHORTENED, CHAT[:2]) == ["four, é 中<|end|>"]
 
 
 def test_template_error_names_row_and_reason(tokenizer):
     tokenizer.chat_template = STRICT
     with pytest.raises(DataError, match=r"row 7: .*template of the student's tokenizer.*a user must begin"):
-        render_document(tokenizer, CHAT[1:], 7, find_assistant=False)
+        render_document(tokenizer, {"row": 7, "messages": CHAT[1:]})
     with pytest.raises(DataError, match=r"template of teacher big's tokenizer.*a user must begin"):
-        render_document(tokenizer, CHAT[1:], 7, find_assistant=False, whose="teacher big's tokenizer")
+        render_document(tokenizer, {"row": 7, "messages": CHAT[1:]}, whose="teacher big's tokenizer")
 
 
 def test_tokenizer_without_a_chat_template_is_refused(tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(DataError, match=r"row 0: .*chat template; the student's tokenizer has none"):
-        render_document(tokenizer, CHAT, 0, find_assistant=False)
+        render_document(tokenizer, {"row": 0, "messages": CHAT})
     with pytest.raises(DataError, match="teacher big's tokenizer has none"):
-        render_document(tokenizer, CHAT, 0, find_assistant=False, whose="teacher big's tokenizer")
+        render_document(tokenizer, {"row": 0, "messages": CHAT}, whose="teacher big's tokenizer")
 
 
 def test_dated_templates_do_not_depend_on_the_day(tokenizer):
     tokenizer.chat_template = DATED
-    text, _ = render_document(tokenizer, CHAT, 0, find_assistant=False)
+    text, _ = render_document(tokenizer, {"row": 0, "messages": CHAT})
     assert text.startswith("Today is 26 Jul 2024\n")
     # The aligner searches for contents in exactly the text that the data module renders.
     assert text == render(tokenizer, CHAT) == render_for_alignment(tokenizer, CHAT)

@@ -113,11 +113,11 @@ class TestForms:
 
     def test_format_and_keys_choose_the_column(self, tmp_path):
         path = tmp_path / "two.jsonl"
-        chat = [{"role": "user", "content": "hi", "name": "extra keys are dropped"}]
+        chat = [{"role": "user", "content": "hi", "name": "extra keys are kept"}]
         path.write_text(json.dumps({"text": "plain", "chat": chat}))
         assert open_source(config(path))[0] == {"row": 0, "text": "plain"}
         both = open_source(config(path, messages_key="chat"))
-        assert both[0] == {"row": 0, "messages": [{"role": "user", "content": "hi"}]}
+        assert both[0] == {"row": 0, "messages": chat}
         assert open_source(config(path, messages_key="chat", format="text"))[0] == {"row": 0, "text": "plain"}
 
     @pytest.mark.parametrize("form", ["jsonl", "parquet"])
@@ -426,7 +426,7 @@ class TestBadMessages:
         from distill_rl.data.rows import check_column
 
         chats = pa.array([GOOD] * 10 + [[*GOOD, {"role": "user", "content": None}]])
-        with pytest.raises(DataError, match="row 110, content"):
+        with pytest.raises(DataError, match="row 110, message 2, content"):
             check_column(chats.slice(4), "messages", "x", first_row=104)
 
 

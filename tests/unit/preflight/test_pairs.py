@@ -56,7 +56,7 @@ def test_tokenizers_that_align_no_document_are_refused(problems, material):
     ("teacher", "expected"),
     [
         ("mute", "data.format: chat messages need a chat template; the tokenizer of teacher big has none"),
-        ("strict", "teachers.0: row 0: must be readable by the student and teacher big; got"),
+        ("strict", "teachers.0: row 0: a chat that the template of teacher big's tokenizer accepts; got"),
     ],
 )
 def test_teacher_template_must_accept_the_chats(problems, material, teacher, expected):
