@@ -54,7 +54,7 @@ def samples(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def _rows(run: Run) -> Iterator[dict[str, Any]]:
     """The valid lines of a run's file; none without a file."""
     try:
-        lines = (run.paths.root / "samples.jsonl").read_bytes().split(b"\n")
+        lines = run.paths.samples.read_bytes().split(b"\n")
     except OSError:
         return
     for line in lines:
