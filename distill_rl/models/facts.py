@@ -21,6 +21,8 @@ HUB_TIMEOUT_S = 10.0
 """A hub that has not answered within this time counts as unreachable."""
 _HASHED_WHOLE = 64 * 2**20
 _SAMPLES, _SAMPLE_BYTES = 64, 64 * 2**10
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Dtypes of weights that can be read, as safetensors names them."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -116,8 +118,7 @@ def read_model_facts(folder: Path, config: Any) -> ModelFacts:
     Args:
         config: its `PretrainedConfig`, which has the same names for all families.
     """
-    files = weight_files(folder)
-    tensors = {name: entry for file in files for name, entry in _header(file).items() if name != "__metadata__"}
+    files, tensors = weight_files(folder), read_headers(folder)
     tied = bool(config.tie_word_embeddings)
     counted = {name: entry for name, entry in tensors.items() if not (tied and name == "lm_head.weight")}
     heads = int(config.num_attention_heads)
@@ -134,6 +135,15 @@ def read_model_facts(folder: Path, config: Any) -> ModelFacts:
         bytes_on_disk=sum(file.stat().st_size for file in files),
         known_head=family_of(config).proven,
     )
+
+
+def read_headers(folder: Path) -> dict[str, dict[str, Any]]:
+    """Returns, for every tensor in a model's safetensors files, its entry in the header: `dtype`, `shape` and place.
+
+    For a folder in which `weight_problems` finds nothing.
+    """
+    headers = (_header(file) for file in weight_files(folder))
+    return {name: entry for header in headers for name, entry in header.items() if name != "__metadata__"}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -187,7 +197,9 @@ def folder_problems(key: str, folder: Path, *, weights: bool = True) -> list[str
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        return [problem(key, f"config.json cannot be read: {error}", str(file))]
+        return [problem(key, f"config.json cannot be read: {error}", str(file), "copy the model again")]
+    if not isinstance(config, dict):
+        return [problem(key, "config.json must be a JSON object", str(file), "copy the model again")]
     return [*_code_problems(key, config), *(weight_problems(key, folder) if weights else [])]
 
 
@@ -227,7 +239,7 @@ def _code_problems(key: str, config: Mapping[str, Any]) -> list[str]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     family = config.get("model_type")
-    if family in CONFIG_MAPPING_NAMES:
+    if isinstance(family, str) and family in CONFIG_MAPPING_NAMES:
         return []
     if config.get("auto_map"):
         rule = f"model family {family!r} needs code from its folder (auto_map), which is never run"

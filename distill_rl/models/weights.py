@@ -8,7 +8,7 @@ slice, and copy it into the shard, converting the dtype.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distill_rl.errors import ConfigError
-from distill_rl.models.facts import weight_files, weight_problems
+from distill_rl.models.facts import FLOATS, weight_files, weight_problems
 from distill_rl.parallel.shards import local_slices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = dict(zip(FLOATS, (torch.float64, torch.float32, torch.float16, torch.bfloat16)))
 
 
 class WeightFiles:
@@ -64,9 +64,9 @@ class WeightFiles:
             ConfigError: not a float of 16 bits or more.
         """
         code = self._handle_of[name].get_slice(name).get_dtype()
-        if code not in _DTYPES:
-            raise ConfigError(f"{self.folder}: tensor {name}", f"dtype must be one of {', '.join(_DTYPES)}", code)
-        return _DTYPES[code]
+        if code not in DTYPES:
+            raise ConfigError(f"{self.folder}: tensor {name}", f"dtype must be one of {', '.join(DTYPES)}", code)
+        return DTYPES[code]
 
     def read(self, name: str, where: Sequence[slice]) -> Tensor:
         """The part of a tensor at `where`, one slice per dimension, in the file's dtype. Nothing else is read."""
@@ -86,7 +86,7 @@ def read_weights(model: PreTrainedModel, files: WeightFiles) -> list[int]:
         ConfigError: a tensor is missing, unexpected, of another shape or not a float, or tied tensors differ in the
             files.
     """
-    tensors = _stored_tensors(model)
+    tensors = stored_tensors(model)
     names = names_in_files(model, files)
     sizes: list[int] = []
     for name, tensor in tensors.items():
@@ -112,7 +112,7 @@ def read_weights(model: PreTrainedModel, files: WeightFiles) -> list[int]:
     return sizes
 
 
-def _stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Returns the model's parameters, tied ones once, and its persistent buffers, by name."""
     stored = set(model.state_dict())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
@@ -122,33 +122,15 @@ def _stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 def names_in_files(model: PreTrainedModel, files: WeightFiles) -> dict[str, list[str]]:
     """Returns, for every parameter and persistent buffer of the model, its names in the files, at least one.
 
-    Candidates are its own name and those of tensors tied to it, with and without the prefix of the inner model, which
-    files of bare inner models omit. Its own name comes first if the files have it.
+    Its own name comes first if the files have it; see `match_names`.
 
     Raises:
         ConfigError: the files lack a tensor, or hold one that the model does not have.
     """
-    prefix = f"{model.base_model_prefix}."
-    tied_to: dict[str, list[str]] = {}
-    for target, source in model.all_tied_weights_keys.items():
-        tied_to.setdefault(source, []).append(target)
-
-    stored: dict[str, list[str]] = {}
-    for name in _stored_tensors(model):
-        candidates: list[str] = []
-        for alias in [name, *tied_to.get(name, ())]:
-            candidates += dict.fromkeys((alias, alias.removeprefix(prefix)))
-        stored[name] = [candidate for candidate in candidates if candidate in files.names]
-
-    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    # Rotary frequencies follow from the config, but files of early Llama models hold them.
-    ignored.append(re.compile(r"rotary_emb\.inv_freq$"))
-    known = {candidate for candidates in stored.values() for candidate in candidates}
+    stored, unexpected = match_names(model, files.names)
     groups = {
         "needs tensors that are not there": [name for name, candidates in stored.items() if not candidates],
-        "has no such tensors": [
-            name for name in sorted(files.names - known) if not any(pattern.search(name) for pattern in ignored)
-        ],
+        "has no such tensors": unexpected,
     }
     problems = [
         f"{files.folder}: model type {model.config.model_type} {what}: {', '.join(group[:3])} ({len(group)} in all)"
@@ -158,3 +140,33 @@ def names_in_files(model: PreTrainedModel, files: WeightFiles) -> dict[str, list
     if problems:
         raise ConfigError.many(problems)
     return stored
+
+
+def match_names(model: PreTrainedModel, in_files: Set[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Finds the tensors of a model among the names in its files.
+
+    Candidates are a tensor's own name and those of tensors tied to it, with and without the prefix of the inner model,
+    which files of bare inner models omit.
+
+    Returns:
+        For every parameter and persistent buffer of the model its names in the files, its own first, none if it is not
+        there; and the names that belong to none of them, sorted, without those that the model class ignores.
+    """
+    prefix = f"{model.base_model_prefix}."
+    tied_to: dict[str, list[str]] = {}
+    for target, source in model.all_tied_weights_keys.items():
+        tied_to.setdefault(source, []).append(target)
+
+    stored: dict[str, list[str]] = {}
+    for name in stored_tensors(model):
+        candidates: list[str] = []
+        for alias in [name, *tied_to.get(name, ())]:
+            candidates += dict.fromkeys((alias, alias.removeprefix(prefix)))
+        stored[name] = [candidate for candidate in candidates if candidate in in_files]
+
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    # Rotary frequencies follow from the config, but files of early Llama models hold them.
+    ignored.append(re.compile(r"rotary_emb\.inv_freq$"))
+    known = {candidate for candidates in stored.values() for candidate in candidates}
+    unexpected = [name for name in sorted(in_files - known) if not any(pattern.search(name) for pattern in ignored)]
+    return stored, unexpected

@@ -19,7 +19,7 @@ from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, problem
 from distill_rl.models.facts import visible_gpus
 from distill_rl.preflight import run_directory
-from distill_rl.preflight.attention import attention_problems, width_problems
+from distill_rl.preflight.attention import attention_problems, class_problems, width_problems
 from distill_rl.preflight.data import data_facts
 from distill_rl.preflight.machine import backend_problems, extra_problems, gpu_problems, kernel_problems, space_problems
 from distill_rl.preflight.opened import Findings, Opened, open_models
@@ -117,6 +117,7 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
     problems += suite_problems(config, student, teachers)
     problems += extra_problems(config)
     problems += attention_problems(config, models, gpus=facts.gpus)
+    problems += class_problems(config, models, gpus=facts.gpus)
     problems += kernel_problems(config, student, facts.gpus)
     problems += backend_problems(config, teachers, facts.gpus)
     problems += gpu_problems(config, facts.gpus)

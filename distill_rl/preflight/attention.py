@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from distill_rl.config.facts import CPU_WIDTH_MULTIPLE, GPU_WIDTH_MULTIPLE, row_width
 from distill_rl.config.schema import Config
-from distill_rl.errors import problem
-from distill_rl.models.attention.choice import VARLEN, installed, obstacles
+from distill_rl.errors import ConfigError, problem
+from distill_rl.models.attention.choice import ON_CPU, VARLEN, choose, importable, installed, obstacles
 from distill_rl.models.families import family_of
-from distill_rl.preflight.opened import Opened
+from distill_rl.preflight.opened import Findings, Opened
 
 
 def attention_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> Iterator[str]:
@@ -34,6 +34,9 @@ def attention_problems(config: Config, models: Sequence[Opened], *, gpus: int) -
             if not installed("flash_attn"):
                 rule = "needs the package flash_attn, which is not installed"
                 yield problem(key, rule, attention, f"pip install flash-attn, or {remedy}")
+            elif (broken := importable("flash_attn")) is not None:
+                rule = f"needs the package flash_attn, which is installed but cannot be imported ({broken})"
+                yield problem(key, rule, attention, f"install the build for this torch and CUDA, or {remedy}")
             if dtype == "fp32":
                 setting = f"{model.key}.dtype"
                 yield problem(key, f"needs {setting}: bf16", attention, f"{remedy}, or {setting}=bf16")
@@ -69,3 +72,65 @@ def width_problems(config: Config, model: Opened, *, gpus: int) -> Iterator[str]
         rule = f"rows of {longest} tokens are padded to {width} positions, a multiple of {multiple}; {model.name} has {positions}"
         largest = positions // multiple * multiple
         yield problem("data.max_length", rule, None, f"use {largest} or less" if largest else "take another model")
+
+
+def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> Iterator[str]:
+    """Yields what the classes of the models have against the settings and the files, one line each.
+
+    These are an attention that transformers does not have for the family, documents in one row that the family cannot
+    keep apart, and tensors that are missing, left over or of another shape. A Llama-like model whose tensors are
+    plainly whole is not asked, because importing its class takes seconds.
+
+    Args:
+        gpus: number visible on this machine.
+    """
+    from distill_rl.models.architecture import stateful_layers
+    from distill_rl.models.examine import examine
+    from distill_rl.models.facts import read_headers
+    from distill_rl.models.tensors import dtype_problems, plainly_whole
+
+    packing, findings = config.data.packing, Findings()
+    for model in models:
+        if model.config is None or model.folder is None:
+            continue
+        shapes = {}
+        if model.facts is not None:
+            headers = read_headers(model.folder)
+            shapes = {name: tuple(entry["shape"]) for name, entry in headers.items()}
+            yield from dtype_problems(f"{model.key}.model", headers)
+        if shapes and plainly_whole(model.config, shapes):
+            continue
+        kinds = stateful_layers(model.config)
+        if packing and kinds:
+            rule = (
+                f"{model.name} has {', '.join(kinds)} layers, which carry a state from one packed document to the next"
+            )
+            yield problem("data.packing", rule, "true", "set data.packing=false")
+        attention = _implementation(model, packing=packing, gpus=gpus)
+        known = packing and not kinds  # of these layers the line above says it
+        lines = findings.attempt(
+            f"{model.key}.model",
+            lambda model=model, attention=attention, known=known, shapes=shapes: examine(  # type: ignore[misc]
+                model.key, model.folder, attention=attention, packing=known, weights=bool(shapes)
+            ),
+        )
+        yield from lines or ()
+    yield from findings.problems
+
+
+def _implementation(model: Opened, *, packing: bool, gpus: int) -> str:
+    """Transformers' name of the attention that a worker will choose; `eager` where the settings are refused anyway."""
+    settings = model.settings
+    if settings.attention == "flash_attention_2" and importable("flash_attn") is not None:
+        return "eager"
+    try:
+        return choose(
+            settings.attention,
+            model.config,
+            dtype=settings.dtype,
+            packing=packing,
+            training=model.key == "student",
+            no_kernel=None if gpus else ON_CPU,
+        ).implementation
+    except ConfigError:
+        return "eager"

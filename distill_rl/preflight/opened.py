@@ -27,6 +27,8 @@ class Opened:
     settings: StudentConfig | TeacherConfig
     config: Any = None
     """The configuration of transformers."""
+    folder: Path | None = None
+    """Where `config` is from."""
     facts: ModelFacts | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     vocabulary_size: int | None = None
@@ -107,15 +109,21 @@ def _open_weights(key: str, folder: Path, opened: Opened, findings: Findings, *,
         needed: whether missing or damaged weights are a problem. If not (those of a hub model may still have to be
             downloaded), they only leave `facts` None.
     """
+    from distill_rl.models.architecture import architecture_problems
     from distill_rl.models.facts import folder_problems, read_model_facts
     from distill_rl.models.hub import configured_stops, read_config
 
-    in_folder = folder_problems(key, folder, weights=needed)
+    in_folder = folder_problems(key, folder, weights=needed) or architecture_problems(key, folder)
     findings.problems += in_folder
     if in_folder:
         return
+    opened.folder = folder
     opened.config = findings.attempt(key, lambda: read_config(folder))
     opened.stops = findings.attempt(key, lambda: configured_stops(folder)) or ()
+    if opened.config is not None and not getattr(opened.config, "num_attention_heads", None):
+        rule = f"must be a model with attention; {opened.config.model_type} has no attention heads"
+        findings.problems.append(problem(key, rule, None, "use a transformer, such as Llama, Qwen or Mistral"))
+        opened.config = None
     if opened.config is not None and not folder_problems(key, folder):
         opened.facts = findings.attempt(key, lambda: read_model_facts(folder, opened.config))
 

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from distill_rl import cli
 from distill_rl.align.projection import build_projection, save_projection
@@ -257,8 +259,11 @@ def refused(place: Place, capsys: pytest.CaptureFixture[str]) -> Callable[..., s
     """Runs `distill-rl train` in this process and returns the one error line with which it refuses its input."""
 
     def train(config: Path, *arguments: str) -> str:
+        capsys.readouterr()  # what making the material printed
         code = cli.main(["train", "-c", str(config), *arguments])
-        (line,) = capsys.readouterr().err.splitlines()
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1, lines
+        (line,) = lines
         assert code == 2, line
         assert line.startswith(PREFIX)
         return line.removeprefix(PREFIX)
@@ -329,6 +334,139 @@ def test_an_unusable_projection_is_refused(place, refused, projections, name, wo
     assert line.startswith("projection.path: ")
     assert all(word in line for word in (f"projections/{name}", *words)), line
     assert not (place.root / "projection").exists()
+
+
+# ------------------------------------------------------------------ models that cannot be trained or teach here
+
+_SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 320}
+_NO_CAUSAL_LM = {
+    "t5": ({"d_model": 16, "num_layers": 1, "vocab_size": 320}, ("t5 is an encoder-decoder", "decoder-only")),
+    "bert": (_SMALL, ("bert is an encoder", "sees the tokens that are to be predicted")),
+    "vit": (_SMALL, ("vit is none in transformers", "causal language model")),
+    "mamba": ({"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 320}, ("mamba has no attention heads",)),
+    "bloom": (_SMALL, ("data.packing", "bloom takes no positions", "set data.packing=false")),
+    "falcon_h1": (_SMALL, ("data.packing", "falcon_h1 carries a state", "set data.packing=false")),
+    "llava": ({}, ("llava reads images or sound", "models of text")),
+    "qwen2_vl": ({}, ("qwen2_vl reads images or sound", "models of text")),
+    "gemma3": ({}, ("gemma3 reads images or sound", "models of text")),
+}
+
+
+@pytest.mark.parametrize("family", _NO_CAUSAL_LM)
+def test_a_model_of_another_kind_is_refused(place, refused, tmp_path, family):
+    settings, words = _NO_CAUSAL_LM[family]
+    tiny_tokenizer().save_pretrained(tmp_path)
+    config = AutoConfig.for_model(family, **settings)
+    if words[0] == "data.packing":  # what its class says, about a model that is whole
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    else:
+        config.save_pretrained(tmp_path)
+        (tmp_path / "model.safetensors").symlink_to(place.root / "teacher" / "model.safetensors")
+    teacher = {"name": "big", "model": f"{tmp_path}", "attention": "eager"}
+    line = refused(place.config("kind", teachers=[teacher]))
+    assert line.startswith(("teachers.0.model: ", "data.packing: "))
+    assert all(word in line for word in words), line
+
+
+def test_attention_that_a_family_lacks_is_refused(place, refused, tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **_SMALL)).save_pretrained(tmp_path)
+    teacher = {"name": "big", "model": f"{tmp_path}", "attention": "sdpa"}
+    line = refused(place.config("attention", teachers=[teacher]), "data.packing=false")
+    assert line.startswith("teachers.0.attention: transformers has no sdpa attention for bloom; set teachers.0."), line
+
+
+_NORM, _HEAD = "model.norm.weight", "lm_head.weight"
+
+
+def _without(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[_NORM]
+
+
+def _left_over(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.7.mlp.bias"] = torch.zeros(4)
+
+
+def _narrow(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[_HEAD] = tensors[_HEAD][:, :8].clone()
+
+
+def _rounded(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[_NORM] = tensors[_NORM].to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_without, ("1 tensor of llama must be in the files", _NORM, "copy the model again")),
+        (_left_over, ("1 tensor in the files, and llama has none such", "model.layers.7.mlp.bias")),
+        (_narrow, ("1 tensor must have the shape that config.json gives", f"{_HEAD} is [320, 8], not [320, 16]")),
+        (_rounded, ("floats of 16 bits or more", f"{_NORM} is F8_E4M3", "unquantized")),
+    ],
+    ids=["missing", "left over", "another shape", "quantized"],
+)
+def test_tensors_that_the_model_cannot_take_are_refused(place, refused, tmp_path, change, words):
+    folder = shutil.copytree(place.root / "teacher", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    line = refused(place.config("tensors", teachers=[{"name": "big", "model": f"{folder}"}]))
+    assert line.startswith("teachers.0.model: ")
+    assert all(word in line for word in words), line
+
+
+def _lost(folder: Path) -> None:
+    next(iter(sorted(folder.glob("model-*.safetensors")))).unlink()
+
+
+def _cut(folder: Path) -> None:
+    file = next(iter(sorted(folder.glob("model-*.safetensors"))))
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (_lost, ("the index names is missing", "model-00001")),
+        (_cut, ("cut off", "model-00001", "copy the model again")),
+    ],
+    ids=["lost", "cut off"],
+)
+def test_a_model_without_one_of_its_files_is_refused(place, refused, tmp_path, harm, words):
+    folder = shutil.copytree(place.root / "teacher", tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    AutoModelForCausalLM.from_pretrained(place.root / "teacher").save_pretrained(folder, max_shard_size="20KB")
+    harm(folder)
+    line = refused(place.config("files", teachers=[{"name": "big", "model": f"{folder}"}]))
+    assert line.startswith("teachers.0.model: ")
+    assert all(word in line for word in words), line
+
+
+_DAMAGE: dict[str, tuple[str, str | dict[str, object], str]] = {
+    "an empty config.json": ("config.json", "", "config.json cannot be read"),
+    "a list for a config": ("config.json", "[]", "config.json must be a JSON object"),
+    "no family": ("config.json", {"model_type": None}, "must name a model_type"),
+    "a family of another type": ("config.json", {"model_type": ["llama"]}, "must name a model_type"),
+    "a width in words": ("config.json", {"hidden_size": "wide"}, "config.json must describe a model"),
+    "no width": ("config.json", {"hidden_size": None}, "config.json must describe a model"),
+    "no heads": ("config.json", {"num_attention_heads": 0}, "config.json must describe a model"),
+    "no such activation": ("config.json", {"hidden_act": "no_such"}, "transformers cannot make llama"),
+    "an empty tokenizer": ("tokenizer.json", "", "must hold a tokenizer"),
+    "a tokenizer of another type": ("tokenizer.json", "[]", "must hold a tokenizer"),
+    "a list for tokenizer settings": ("tokenizer_config.json", "[]", "must hold a tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", _DAMAGE)
+def test_a_damaged_model_folder_gives_one_line(place, refused, tmp_path, name):
+    file, content, words = _DAMAGE[name]
+    folder = shutil.copytree(place.root / "teacher", tmp_path / "model")
+    if isinstance(content, dict):
+        content = json.dumps(json.loads((folder / file).read_text()) | content)
+    (folder / file).write_text(content)
+    line = refused(place.config("damage", teachers=[{"name": "big", "model": f"{folder}"}]))
+    assert line.startswith("teachers.0.")
+    assert words in line, line
 
 
 def test_more_gpus_than_are_visible_are_refused(place, refused, monkeypatch):

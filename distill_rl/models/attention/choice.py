@@ -15,8 +15,11 @@ in `varlen.py`.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -30,6 +33,7 @@ VARLEN = {"flash_attn": "documents_fa", "torch": "documents_torch"}
 """By package with variable-length kernels, in order of preference: the name under which this package's attention is
 registered with transformers. The names must not contain `flash` or `sdpa`, which transformers would interpret."""
 ON_CPU = "the variable-length kernels run on GPUs only"
+_IMPORT_TIMEOUT_S = 120
 LARGEST_HEAD = 256
 """Largest number of features per head for which the kernels are compiled."""
 
@@ -122,6 +126,25 @@ def installed(package: str) -> bool:
     """Whether a package is installed. A mere folder of this name, such as W&B creates, does not count."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
+
+
+@cache
+def importable(package: str) -> str | None:
+    """Why a package cannot be imported, in one line; None if it can. It is tried in a process of its own.
+
+    Packages with compiled kernels are often found and yet do not load, because they were built for another torch.
+    """
+    if not installed(package):
+        return "it is not installed"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {package}"], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_IMPORT_TIMEOUT_S} s"
+    if not done.returncode:
+        return None
+    return (done.stderr.strip().splitlines() or [f"the import ended with {done.returncode}"])[-1]
 
 
 def softcap_of(hf_config: PreTrainedConfig) -> float | None:
