@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +45,32 @@ def test_attention_for_cpus_is_no_problem(name: str) -> None:
     assert problems(name, name, gpus=0) == []
 
 
-def test_flash_attention_needs_its_package_and_bf16(packages: set[str]) -> None:
+def flash_attn(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package flash_attn for processes that this one starts, which runs `code` when it is imported."""
+    package = folder / "flash_attn"
+    package.mkdir(exist_ok=True)
+    (package / "__init__.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    choice.importable.cache_clear()
+
+
+def test_flash_attention_must_work_and_not_only_be_there(
+    packages: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages.add("flash_attn")
+    flash_attn(tmp_path, "raise ImportError('undefined symbol: _ZN3c10')", monkeypatch)
+    (line,) = problems("flash_attention_2")
+    assert line == (
+        "student.attention: needs the package flash_attn, which is installed but cannot be imported "
+        "(ImportError: undefined symbol: _ZN3c10); got flash_attention_2; install the build for this torch and CUDA, "
+        "or set student.attention=auto"
+    )
+
+
+def test_flash_attention_needs_its_package_and_bf16(
+    packages: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash_attn(tmp_path, "", monkeypatch)
     wanted = (
         "{key}.attention: needs the package flash_attn, which is not installed; got flash_attention_2; "
         "pip install flash-attn, or set {key}.attention=auto"
