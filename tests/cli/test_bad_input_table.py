@@ -299,6 +299,58 @@ def test_unusable_data_is_refused(place, refused, tmp_path, content, words):
     assert not (place.root / "data").exists()
 
 
+USER, ASSISTANT = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+IMAGE = {"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image", "image": "a.png"}]}
+
+
+def _chats(*last: dict, **columns: object) -> bytes:
+    """Sixteen chats, the last of them made of these messages in place of good ones, all with further columns."""
+    chats = [[USER, ASSISTANT]] * 15 + [list(last) or [USER, ASSISTANT]]
+    return _rows(*[{"messages": chat, **columns} for chat in chats])
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "settings"),
+    [
+        (_chats(USER, ASSISTANT | {"tool_calls": [CALL]}),
+         ("data.unrendered", "leaves out `tool_calls` of assistant messages in 1 of 16 rows", "row 15: ", "=warn"), ()),
+        (_chats(USER, ASSISTANT | {"reasoning_content": "2 and 2"}),
+         ("data.unrendered", "`reasoning_content` of assistant messages", "'2 and 2'", "=warn"), ()),
+        (_chats(tools=[CALL]), ("data.unrendered", "leaves out the tools in 16 of 16 rows", "=warn"), ()),
+        (_chats(IMAGE, ASSISTANT), ("row 15", "part 1", "text only", "type image", "leave such rows out"), ()),
+        (_chats(images=["a.png"]), ("'images'", "text only", "remove the column"), ()),
+        (_chats(USER, {"role": "assistant", "content": None}), ("row 15", "message 1, content", "got null"), ()),
+        (_chats(tools="no JSON"), ("row 0", "'tools'", "a list of tools", "no JSON"), ()),
+        (_chats(chat_template_kwargs={"tokenize": True}), ("row 0", "variables of the chat template", "tokenize"), ()),
+        (_chats(), ("data.loss_roles", "no message of 16 rows", "asistant", "did you mean assistant?"),
+         ("data.loss_roles=[asistant]",)),
+        (_chats(), ("data.loss_roles", "must have assistant", "['user']", "add assistant"),
+         ("data.loss_roles=[user]", "data.loss_on=assistant")),
+        (_rows(*GOOD), ("data.loss_roles", "rows of text", "data.loss_on=all"), ("data.loss_roles=[user]",)),
+        (_rows(*[{"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "!"}]}] * 16),
+         ("'text'", "conversations", "set data.format=sharegpt"), ()),
+        (_rows(*[{"messages": [{"from": "human", "value": "?"}]}] * 16), ("row 0", "set data.format=sharegpt"), ()),
+        (_rows(*[{"conversations": [{"from": "narrator", "value": "?"}]}] * 16),
+         ("row 0", "turn 0, from", "human, user, gpt", "narrator"), ("data.format=sharegpt",)),
+        (_rows(*[{"conversations": [USER, ASSISTANT]}] * 16),
+         ("row 0", "from and value", "data.format=messages and data.messages_key='conversations'"), ("data.format=sharegpt",)),
+        (_rows(*[{"instruction": "Add.", "input": "2 2", "output": "4"}] * 16),
+         ("'text'", "instruction", "set data.format=alpaca"), ()),
+    ],
+    ids=["tool calls that are not written", "reasoning that is not written", "tools that are not written",
+         "an image in a message", "a column of images", "no content", "tools that are not JSON",
+         "a variable that is an argument", "a misspelt role", "roles against loss_on", "roles of text", "ShareGPT rows",
+         "ShareGPT turns as messages", "an unknown ShareGPT role", "messages as ShareGPT", "Alpaca rows"],
+)  # fmt: skip
+def test_unusable_chats_are_refused(place, refused, tmp_path, content, words, settings):
+    data = tmp_path / "data.jsonl"
+    data.write_bytes(content)
+    line = refused(place.config("data"), f"data.path={data}", *settings)
+    assert all(word in line for word in words), line
+    assert not (place.root / "data").exists()
+
+
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
 def test_a_truncated_table_is_refused(place, refused, tmp_path, form):
     table = write_corpus(tmp_path / f"table.{form}", form=form)

@@ -433,3 +433,67 @@ class TestBadMessages:
 def test_numpy_rows_are_accepted(tmp_path):
     source = open_source(config(write_corpus(tmp_path / "c.jsonl", rows=4)))
     assert source[np.int64(2)]["row"] == 2
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOL_CHAT = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "1", "tool_call_id": "x"},
+]
+
+
+class TestChats:
+    @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "arrow"])
+    def test_all_keys_are_kept_and_padding_nulls_dropped(self, tmp_path, suffix):
+        other = {"type": "function", "function": {"name": "neg", "arguments": {"b": 2}}}
+        second = [{"role": "assistant", "content": "", "tool_calls": [other]}]
+        rows = [{"messages": TOOL_CHAT, "tools": [CALL]}, {"messages": second, "tools": None}]
+        path = tmp_path / f"c.{suffix}"
+        if suffix == "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        else:
+            table = pa.Table.from_pylist(rows)  # fills up messages and arguments with nulls
+            if suffix == "parquet":
+                pq.write_table(table, path)
+            else:
+                with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+                    writer.write_table(table)
+        source = open_source(config(path))
+        assert source[0] == {"row": 0, "messages": TOOL_CHAT, "tools": [CALL]}
+        assert source[1] == {"row": 1, "messages": second}
+
+    def test_columns_that_later_json_rows_have_and_json_text(self, tmp_path):
+        rows = [{"messages": TOOL_CHAT}, {"messages": json.dumps(TOOL_CHAT), "tools": json.dumps([CALL])}]
+        path = tmp_path / "c.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = open_source(config(path))
+        assert "tools" not in source[0]
+        assert source[1] == {"row": 1, "messages": TOOL_CHAT, "tools": [CALL]}
+
+    def test_sharegpt(self, tmp_path):
+        turns = [("human", "2 + 2?"), ("function_call", '{"name": "add", "arguments": {"a": 2}}'), ("observation", "4")]
+        row = {"conversations": [{"from": role, "value": text} for role, text in turns], "system": "Add."}
+        source = open_source(config(write_lines(tmp_path / "c.jsonl", [json.dumps(row).encode()]), format="sharegpt"))
+        assert source[0]["messages"] == [
+            {"role": "system", "content": "Add."},
+            {"role": "user", "content": "2 + 2?"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
+            },
+            {"role": "tool", "content": "4"},
+        ]
+
+    def test_alpaca(self, tmp_path):
+        rows = [
+            {"instruction": "Add.", "input": "2 2", "output": "4"},
+            {"instruction": "Hi", "input": "", "output": "Hello", "system": "Be kind.", "history": [["a", "b"]]},
+        ]
+        path = write_lines(tmp_path / "c.jsonl", [json.dumps(row).encode() for row in rows])
+        source = open_source(config(path, format="alpaca"))
+        assert [m["content"] for m in source[0]["messages"]] == ["Add.\n\n2 2", "4"]
+        assert [(m["role"], m["content"]) for m in source[1]["messages"]] == [
+            ("system", "Be kind."), ("user", "a"), ("assistant", "b"), ("user", "Hi"), ("assistant", "Hello"),
+        ]  # fmt: skip
