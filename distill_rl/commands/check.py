@@ -67,6 +67,8 @@ def summary(config: Config, facts: Facts) -> list[str]:
         if loss is not None:
             text = f"another tokenizer, loss {loss} over chunks of text; rows are padded, not packed"
             lines.append(f"teacher    {teacher.name}: {text}")
+        elif known.tokens_apart:
+            lines.append(f"teacher    {teacher.name}: {printable(known.tokens_apart)}")
     for targets in derived.teachers:
         lines.append(
             f"targets    {targets.name}: {targets.entries:,} entries, {targets.bytes_per_token} bytes per token, "

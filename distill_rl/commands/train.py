@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from distill_rl.commands.dry_run import write_batch_script
 from distill_rl.commands.options import GPUS_PER_NODE
-from distill_rl.config.facts import running_teachers
 from distill_rl.config.paths import absolute
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError
@@ -100,9 +99,13 @@ def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
 
     with signals.at_once():
         job = prepare(config, paths)
-    for teacher, spec in zip(running_teachers(config), job.cross_tokenizer_specs):
-        if spec is not None:
-            say(f"teacher   {teacher.name} has another tokenizer: loss {spec.method} over chunks of text")
+    for teacher, known in job.facts.by_teacher(config):
+        if known.cross_tokenizer_loss is not None:
+            say(
+                f"teacher   {teacher.name} has another tokenizer: loss {known.cross_tokenizer_loss} over chunks of text"
+            )
+        elif known.tokens_apart:
+            say(f"teacher   {teacher.name}: {known.tokens_apart}")
     with Driver.open(job, signals) as driver:
         code = driver.run()
         if code == 0:

@@ -40,9 +40,12 @@ class TeacherFacts:
 
     model: ModelFacts | None = None
     vocabulary_size: int | None = None
-    """Number of ids of its tokenizer."""
+    """Number of ids of its tokenizer or, token by token, of those that the run compares."""
     cross_tokenizer_loss: str | None = None
     """None if it is compared token by token."""
+    tokens_apart: str = ""
+    """Of a teacher that is compared token by token: which tokens at the end of the vocabulary only one side has, as a
+    clause; empty if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,8 @@ class Facts:
     """What the files contain; None for what could not be read."""
 
     vocabulary_size: int | None = None
-    """Number of ids of the student's tokenizer."""
+    """Number of ids of the student's tokenizer that the run compares: without those that some teacher which is compared
+    token by token does not have."""
     num_documents: int | None = None
     """Training documents, without those held out for validation."""
     data_kind: str | None = None

@@ -87,7 +87,7 @@ class TeacherConfig:
     score: Literal["static", "ce", "entropy"] = "static"
     """How the teachers' weights adapt to each batch. static: they do not. ce, entropy: each `weight` is multiplied by the softmax over the teachers of their negative cross-entropy with the batch, or of their negative entropy on it. All teachers must have the same value."""
     loss: Optional[TeacherLoss] = None
-    """Loss between this teacher and the student. null: token by token if both have the same tokenizer, otherwise loss.cross_tokenizer. same: token by token, and an error if the tokenizers differ. Any other value: that cross-tokenizer loss over chunks of text, even if the tokenizers are the same."""
+    """Loss between this teacher and the student. null: token by token if both have the same tokenizer (added tokens at the end of one do not count), otherwise loss.cross_tokenizer. same: token by token, and an error if the tokenizers differ. Any other value: that cross-tokenizer loss over chunks of text, even if the tokenizers are the same."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch_size: Optional[int] = field(default=None, metadata=POSITIVE)
     """Rows per forward pass of one teacher rank. null: train.micro_batch_size."""

@@ -197,11 +197,13 @@ class BatchPlan:
     """Parts that a batch is processed in, one after another, if its targets do not all fit into the teachers' rings."""
     rows_per_sub_batch: int | None = None
     """A multiple of `row_multiple`; None: all rows are one sub-batch."""
+    num_ids: int | None = None
+    """Ids from here on are not known to some teacher that reads the student's rows; None: all are."""
     on_gpu: bool = False
     """Whether the rows go to GPUs; decides how wide they are (`row_width`)."""
 
     @classmethod
-    def from_config(cls, config: Config, pad_id: int, *, padded: bool = False) -> BatchPlan:
+    def from_config(cls, config: Config, pad_id: int, *, padded: bool = False, num_ids: int | None = None) -> BatchPlan:
         """The plan for a run, with sub-batches if its targets do not all fit into the teachers' rings.
 
         `on_gpu` is False until `for_device` sets it.
@@ -210,6 +212,7 @@ class BatchPlan:
             pad_id: see `pad_id`.
             padded: gives every document its own row, whatever `data.packing` says; teachers with another tokenizer need
                 it.
+            num_ids: see the field.
         """
         rings = ring_plan(config)
         return cls(
@@ -218,6 +221,7 @@ class BatchPlan:
             max_length=config.data.max_length,
             packing=config.data.packing and not padded,
             pad_id=pad_id,
+            num_ids=num_ids,
             sub_batches=rings.sub_batches,
             rows_per_sub_batch=rings.rows_per_sub_batch if rings.sub_batches > 1 else None,
         )
@@ -232,13 +236,16 @@ class BatchPlan:
         return math.lcm(self.student.rows, *(teacher.rows for teacher in self.teachers))
 
 
-def pad_id(tokenizer: Any) -> int:
+def pad_id(tokenizer: Any, num_ids: int | None = None) -> int:
     """The id to fill rows with: the tokenizer's padding token, otherwise eos, otherwise 0.
 
     Any valid id will do: padding has no labels, and no labelled token attends to it.
+
+    Args:
+        num_ids: ids from here on are not valid; None: all of the tokenizer's are.
     """
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(candidate for candidate in candidates if candidate is not None)
+    return next(id for id in candidates if id is not None and (num_ids is None or id < num_ids))
 
 
 def lay_out(encoded: Sequence[Encoded], plan: BatchPlan, pad_id: int | None = None) -> TokenRows:

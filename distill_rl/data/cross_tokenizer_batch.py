@@ -142,6 +142,7 @@ class BatchBuilder:
 
         Raises:
             DataError: a document that the user has to fix; names its row.
+            ValueError: a document with a token that some teacher which reads the student's rows does not know.
         """
         began = time.perf_counter()
         bad_rows: list[BadRow] = []
@@ -152,6 +153,7 @@ class BatchBuilder:
             encode = self._tokenization.encode
             encoded = [NO_TOKENS if document["row"] in skip else encode(document) for document in batch.documents]
 
+        self._require_known_ids(batch, encoded)
         rows = lay_out(encoded, self._plan)
         num_labels = _count_labels(rows)
         chunks: list[ChunkRows | None] = [None] * self._num_teachers if self._teachers else []
@@ -181,6 +183,18 @@ class BatchBuilder:
             num_incomplete=sum(bool(document.left_out) for document in encoded),
         )
         return info, student_parts, teacher_parts
+
+    def _require_known_ids(self, batch: DocumentBatch, encoded: Sequence[Encoded]) -> None:
+        """Raises ValueError for a document with an id from `plan.num_ids` on, for which a teacher has no row."""
+        limit = self._plan.num_ids
+        if limit is None:
+            return
+        for document, tokens in zip(batch.documents, encoded):
+            unknown = tokens.input_ids[tokens.input_ids >= limit]
+            if len(unknown):
+                token = self._tokenization.tokenizer.convert_ids_to_tokens(int(unknown[0]))
+                rule = f"has the token {token}, which a teacher that reads the student's tokens does not know"
+                raise ValueError(f"row {document['row']} {rule}; set teachers[].loss=hybrid if your texts contain it")
 
     def _encode_and_align(
         self, batch: DocumentBatch, skip: Collection[int], bad_rows: list[BadRow]

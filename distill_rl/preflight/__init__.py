@@ -13,7 +13,7 @@ from typing import Any
 
 from distill_rl.config import validate
 from distill_rl.config.derive import total_steps
-from distill_rl.config.facts import Facts, TeacherFacts
+from distill_rl.config.facts import Facts
 from distill_rl.config.load import read_config
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, problem
@@ -23,7 +23,7 @@ from distill_rl.preflight.attention import attention_problems, class_problems, w
 from distill_rl.preflight.data import data_facts
 from distill_rl.preflight.machine import backend_problems, extra_problems, gpu_problems, kernel_problems, space_problems
 from distill_rl.preflight.opened import Findings, Opened, open_models
-from distill_rl.preflight.pairs import projection_problems, vocabulary_problems
+from distill_rl.preflight.pairs import compared_ids, projection_problems, teacher_facts, vocabulary_problems
 from distill_rl.preflight.suites import suite_problems
 from distill_rl.transport.room import object_store_room
 
@@ -107,10 +107,10 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
     facts = data_facts(config, student, teachers, findings, download=download)
     facts = replace(
         facts,
-        vocabulary_size=student.vocabulary_size,
+        vocabulary_size=compared_ids(student, teachers),
         total_steps=total_steps(config, facts.num_documents),
         student=student.facts,
-        teachers=tuple(TeacherFacts(t.facts, t.vocabulary_size, t.cross_tokenizer_loss) for t in teachers),
+        teachers=tuple(teacher_facts(student, teachers)),
         gpus=visible_gpus(),
         cpus=len(os.sched_getaffinity(0)),
     )

@@ -18,6 +18,7 @@ from distill_rl.data.sources import Source, open_source, split_validation
 from distill_rl.errors import ConfigError
 from distill_rl.models.facts import fingerprint_model, read_model_facts
 from distill_rl.models.hub import read_config, resolve, stops_of, tokenizer_hash, tokenizer_of, vocabulary_size
+from distill_rl.preflight.shared_vocabulary import shared_vocabulary
 from distill_rl.system.files import sha256
 from distill_rl.types import CrossTokenizerSpec, RunPaths
 
@@ -56,10 +57,18 @@ def prepare(config: Config, paths: RunPaths) -> Job:
     teachers = running_teachers(config)
     teacher_tokenizers = [tokenizer_of(teacher) for teacher in teachers]
     models = _model_fingerprints(config)
+    stops = stops_of(config.student)
+    shared = [
+        shared_vocabulary(tokenizer, other, student_stops=stops, teacher_stops=stops_of(teacher))
+        for teacher, other in zip(teachers, teacher_tokenizers)
+    ]
     specs = tuple(
-        _cross_tokenizer_spec(config, teacher, tokenizer, teacher_tokenizer)
-        for teacher, teacher_tokenizer in zip(teachers, teacher_tokenizers)
+        _cross_tokenizer_spec(config, teacher, tokenizer, other, same=vocabulary is not None)
+        for teacher, other, vocabulary in zip(teachers, teacher_tokenizers, shared)
     )
+    token_by_token = [vocabulary if spec is None else None for vocabulary, spec in zip(shared, specs)]
+    own_ids = vocabulary_size(tokenizer)
+    num_ids = min([own_ids, *(vocabulary.size for vocabulary in token_by_token if vocabulary is not None)])
     chat_tokenizers = {"chat template": tokenizer}
     pairs: dict[str, str] = {}
     for teacher, teacher_tokenizer, spec in zip(teachers, teacher_tokenizers, specs):
@@ -75,20 +84,28 @@ def prepare(config: Config, paths: RunPaths) -> Job:
         paths,
         train,
         validation,
-        BatchPlan.from_config(config, pad_id(tokenizer), padded=any(specs)),
+        BatchPlan.from_config(
+            config,
+            pad_id(tokenizer, num_ids),
+            padded=any(specs),
+            num_ids=num_ids if num_ids < own_ids else None,
+        ),
         cross_tokenizer_specs=specs,
         facts=Facts(
-            vocabulary_size=vocabulary_size(tokenizer),
+            vocabulary_size=num_ids,
             student=_model_facts(config.student),
             teachers=tuple(
-                TeacherFacts(_model_facts(teacher), vocabulary_size(other), spec.method if spec else None)
-                for teacher, other, spec in zip(teachers, teacher_tokenizers, specs)
+                TeacherFacts(_model_facts(teacher), vocabulary_size(other), spec.method)
+                if spec is not None
+                else TeacherFacts(_model_facts(teacher), num_ids, tokens_apart=str(vocabulary))
+                for teacher, other, spec, vocabulary in zip(teachers, teacher_tokenizers, specs, token_by_token)
             ),
         ),
         fingerprints={
             "data": train.fingerprint,
             "order of the data": f"run.seed={config.run.seed}",
             "tokenizer": tokenizer_hash(tokenizer),
+            **({"compared ids": str(num_ids)} if num_ids < own_ids else {}),
             **_template_fingerprints(train, chat_tokenizers),
             **models,
             **pairs,
@@ -104,17 +121,19 @@ def _model_facts(model: StudentConfig | TeacherConfig) -> ModelFacts:
 
 
 def _cross_tokenizer_spec(
-    config: Config, teacher: TeacherConfig, student_tokenizer: Any, teacher_tokenizer: Any
+    config: Config, teacher: TeacherConfig, student_tokenizer: Any, teacher_tokenizer: Any, *, same: bool
 ) -> CrossTokenizerSpec | None:
-    """How the student learns from one teacher; None if both have the same tokenizer.
+    """How the student learns from one teacher; None if they are compared token by token.
 
     The projection is that of `projection.path`, or one for the two tokenizers that is built once and kept in
     `run.dir/.projections`.
 
+    Args:
+        same: whether the tokenizers are the same, but for tokens at the end (`shared_vocabulary`).
+
     Raises:
         ConfigError: the settings do not allow another tokenizer, or the projection cannot be built or written.
     """
-    same = tokenizer_hash(student_tokenizer) == tokenizer_hash(teacher_tokenizer)
     method = cross_tokenizer_loss(config, teacher, same=same)
     if method is None:
         return None

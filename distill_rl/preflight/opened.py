@@ -15,6 +15,8 @@ from distill_rl.errors import DistillError, first_line, problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from distill_rl.preflight.shared_vocabulary import SharedVocabulary
+
 
 @dataclass
 class Opened:
@@ -37,6 +39,8 @@ class Opened:
     """Ids by which the model ends an answer, besides those that its tokenizer names."""
     cross_tokenizer_loss: str | None = None
     """For a teacher: its cross-tokenizer loss; None if its tokenizer is the student's."""
+    shared: SharedVocabulary | None = None
+    """For a teacher that is compared token by token: the ids that are compared."""
 
 
 @dataclass

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.config.derive import EXPORTS, cross_tokenizer_loss
-from distill_rl.config.facts import running_teachers
+from distill_rl.config.facts import TeacherFacts, running_teachers
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError, problem
 from distill_rl.preflight.opened import Findings, Opened
@@ -19,7 +19,7 @@ ALIGNED_CHARACTERS = 2000
 
 
 def vocabulary_problems(config: Config, student: Opened, teachers: list[Opened]) -> Iterator[str]:
-    """Yields problems with the vocabularies, one line each; sets `cross_tokenizer_loss` of the teachers on the way.
+    """Yields problems with the vocabularies, one line each; sets `cross_tokenizer_loss` and `shared` of the teachers on the way.
 
     These are a tokenizer that the settings do not allow, an unsuitable export or common vocabulary, and a `loss.top_k`
     above the vocabulary. Pairs of which a tokenizer could not be read are skipped. The iterator must be exhausted,
@@ -28,25 +28,50 @@ def vocabulary_problems(config: Config, student: Opened, teachers: list[Opened])
     Args:
         teachers: the running teachers, in the order of the configuration.
     """
+    from distill_rl.preflight.shared_vocabulary import shared_vocabulary
+
     same_tokenizer_topk = False
     for teacher, settings in zip(teachers, running_teachers(config)):
         student_hash, teacher_hash = student.tokenizer_hash, teacher.tokenizer_hash
         if not student_hash or not teacher_hash:
             continue
+        shared = shared_vocabulary(
+            student.tokenizer, teacher.tokenizer, student_stops=student.stops, teacher_stops=teacher.stops
+        )
         try:
-            teacher.cross_tokenizer_loss = cross_tokenizer_loss(config, settings, same=student_hash == teacher_hash)
+            teacher.cross_tokenizer_loss = cross_tokenizer_loss(config, settings, same=shared is not None)
         except ConfigError as error:
             hashes = f"student {student_hash[:12]}, {teacher.name} {teacher_hash[:12]}"
             yield problem(teacher.key, error.rule, hashes, error.remedy)
             continue
         if teacher.cross_tokenizer_loss is not None:
             yield from _pair_problems(config, settings, student, teacher)
-        elif settings.export == "topk":
+            continue
+        teacher.shared = shared
+        if settings.export == "topk":
             same_tokenizer_topk = True
-    size = student.vocabulary_size
+    size = compared_ids(student, teachers)
     if same_tokenizer_topk and size is not None and config.loss.top_k > size:
         rule = f"must not exceed the {size} ids of the student's tokenizer"
         yield problem("loss.top_k", rule, config.loss.top_k, f"use {size} or less")
+
+
+def compared_ids(student: Opened, teachers: list[Opened]) -> int | None:
+    """Number of ids of the student's tokenizer that every teacher which is compared token by token has, too.
+
+    None if the student's tokenizer could not be read. The teachers must have their `shared` set (`vocabulary_problems`).
+    """
+    if student.vocabulary_size is None:
+        return None
+    return min([student.vocabulary_size, *(teacher.shared.size for teacher in teachers if teacher.shared is not None)])
+
+
+def teacher_facts(student: Opened, teachers: list[Opened]) -> Iterator[TeacherFacts]:
+    """Yields what is known of every teacher; those that are compared token by token have as many ids as are compared."""
+    compared = compared_ids(student, teachers)
+    for teacher in teachers:
+        size = teacher.vocabulary_size if teacher.shared is None else compared
+        yield TeacherFacts(teacher.facts, size, teacher.cross_tokenizer_loss, str(teacher.shared or ""))
 
 
 def _pair_problems(config: Config, settings: TeacherConfig, student: Opened, teacher: Opened) -> Iterator[str]:

@@ -1,0 +1,106 @@
+"""A teacher whose tokenizer has a token more, or less, than the student's is compared token by token, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken
+
+from tests.helpers.command import distill_rl, distill_rl_in_process, series
+from tests.helpers.corpus import write_corpus
+from tests.helpers.models import write_tiny_model
+from tests.helpers.tokenizers import tiny_tokenizer
+
+pytestmark = pytest.mark.cli
+
+EXPORTS = ("topk", "hidden", "logits")
+STEPS = 3
+
+
+def longer_tokenizer():
+    """One token more than the others, at the end; also the one that fills rows."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|more|>", special=True, normalized=False)])
+    tokenizer.pad_token = "<|more|>"
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`plain` and `longer` are the same weights with either tokenizer. One document in 32 spells the token."""
+    root = tmp_path_factory.mktemp("shared")
+    for role, seed in (("student", 1), ("teacher", 2)):
+        write_tiny_model(root / role / "plain", vocab_size=328, seed=seed)
+        longer_tokenizer().save_pretrained(shutil.copytree(root / role / "plain", root / role / "longer"))
+    write_corpus(root / "corpus.jsonl", rows=31, seed=5)
+    with (root / "corpus.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "lo <|more|> ka"}) + "\n")
+    return root
+
+
+def config(root: Path, student: str, teacher: str) -> Path:
+    path = root / f"{student}-{teacher}.yaml"
+    path.write_text(json.dumps({
+        "run": {"dir": f"{root}/runs"},
+        "student": {"model": f"{root}/student/{student}", "dtype": "fp32"},
+        "teachers": [
+            {"name": export, "model": f"{root}/teacher/{teacher}", "export": export, "dtype": "fp32"} for export in EXPORTS
+        ],
+        "data": {"path": f"{root}/corpus.jsonl", "max_length": 64},
+        "loss": {"top_k": 8, "ce_weight": 0.1, "divergence": "reverse_kl"},
+        "train": {"epochs": 1, "steps": STEPS, "global_batch_size": 16, "micro_batch_size": 4},
+        "evaluate": {"every": 0},
+    }))  # fmt: skip
+    return path
+
+
+def losses(root: Path, run: str) -> list[list[tuple[int, float]]]:
+    names = ("train/loss", "train/nll_loss", *(f"train/kl_loss/{export}" for export in EXPORTS))
+    found = [series(root / "runs" / run, name) for name in names]
+    assert all(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(root: Path) -> list[list[tuple[int, float]]]:
+    ended = distill_rl("train", "-c", config(root, "plain", "plain"))
+    assert ended.code == 0, ended.err
+    assert "more than" not in ended.out
+    return losses(root, "plain-plain")
+
+
+def test_teacher_with_a_token_more_gives_the_losses_of_one_without(root, plain):
+    ended = distill_rl("train", "-c", config(root, "plain", "longer"))
+    assert ended.code == 0, ended.err
+    for export in EXPORTS:
+        said = (
+            f"teacher   {export}: its tokenizer has 1 token more than the student's (<|more|>); compared token by token"
+        )
+        assert said in ended.out
+    assert losses(root, "plain-longer") == plain
+
+
+def test_student_with_a_token_more_leaves_out_the_rows_that_have_it(root, plain):
+    ended = distill_rl("train", "-c", config(root, "longer", "plain"))
+    assert ended.code == 0, ended.err
+    assert "the student's tokenizer has 1 token more than the teacher's (<|more|>)" in ended.out
+    bad = [json.loads(line) for line in (root / "runs/longer-plain/bad_rows.jsonl").read_text().splitlines()]
+    assert [row["row"] for row in bad] == [31]
+    assert (
+        "row 31 has the token <|more|>, which a teacher that reads the student's tokens does not know"
+        in bad[0]["reason"]
+    )
+    assert len(losses(root, "longer-plain")[0]) == len(plain[0])
+
+
+def test_check_says_it_and_top_k_is_held_against_the_common_ids(root):
+    file = config(root, "longer", "plain")
+    ended = distill_rl_in_process("check", "-c", file)
+    assert ended.code == 0, ended.err
+    assert "# teacher    topk: the student's tokenizer has 1 token more than the teacher's (<|more|>); " in ended.out
+    ended = distill_rl_in_process("check", "-c", file, "loss.top_k=321")
+    assert ended.code == 2
+    assert "loss.top_k: must not exceed the 320 ids" in ended.err
