@@ -7,8 +7,10 @@ import psutil
 import pytest
 import torch
 
-from distill_rl.errors import DataError, GpuMemoryError, NumericsError, WorkerError
+from distill_rl.config.schema import RayConfig
+from distill_rl.errors import ConfigError, DataError, GpuMemoryError, NumericsError, WorkerError
 from distill_rl.workers.cluster.calls import Calls
+from distill_rl.workers.cluster.session import ray_session
 from tests.helpers.command import until
 
 pytestmark = pytest.mark.ray
@@ -132,3 +134,10 @@ def test_an_interrupt_ends_a_wait(workers):
 
     with pytest.raises(KeyboardInterrupt):
         Calls(interrupted).gather([student.hang.remote()], what="x", timeout_s=60)
+
+
+def test_a_process_that_uses_ray_already_is_refused(ray_cluster):
+    line = r"Ray: is connected in this process already; call ray.shutdown\(\) first"
+    with pytest.raises(ConfigError, match=line), ray_session(RayConfig(), num_cpus=1):
+        pass
+    assert ray_cluster.is_initialized()
