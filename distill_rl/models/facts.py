@@ -193,7 +193,10 @@ def folder_problems(key: str, folder: Path, *, weights: bool = True) -> list[str
     if is_adapter(folder):
         return [_adapter_problem(key, folder)]
     if not file.is_file():
-        return [problem(key, "must hold a config.json", str(folder), "give the folder of a Hugging Face model")]
+        remedy = "give the folder of a Hugging Face model"
+        if (folder / "export" / "config.json").is_file():
+            remedy = f"it is the directory of a run: give its model, {folder / 'export'}"
+        return [problem(key, "must hold a config.json", str(folder), remedy)]
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -89,7 +89,8 @@ def read_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
     try:
         tokenizer = reader.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the Rust tokenizers raise bare Exception for a damaged file
-        raise ConfigError(f"tokenizer {path}", "the folder must hold a tokenizer", first_line(error)) from error
+        found = first_line(error) if any(folder.glob("*token*")) else f"no tokenizer.json in {folder}"
+        raise ConfigError(f"tokenizer {path}", "the folder must hold a tokenizer", found) from error
     if not tokenizer.is_fast:
         raise ConfigError(
             f"tokenizer {path}", "must be a fast tokenizer", type(tokenizer).__name__, "add a tokenizer.json"

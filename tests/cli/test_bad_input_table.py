@@ -82,6 +82,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     adapter = root / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
+    shutil.copytree(root / "teacher", root / "run" / "export")
     slow = shutil.copytree(root / "teacher", root / "slow")
     (slow / "tokenizer.json").unlink()
     (slow / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
@@ -572,6 +573,9 @@ EVAL = "eval --suites gsm8k --data {root}/corpus.jsonl --model {root}"
     ("submit -c {config}", ("no Ray cluster answers there", NO_CLUSTER, "start one")),
     ("train -c {config} --gpus-per-node 4", ("--gpus-per-node: ", "without --dry-run", "4", "add --dry-run")),
     (EVAL + "/student --shards 0 --ray-address auto", ("--ray-address: ", "--shards 0", "auto", "leave it out")),
+    (EVAL + "/run", ("model run: ", "must hold a config.json", "the directory of a run: give its model, ", "run/export")),
+    ("align --student {root}/run --teacher {root}/teacher --data {root}/corpus.jsonl",
+     ("tokenizer ", "must hold a tokenizer", "no tokenizer.json in")),
     (EVAL + "/adapter", ("model adapter: ", "LORA adapter of org/base", "merge_and_unload()")),
 ])  # fmt: skip
 def test_a_command_that_cannot_work_is_refused(place, monkeypatch, capsys, command, words):
