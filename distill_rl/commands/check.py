@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from distill_rl.config.derive import GIB, DerivedSizes, sizes
 from distill_rl.config.facts import Facts, ModelFacts
@@ -75,8 +75,8 @@ def summary(config: Config, facts: Facts) -> list[str]:
             f"at most {_bytes(targets.bytes_per_slot)} per slot, {_bytes(targets.ring_bytes)} in a ring of {targets.slots}"
         )
     for worker in derived.memory:
-        parts = ", ".join(f"{part} {_bytes(count)}" for part, count in worker.parts.items())
-        lines.append(f"memory     {worker.worker}: about {_bytes(worker.total)} in each of {worker.count} ({parts})")
+        total, parts = _sum(worker.peak)
+        lines.append(f"memory     {worker.worker}: about {total} in each of {worker.count} ({parts})")
     if derived.checkpoint_bytes is not None:
         lines.append(
             f"disk       about {_bytes(derived.checkpoint_bytes)} per checkpoint, {config.checkpoint.keep_last} kept"
@@ -117,6 +117,26 @@ def _steps(derived: DerivedSizes) -> str:
 
 def _count(number: int | None) -> str:
     return "an unknown number of" if number is None else f"{number:,}"
+
+
+def _sum(parts: Mapping[str, int]) -> tuple[str, str]:
+    """A sum of bytes and its parts as text, in one unit and rounded so that what is printed adds up.
+
+    Parts that round to nothing are left out.
+
+    Args:
+        parts: bytes by name.
+    """
+    total = sum(parts.values())
+    unit, name, digits = (GIB, "GiB", 2) if total >= GIB else (2**20, "MiB", 1)
+    steps = {part: count * 10**digits / unit for part, count in parts.items()}
+    rounded = {part: int(count) for part, count in steps.items()}
+    missing = round(sum(steps.values())) - sum(rounded.values())
+    for part in sorted(steps, key=lambda part: rounded[part] - steps[part])[:missing]:
+        rounded[part] += 1
+    texts = {part: f"{count / 10**digits:.{digits}f}" for part, count in rounded.items() if count}
+    whole = f"{sum(rounded.values()) / 10**digits:.{digits}f} {name}"
+    return whole, " + ".join(f"{part} {text}" for part, text in texts.items())
 
 
 def _bytes(count: int) -> str:

@@ -20,6 +20,8 @@ a matrix."""
 
 PROCESS_BASE = 400 * 2**20
 """Resident size of a Ray actor on a CPU that has imported torch, transformers and an engine (measured: 388 MiB)."""
+OVERESTIMATE = 1.13
+"""The most by which an estimate was above the measured peak (docs/benchmarks/memory.md)."""
 TEACHER_CHUNK_TOKENS = 1024
 """A teacher computes the logits of at most this many tokens at a time: a larger matrix product is no faster."""
 TEACHER_CHUNK_BYTES = 256 * 2**20
@@ -91,9 +93,20 @@ class WorkerMemory:
         return {name: size for name, size in sizes.items() if size and name not in ("worker", "count", "loading")}
 
     @property
+    def peak(self) -> dict[str, int]:
+        """Name → bytes of what the process holds at the higher of its two peaks: training, or loading the weights."""
+        loading = {"weights": self.weights, "loading": self.loading, "base": self.base}
+        return max(self.parts, loading, key=lambda parts: sum(parts.values()))
+
+    @property
     def total(self) -> int:
-        """The higher of two peaks: the sum of the parts, and loading the weights."""
-        return max(sum(self.parts.values()), self.base + self.weights + self.loading)
+        """The sum of the peak."""
+        return sum(self.peak.values())
+
+    @property
+    def least(self) -> int:
+        """Bytes of all such processes together that cannot be shared, reclaimed or overestimated."""
+        return int(self.count * (sum(self.parts.values()) - self.base) / OVERESTIMATE)
 
 
 def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Sequence[int]) -> tuple[WorkerMemory, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -45,6 +46,21 @@ def available_bytes(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:
     """
     remaining = [_remaining(folder) for folder in _groups(membership, mount)]
     return max(0, min([_machine_bytes(), *(size for size in remaining if size is not None)]))
+
+
+def total_bytes(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:
+    """Returns how many bytes of memory there are for this process, used or not: the machine's, or the limit of a group.
+
+    Arguments as for `available_bytes`.
+    """
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for group in _groups(membership, mount):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            try:
+                sizes.append(int((group / name).read_text()))  # `max` is no number: no limit
+            except (OSError, ValueError):
+                continue
+    return min(sizes)
 
 
 def _machine_bytes() -> int:

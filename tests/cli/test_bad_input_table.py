@@ -530,6 +530,16 @@ def test_more_gpus_than_are_visible_are_refused(place, refused, monkeypatch):
     assert line.startswith("student.parallel: dp 4 x tp 1 = 4 GPUs are asked, 2 are visible; lower dp or tp"), line
 
 
+def test_more_memory_than_the_machine_has_is_refused(place, refused, monkeypatch):
+    from distill_rl import preflight
+
+    monkeypatch.setattr(preflight, "total_bytes", lambda: 2**20)
+    line = refused(place.config("memory"))
+    assert line.startswith("memory: the workers need about "), line
+    assert all(word in line for word in ("student", "big", "this machine has 1.0 MiB", "lower train.micro_batch")), line
+    assert not (place.root / "memory").exists()
+
+
 def _newer(step: Path) -> None:
     manifest = json.loads((step / "MANIFEST.json").read_text())
     (step / "MANIFEST.json").write_text(json.dumps(manifest | {"format": 99}))
