@@ -187,6 +187,8 @@ class BatchInfo:
     """Parts of chats that chat templates left out."""
     num_incomplete: int = 0
     """Documents of which a chat template left something out."""
+    peak_gib: float = 0.0
+    """The most memory that the aligner has held so far."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,14 @@ def test_validation_measures_agreement_with_the_teacher(straight):
     assert not series(straight, "train/acceptance")
 
 
+def test_every_worker_reports_how_busy_it_was_and_its_memory(straight):
+    for worker in ("student", "big", "aligner"):
+        assert all(share > 0 for _, share in series(straight, f"busy/{worker}"))
+        assert 0.01 < series(straight, f"memory/{worker}")[-1][1] < 24
+    assert {value for _, value in series(straight, "align/bad_rows")} == {0}
+    assert all(0 < share <= 1 for _, share in series(straight, "align/labelled"))
+
+
 def test_training_lowers_the_validation_loss(straight):
     kd, ce = dict(series(straight, "validation/kl_loss")), dict(series(straight, "validation/nll_loss"))
     assert kd[8] + 0.5 * ce[8] < kd[4] + 0.5 * ce[4]

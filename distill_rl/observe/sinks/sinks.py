@@ -23,6 +23,8 @@ _LOSSES = (("loss", "train/loss"), ("kl", "train/kl_loss"), ("nll", "train/nll_l
 TOKENS, SECONDS, RATE = "train/tokens", "timing/step", "train/tokens_per_second"
 _PER_SECOND = {RATE: TOKENS, "transport/teacher_wait": "timing/wait_teachers"}
 """Derived metric → the metric that is divided by the seconds of the step."""
+_WORK = ("step", "forward", "align")
+"""The parts `timing/<worker>/<part>` that are all of a worker's work: `busy/<worker>` is their share of the step."""
 
 
 class Sink(Protocol):
@@ -54,8 +56,8 @@ class Observer:
         The live sinks get every step, the others a record of all pending metrics if the step is a multiple of `every`.
         A name that occurs in several parts (of several ranks) is reduced too.
 
-        Derives `train/tokens_per_second` from `train/tokens` and `timing/step`, and `transport/teacher_wait`, the share
-        of the step spent waiting for teachers. Both are means weighted by seconds, so they stay exact when steps are
+        Derives `train/tokens_per_second` from `train/tokens` and `timing/step`; `transport/teacher_wait`, the share of
+        the step spent waiting for teachers; and `busy/<worker>`, the share in which a worker worked. They are means weighted by seconds, so they stay exact when steps are
         merged.
 
         Raises:
@@ -100,16 +102,18 @@ class Observer:
 
 
 def _per_second(metrics: Metrics) -> dict[str, Metric]:
-    """The derived metrics of `_PER_SECOND` whose sources are present; empty without a step time above 0.
+    """The derived metrics of `_PER_SECOND` and `busy/<worker>` whose sources are present; empty without a step time above 0.
 
     They are means weighted by the seconds of the step.
     """
     if SECONDS not in metrics or metrics[SECONDS].value <= 0:
         return {}
     seconds = metrics[SECONDS].value
+    workers = [name.split("/") for name in metrics if name.startswith("timing/") and name.count("/") == 2]
+    busy = {f"busy/{worker}": f"timing/{worker}/{part}" for _, worker, part in workers if part in _WORK}
     return {
         name: Metric(metrics[source].value / seconds, "mean", seconds)
-        for name, source in _PER_SECOND.items()
+        for name, source in (_PER_SECOND | busy).items()
         if source in metrics
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -12,6 +13,7 @@ from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.data.collate import BatchPlan
 from distill_rl.errors import ConfigError
+from distill_rl.system.peak_memory import peak_gib
 from distill_rl.types import Cursor, DocumentBatch
 from distill_rl.workers.actors.rank import Worker
 from distill_rl.workers.cluster.gauges import Gauges
@@ -98,7 +100,7 @@ class AlignerWorker(Worker):
         self._gauges.set("aligner_seconds", info.seconds)
         self._gauges.add("aligner_rows", info.num_rows)
         self._gauges.add("aligner_tokens", info.num_tokens)
-        return info, *student, *(part for teacher in teachers for part in teacher)
+        return replace(info, peak_gib=peak_gib()), *student, *(part for teacher in teachers for part in teacher)
 
     def try_row(self, document: Mapping[str, Any]) -> None:
         """Builds a batch of this document alone and discards it, to test whether the document makes `build` fail.

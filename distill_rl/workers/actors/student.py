@@ -15,6 +15,7 @@ import ray
 from distill_rl.config.schema import Config
 from distill_rl.errors import TransportError
 from distill_rl.observe.metrics import Metric
+from distill_rl.system.peak_memory import peak_gib
 from distill_rl.transport.assemble import assemble, plan
 from distill_rl.transport.base import Handle, Offer, Receipt, Transport
 from distill_rl.types import CrossTokenizerSpec, RankBatch
@@ -162,7 +163,7 @@ class StudentWorker(RankWorker):
     def _take_measurements(self) -> dict[str, Metric]:
         """Returns what was measured since the last call (step time, fetch time, bytes between nodes) and resets it.
 
-        Also sends them to this process's gauges, and counts a step there. Times are in seconds.
+        The peak of the memory, in GiB, is that of the whole life of this process. Also sends them to this process's gauges, and counts a step there. Times are in seconds.
         """
         self._gauges.set("student_step_seconds", self._step_s)
         self._gauges.set("student_fetch_seconds", self._fetch_s)
@@ -172,6 +173,7 @@ class StudentWorker(RankWorker):
             "timing/student/step": Metric(self._step_s, "max"),
             "timing/student/fetch": Metric(self._fetch_s, "max"),
             "transport/bytes_between_nodes": Metric(self._far_bytes, "sum"),
+            "memory/student": Metric(peak_gib(str(self._engine.world.device)), "max"),
         }
         self._step_s, self._fetch_s, self._far_bytes = 0.0, 0.0, 0
         return measured

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from distill_rl.config.facts import row_width
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
+from distill_rl.system.peak_memory import peak_gib
 from distill_rl.transport.assemble import readers_of
 from distill_rl.transport.base import Handle, Offer, Receipt, Ring, Slot
 from distill_rl.transport.segment import Backing
@@ -30,6 +31,8 @@ class TeacherStats:
     forward_s: float = 0.0
     """Time of the whole call."""
     publish_s: float = 0.0
+    peak_gib: float = 0.0
+    """The most memory that the rank has held so far; see `peak_memory`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,7 @@ class TeacherWorker(RankWorker):
             sum(handle.layout.num_rows * handle.layout.tokens_per_row for handle in handles),
             time.perf_counter() - start,
             publish_s,
+            peak_gib(str(self._world.device)),
         )
         self._gauges.set("teacher_publish_seconds", publish_s)
         self._gauges.add("teacher_bytes", measured.num_bytes)

@@ -20,7 +20,7 @@ def describe_transport(
     """Returns the metrics of one batch about the transport and the teachers' times, by name; empty without teachers.
 
     These are bytes, bytes per position of the rows (padding included), and by teacher the use of its ring and the
-    seconds of `forward` and `publish` of its slowest replica.
+    seconds of `forward` and `publish` of its slowest replica, and the peak memory of its largest, in GiB.
 
     Args:
         stats: what was measured, by sub-batch, running teacher and replica.
@@ -48,14 +48,16 @@ def describe_transport(
         publish_s = max(sum(call.publish_s for call in replica) for replica in replicas)
         metrics[f"timing/{teacher.name}/forward"] = Metric(forward_s, "max")
         metrics[f"timing/{teacher.name}/publish"] = Metric(publish_s, "max")
+        metrics[f"memory/{teacher.name}"] = Metric(max(c.peak_gib for replica in replicas for c in replica), "max")
     return metrics
 
 
 def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
     """Returns the metrics of one batch about its alignment, by name.
 
-    These are counts of documents, of truncated and incompletely rendered ones, of tokens and rows, the queue, seconds, and per teacher with
-    another tokenizer those about its chunks.
+    These are counts of documents, of those truncated, incompletely rendered and left out, of tokens and rows, the share
+    of tokens with a label, the queue, seconds, the aligner's peak memory in GiB, and per teacher with another tokenizer
+    those about its chunks.
 
     Args:
         queue: batches that the aligners had not finished when the student was ready for this one.
@@ -65,8 +67,11 @@ def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
         "align/truncated": Metric(info.num_truncated, "sum"),
         "align/tokens": Metric(info.num_tokens, "sum"),
         "align/rows": Metric(info.num_rows, "sum"),
+        "align/bad_rows": Metric(len(info.bad_rows), "sum"),
+        "align/labelled": Metric(info.num_labels / max(info.num_tokens, 1), "mean", info.num_tokens),
         "align/queue": Metric(queue, "max"),
         "timing/aligner/align": Metric(info.seconds, "max"),
+        "memory/aligner": Metric(info.peak_gib, "max"),
     }
     if info.num_incomplete:
         metrics["align/incomplete"] = Metric(info.num_incomplete, "sum")

@@ -81,6 +81,17 @@ def test_tokens_per_second_over_several_steps() -> None:
     assert sink.records[0][1]["train/tokens_per_second"] == pytest.approx(200 / 4)
 
 
+def test_busy_shares_are_weighted_by_the_seconds_of_the_steps() -> None:
+    sink = ListSink()
+    observer = Observer([sink], every=2)
+    for step, (seconds, forward) in enumerate(((1.0, 0.5), (3.0, 3.0)), start=1):
+        parts = {"timing/step": Metric(seconds), "timing/big/forward": Metric(forward, "max")}
+        observer.log(step, parts | {"timing/student/fetch": Metric(9.0, "max"), "timing/student": Metric(0.1)})
+    record = sink.records[0][1]
+    assert record["busy/big"] == pytest.approx(3.5 / 4)
+    assert [name for name in record if name.startswith("busy/")] == ["busy/big"]
+
+
 def test_every_sink_is_closed_even_if_one_fails() -> None:
     first, second, live = ListSink(fails_to_close=True), ListSink(), ListSink()
     with pytest.raises(OSError, match="full"):
