@@ -1,0 +1,74 @@
+"""A corpus of chats with tools, checked through the real command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.chat_templates import CHATML, QWEN3, TOOLS, tool_chat
+from tests.helpers.command import distill_rl_in_process
+from tests.helpers.models import write_tiny_model
+from tests.helpers.tokenizers import tiny_tokenizer
+
+pytestmark = pytest.mark.cli
+
+
+def _with_template(template: str):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("chats")
+    write_tiny_model(root / "student", hidden=16, seed=2, tokenizer=_with_template(QWEN3))
+    write_tiny_model(root / "chatml", hidden=16, seed=2, tokenizer=_with_template(CHATML))
+    write_tiny_model(root / "teacher", hidden=16, seed=1, tokenizer=_with_template(QWEN3))
+    # Every other row has no tools: Parquet-like corpora differ in their keys from row to row.
+    rows = []
+    for i in range(24):
+        arguments = {"city": f"city {i}"} if i % 2 else json.dumps({"city": f"city {i}"})
+        rows.append({"messages": tool_chat(arguments), "tools": TOOLS if i % 2 else None})
+    (root / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def _config(root: Path, folder: Path, *teachers: str, student: str = "student") -> Path:
+    config = {
+        "student": {"model": f"{root}/{student}", "dtype": "fp32"},
+        "teachers": [{"name": name, "model": f"{root}/{name}", "dtype": "fp32"} for name in teachers],
+        "data": {
+            "path": f"{root}/chats.jsonl",
+            "max_length": 512,
+            "loss_roles": ["assistant", "tool"],
+            "validation": {"fraction": 0.1},
+        },
+        "loss": {"top_k": 16, "ce_weight": 0.5},
+        "train": {"steps": 2, "global_batch_size": 8, "micro_batch_size": 4},
+        "aligner": {"workers": 0},
+        "observe": {"tensorboard": False},
+        "run": {"dir": f"{folder}/runs"},
+    }
+    path = folder / "chats.yaml"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def test_check_names_what_a_template_leaves_out(root, tmp_path):
+    ended = distill_rl_in_process("check", "-c", _config(root, tmp_path, "teacher", student="chatml"))
+    assert ended.code == 2
+    calls, tools = [line for line in ended.errors if "data.unrendered: " in line]
+    assert "leaves out `tool_calls` of assistant messages in 24 of 24 rows; got row " in calls
+    assert "leaves out the tools in 12 of 24 rows" in tools
+    assert "data.unrendered=warn" in tools
+    assert "`tool_call_id` of tool messages in 24 of 24 rows" in ended.out
+    warned = distill_rl_in_process(
+        "check", "-c", _config(root, tmp_path, "teacher", student="chatml"), "data.unrendered=warn"
+    )
+    assert warned.code == 0, warned.err
+    assert "leaves out `tool_calls` of assistant messages in 24 of 24 rows, such as row " in warned.out
+    assert "teachers.0: teacher teacher reads chats as the student's chat template writes them" in warned.out
+    assert "its own template writes 24 of 24 rows differently" in warned.out
