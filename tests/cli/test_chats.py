@@ -1,4 +1,4 @@
-"""A corpus of chats with tools, checked through the real command line."""
+"""A corpus of chats with tools, checked and trained on through the real command line."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.chat_templates import CHATML, QWEN3, TOOLS, tool_chat
-from tests.helpers.command import distill_rl_in_process
+from tests.helpers.chat_templates import CHATML, LLAMA3, QWEN3, TOOLS, tool_chat
+from tests.helpers.command import distill_rl, distill_rl_in_process, records
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
 
@@ -27,6 +27,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_model(root / "student", hidden=16, seed=2, tokenizer=_with_template(QWEN3))
     write_tiny_model(root / "chatml", hidden=16, seed=2, tokenizer=_with_template(CHATML))
     write_tiny_model(root / "teacher", hidden=16, seed=1, tokenizer=_with_template(QWEN3))
+    foreign = tiny_tokenizer(600, seed=7)
+    foreign.chat_template = LLAMA3
+    write_tiny_model(root / "foreign", hidden=16, seed=3, tokenizer=foreign)
     # Every other row has no tools: Parquet-like corpora differ in their keys from row to row.
     rows = []
     for i in range(24):
@@ -72,3 +75,17 @@ def test_check_names_what_a_template_leaves_out(root, tmp_path):
     assert "leaves out `tool_calls` of assistant messages in 24 of 24 rows, such as row " in warned.out
     assert "teachers.0: teacher teacher reads chats as the student's chat template writes them" in warned.out
     assert "its own template writes 24 of 24 rows differently" in warned.out
+
+
+def test_a_run_on_tool_chats_trains_on_calls_and_says_what_is_left_out(root, tmp_path):
+    """With a teacher of the same tokenizer and one of another tokenizer and template."""
+    ended = distill_rl("train", "-c", _config(root, tmp_path, "teacher", "foreign"))
+    assert ended.code == 0, ended.err
+    assert (
+        "note      the chat template of the student's tokenizer leaves out `tool_call_id` of tool messages" in ended.out
+    )
+    assert "chats are read without `tool_call_id` of tool messages" in ended.err + ended.out
+    first = records(tmp_path / "runs" / "chats")[0]
+    assert first["align/incomplete"] == 8
+    assert first["align/chunks"] > 0
+    assert first["train/kl_loss"] > 0
