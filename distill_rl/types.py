@@ -189,6 +189,8 @@ class BatchInfo:
     """Documents of which a chat template left something out."""
     peak_gib: float = 0.0
     """The most memory that the aligner has held so far."""
+    num_unlabelled: int = 0
+    """Documents without a label, those left out not counted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError
 from distill_rl.observe.log import log_file, say, setup_console, status
 from distill_rl.preflight import gather, run_directory
+from distill_rl.run import stop
 from distill_rl.system.files import write_atomic
 from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
 from distill_rl.types import RunPaths
@@ -51,22 +52,25 @@ def train(path: str, overrides: Sequence[str], *, clean: bool, dry_run: bool, gp
         config = checked.require_valid()
     for note in checked.notes:
         say(f"note      {note}")
-    return run_config(config, Signals(), clean=clean)
+    return run_config(config, Signals(), clean=clean, command=stop.command_line(path, overrides))
 
 
-def run_config(config: Config, signals: Signals, *, clean: bool) -> int:
+def run_config(config: Config, signals: Signals, *, clean: bool, command: Sequence[str] = ()) -> int:
     """Runs a checked configuration, as `train` does after its checks; returns and raises as that does.
 
     Args:
         signals: not entered yet.
+        command: that started this process, to print how a stopped run goes on. Empty: one with the run's config.yaml.
     """
     if config.ray.address is not None:  # workers on an existing cluster have other working directories
         config = absolute(config)
     with run_directory.occupy(config, clean=clean) as paths, log_file(paths.logs / "driver.log"), signals:
+        command = command or stop.command_line(str(paths.config), [])
         try:
-            return _run(config, paths, signals)
+            return _run(config, paths, signals, command)
         except Preempted:
-            say("stopped outside of training; continue with --resume auto")
+            say("stopped outside of training")
+            say(f"go on     {stop.again_with(command, 'auto')}")
             return EXIT_PREEMPTED
         except OSError as error:
             log.info("the run failed", exc_info=True)
@@ -79,7 +83,7 @@ def run_config(config: Config, signals: Signals, *, clean: bool) -> int:
             raise
 
 
-def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
+def _run(config: Config, paths: RunPaths, signals: Signals, command: Sequence[str]) -> int:
     """Opens models and data, trains and, after the last step, scores the export on the suites; then writes the report.
 
     Returns the driver's exit code: 0 at the end of the run. The report is also written if the run was stopped before
@@ -87,9 +91,11 @@ def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
 
     Args:
         signals: entered handlers of this process.
+        command: that started this process, to print how a stopped run goes on.
 
     Raises:
         Preempted: asked to stop before training began, or during evaluations after the last step.
+        KeyboardInterrupt: asked to stop now; what is saved and lost has been printed.
     """
     say("opening   models and data")
     from distill_rl.evals.results.compare import of_run
@@ -97,22 +103,32 @@ def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
     from distill_rl.preflight.job import prepare
     from distill_rl.run.driver import Driver
 
-    with signals.at_once():
-        job = prepare(config, paths)
-    for teacher, known in job.facts.by_teacher(config):
-        if known.cross_tokenizer_loss is not None:
-            say(
-                f"teacher   {teacher.name} has another tokenizer: loss {known.cross_tokenizer_loss} over chunks of text"
-            )
-        elif known.tokens_apart:
-            say(f"teacher   {teacher.name}: {known.tokens_apart}")
-    with Driver.open(job, signals) as driver:
-        code = driver.run()
-        if code == 0:
-            say(f"exported  {paths.export}")
-            if config.evaluate.suites:
-                score_export(driver)
+    driver: Driver | None = None
+    try:
+        with signals.at_once():
+            job = prepare(config, paths)
+        for teacher, known in job.facts.by_teacher(config):
+            if known.cross_tokenizer_loss is not None:
+                say(
+                    f"teacher   {teacher.name} has another tokenizer: loss {known.cross_tokenizer_loss} over chunks of text"
+                )
+            elif known.tokens_apart:
+                say(f"teacher   {teacher.name}: {known.tokens_apart}")
+        with Driver.open(job, signals) as driver:
+            code = driver.run()
+            if code == 0:
+                say(f"exported  {paths.export}")
+                if config.evaluate.suites:
+                    score_export(driver)
+    except KeyboardInterrupt:
+        began, trained = (driver.began, driver.state.step) if driver else (0, None)
+        resume = config.checkpoint.resume
+        for line in stop.lines(paths.checkpoints, command, began=began, trained=trained, resume=resume):
+            say(line)
+        raise
     say(f"report    {write_report(paths.root, evaluation=of_run(paths.root))}")
+    if code == EXIT_PREEMPTED:
+        say(f"go on     {stop.again_with(command, 'latest')}")
     return code
 
 

@@ -9,7 +9,7 @@ from typing import get_args
 
 from distill_rl.config.facts import Facts, TeacherFacts, row_width, running_teachers, teacher_rows
 from distill_rl.config.memory import ITEM_SIZE, WorkerMemory, target_bytes_per_token, worker_memory
-from distill_rl.config.schema import Config, CrossTokenizerLoss, TeacherConfig
+from distill_rl.config.schema import Config, CrossTokenizerLoss, ScheduleConfig, TeacherConfig
 from distill_rl.errors import ConfigError
 
 GIB = 2**30
@@ -79,6 +79,34 @@ def total_steps(config: Config, num_documents: int | None) -> int | None:
         return None
     by_epochs = ceil(max(round(epochs * num_documents), 1) / config.train.global_batch_size)
     return by_epochs if steps is None else min(steps, by_epochs)
+
+
+def warmup_steps(schedule: ScheduleConfig, horizon: int) -> int:
+    """Steps of the warm-up: as configured or, if that is longer than the whole schedule, a tenth of it, at least one.
+
+    A function of the settings and the horizon alone, as the learning rate must be.
+
+    Args:
+        horizon: schedule.steps, or else the last step of the run.
+    """
+    return schedule.warmup_steps if schedule.warmup_steps <= horizon else max(1, horizon // 10)
+
+
+def warmup_note(schedule: ScheduleConfig, last_step: int | None) -> str | None:
+    """A line on a warm-up that a run is too short for; None if there is nothing to say, or the length is not known.
+
+    Args:
+        last_step: of the run.
+    """
+    configured = schedule.warmup_steps
+    if last_step is None or configured <= last_step:
+        return None
+    if schedule.steps is None:
+        clamped = warmup_steps(schedule, last_step)
+        return (
+            f"schedule.warmup_steps is {configured}, but the run ends at step {last_step}: the warm-up takes {clamped}"
+        )
+    return f"the run ends at step {last_step}, within the warm-up of {configured} steps: it does not reach optimizer.lr"
 
 
 def wants_whole_batch(config: Config) -> bool:

@@ -199,7 +199,7 @@ class ScheduleConfig:
     kind: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up."""
     warmup_steps: int = field(default=0, metadata=NOT_NEGATIVE)
-    """Optimizer steps of linear warm-up. 0: none."""
+    """Optimizer steps of linear warm-up. 0: none. If schedule.steps is null and the run is shorter than this, a tenth of the run, which is said."""
     min_lr_ratio: float = field(default=0.0, metadata=FRACTION)
     """Learning rate at the end of the schedule, as a fraction of the peak."""
     steps: Optional[int] = field(default=None, metadata=POSITIVE)

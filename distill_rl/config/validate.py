@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import lcm
 from typing import Any
 
-from distill_rl.config.derive import has_validation, rows_per_slot, rows_unit, wants_whole_batch
+from distill_rl.config.derive import has_validation, rows_per_slot, rows_unit, wants_whole_batch, warmup_note
 from distill_rl.config.effects import no_effect
 from distill_rl.config.facts import Facts, running_teachers, teacher_rows
 from distill_rl.config.schema import Config
@@ -55,6 +55,8 @@ def notes(config: Config, facts: Facts | None = None) -> list[str]:
         facts: of the files, as far as known.
     """
     lines = [*no_effect(config, facts or Facts())]
+    if (note := warmup_note(config.schedule, facts.total_steps if facts else config.train.steps)) is not None:
+        lines.append(note)
     if config.teachers and config.loss.kd_weight == 0:
         lines.append("loss.kd_weight is 0: no teacher is started")
     if config.loss.dynamic_scale != "off" and config.loss.kd_weight > 0:
@@ -260,8 +262,7 @@ def _aligner(config: Config) -> Iterator[str]:
 def _optimizer(config: Config) -> Iterator[str]:
     """Problems of the optimizer and its schedule, one line each.
 
-    The betas must be two numbers in [0, 1), and the warm-up no longer than schedule.steps or, if that is null,
-    train.steps.
+    The betas must be two numbers in [0, 1), and the warm-up no longer than schedule.steps.
     """
     betas = config.optimizer.betas
     if len(betas) != 2:
@@ -269,12 +270,9 @@ def _optimizer(config: Config) -> Iterator[str]:
     for i, beta in enumerate(betas[:2]):
         if not 0 <= beta < 1:
             yield problem(f"optimizer.betas.{i}", "must lie in [0, 1)", beta)
-    key, end = "schedule.steps", config.schedule.steps
-    if end is None:
-        key, end = "train.steps", config.train.steps
-    warmup = config.schedule.warmup_steps
+    end, warmup = config.schedule.steps, config.schedule.warmup_steps
     if end is not None and end > 0 and warmup > end:
-        yield problem("schedule.warmup_steps", f"must not exceed {key} ({end})", warmup)
+        yield problem("schedule.warmup_steps", f"must not exceed schedule.steps ({end})", warmup)
 
 
 def _checkpoints(config: Config) -> Iterator[str]:

@@ -33,6 +33,11 @@ class Encoded:
     left_out: tuple[str, ...] = ()
     """Words for the parts of a chat that a chat template does not write."""
 
+    @property
+    def has_labels(self) -> bool:
+        """Whether any token but the first, which nothing predicts, is trained on."""
+        return bool(self.label_mask[1:].any())
+
     def cut(self, length: int) -> Encoded:
         """The first `length` tokens; `truncated` if any were cut off, now or before."""
         truncated = self.truncated or len(self.input_ids) > length

@@ -181,6 +181,7 @@ class BatchBuilder:
             bad_rows=tuple(bad_rows),
             left_out=_count_left_out(batch, encoded),
             num_incomplete=sum(bool(document.left_out) for document in encoded),
+            num_unlabelled=sum(not document.has_labels for document in encoded if document is not NO_TOKENS),
         )
         return info, student_parts, teacher_parts
 

@@ -29,6 +29,7 @@ FAULTS = {
     "faults/aligner_restarts": "aligners restarted",
     "faults/teachers_lost": "teachers lost",
     "faults/skipped_steps": "steps skipped",
+    "faults/unlabelled_steps": "steps without labels",
 }
 """Metric → its label. Counts since the start of this attempt; absent from a record while they are 0."""
 

@@ -9,6 +9,7 @@ from distill_rl.config.schema import Config
 from distill_rl.config.walk import MISSING
 from distill_rl.errors import problem
 from distill_rl.preflight.chats import check_chats
+from distill_rl.preflight.labels import check_labels
 from distill_rl.preflight.opened import Findings, Opened
 from distill_rl.preflight.pairs import check_alignment, template_problems
 
@@ -21,7 +22,7 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
 
     Problems are added to `findings`: rows, too few documents, chats and their templates, `data.loss_on`, and, if there is
     no problem of any kind yet, tokenizers that align on none of the documents. The facts hold `num_documents` and `data_kind`
-    alone, or nothing if the data could not be opened.
+    alone, or nothing if the data could not be opened. Data with nothing to train on are a problem, too.
 
     Args:
         student, teachers: as opened, the teachers with their `cross_tokenizer_loss` set.
@@ -66,6 +67,10 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
         remedy = "use data.loss_on=all, or data that has messages"
         problems.append(problem(key, rule, "rows of text", remedy))
     problems += template_problems(config, source.kind, student, teachers)
+    if not any(text.startswith(("data.", "student")) for text in problems):
+        check_labels(config, "data.path", training, _sample(training), student, findings)
+        if validation is not None:
+            check_labels(config, "data.validation", validation, _sample(validation), student, findings)
     if not problems:
         check_alignment(config, training, student, teachers, findings)
     return Facts(num_documents=len(training), data_kind=source.kind)
@@ -76,11 +81,16 @@ def _check_rows(source: Any, findings: Findings) -> list[Any]:
 
     It stops at the first row that is bad; nothing is added if none is. Returns the rows that it has read.
     """
-    rows = []
-    count, num_problems = len(source), len(findings.problems)
-    stride = max(1, count // SAMPLED_ROWS)
-    for row in sorted({*range(min(count, SAMPLED_ROWS)), *range(0, count, stride)}):
+    rows: list[Any] = []
+    num_problems = len(findings.problems)
+    for row in _sample(source):
         rows.append(findings.attempt("data.path", lambda row=row: source[row]))  # type: ignore[misc]
         if len(findings.problems) > num_problems:
             break
     return rows
+
+
+def _sample(source: Any) -> list[int]:
+    """The rows to read: SAMPLED_ROWS at the start, and about as many evenly spaced ones."""
+    count = len(source)
+    return sorted({*range(min(count, SAMPLED_ROWS)), *range(0, count, max(1, count // SAMPLED_ROWS))})

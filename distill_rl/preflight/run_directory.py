@@ -20,6 +20,10 @@ from distill_rl.types import RunPaths
 _LOCK = ".lock"
 SUBMISSION = ("submit.yaml", "submit.sbatch")
 """Files that `train --dry-run` writes to a run directory. With only these in it, the directory is not in use."""
+_OF_A_START = ("config.yaml", "logs", "bad_rows.jsonl")
+"""What a run writes before its first step, and a later one replaces or continues."""
+_OF_STEPS = ("metrics.jsonl", "checkpoints", "evals")
+"""What a run makes before its first step and fills afterwards."""
 _ATTEMPT = "DISTILL_RL_ATTEMPT"
 """Set by a batch script, which writes its own logs to the same folder; see `RunPaths.attempt`."""
 
@@ -52,7 +56,7 @@ def _folder_problems(root: Path, *, clean: bool, resume: bool) -> Iterator[str]:
     """Yields at most one problem with what is in the place of the run directory: a file, a bad link, or contents.
 
     A link is bad if it leads outside (`_link_to_outside`).
-    Contents that are allowed: SUBMISSION alone, anything with `resume` but not `clean`, an earlier run with `clean`.
+    Contents that are allowed: those not `in_use`, anything with `resume` but not `clean`, an earlier run with `clean`.
     """
     if root.exists() and not root.is_dir():
         yield problem(
@@ -61,14 +65,41 @@ def _folder_problems(root: Path, *, clean: bool, resume: bool) -> Iterator[str]:
     elif link := _link_to_outside(root):
         rule, remedy = "a run writes nowhere but in its directory", "remove the link; run.dir can name any folder"
         yield problem(f"{link}", rule, f"a link to {link.resolve()}", remedy)
-    elif root.exists() and any(entry.name not in SUBMISSION for entry in _entries(root)):
+    elif in_use(root):
         is_run = any((root / name).exists() for name in (_LOCK, "metrics.jsonl"))
         if clean and not is_run:
             rule = "holds files and is no run directory (it has neither .lock nor metrics.jsonl)"
             yield problem(f"{root}", rule, remedy="choose another run.name or run.dir")
         elif not clean and not resume:
-            remedy = "go on with --resume, start over with --clean, or choose another run.name"
-            yield problem(f"{root}", "the run directory is in use", remedy=remedy)
+            yield str(_occupied(root))
+
+
+def in_use(root: Path) -> bool:
+    """Whether a run directory holds anything that a new run could spoil; it need not exist.
+
+    It does not if a start left it that never finished a step, because it was refused, stopped or killed: there is then
+    no record in metrics.jsonl, no checkpoint, no evaluation, and no file that a run does not write before its first
+    step.
+    """
+    if not root.is_dir():
+        return False
+    started = (root / _LOCK).exists()
+    return not all(
+        entry.name in SUBMISSION
+        or (started and entry.name in _OF_A_START)
+        or (started and entry.name in _OF_STEPS and _is_empty(entry))
+        for entry in _entries(root)
+    )
+
+
+def _is_empty(entry: Path) -> bool:
+    return not any(entry.iterdir()) if entry.is_dir() else entry.lstat().st_size == 0
+
+
+def _occupied(root: Path) -> ConfigError:
+    """The error for a run directory with an earlier run, which is neither continued nor deleted."""
+    remedy = "go on with --resume, start over with --clean, or choose another run.name"
+    return ConfigError(f"{root}", "the run directory is in use", remedy=remedy)
 
 
 @contextmanager
@@ -78,8 +109,11 @@ def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
     With `clean`, its contents are deleted first. Creates the folder of logs of this attempt, to which `logs/latest` is
     set, and writes config.yaml unless there is one. Yields the paths with the number of the attempt.
 
+    After a start that never finished a step (`in_use`), its logs are kept, and its list of bad rows is moved to them.
+
     Raises:
-        ConfigError: another process uses it, or a batch script gives a bad number of the attempt.
+        ConfigError: another process uses it, or has done so since it was checked; or a batch script gives a bad number
+            of the attempt.
         OSError: it cannot be created or written.
     """
     paths = paths_of(config)
@@ -97,6 +131,8 @@ def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
                 f"by process {lock.read().strip()}",
                 "wait for it, or choose another run.name",
             ) from None
+        if not clean and config.checkpoint.resume is None and in_use(paths.root):
+            raise _occupied(paths.root)
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
@@ -104,6 +140,8 @@ def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         paths = replace(paths, attempt=_attempt(paths.root / "logs"))
         paths.logs.mkdir(parents=True, exist_ok=True)
+        if paths.bad_rows.exists() and not in_use(paths.root):
+            paths.bad_rows.replace(paths.logs / f"earlier_{paths.bad_rows.name}")
         _point_latest_at(paths.logs)
         if not paths.config.exists():
             record_config(config, paths)

@@ -18,6 +18,7 @@ from distill_rl.evals.results.compare import of_run
 from distill_rl.observe.log import printable, say
 from distill_rl.observe.report.report import write_report
 from distill_rl.observe.sinks.sinks import SECONDS, TOKENS, read_records
+from distill_rl.preflight.run_directory import in_use
 from distill_rl.quickstart.child import run_cli
 from distill_rl.quickstart.material import Material, make_material
 from distill_rl.quickstart.recipe import RECIPES
@@ -228,7 +229,7 @@ def _require_usable(options: argparse.Namespace, config: Path, *runs: RunPaths) 
         problems += [
             str(ConfigError(str(paths.root), "the run directory is in use", remedy="start over with --clean"))
             for paths in runs
-            if paths.config.exists()
+            if in_use(paths.root)
         ]
     if not config.is_file():
         problems.append(str(ConfigError(str(config), "must be a file", remedy="run it from a clone, or give -c")))

@@ -52,6 +52,8 @@ class SavedState:
     """Hashes of what must not change between saving and resuming (data, tokenizer, models), by name."""
     score: float | None = None
     """validation/kl_loss at this step, if it was measured; lower is better."""
+    learnt: bool = True
+    """Whether any step so far had something to train on and was not skipped; older checkpoints do not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,11 @@ class CheckpointStore:
         self.clean_up()
 
 
+def newest_step(root: Path) -> int | None:
+    """Returns the step of the newest complete checkpoint in a folder, by its name, unverified; None if there is none."""
+    return max((step for path in root.glob("step-*") if (step := _step(path)) >= 0), default=None)
+
+
 def find(store: CheckpointStore, resume: str | None, warn: Callable[[str], None] = log.warning) -> Checkpoint | None:
     """Returns the checkpoint that `resume` names, verified; None if the run is to start afresh.
 
@@ -343,7 +350,7 @@ def _read(path: Path, within: Path | None) -> Checkpoint:
     state = _load(path / "state.json", path)
     train = TrainState(state["step"], Cursor(**state["cursor"]))
     fingerprints = {name.replace(_FORMER_PAIR, _PAIR): value for name, value in state["fingerprints"].items()}
-    return Checkpoint(path, SavedState(train, fingerprints, state["score"]))
+    return Checkpoint(path, SavedState(train, fingerprints, state["score"], state.get("learnt", True)))
 
 
 def require_same(saved: Mapping[str, str], current: Mapping[str, str]) -> None:

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from distill_rl.config.derive import suites_every
+from distill_rl.config.derive import suites_every, warmup_note
+from distill_rl.config.facts import running_teachers
 from distill_rl.config.save import fingerprint
 from distill_rl.data.loader import Loader, validation_batches
 from distill_rl.observe.log import say
-from distill_rl.observe.metrics import Metric, Metrics, merge
+from distill_rl.observe.metrics import Metric, merge
 from distill_rl.observe.report.card import model_card
 from distill_rl.observe.sinks.sinks import Observer, open_observer
 from distill_rl.observe.timing import StepTimer
@@ -28,6 +29,7 @@ from distill_rl.preflight.job import Job
 from distill_rl.run import checkpoints
 from distill_rl.run.async_save import Saver
 from distill_rl.run.checkpoints import Checkpoint, CheckpointStore, SavedState
+from distill_rl.run.learning import Learning
 from distill_rl.run.prefetch import Lookahead
 from distill_rl.system.signals import EXIT_PREEMPTED, Signals
 from distill_rl.types import TrainState
@@ -50,17 +52,17 @@ class Driver:
     resumed: Checkpoint | None
     evaluations: Evaluations
     saver: Saver
-    _num_skipped: int = 0
-    _last_skipped: bool = False
-    """Whether the last step was skipped, so that the weights did not change."""
     _checkpoint_owed: bool = False
     """Whether a checkpoint is due that a skipped step deferred."""
 
     def __post_init__(self) -> None:
         """Takes step, cursor and score from the checkpoint that is resumed from, or starts at step 0."""
         self.config, self.student = self.job.config, self.actors.student
-        saved = self.resumed.state if self.resumed else SavedState(TrainState())
+        saved = self.resumed.state if self.resumed else SavedState(TrainState(), learnt=False)
         self.state, self.score = saved.train, saved.score
+        self.began = self.state.step
+        names = [teacher.name for teacher in running_teachers(self.config)]
+        self.learning = Learning(names, learnt=saved.learnt)
         self._saved_step = self.state.step if self.resumed else -1
         self._validated_step = self._saved_step if self.score is not None else -1
 
@@ -96,7 +98,7 @@ class Driver:
             actors = stack.enter_context(start_actors(job, loader.total_steps, timer, signals))
             if resumed:
                 actors.student.collective("load", os.fspath(resumed.student), what=f"loading {resumed.path}")
-                run_directory.record_config(config, job.paths)
+            run_directory.record_config(config, job.paths)
             if config.checkpoint.resume:
                 store.abandon_after(start.step)
             write_targets(job.paths.prometheus)
@@ -113,6 +115,8 @@ class Driver:
             left = "nothing left"
             if start.step < loader.total_steps:
                 left = f"steps {start.step + 1} to {loader.total_steps}"
+            if note := warmup_note(config.schedule, loader.total_steps):
+                say(f"warm-up   {note}")
             say(f"training  {left} in {job.paths.root}")
             saver = stack.enter_context(saver_of(store, job, actors))
             yield cls(job, actors, loader, observer, timer, signals, resumed, evaluations, saver)
@@ -133,14 +137,15 @@ class Driver:
                 with self.timer.step(step), batch.lease():
                     trained = self.student.train_step(batch)
                 self.state = TrainState(step=step, cursor=batch.documents.cursor)
-                self.note_skip(trained)
-                self.observer.log(step, trained, batch.metrics, self.skips, self.timer.flush())
+                for line in self.learning.note(step, trained, batch.metrics, batch.documents.row_numbers):
+                    say(line)
+                self.observer.log(step, trained, batch.metrics, self.learning.metrics, self.timer.flush())
                 if self.due(self.config.evaluate.every):
                     self.validate()
                 self.evaluate()
                 if self.checkpoint_is_due():
                     self.save()
-                if self.signals.preempted and not self._last_skipped:
+                if self.signals.preempted and not self.learning.last_skipped:
                     return self.preempt()
         return self.finish()
 
@@ -157,20 +162,6 @@ class Driver:
         if self.config.evaluate.teachers:
             self.evaluations.start_teachers()
 
-    def note_skip(self, trained: Metrics) -> None:
-        """Notes from the step's metrics whether it left the weights unchanged; counts and prints it if so."""
-        self._last_skipped = trained["train/skipped"].value > 0
-        if self._last_skipped:
-            self._num_skipped += 1
-            loss, norm = trained["train/loss"].value, trained["train/grad_norm"].value
-            details = f"loss {loss:.4g}, gradient norm {norm:.4g}; the weights are unchanged"
-            say(f"skipped   step {self.state.step}: {details}")
-
-    @property
-    def skips(self) -> dict[str, Metric]:
-        """Number of steps skipped since this process started, as a metric; empty while there are none."""
-        return {"faults/skipped_steps": Metric(float(self._num_skipped), "last")} if self._num_skipped else {}
-
     def checkpoint_is_due(self) -> bool:
         """Returns whether to save now; True at most once per due checkpoint, so call it once per step.
 
@@ -178,7 +169,7 @@ class Driver:
         already be bad.
         """
         self._checkpoint_owed = self._checkpoint_owed or self.due(self.config.checkpoint.every)
-        if self._last_skipped or not self._checkpoint_owed:
+        if self.learning.last_skipped or not self._checkpoint_owed:
             return False
         self._checkpoint_owed = False
         return True
@@ -236,18 +227,19 @@ class Driver:
         if self._saved_step != self.state.step or (last and not self.saver.try_settle()):
             self.observer.flush()
             score = self.score if self._validated_step == self.state.step else None
+            state = SavedState(self.state, self.job.fingerprints, score, self.learning.learnt)
             with self.timer.part("save"):
-                self.saver.save(SavedState(self.state, self.job.fingerprints, score), at_once=last)
+                self.saver.save(state, at_once=last)
             self._saved_step = self.state.step
 
     def preempt(self) -> int:
-        """Saves and commits a checkpoint, prints how to go on, and returns the process's exit code, EXIT_PREEMPTED.
+        """Saves and commits a checkpoint, says so, and returns the process's exit code, EXIT_PREEMPTED.
 
         Raises:
             WorkerError: the save failed.
         """
         self.save(last=True)
-        say(f"stopped after step {self.state.step} and saved; go on with --resume")
+        say(f"stopped   after step {self.state.step}, which is saved; nothing is lost")
         return EXIT_PREEMPTED
 
     def finish(self) -> int:
@@ -257,9 +249,13 @@ class Driver:
             0, the exit code.
 
         Raises:
+            DistillError: no step trained on anything: nothing is saved or exported.
             WorkerError: the last save failed, or (raised after all else is done) an earlier one.
             KeyboardInterrupt, Preempted: a signal ended the wait for evaluations.
         """
+        for line in self.learning.summary():
+            say(line)
+        self.learning.require_learnt()
         self.validate()
         self.save(last=True)
         self.student.collective("export", os.fspath(self.job.paths.export), self.card(), what="the export")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
@@ -144,6 +145,7 @@ class StudentEngine:
             ranks gives the mean of the global batch;
             `train/tokens`, this rank's labelled tokens; `train/grad_norm`, before clipping; `train/lr`;
             `train/kd_scale`, with teachers under `loss.dynamic_scale`;
+            `train/unlabelled`, 1 if nothing in the global batch is trained on, so that the gradient is zero;
             `train/skipped`, 1 if the step left the weights alone.
 
         Raises:
@@ -172,9 +174,13 @@ class StudentEngine:
         sums = self._run(batch, targets, blend, backward=True, last=last)
         kd, ce = sums.kd_and_ce
         self._loss += (blend.kd * kd + blend.ce * ce) / max(batch.num_labels, 1)
+        self._ce_and_kd += sums.ce_and_kd_per_teacher
         if dynamic == "on":
             self.kd_scale = self._ratio(sums)
         metrics = self._metrics("train", batch, sums, blend)
+        if metrics:
+            compared = self.objective.num_compared(batch.num_labels, batch.chunks)
+            metrics["train/unlabelled"] = Metric(float(compared == 0), "max")
         if metrics and dynamic != "off":
             metrics["train/kd_scale"] = Metric(blend.kd, "last")
         return metrics
@@ -197,7 +203,8 @@ class StudentEngine:
         for parameter in self.objective.parameters():
             complete_gradient(parameter)
         norm = clip_gradients(self.parameters, self.config.train.max_grad_norm).item()
-        reason = self.guard.reason_to_skip(step, self._global_loss(), norm)
+        loss = self._global_loss()
+        reason = self.guard.reason_to_skip(step, loss, norm, () if math.isfinite(loss) else self._blamed_teachers())
         lr = self.schedule(step)
         if reason is None:
             for group in self.optimizer.param_groups:
@@ -378,6 +385,8 @@ class StudentEngine:
         """Resets the loss of the step to zero and remembers `kd_scale`, which is restored if the step is skipped."""
         self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         """This rank's share of the loss, over the micro-batches of the step so far."""
+        self._ce_and_kd = torch.zeros(1 + len(self.objective.teachers), dtype=torch.float64, device=self.world.device)
+        """This rank's sums of CE and of every teacher's KD, over the micro-batches of the step so far."""
         self._kd_scale_before = self.kd_scale
 
     def _global_loss(self) -> float:
@@ -391,6 +400,19 @@ class StudentEngine:
         # Over all ranks, so that a NaN on one reaches all. Tensor-parallel ranks add the same loss tp times.
         dist.all_reduce(total)
         return total.item() / self.world.tp
+
+    def _blamed_teachers(self) -> list[str]:
+        """Returns the teachers whose KD is not finite in this step although the student's CE is, on every rank alike.
+
+        Collective.
+        """
+        total = self._ce_and_kd.clone()
+        if self.world.world_size > 1:
+            dist.all_reduce(total)
+        ce, *kd = total.tolist()
+        if not math.isfinite(ce):
+            return []
+        return [teacher.name for teacher, value in zip(self.objective.teachers, kd) if not math.isfinite(value)]
 
     def _ratio(self, sums: LossSums) -> float:
         """Returns CE / KD of the global batch, the same on every rank; 1 if the KD is not above 0.

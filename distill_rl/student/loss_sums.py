@@ -32,6 +32,11 @@ class LossSums:
         """fp64 [2]: this rank's sums of KD and CE."""
         return self._sums[:2]
 
+    @property
+    def ce_and_kd_per_teacher(self) -> Tensor:
+        """fp64 [1 + teachers]: this rank's sums of CE and of every teacher's KD."""
+        return torch.cat([self._sums[1:2], self._sums[3:]])
+
     def metrics(self, prefix: str, objective: Objective, blend: Blend, num_labels: int) -> dict[str, Metric]:
         """Returns the means of what was added, by name with `{prefix}/`.
 

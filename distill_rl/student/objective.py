@@ -140,6 +140,24 @@ class Objective(nn.Module):
             return Blend(self.config.kd_weight, self.config.ce_weight, shares)
         return Blend(kd_scale, 1.0, shares)
 
+    def num_compared(self, num_labels: int, chunks: Sequence[ChunkRows | None] = ()) -> int:
+        """Returns how many labels and chunks of a global batch enter the loss; with 0 its gradient is zero.
+
+        KD with one tokenizer compares labels, KD across tokenizers chunks, and CE labels again.
+
+        Args:
+            num_labels: labelled tokens of the global batch.
+            chunks: as for `forward`; each states the number of the global batch.
+        """
+        has_ce = not self.teachers or self.config.ce_weight > 0 or self.config.dynamic_scale != "off"
+        count = num_labels if has_ce else 0
+        for teacher, cross, rows in zip(
+            self.teachers, self.cross_tokenizer, tuple(chunks) or (None,) * len(self.teachers)
+        ):
+            if teacher.weight > 0:
+                count += num_labels if cross is None or rows is None else _num_chunks(cross[0], rows)
+        return count
+
     def forward(
         self,
         student: Student,
@@ -280,8 +298,7 @@ class Objective(nn.Module):
             tau=self.config.alm_tau,
             backend=self.backend,
         )
-        num_chunks = rows.num_one_to_one if method == "strict" else rows.num_chunks
-        labels_per_chunk = batch.num_labels / max(num_chunks, 1)
+        labels_per_chunk = batch.num_labels / max(_num_chunks(method, rows), 1)
         loss = output.kd * (kd * labels_per_chunk / batch.num_labels) + output.ce * (ce / batch.num_labels)
         return _Term(loss, output.kd.detach() * labels_per_chunk, output.ce.detach(), output.teacher_mass)
 
@@ -324,6 +341,11 @@ class Objective(nn.Module):
         if head is None:
             raise ValueError("hidden states: need the output layer of their teacher (`heads`); got None")
         return head.attach(target)
+
+
+def _num_chunks(method: str, rows: ChunkRows) -> int:
+    """The number of chunks of the global batch that a cross-tokenizer loss compares."""
+    return rows.num_one_to_one if method == "strict" else rows.num_chunks
 
 
 def _with_columns_of(student: Student, target: DenseLogits) -> DenseLogits:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from distill_rl.config.derive import warmup_steps
 from distill_rl.config.schema import OptimizerConfig, ScheduleConfig
 
 
@@ -52,7 +53,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, fused: bool = 
 class Schedule:
     """Learning rate of every optimizer step: linear warm-up, then cosine, linear or constant.
 
-    With warm-up w and horizon h (`schedule.steps`, or else the last step of the run), step s, counted from 1, has
+    With horizon h (`schedule.steps`, or else the last step of the run) and warm-up w (`derive.warmup_steps`: as
+    configured, or a tenth of h where that is longer than h), step s, counted from 1, has
     `lr·s/w` while s ≤ w, and afterwards `lr·(m + (1 − m)·shape(x))` with m = `schedule.min_lr_ratio`,
     x = (s − 1 − w)/(h − w) and a shape that falls from 1 at x = 0 to 0 at x = 1. The first step after the warm-up has
     the peak rate, and no step up to h has a rate of zero. Steps after h stay at `lr·m` (`constant`: at `lr`).
@@ -71,10 +73,11 @@ class Schedule:
         self.config = config
         self.peak = peak
         self.horizon = total_steps if config.steps is None else config.steps
+        self.warmup = warmup_steps(config, self.horizon)
 
     def __call__(self, step: int) -> float:
         """Returns the learning rate of optimizer step `step`, counted from 1."""
-        warmup, least = self.config.warmup_steps, self.config.min_lr_ratio
+        warmup, least = self.warmup, self.config.min_lr_ratio
         if step <= warmup:
             return self.peak * step / warmup
         if self.config.kind == "constant":

@@ -8,7 +8,7 @@ together without communication.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -34,7 +34,7 @@ class StepGuard:
         self._seen: list[tuple[float, float]] = []
         """(loss, gradient norm) of the newest `spike_window` steps that were taken."""
 
-    def reason_to_skip(self, step: int, loss: float, norm: float) -> str | None:
+    def reason_to_skip(self, step: int, loss: float, norm: float, blamed: Sequence[str] = ()) -> str | None:
         """Returns why a step must be skipped, or None if it is to be taken.
 
         Call it once per step: it counts the steps skipped in a row, and remembers loss and norm of the steps taken.
@@ -43,6 +43,7 @@ class StepGuard:
             step: its number, for the error.
             loss: of the global batch.
             norm: of the whole gradient, before clipping.
+            blamed: teachers whose KD is not finite although the student's cross-entropy is, for the error.
 
         Raises:
             NumericsError: the step must be skipped, and `faults.skipped_steps` steps in a row have already been
@@ -51,12 +52,16 @@ class StepGuard:
         reason = self._reason(loss, norm)
         if reason is None:
             self._in_a_row = 0
-            self._seen = [*self._seen, (loss, norm)][-self._config.spike_window :] if self._config.spike_window else []
+            if norm > 0 and self._config.spike_window:  # a batch without labels would pull the median to 0
+                self._seen = [*self._seen, (loss, norm)][-self._config.spike_window :]
             return None
         if self._in_a_row >= self._config.skipped_steps:
             rule, _, value = reason.partition("; got ")
             before = f" after {self._in_a_row} steps skipped in a row" if self._in_a_row else ""
-            raise NumericsError(f"step {step}", rule, value + before, _REMEDY)
+            teachers = ", ".join(blamed)
+            source = f", from the KD with teacher {teachers} (the student's cross-entropy is finite)" if blamed else ""
+            remedy = f"check the weights and the dtype of teacher {teachers}" if blamed else _REMEDY
+            raise NumericsError(f"step {step}", rule, value + before + source, remedy)
         self._in_a_row += 1
         return reason
 

@@ -106,7 +106,8 @@ def settings(place: Place) -> Ended:
     config = place.config("settings", student={"dtype": "fp32"})
     return distill_rl("train", "-c", config, "train.step=3", "train.epochs=many", "teachers.0.parallel={dp: 3, replicas: 3}",
                       "student.parallel.replicas=2", "loss.divergence=skewed_reverse_kl", "loss.beta=1",
-                      "loss.temperature=1e-6", "loss.alm_tau=1e-9")  # fmt: skip
+                      "loss.temperature=1e-6", "loss.alm_tau=1e-9",
+                      "schedule.steps=5", "schedule.warmup_steps=6")  # fmt: skip
 
 
 def models_and_files(place: Place) -> Ended:
@@ -157,6 +158,7 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
         "unknown key": ("train.step:", "unknown key", "did you mean train.steps?"),
         "missing value": ("student.model:", "missing value", "set it in the file or add student.model="),
         "wrong type": ("train.epochs", "a number", "many"),
+        "a warm-up beyond the schedule": ("schedule.warmup_steps", "must not exceed schedule.steps (5)", "6"),
         "batch does not divide": ("train.global_batch_size", "8", "dp 3", "use"),
         "replicas do not divide": (
             "student.parallel.replicas",
@@ -350,6 +352,44 @@ def test_unusable_chats_are_refused(place, refused, tmp_path, content, words, se
     line = refused(place.config("data"), f"data.path={data}", *settings)
     assert all(word in line for word in words), line
     assert not (place.root / "data").exists()
+
+
+QUESTION, ANSWER = {"role": "user", "content": "why " * 60}, {"role": "assistant", "content": "so"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "words"),
+    [
+        ([{"text": ""}, {"text": " \n"}] * 8, (), ("data.path", "none of the 16", "blank rows", "give rows with text")),
+        (
+            [{"messages": [QUESTION]}] * 16,
+            ("data.loss_on=assistant",),
+            ("data.path", "none of the 16", "without an assistant's turn", "set data.loss_on=all"),
+        ),
+        (
+            [{"messages": [QUESTION, ANSWER]}] * 16,
+            ("data.loss_on=assistant",),
+            ("data.path", "none within data.max_length=64", "raise data.max_length"),
+        ),
+    ],
+    ids=["blank text", "no answers", "answers cut off"],
+)
+def test_data_with_nothing_to_train_on_is_refused(place, refused, capsys, tmp_path, rows, settings, words):
+    data = tmp_path / "data.jsonl"
+    data.write_bytes(_rows(*rows))
+    config = place.config("nothing")
+    line = refused(config, f"data.path={data}", *settings)
+    assert all(word in line for word in ("must have a token to train on", *words)), line
+    assert not (place.root / "nothing").exists()
+    assert cli.main(["check", "-c", str(config), f"data.path={data}", *settings]) == 2
+    assert line in capsys.readouterr().err
+
+
+def test_validation_data_with_nothing_to_measure_is_refused(place, refused, tmp_path):
+    data = tmp_path / "blank.jsonl"
+    data.write_bytes(_rows(*[{"text": ""}] * 4))
+    line = refused(place.config("nothing"), f"data.validation.path={data}")
+    assert line.startswith("data.validation: a row must have a token to train on; none of the 4"), line
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])

@@ -1,12 +1,16 @@
 """Ctrl-C: exit code, message, nothing left. Signals of schedulers and errors of workers: tests/faults/test_stop.py."""
 
 import os
+import re
+import shlex
 import signal
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from distill_rl.run.checkpoints import newest_step
 from tests.helpers.command import (
     leftovers,
     running,
@@ -41,8 +45,28 @@ def training(material, folder: Path, *overrides: str):
     assert not temporary(process.pid)
 
 
-def test_ctrl_c_exits_cleanly_with_130(material, tmp_path):
-    with training(material, tmp_path) as (process, _, log):
+def test_ctrl_c_says_what_is_saved_and_how_to_go_on(material, tmp_path):
+    """First before any checkpoint; then the printed command, after one."""
+    with training(material, tmp_path) as (process, run, log):
         os.killpg(process.pid, signal.SIGINT)  # to the whole group, as a terminal does
         assert process.wait(timeout=2 * PROMISE_S) == 130, log.read_text()
     assert "Traceback" not in log.read_text()
+    *_, stopped, again, last = log.read_text().splitlines()
+    trained = series(run, "train/loss")[-1][0]
+    assert stopped.startswith("stopped   no checkpoint is saved, ")
+    assert re.search(r"(step 1 is|steps 1 to \d+ are) lost; checkpoint.every saves on the way", stopped)
+    assert f" {trained} " in stopped
+    assert last == "distill-rl: interrupted"
+    words = shlex.split(again.removeprefix("go on     "))
+    assert words == [sys.executable, "-m", "distill_rl", "train", "-c", str(tmp_path / "tiny.yaml"),
+                     "train.steps=100000", "aligner.workers=0", "--resume", "auto"]  # fmt: skip
+
+    with running(*words[3:], "checkpoint.every=2", log=log) as process:
+        until(lambda: newest_step(run / "checkpoints") or process.poll() is not None, "a checkpoint")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=2 * PROMISE_S) == 130, log.read_text()
+    *_, stopped, again, last = log.read_text().splitlines()
+    saved, trained = newest_step(run / "checkpoints"), series(run, "train/loss")[-1][0]
+    assert f"the checkpoint of step {saved} is saved, " in stopped
+    assert ("nothing is lost" in stopped) == (saved == trained)
+    assert again.endswith(" checkpoint.every=2 --resume")

@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "service": BASE | {"config", "observe", "workers"},
     "commands": RUN | {"verify", "service"},
     "cli": BASE | {"commands", "observe", "evals"},
-    "quickstart": BASE | {"observe", "evals"},
+    "quickstart": BASE | {"observe", "evals", "preflight"},
     "bench": ENGINES | {"quickstart", "workers", "evals"},
     "gpu_check": ENGINES | {"bench"},
     "__main__": {"cli"},

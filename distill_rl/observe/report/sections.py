@@ -52,7 +52,7 @@ LINEAR = {
     *(SPLITS["top1_agreement"], SPLITS["acceptance"], TITLES["transport/teacher_wait"]),
     TITLES["transport/slot_occupancy"],
 }
-EXACT = ("validation/", "eval/", "faults/", "train/lr", "train/kd_scale", "train/skipped")
+EXACT = ("validation/", "eval/", "faults/", "train/lr", "train/kd_scale", "train/skipped", "train/unlabelled")
 """Beginnings of the names of metrics that are never smoothed."""
 MAX_METRICS = 3
 """With several runs, a chart with more metrics than this becomes one chart per metric."""

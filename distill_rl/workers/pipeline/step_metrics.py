@@ -55,8 +55,8 @@ def describe_transport(
 def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
     """Returns the metrics of one batch about its alignment, by name.
 
-    These are counts of documents, of those truncated, incompletely rendered and left out, of tokens and rows, the share
-    of tokens with a label, the queue, seconds, the aligner's peak memory in GiB, and per teacher with another tokenizer
+    These are counts of documents, of those truncated, incompletely rendered, left out and without labels, of tokens and
+    rows, the share of tokens with a label, the queue, seconds, the aligner's peak memory in GiB, and per teacher with another tokenizer
     those about its chunks.
 
     Args:
@@ -65,6 +65,7 @@ def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
     metrics = {
         "align/documents": Metric(info.num_documents, "sum"),
         "align/truncated": Metric(info.num_truncated, "sum"),
+        "align/unlabelled": Metric(info.num_unlabelled, "sum"),
         "align/tokens": Metric(info.num_tokens, "sum"),
         "align/rows": Metric(info.num_rows, "sum"),
         "align/bad_rows": Metric(len(info.bad_rows), "sum"),

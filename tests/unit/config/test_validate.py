@@ -86,7 +86,6 @@ def test_every_divergence_and_tail_is_allowed(load, divergence, tail):
         (["optimizer.betas=[0.9]"], "optimizer.betas: must be two numbers; got [0.9]"),
         (["optimizer.betas.0=1"], "optimizer.betas.0: must lie in [0, 1); got 1.0"),
         (["optimizer.betas.1=-0.1"], "optimizer.betas.1: must lie in [0, 1); got -0.1"),
-        (["schedule.warmup_steps=11"], "schedule.warmup_steps: must not exceed train.steps (10); got 11"),
         (["schedule.steps=5", "schedule.warmup_steps=6"], "schedule.warmup_steps: must not exceed schedule.steps (5)"),
         (["schedule.min_lr_ratio=2"], "schedule.min_lr_ratio: must lie in [0, 1]; got 2.0"),
         (["prefetch.depth=-1"], "prefetch.depth: must be 0 or more; got -1"),
@@ -220,6 +219,14 @@ def test_values_gives_one_pair_per_teacher(load):
     config = load("teachers.1.model=u", "teachers.1.weight=2")
     assert list(values(config, "teachers[].weight")) == [("teachers.0.weight", 1.0), ("teachers.1.weight", 2.0)]
     assert list(values(config, "loss.top_k")) == [("loss.top_k", LossConfig().top_k)]
+
+
+def test_note_on_a_warm_up_that_the_run_is_too_short_for(load):
+    (note,) = notes(load("schedule.warmup_steps=11"))
+    assert note == "schedule.warmup_steps is 11, but the run ends at step 10: the warm-up takes 1"
+    (note,) = notes(load("schedule.warmup_steps=11", "schedule.steps=12"))
+    assert note.startswith("the run ends at step 10, within the warm-up of 11 steps: it does not reach optimizer.lr")
+    assert notes(load("schedule.warmup_steps=10")) == []
 
 
 def test_notes_on_surprising_settings(load):

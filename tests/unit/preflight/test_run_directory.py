@@ -52,6 +52,38 @@ def test_used_directory_needs_resume_or_clean(config):
     assert run_directory.problems(config, clean=False) == []
 
 
+def test_a_start_without_a_step_leaves_the_directory_free(config):
+    with run_directory.occupy(config, clean=False) as paths:
+        paths.metrics.touch()
+        paths.checkpoints.mkdir()
+        (paths.logs / "driver.log").write_text("refused")
+        paths.bad_rows.write_text("{}\n")
+    assert run_directory.problems(config, clean=False) == []
+    with run_directory.occupy(config, clean=False) as again:
+        assert (paths.logs / "driver.log").read_text() == "refused"
+        assert (again.logs / "earlier_bad_rows.jsonl").exists(), "they do not count against the new run"
+        assert not again.bad_rows.exists()
+
+
+@pytest.mark.parametrize("kept", ["checkpoints/step-1/x", "checkpoints/.tmp-old-step-1-ab/x", "export/x", "evals/x",
+                                  "metrics.jsonl", "report.html", "notes.txt"])  # fmt: skip
+def test_what_a_step_or_a_user_wrote_keeps_the_directory_in_use(config, kept):
+    with run_directory.occupy(config, clean=False) as paths:
+        (paths.root / kept).parent.mkdir(exist_ok=True, parents=True)
+        (paths.root / kept).write_text("mine")
+    (line,) = run_directory.problems(config, clean=False)
+    assert "the run directory is in use" in line
+    with pytest.raises(ConfigError, match="in use"), run_directory.occupy(config, clean=False):
+        pass
+    assert (paths.root / kept).read_text() == "mine"
+
+
+def test_files_beside_which_no_run_was_started_are_in_use(config):
+    logs = run_directory.paths_of(config).root / "logs"
+    logs.mkdir(parents=True)
+    assert "in use" in run_directory.problems(config, clean=False)[0]
+
+
 def test_clean_empties_a_run_directory(config):
     paths = used(config)
     with run_directory.occupy(config, clean=True) as again:

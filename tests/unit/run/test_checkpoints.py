@@ -35,6 +35,13 @@ def test_newest_returns_what_was_saved(tmp_path):
     assert (checkpoint.student / "nested" / "shard-1").read_bytes() == b"weights" * 3
 
 
+def test_a_run_that_has_learnt_nothing_says_so_in_its_checkpoint(tmp_path):
+    store = store_in(tmp_path)
+    store.commit(store.begin(SavedState(TrainState(1), learnt=False)))
+    assert not store.newest().state.learnt
+    assert checkpoints.newest_step(tmp_path) == 1
+
+
 def test_newest_and_best_are_kept(tmp_path):
     store = store_in(tmp_path, keep_last=2, keep_best=1)
     for step, score in ((1, 0.9), (2, 0.1), (3, 0.5), (4, 0.4), (5, None)):

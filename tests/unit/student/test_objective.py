@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -238,3 +239,22 @@ def test_lost_teacher_leaves_the_loss_of_the_others(lost, ce_weight):
         assert (f"train/kl_loss/t{lost}" in metrics) == (not all_of_them and lost < 2)
     assert found[0] == pytest.approx(found[1], rel=1e-6)
     torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_what_enters_the_loss_is_counted():
+    rows = ChunkRows(
+        np.zeros((1, 4), np.int32), np.zeros((1, 4), np.int32), num_chunks=3, num_one_to_one=2, num_covered=4
+    )
+    spec = [("alm", None), None]
+    for settings, labels, chunks, expected in (
+        ({"kd_weight": 0.0, "ce_weight": 1.0}, 5, (), 5),
+        ({"ce_weight": 0.0}, 5, (rows, None), 3 + 5),
+        ({"ce_weight": 1.0}, 0, (rows, None), 3),
+        ({"ce_weight": 0.0, "dynamic_scale": "on"}, 5, (rows, None), 5 + 3 + 5),
+    ):
+        objective = Objective(LossConfig(**settings), teachers_of(1.0, 1.0), spec)
+        assert objective.num_compared(labels, chunks) == expected
+    alone = Objective(LossConfig(ce_weight=0.0), teachers_of(1.0), [("strict", None)])
+    assert alone.num_compared(5, [replace(rows, num_one_to_one=0)]) == 0, "labels alone train nothing"
+    unused = Objective(LossConfig(ce_weight=0.0), teachers_of(0.0, 1.0), [None, ("alm", None)])
+    assert unused.num_compared(5, [None, rows]) == 3, "a teacher of weight 0 counts for nothing"

@@ -33,8 +33,16 @@ def test_constant_stays_at_the_peak():
     assert rates(6, 4, kind="constant", warmup_steps=2) == pytest.approx([1.0, 2.0, 2.0, 2.0, 2.0, 2.0])
 
 
-def test_long_warm_up_ends_with_the_run():
-    assert rates(3, 3, warmup_steps=10) == pytest.approx([0.2, 0.4, 0.6])
+def test_warm_up_longer_than_the_run_takes_a_tenth_of_it():
+    assert rates(3, 3, kind="constant", warmup_steps=10) == pytest.approx([2.0, 2.0, 2.0])
+    assert rates(4, 20, kind="constant", warmup_steps=21) == pytest.approx([1.0, 2.0, 2.0, 2.0])
+    assert rates(3, 10, warmup_steps=10) == pytest.approx([0.2, 0.4, 0.6]), "one that fits is left alone"
+
+
+def test_extended_run_has_the_warm_up_of_the_longer_run():
+    assert rates(30, 30, warmup_steps=25)[3:] == pytest.approx(
+        [2.0 * step / 25 for step in range(4, 26)] + rates(30, 30, warmup_steps=25)[25:]
+    )
 
 
 def test_extended_run_with_fixed_horizon_keeps_rates():

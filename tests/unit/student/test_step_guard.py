@@ -48,6 +48,17 @@ def test_without_a_window_nothing_is_a_spike():
     assert skipped(StepGuard(FaultsConfig()), (1.0, 1.0), (1e30, 1e30)) == [False, False]
 
 
+def test_steps_without_a_gradient_do_not_lower_the_median():
+    guard = StepGuard(FaultsConfig(spike_window=2, spike_factor=2.0))
+    assert skipped(guard, (1.0, 1.0), (1.0, 1.0), (0.0, 0.0), (0.0, 0.0), (1.0, 1.5)) == [False] * 5
+
+
+def test_error_names_the_teacher_whose_kd_is_not_finite():
+    words = r"got nan, from the KD with teacher big \(.*\); check the weights and the dtype of teacher big"
+    with pytest.raises(NumericsError, match=words):
+        StepGuard(FaultsConfig(skipped_steps=0)).reason_to_skip(1, math.nan, 1.0, ["big"])
+
+
 def test_guard_resumes_from_saved_state():
     config = FaultsConfig(spike_window=2, spike_factor=2.0, skipped_steps=1)
     first, second = StepGuard(config), StepGuard(config)

@@ -1,0 +1,61 @@
+"""Checks that a sample of rows has something to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError
+from distill_rl.preflight.opened import Findings, Opened
+
+
+def check_labels(
+    config: Config, key: str, source: Any, rows: Iterable[int], student: Opened, findings: Findings
+) -> None:
+    """Tokenises sampled rows as the run will, up to the first with a label; adds what is wrong to the findings.
+
+    Args:
+        key: the setting that names the data, for messages.
+        source: documents, indexed from 0; of a kind that `data.loss_on` allows.
+        rows: of the sample, by index.
+    """
+    if student.tokenizer is not None:
+        findings.attempt(key, partial(_require_label, config, key, source, rows, student.tokenizer))
+
+
+def _require_label(config: Config, key: str, source: Any, rows: Iterable[int], tokenizer: Any) -> None:
+    """Checks that one row at least has a token to train on.
+
+    A row of blank text has none, even if the tokenizer adds special tokens to it.
+
+    Raises:
+        ConfigError: none has.
+        DataError: a chat cannot be rendered, or its turns cannot be found.
+    """
+    from distill_rl.data.collate import Tokenization
+
+    data, documents = config.data, []
+    encode = Tokenization(tokenizer, format=source.kind, loss_on=data.loss_on, max_length=data.max_length).encode
+    for row in rows:
+        documents.append(source[row])
+        if not _is_blank(documents[-1]) and encode(documents[-1]).has_labels:
+            return
+    if all(_is_blank(document) for document in documents):
+        value, remedy = "blank rows", "give rows with text"
+    elif data.loss_on == "assistant" and not any(_answers(document) for document in documents):
+        value, remedy = "chats without an assistant's turn", "give chats with answers, or set data.loss_on=all"
+    else:
+        value, remedy = f"none within data.max_length={data.max_length}", "raise data.max_length, or give longer rows"
+    rule = f"a row must have a token to train on; none of the {len(documents)} that were read has"
+    raise ConfigError(key, rule, value, remedy)
+
+
+def _is_blank(document: Mapping[str, Any]) -> bool:
+    return not document.get("text", "chat").strip()
+
+
+def _answers(document: Mapping[str, Any]) -> bool:
+    """Whether a chat has a turn of the assistant."""
+    return any(message["role"] == "assistant" for message in document["messages"])
