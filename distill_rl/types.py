@@ -215,6 +215,11 @@ class RunPaths:
         return self.root / "evals"
 
     @property
+    def scores(self) -> Path:
+        """What was measured at each step; decides which checkpoints are kept."""
+        return self.root / "scores.json"
+
+    @property
     def samples(self) -> Path:
         """What the models answer to a few items at every evaluation (`evals.results.samples`); absent without suites."""
         return self.root / "samples.jsonl"

@@ -229,6 +229,12 @@ TABLE: tuple[NoEffect, ...] = (
         ("evaluate.batch_size",), lambda run: run.config.evaluate.backend == "vllm", "vLLM forms its batches itself"
     ),
     NoEffect(
+        ("checkpoint.keep_best", "checkpoint.best_by"),
+        lambda run: run.config.checkpoint.every == 0,
+        "checkpoint.every is 0, so checkpoints are written at the end of the run only",
+    ),
+    NoEffect(("checkpoint.best_by",), lambda run: run.config.checkpoint.keep_best == 0, "checkpoint.keep_best is 0"),
+    NoEffect(
         ("ray.num_cpus", "ray.dashboard"),
         lambda run: run.config.ray.address is not None,
         "they are settings of a Ray that the run starts, and ray.address joins one",

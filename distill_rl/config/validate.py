@@ -7,7 +7,17 @@ from collections.abc import Iterator
 from math import lcm
 from typing import Any
 
-from distill_rl.config.derive import has_validation, rows_per_slot, rows_unit, wants_whole_batch, warmup_note
+from distill_rl.config.derive import (
+    SUITE_SCORE,
+    VALIDATION_LOSSES,
+    best_metrics,
+    has_validation,
+    rows_per_slot,
+    rows_unit,
+    suites_every,
+    wants_whole_batch,
+    warmup_note,
+)
 from distill_rl.config.effects import no_effect
 from distill_rl.config.facts import Facts, running_teachers, teacher_rows
 from distill_rl.config.schema import Config
@@ -276,19 +286,50 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 
 def _checkpoints(config: Config) -> Iterator[str]:
-    """Problems of the checkpoints, one line each: `keep_best` without validation, and a `resume` of an unknown form."""
+    """Problems of the checkpoints, one line each: `keep_best` without scores, and a `resume` of an unknown form.
+
+    Whether a suite of the name in `best_by` exists is checked where the suites are opened.
+    """
     checkpoint = config.checkpoint
     if checkpoint.keep_best > 0:
-        if config.evaluate.every <= 0:
-            rule, remedy = "needs validation losses to compare", "set evaluate.every, or checkpoint.keep_best=0"
-            yield problem("checkpoint.keep_best", rule, checkpoint.keep_best, remedy)
-        if not config.data.validation.path and config.data.validation.fraction == 0:
-            remedy = "set data.validation.path or data.validation.fraction"
-            yield problem("checkpoint.keep_best", "needs validation data", checkpoint.keep_best, remedy)
+        yield from _best(config)
     resume = checkpoint.resume
     if resume is not None and resume not in ("latest", "auto") and "step-" not in resume:
         remedy = "for example checkpoint.resume=latest"
         yield problem("checkpoint.resume", "must be null, latest, auto or a step folder (.../step-100)", resume, remedy)
+
+
+def _best(config: Config) -> Iterator[str]:
+    """Problems of `checkpoint.keep_best` and `best_by`, one line each.
+
+    Nothing measures the metric during training, nothing is called like it, or no checkpoint is of a measured step.
+    """
+    checkpoint, metric = config.checkpoint, config.checkpoint.best_by
+    if metric in VALIDATION_LOSSES:
+        every = config.evaluate.every
+        if every <= 0:
+            rule, remedy = "needs validation losses to compare", "set evaluate.every, or checkpoint.keep_best=0"
+            yield problem("checkpoint.keep_best", rule, checkpoint.keep_best, remedy)
+        if not has_validation(config):
+            remedy = "set data.validation.path or data.validation.fraction"
+            yield problem("checkpoint.keep_best", "needs validation data", checkpoint.keep_best, remedy)
+        if metric == "validation/kl_loss" and not running_teachers(config):
+            remedy = "set checkpoint.best_by=validation/nll_loss"
+            yield problem("checkpoint.best_by", "needs teachers, and loss.kd_weight above 0", metric, remedy)
+    elif metric.startswith(SUITE_SCORE):
+        every = suites_every(config)
+        if not config.evaluate.suites or every <= 0:
+            rule, remedy = "needs suites that run during training", "set evaluate.suites and evaluate.suites_every"
+            yield problem("checkpoint.best_by", rule, metric, remedy)
+    else:
+        possible = ", ".join(best_metrics(config, config.evaluate.suites)) or "nothing is measured during training"
+        yield problem("checkpoint.best_by", f"must be a metric that this run measures ({possible})", metric)
+        return
+    steps = config.train.steps
+    if every > 0 and checkpoint.every > 0 and steps is not None and lcm(every, checkpoint.every) > steps:
+        rule = f"no step up to {steps} is a multiple of checkpoint.every {checkpoint.every} and of {every}, where "
+        rule += f"{metric} is measured"
+        yield problem("checkpoint.keep_best", rule, checkpoint.keep_best, f"set checkpoint.every={every}")
 
 
 def _evaluation(config: Config) -> Iterator[str]:

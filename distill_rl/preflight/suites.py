@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distill_rl.config.derive import SUITE_SCORE, best_metrics
 from distill_rl.config.schema import Config
-from distill_rl.errors import DistillError
+from distill_rl.errors import DistillError, problem
 from distill_rl.preflight.opened import Opened
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ def suite_problems(config: Config, student: Opened, teachers: Sequence[Opened] =
     except DistillError as error:
         return [f"evaluate.suites: {line}" for line in error.problems]
     problems = [f"evaluate.{line}" for line in without_effect(loaded, options)[0]]
+    metric, names = config.checkpoint.best_by, [entry.suite.name for entry in loaded]
+    if config.checkpoint.keep_best and metric.startswith(SUITE_SCORE) and metric not in best_metrics(config, names):
+        possible = ", ".join(best_metrics(config, names))
+        problems.append(problem("checkpoint.best_by", f"must be a metric that this run measures ({possible})", metric))
     for model in (student, *(teachers if evaluate.teachers else ())):
         if (chats := chat_suites(loaded)) and model.tokenizer is not None and not model.tokenizer.chat_template:
             problems.append(chat_problem(chats, model.name))

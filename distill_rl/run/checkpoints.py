@@ -17,14 +17,16 @@ import logging
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from distill_rl import __version__
+from distill_rl.config.derive import higher_is_better
 from distill_rl.errors import CheckpointError
+from distill_rl.run.scores import ScoreFile
 from distill_rl.system import ownership
 from distill_rl.system.files import sha256, size_of, sync, sync_tree, write_json
 from distill_rl.types import Cursor, TrainState
@@ -39,6 +41,8 @@ _BLOCK = 4096
 """Bytes. With less than one block free, a failed write is blamed on lack of space."""
 _FORMER_PAIR, _PAIR = "crossing to teacher ", "tokenizer pair with teacher "
 """Fingerprint of a tokenizer pair: the name in older checkpoints, and the name now."""
+
+_VALIDATION_LOSS = "validation/kl_loss"
 
 log = logging.getLogger(__name__)
 
@@ -92,12 +96,27 @@ class CheckpointStore:
     Args:
         root: the folder, `checkpoints` of the run directory; `begin` creates it.
         keep_last: number of newest checkpoints to keep.
-        keep_best: number of checkpoints with the lowest validation loss to keep besides.
+        keep_best: number of checkpoints with the best scores to keep besides.
+        best_by: the metric that is their score.
+        scores: file with what was measured at each step; None: `scores.json` in the folder.
         about: extra entries of every manifest, for human readers.
     """
 
-    def __init__(self, root: Path, *, keep_last: int, keep_best: int, about: Mapping[str, Any] = MappingProxyType({})):
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep_last: int,
+        keep_best: int,
+        best_by: str = _VALIDATION_LOSS,
+        scores: Path | None = None,
+        about: Mapping[str, Any] = MappingProxyType({}),
+    ):
         self._root, self._keep_last, self._keep_best, self._about = root, keep_last, keep_best, about
+        self._best_by = best_by
+        self.scores = ScoreFile(scores or root / "scores.json")
+        self.awaited: Callable[[], Collection[int]] = lambda: ()
+        """Returns the steps whose score is still to come; their checkpoints are kept until then. Called in any thread."""
 
     def begin(self, state: SavedState, num_bytes: Callable[[], int] = lambda: 0) -> Draft:
         """Makes a temporary folder for the student's ranks to fill; `commit` or `drop` it afterwards.
@@ -143,7 +162,7 @@ class CheckpointStore:
             final.rename(self._root / f"{_REPLACED}{final.name}-{secrets.token_hex(4)}")
         draft.folder.rename(final)
         sync(self._root)
-        self._prune()
+        self.prune()
 
     def drop(self, draft: Draft) -> None:
         """Removes a draft's folder; ignores errors, and does nothing after a commit, which has renamed the folder."""
@@ -194,6 +213,7 @@ class CheckpointStore:
         They belong to another course of the run, and by their step numbers they would be kept in preference to new
         ones.
         """
+        self.scores.drop_after(step)
         for path in self._folders():
             if _step(path) > step:
                 kept = path.with_name(f"abandoned-{path.name}-{secrets.token_hex(2)}")
@@ -213,23 +233,32 @@ class CheckpointStore:
                 continue
         return 0
 
-    def _prune(self) -> None:
-        """Deletes all checkpoints but the newest `keep_last` and the `keep_best` with the lowest scores.
+    def prune(self) -> None:
+        """Deletes all checkpoints but the newest `keep_last`, the `keep_best` best ones, and those of `awaited` scores.
 
-        Of equal scores the older one is kept. Other temporary folders are deleted as well (`clean_up`).
+        Of equal scores the older one is kept. Other temporary folders are deleted as well (`clean_up`), so do not call
+        this during a save.
         """
         folders = self._folders()
         kept = set(folders[-self._keep_last :])
         if self._keep_best:
-            scored = [(score, path) for path in folders if (score := _read_score(path)) is not None]
-            scored.sort(key=lambda entry: entry[0])  # stable: of equal scores the older one is kept
+            awaited = self.awaited()  # first: a score that arrives from now on is then at least awaited
+            scored = [(score, path) for path in folders if (score := self._score(path)) is not None]
+            sign = -1 if higher_is_better(self._best_by) else 1
+            scored.sort(key=lambda entry: sign * entry[0])  # stable: of equal scores the older one is kept
             kept |= {path for _, path in scored[: self._keep_best]}
+            kept |= {path for path in folders if _step(path) in awaited}
         for path in folders:
             if (
                 path not in kept
             ):  # renamed before it is deleted, so that a folder named step-N is complete at every moment
                 path.rename(path.with_name(f".tmp-pruned-{path.name}-{secrets.token_hex(4)}"))
         self.clean_up()
+
+    def _score(self, path: Path) -> float | None:
+        """Returns the score of a checkpoint; None if it has none. Older versions kept the validation loss in it only."""
+        score = self.scores.get(_step(path), self._best_by)
+        return _read_score(path) if score is None and self._best_by == _VALIDATION_LOSS else score
 
 
 def newest_step(root: Path) -> int | None:

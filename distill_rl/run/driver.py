@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from distill_rl.config.derive import suites_every, warmup_note
+from distill_rl.config.derive import higher_is_better, suites_every, warmup_note
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.save import fingerprint
 from distill_rl.data.loader import Loader, validation_batches
 from distill_rl.observe.log import say
-from distill_rl.observe.metrics import Metric, merge
+from distill_rl.observe.metrics import Metric, merge, values
 from distill_rl.observe.report.card import model_card
 from distill_rl.observe.sinks.sinks import Observer, open_observer
 from distill_rl.observe.timing import StepTimer
@@ -52,6 +52,7 @@ class Driver:
     resumed: Checkpoint | None
     evaluations: Evaluations
     saver: Saver
+    store: CheckpointStore
     _checkpoint_owed: bool = False
     """Whether a checkpoint is due that a skipped step deferred."""
 
@@ -110,7 +111,9 @@ class Driver:
                 others=[GaugeSink(config.run.name)],
             )
             stack.enter_context(closing(observer))
-            evaluations = evaluations_of(job, actors, observer, signals)
+            evaluations = evaluations_of(job, actors, observer, store, signals)
+            if higher_is_better(config.checkpoint.best_by):
+                store.awaited = lambda: evaluations.unfinished
             evaluations.recover(start.step)
             left = "nothing left"
             if start.step < loader.total_steps:
@@ -119,7 +122,7 @@ class Driver:
                 say(f"warm-up   {note}")
             say(f"training  {left} in {job.paths.root}")
             saver = stack.enter_context(saver_of(store, job, actors))
-            yield cls(job, actors, loader, observer, timer, signals, resumed, evaluations, saver)
+            yield cls(job, actors, loader, observer, timer, signals, resumed, evaluations, saver, store)
 
     def run(self) -> int:
         """Trains until the last step or a request to stop, with validation, evaluations and checkpoints when due.
@@ -199,6 +202,7 @@ class Driver:
         if "validation/kl_loss" in metrics and math.isfinite(metrics["validation/kl_loss"].value):
             self.score = metrics["validation/kl_loss"].value
         self._validated_step = self.state.step
+        self.store.scores.add(self.state.step, values(metrics))
         self.observer.flush()  # a separate record: it is of this step alone, whatever observe.every is
         self.observer.log(self.state.step, metrics)
         self.observer.flush()
@@ -261,6 +265,7 @@ class Driver:
         self.student.collective("export", os.fspath(self.job.paths.export), self.card(), what="the export")
         self.actors.calls.interrupted = self.signals.raise_if_stopping  # all is saved: any signal may end the wait
         self.evaluations.wait()
+        self.store.prune()  # by the scores that arrived after the last save
         self.saver.raise_earlier_error()
         return 0
 
@@ -279,8 +284,12 @@ class Driver:
         )
 
 
-def evaluations_of(job: Job, actors: RunActors, observer: Observer, signals: Signals) -> Evaluations:
+def evaluations_of(
+    job: Job, actors: RunActors, observer: Observer, store: CheckpointStore, signals: Signals
+) -> Evaluations:
     """Returns the evaluations of a run, which keep files in its folder `evals` and record scores to `observer`.
+
+    Scores of steps during training go to `store`, too.
 
     They evaluate copies of the student's weights, and do nothing if the run has no evaluator.
     """
@@ -296,6 +305,7 @@ def evaluations_of(job: Job, actors: RunActors, observer: Observer, signals: Sig
         job.paths,
         copy=copy,
         record=observer.record,
+        compare=store.scores.add,
         stopping=lambda: signals.preempted,
     )
 
@@ -311,7 +321,12 @@ def checkpoint_store(job: Job) -> CheckpointStore:
         "fingerprints": {"config": fingerprint(job.config), **job.fingerprints},
     }
     return CheckpointStore(
-        job.paths.checkpoints, keep_last=settings.keep_last, keep_best=settings.keep_best, about=about
+        job.paths.checkpoints,
+        keep_last=settings.keep_last,
+        keep_best=settings.keep_best,
+        best_by=settings.best_by,
+        scores=job.paths.scores,
+        about=about,
     )
 
 

@@ -26,7 +26,7 @@ from distill_rl.align.projection import build_projection, save_projection
 from distill_rl.models.attention.choice import installed
 from distill_rl.run.checkpoints import CheckpointStore, SavedState
 from distill_rl.types import TrainState
-from tests.helpers.command import Ended, distill_rl, environment
+from tests.helpers.command import Ended, distill_rl, distill_rl_in_process, environment
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -125,6 +125,24 @@ def models_and_files(place: Place) -> Ended:
     )  # fmt: skip
 
 
+def evaluation(place: Place) -> Ended:
+    answered = place.root / "answered.jsonl"
+    answered.write_text('{"prompt": "x", "answer": "y"}\n')
+    config = place.config(
+        "evaluation",
+        evaluate={
+            "suites": ["exact_match"],
+            "data": f"{answered}",
+            "suites_every": 2,
+            "num_fewshot": 3,
+            "teachers": True,
+        },
+        teachers=[{"name": "big", "model": f"{place.root}/teacher", "tokenizer": f"{place.root}/student"}],
+        checkpoint={"every": 2, "keep_best": 1, "best_by": "eval/gsm8k"},
+    )
+    return distill_rl_in_process("train", "-c", config)
+
+
 def output(place: Place) -> Ended:
     run = place.root / "output" / "taken"
     run.mkdir(parents=True)
@@ -209,6 +227,11 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
             "correct the row",
         ),
     },
+    evaluation: {
+        "worked examples for a suite without": ("evaluate.num_fewshot", "unlike exact_match", "got 3", "leave it out"),
+        "the best by a suite that is not run": ("checkpoint.best_by", "(eval/exact_match)", "got eval/gsm8k"),
+        "a teacher with a tokenizer of its own": ("evaluate.teachers", "of its own folder", "leave one of them out"),
+    },
     output: {
         "run directory in use": ("output/taken", "in use", "--resume", "--clean"),
         "more checkpoints than the disk holds": ("run.dir", "are free", "GiB", "lower checkpoint.keep_last"),
@@ -250,7 +273,7 @@ def test_all_problems_are_reported_at_once_and_nothing_is_written(answered, plac
     assert ended.errors == [line for line in ended.err.splitlines() if line.strip()]
     assert len(ended.errors) == len(TOGETHER[command]), ended.err
     assert ended.out == ""
-    for name in ("settings", "models", "output", "cramped", "small"):
+    for name in ("settings", "models", "evaluation", "output", "cramped", "small"):
         assert not (place.root / name).exists()
 
 
@@ -390,6 +413,21 @@ def test_validation_data_with_nothing_to_measure_is_refused(place, refused, tmp_
     data.write_bytes(_rows(*[{"text": ""}] * 4))
     line = refused(place.config("nothing"), f"data.validation.path={data}")
     assert line.startswith("data.validation: a row must have a token to train on; none of the 4"), line
+
+
+@pytest.mark.parametrize(("overrides", "words"), [
+    ("evaluate.at_start=true", ("evaluate.at_start: needs validation data or suites", "set evaluate.suites, or data.val")),
+    ("checkpoint={keep_best: 1, best_by: accuracy}  data.validation.fraction=0.1  evaluate.every=2",
+     ("checkpoint.best_by: must be a metric that this run measures (validation/kl_loss, ", "got accuracy")),
+    ("checkpoint={keep_best: 1, best_by: eval/gsm8k}",
+     ("checkpoint.best_by: needs suites that run during training", "got eval/gsm8k", "set evaluate.suites")),
+    ("checkpoint={keep_best: 1, every: 3}  data.validation.fraction=0.1  evaluate.every=2",
+     ("checkpoint.keep_best: no step up to 4 is a multiple of", "checkpoint.every 3", "set checkpoint.every=2")),
+])  # fmt: skip
+def test_an_evaluation_that_cannot_be_is_refused(place, refused, overrides, words):
+    line = refused(place.config("measured"), *overrides.split("  "))
+    assert all(word in line for word in words), line
+    assert not (place.root / "measured").exists()
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])

@@ -32,7 +32,8 @@ def evaluated(material, cluster, tmp_path_factory) -> Path:
     suite = write_suite(folder, count=24)
     start = ("evaluate.at_start=true", "evaluate.teachers=true")
     limits = ("evaluate.limit=10", "evaluate.final_limit=20", "evaluate.max_new_tokens=7", "evaluate.samples=3")
-    suites = settings(suite, "evaluate.suites_every=2", *start, *limits, "aligner.workers=0")
+    best = ("checkpoint={every: 2, keep_last: 1, keep_best: 1, best_by: eval/own}",)
+    suites = settings(suite, "evaluate.suites_every=2", *start, *limits, *best, "aligner.workers=0")
     ended = distill_rl("train", "-c", material.config(folder), *suites, cluster=cluster)
     assert ended.code == 0, ended.err
     for model, items in (("step 0", 10), ("teacher big", 10), ("step 2", 10), ("the student", 20)):
@@ -53,6 +54,13 @@ def test_scores_belong_to_the_evaluated_step(evaluated):
     assert result(evaluated, "student")["score"] == scores[8]
     assert result(evaluated, "student")["num_items"] == 20
     assert result(evaluated, "student")["max_new_tokens"] == 7
+
+
+def test_best_checkpoint_by_the_score_of_a_suite_is_kept(evaluated):
+    scores = {step: score for step, score in series(evaluated, "eval/own") if step in (2, 4, 6)}
+    best = max(scores, key=lambda step: (scores[step], -step))
+    kept = sorted(path.name for path in (evaluated / "checkpoints").glob("step-*"))
+    assert kept == [f"step-{best}", "step-8"]
 
 
 def test_untrained_student_is_validated_as_step_zero(evaluated, straight):

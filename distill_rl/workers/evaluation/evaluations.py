@@ -77,6 +77,7 @@ class Evaluations:
         paths: of the run, whose folder `evals` gets the results.
         copy: writes the student's weights to a folder; returns the problem if it fails.
         record: receives a step and its metrics.
+        compare: receives them, too, but for scores of the export, which may be of other items.
         stopping: whether the run will stop after this step; then `start` does not wait.
     """
 
@@ -89,10 +90,11 @@ class Evaluations:
         *,
         copy: Callable[[Path], str | None],
         record: Callable[[int, Mapping[str, float]], None],
+        compare: Callable[[int, Mapping[str, float]], None],
         stopping: Callable[[], bool],
     ):
         self._group, self._config, self._calls, self._folder = group, config, calls, paths.evals
-        self._copy, self._record, self._stopping = copy, record, stopping
+        self._copy, self._record, self._compare, self._stopping = copy, record, compare, stopping
         self._samples = SampleFile(paths.samples)
         self._teachers = {teacher.name: teacher for teacher in running_teachers(config)}
         self._waiting: deque[_Due] = deque()
@@ -172,10 +174,11 @@ class Evaluations:
                 return
             self._end(self._running)
         if self._waiting:
-            due = self._waiting.popleft()
+            due = self._waiting[0]
             model = Model(due.name, self._model(due), self._folder / due.name)
             deadline = time.monotonic() + self._config.evaluate.timeout_s
             self._running = _Running(due, self._submit(model), deadline)
+            self._waiting.popleft()  # only now, so that it is `unfinished` at every moment
 
     def wait(self) -> None:
         """Waits for all evaluations that were started."""
@@ -231,6 +234,7 @@ class Evaluations:
         else:
             if due.teacher is None:
                 self._record(due.step, scores(evaluated.results))
+                self._compare(due.step, scores(evaluated.results))
             self._samples.add(due.step, evaluated.samples, teacher=due.teacher)
             report(due.title, evaluated.results)
             self._running = None

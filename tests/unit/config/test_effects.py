@@ -15,6 +15,7 @@ from distill_rl.config.validate import problems
 TEXT = "{student: {model: s}, teachers: [{model: t}], data: {path: d}, train: {steps: 10}}"
 SAME = "teachers.0.loss=same"
 ALONE = ("loss.kd_weight=0", "loss.ce_weight=1")
+VALIDATED = ("data.validation.fraction=0.1", "evaluate.every=5")
 SUITES = ("evaluate.suites=[gsm8k]", "evaluate.data=d")
 TWO = ("teachers.1={name: two, model: u}",)
 SAME_TOKENIZER = Facts(vocabulary_size=8, teachers=(TeacherFacts(None, 8, None),))
@@ -91,6 +92,17 @@ CASES: dict[tuple[str, str], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("faults.aligner_restarts", "the driver aligns"): ("1", ("aligner.workers=0",), ()),
     ("aligner.num_gpus", "backend=cuda"): ("0.1", (), ("aligner.dp.backend=cuda", *loss("alm"))),
     ("faults.spike_factor", "spike_window"): ("5", (), ("faults.spike_window=10",)),
+    ("checkpoint.keep_best", "at the end"): ("1", VALIDATED, (*VALIDATED, "checkpoint.every=5")),
+    ("checkpoint.best_by", "at the end"): (
+        "validation/nll_loss",
+        (*VALIDATED, "checkpoint.keep_best=1"),
+        (*VALIDATED, "checkpoint.keep_best=1", "checkpoint.every=5"),
+    ),
+    ("checkpoint.best_by", "keep_best is 0"): (
+        "validation/nll_loss",
+        ("checkpoint.every=5",),
+        (*VALIDATED, "checkpoint.every=5", "checkpoint.keep_best=1"),
+    ),
     ("evaluate.suites_every", "no suites"): ("5", (), SUITES),
     ("evaluate.data", "no suites"): ("d", (), SUITES[:1]),
     ("evaluate.backend", "no suites"): ("vllm", (), SUITES),

@@ -92,6 +92,28 @@ def test_every_divergence_and_tail_is_allowed(load, divergence, tail):
         (["checkpoint.keep_last=0"], "checkpoint.keep_last: must be 1 or more; got 0"),
         (["checkpoint.resume=newest"], "checkpoint.resume: must be null, latest, auto or a step folder (.../step-100)"),
         (["evaluate.suites=[gsm8k]"], "evaluate.data: must name the data of evaluate.suites; got null"),
+        (
+            ["checkpoint={keep_best: 1, best_by: accuracy}", "data.validation.fraction=0.1", "evaluate.every=5"],
+            "checkpoint.best_by: must be a metric that this run measures (validation/kl_loss, validation/nll_loss); got acc",
+        ),
+        (
+            ["checkpoint={keep_best: 1, best_by: eval/gsm8k}"],
+            "checkpoint.best_by: needs suites that run during training; got eval/gsm8k; set evaluate.suites and",
+        ),
+        (
+            ["checkpoint={every: 4, keep_best: 1}", "data.validation.fraction=0.1", "evaluate.every=3"],
+            "checkpoint.keep_best: no step up to 10 is a multiple of checkpoint.every 4 and of 3, where validation/kl_loss",
+        ),
+        (
+            [
+                "checkpoint.keep_best=1",
+                "data.validation.fraction=0.1",
+                "evaluate.every=3",
+                "loss.kd_weight=0",
+                "loss.ce_weight=1",
+            ],
+            "checkpoint.best_by: needs teachers, and loss.kd_weight above 0; got validation/kl_loss; set checkpoint.best_by=",
+        ),
         (["evaluate.at_start=true"], "evaluate.at_start: needs validation data or suites to measure; got true; set"),
         (
             ["evaluate={suites: [gsm8k], data: d, teachers: true}", "loss.kd_weight=0", "loss.ce_weight=1"],

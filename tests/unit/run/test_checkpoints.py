@@ -49,6 +49,36 @@ def test_newest_and_best_are_kept(tmp_path):
     assert steps_in(tmp_path) == [2, 4, 5]
 
 
+def test_best_by_a_score_that_arrives_after_the_checkpoint(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=1, keep_best=1, best_by="eval/own")
+    awaited = set()
+    store.awaited = lambda: awaited
+    for step in (1, 2, 3):
+        awaited.add(step)
+        save(store, step, score=0.1 * step)  # the validation loss does not count
+    assert steps_in(tmp_path) == [1, 2, 3], "a checkpoint is kept until its score is known"
+    for step, score in ((1, 0.2), (2, 0.8), (3, 0.5)):
+        store.scores.add(step, {"eval/own": score, "eval/other": float("nan")})
+        awaited.remove(step)
+    save(store, 4)
+    assert steps_in(tmp_path) == [2, 4]
+    again = CheckpointStore(tmp_path, keep_last=1, keep_best=1, best_by="eval/own")
+    save(again, 5)
+    assert steps_in(tmp_path) == [2, 5], "scores are on disk"
+
+
+def test_scores_of_steps_that_are_trained_again_are_forgotten(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2, keep_best=1)
+    for step in (2, 4, 6):
+        store.scores.add(step, {"validation/kl_loss": 0.5 / step, "validation/nll_loss": float("inf")})
+        save(store, step)
+    store.abandon_after(4)
+    assert [store.scores.get(step, "validation/kl_loss") for step in (2, 4, 6)] == [0.25, 0.125, None]
+    assert store.scores.get(4, "validation/nll_loss") is None
+    (tmp_path / "scores.json").write_text("[damaged")
+    assert CheckpointStore(tmp_path, keep_last=2, keep_best=1).scores.get(4, "validation/kl_loss") is None
+
+
 def test_dropped_draft_leaves_nothing_behind(tmp_path):
     store = store_in(tmp_path)
     save(store, 1)
