@@ -15,7 +15,7 @@ from distill_rl.observe.metrics import FAULTS
 from distill_rl.observe.report import charts
 from distill_rl.observe.report.charts import Chart, Curve, Point
 from distill_rl.observe.report.runs import Run
-from distill_rl.observe.sinks.sinks import RATE, SECONDS, TOKENS
+from distill_rl.observe.sinks.sinks import RATE, SECONDS
 
 LOSSES, OPTIMISATION, DATA, SPEED = "Losses", "Optimisation", "Coverage and data", "Speed"
 USE, TRANSPORT, FAULT_SECTION, SCORES = "Memory and utilisation", "Transport", "Faults", "Scores"
@@ -39,20 +39,34 @@ TITLES = {
     SECONDS: "Seconds per step",
     "transport/teacher_wait": "Share of the step spent waiting for teachers",
     "transport/slot_occupancy": "Share of the teachers' slots in use",
+    "align/labelled": "Share of tokens with a label",
+    "align/tokens": "Tokens per step",
+    "align/queue": "Batches waiting for an aligner",
 }
+WORKERS = {"busy": "Share of the step in which workers were busy", "memory": "Peak memory of workers, GiB"}
+"""Prefix of the metrics of single workers → title of the chart that has one curve for each of them."""
 ALIGNMENT, STACK, SCORE = "Alignment across tokenizers", "Seconds per step, by part", "Score during training"
-SUPERVISED, CUT = "Share of tokens with a label", "Share of documents cut at the length limit"
+CUT = "Share of documents cut at the length limit"
 CAPTIONS = {
     SPLITS[
         "acceptance"
     ]: "The share of drafted tokens that speculative decoding with this student as draft model would keep.",
 }
 LINEAR = {
-    *("Learning rate", "Tokens per second", ALIGNMENT, SCORE, SUPERVISED, CUT, "Faults (cumulative)"),
+    *("Learning rate", "Tokens per second", ALIGNMENT, SCORE, CUT, "Faults (cumulative)"),
     *(SPLITS["top1_agreement"], SPLITS["acceptance"], TITLES["transport/teacher_wait"]),
-    TITLES["transport/slot_occupancy"],
+    *(TITLES["transport/slot_occupancy"], TITLES["align/labelled"], *WORKERS.values()),
 }
-EXACT = ("validation/", "eval/", "faults/", "train/lr", "train/kd_scale", "train/skipped", "train/unlabelled")
+EXACT = (
+    "validation/",
+    "eval/",
+    "faults/",
+    "memory/",
+    "train/lr",
+    "train/kd_scale",
+    "train/skipped",
+    "train/unlabelled",
+)
 """Beginnings of the names of metrics that are never smoothed."""
 MAX_METRICS = 3
 """With several runs, a chart with more metrics than this becomes one chart per metric."""
@@ -93,6 +107,8 @@ def place(name: str) -> tuple[str, str, str]:
         return SCORES, SCORE, rest
     if name in FAULTS:
         return FAULT_SECTION, "Faults (cumulative)", FAULTS[name]
+    if prefix in WORKERS:
+        return USE, WORKERS[prefix], rest
     if any(word in name for word in ("memory", "utili", "occupancy", "gpu/", "teacher_wait")):
         return USE, TITLES.get(group, group), detail or base
     if prefix == "validation" or (prefix == "train" and base in SPLITS):
@@ -142,16 +158,15 @@ def constants(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _metrics(runs: Sequence[Run]) -> list[Metric]:
-    """All metrics of the runs by name, then the shares that are derived from them (without a name)."""
+    """All metrics of the runs by name, then the share that is derived from two of them (without a name)."""
     found = []
     for name in sorted(set().union(*(run.metrics for run in runs))):
         _, title, label = place(name)
         points = [faults(run, name) if name in FAULTS else run.points(name) for run in runs]
         found.append(Metric(name, title, label, points))
-    for title, part, whole in ((SUPERVISED, TOKENS, "align/tokens"), (CUT, "align/truncated", "align/documents")):
-        shares = [_ratio(run, part, whole) for run in runs]
-        if any(shares):
-            found.append(Metric("", title, title, shares))
+    cut = [_ratio(run, "align/truncated", "align/documents") for run in runs]
+    if any(cut):
+        found.append(Metric("", CUT, CUT, cut))
     return found
 
 

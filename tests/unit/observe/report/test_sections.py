@@ -36,7 +36,9 @@ def titles(found: list[Section]) -> dict[str, list[str]]:
         ("align/method/bytes", "Coverage and data", "align/method", "bytes"),
         ("timing/math/forward", "Speed", "timing/math", "forward"),
         ("train/tokens_per_second", "Speed", "Tokens per second", "tokens_per_second"),
-        ("memory/student/peak_gib", "Memory and utilisation", "memory/student", "peak_gib"),
+        ("memory/student", "Memory and utilisation", "Peak memory of workers, GiB", "student"),
+        ("busy/big", "Memory and utilisation", "Share of the step in which workers were busy", "big"),
+        ("align/labelled", "Coverage and data", "Share of tokens with a label", "labelled"),
         ("transport/slot_occupancy", "Memory and utilisation", "Share of the teachers' slots in use", "slot_occupancy"),
         ("transport/bytes", "Transport", "transport/bytes", "bytes"),
         ("faults/skipped_steps", "Faults", "Faults (cumulative)", "steps skipped"),
@@ -90,10 +92,9 @@ def test_several_runs_split_charts_of_many_metrics() -> None:
     assert titles(sections([make_run(*names), make_run(*names)])) == {"new": [f"new/x: {letter}" for letter in "abcd"]}
 
 
-def test_coverage_is_derived_from_counts() -> None:
-    run = make_run(**{"train/tokens": [50, 60, 90], "align/tokens": [100, 120, 100], "align/truncated": [1, 0, 2], "align/documents": [4, 4, 4]})  # fmt: skip
+def test_the_share_of_cut_documents_is_derived_from_counts() -> None:
+    run = make_run(**{"align/truncated": [1, 0, 2], "align/documents": [4, 4, 4]})
     charts = {chart.title: chart.curves[0].points for section in sections([run]) for chart in section.charts}
-    assert charts["Share of tokens with a label"] == [(1, 0.5), (2, 0.5), (3, 0.9)]
     assert charts["Share of documents cut at the length limit"] == [(1, 0.25), (2, 0.0), (3, 0.5)]
 
 
