@@ -12,7 +12,7 @@ import numpy as np
 from distill_rl.align.chat import CharSpan
 from distill_rl.config.derive import ring_plan
 from distill_rl.config.facts import row_width, teacher_rows
-from distill_rl.config.schema import Config
+from distill_rl.config.schema import Config, DataConfig
 from distill_rl.data.chat import render_document
 from distill_rl.data.packing import first_fit
 from distill_rl.data.unrendered import TemplateCoverage
@@ -85,6 +85,22 @@ class Tokenization:
         self._coverage = TemplateCoverage(tokenizer, "the student's tokenizer")
         if format == "text" and self.roles:
             raise self._no_turns("rows of text")
+
+    @classmethod
+    def of(cls, tokenizer: Any, data: DataConfig, *, format: str) -> Tokenization:
+        """The tokenisation of a run's documents.
+
+        Args:
+            format: what the rows hold; `data.format` may leave that open.
+        """
+        return cls(
+            tokenizer,
+            format=format,
+            loss_on=data.loss_on,
+            max_length=data.max_length,
+            loss_roles=data.loss_roles,
+            unrendered=data.unrendered,
+        )
 
     def encode(self, document: Mapping[str, Any]) -> Encoded:
         """Tokenises one document: `{"row": int, "text": str}`, or a chat (`Layout.document`).

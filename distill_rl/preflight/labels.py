@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,15 +38,18 @@ def _require_label(config: Config, key: str, source: Any, rows: Iterable[int], t
     from distill_rl.data.collate import Tokenization
 
     data, documents = config.data, []
-    encode = Tokenization(tokenizer, format=source.kind, loss_on=data.loss_on, max_length=data.max_length).encode
+    # What a template leaves out is checked with the chats (preflight/chats.py).
+    tokenization = Tokenization.of(tokenizer, replace(data, unrendered="warn"), format=source.kind)
     for row in rows:
         documents.append(source[row])
-        if not _is_blank(documents[-1]) and encode(documents[-1]).has_labels:
+        if not _is_blank(documents[-1]) and tokenization.encode(documents[-1]).has_labels:
             return
     if all(_is_blank(document) for document in documents):
         value, remedy = "blank rows", "give rows with text"
-    elif data.loss_on == "assistant" and not any(_answers(document) for document in documents):
-        value, remedy = "chats without an assistant's turn", "give chats with answers, or set data.loss_on=all"
+    elif tokenization.roles and not any(_has_turn(document, tokenization.roles) for document in documents):
+        setting = "data.loss_roles=[]" if data.loss_roles else "data.loss_on=all"
+        value = f"chats without a turn of {' or '.join(tokenization.roles)}"
+        remedy = f"give chats with such turns, or set {setting}"
     else:
         value, remedy = f"none within data.max_length={data.max_length}", "raise data.max_length, or give longer rows"
     rule = f"a row must have a token to train on; none of the {len(documents)} that were read has"
@@ -56,6 +60,6 @@ def _is_blank(document: Mapping[str, Any]) -> bool:
     return not document.get("text", "chat").strip()
 
 
-def _answers(document: Mapping[str, Any]) -> bool:
-    """Whether a chat has a turn of the assistant."""
-    return any(message["role"] == "assistant" for message in document["messages"])
+def _has_turn(document: Mapping[str, Any], roles: Collection[str]) -> bool:
+    """Whether a chat has a turn of one of the roles."""
+    return any(message["role"] in roles for message in document["messages"])

@@ -387,7 +387,12 @@ QUESTION, ANSWER = {"role": "user", "content": "why " * 60}, {"role": "assistant
         (
             [{"messages": [QUESTION]}] * 16,
             ("data.loss_on=assistant",),
-            ("data.path", "none of the 16", "without an assistant's turn", "set data.loss_on=all"),
+            ("data.path", "none of the 16", "without a turn of assistant", "set data.loss_on=all"),
+        ),
+        (
+            [{"messages": [QUESTION, ANSWER]}] * 16,
+            ("data.loss_roles=[tool]",),
+            ("data.path", "none of the 16", "without a turn of tool", "set data.loss_roles=[]"),
         ),
         (
             [{"messages": [QUESTION, ANSWER]}] * 16,
@@ -395,7 +400,7 @@ QUESTION, ANSWER = {"role": "user", "content": "why " * 60}, {"role": "assistant
             ("data.path", "none within data.max_length=64", "raise data.max_length"),
         ),
     ],
-    ids=["blank text", "no answers", "answers cut off"],
+    ids=["blank text", "no answers", "no tool results", "answers cut off"],
 )
 def test_data_with_nothing_to_train_on_is_refused(place, refused, capsys, tmp_path, rows, settings, words):
     data = tmp_path / "data.jsonl"

@@ -56,14 +56,7 @@ class AlignerWorker(Worker):
 
         data = self._config.data
         tokenizer = tokenizer_of(self._config.student)
-        tokenization = Tokenization(
-            tokenizer,
-            format=self._data_format,
-            loss_on=data.loss_on,
-            max_length=data.max_length,
-            loss_roles=data.loss_roles,
-            unrendered=data.unrendered,
-        )
+        tokenization = Tokenization.of(tokenizer, data, format=self._data_format)
         teachers: list[CrossTokenizerTeacher | None] = []
         for settings, other_tokenizer in zip(running_teachers(self._config), self._other_tokenizer):
             if not other_tokenizer:
