@@ -22,8 +22,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 before = [signal.getsignal(number) for number in SIGNALS]
 RUN = Path("runs/tiny")
 
-def send(number, step):
-    while f'"step": {step}' not in (RUN / "metrics.jsonl").read_text():
+def records():
+    return (RUN / "metrics.jsonl").read_text().count("\\n")
+
+def send(number, after):
+    while records() <= after:
         time.sleep(0.02)
     os.kill(os.getpid(), number)
 
@@ -33,13 +36,13 @@ async def in_a_loop():
 first = asyncio.run(in_a_loop())
 print("first", first.export == RUN.absolute() / "export", first.student().num_parameters() > 0, "train/loss" in first.metrics)
 
-threading.Thread(target=send, args=(signal.SIGTERM, 3)).start()
+threading.Thread(target=send, args=(signal.SIGTERM, records())).start()
 try:
     distill_rl.distill("tiny.yaml", resume=True, train={"steps": 100_000}, observe={"every": 1})
 except distill_rl.Preempted as stopped:
     print("preempted", stopped)
 
-threading.Thread(target=send, args=(signal.SIGINT, 3)).start()
+threading.Thread(target=send, args=(signal.SIGINT, records())).start()
 try:
     distill_rl.distill("tiny.yaml", resume="auto", train={"steps": 100_000}, observe={"every": 1})
 except KeyboardInterrupt:
@@ -66,7 +69,10 @@ def ended(script: str, folder: Path) -> tuple[int, str]:
     (folder / "script.py").write_text(script)
     command = [sys.executable, "-u", "script.py"]
     process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=-1, stderr=-1, text=True)
-    out, err = process.communicate(timeout=DEADLINE_S)
+    try:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()  # Ray ends with the process that started it
     assert process.returncode == 0, err
     return process.pid, out
 
