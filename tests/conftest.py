@@ -4,6 +4,7 @@ A test that looks at shared memory or at processes must tolerate those of anothe
 """
 
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -11,6 +12,10 @@ import pytest
 # For torch of this process and of all that it starts. A run with a single rank uses as many OpenMP threads as there are
 # cores, and by default these spin while they wait: beside another test they would take its cores, and each other's.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell starts what it runs in the background with Ctrl-C ignored, and children inherit that: nothing could be interrupted.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -33,9 +33,7 @@ def test_unsupported_families_and_activations_are_named():
 def test_missing_package_and_family_give_one_line_each(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     model = skeleton(LlamaConfig(**SIZES), dtype=torch.float32, attention="sdpa")
-    with pytest.raises(
-        ConfigError, match=r"^student\.kernels: liger needs liger_kernel .* pip install 'distill_rl\[liger\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"^student\.kernels: liger needs liger_kernel .* pip install -e .*\[liger\]"):
         use_liger(model)
     model.config.model_type = "gpt2"
     with pytest.raises(

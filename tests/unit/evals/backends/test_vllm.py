@@ -29,7 +29,9 @@ from tests.helpers.tokenizers import tiny_tokenizer
 
 def test_without_vllm_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ConfigError, match=r"backend vllm: needs vllm, which is not installed.*distill_rl\[vllm\]"):
+    with pytest.raises(
+        ConfigError, match=r"backend vllm: needs vllm, which is not installed.* pip install -e .*\[vllm\]"
+    ):
         VllmBackend(write_tiny_model(tmp_path))
 
 
