@@ -326,7 +326,10 @@ def _best(config: Config) -> Iterator[str]:
         yield problem("checkpoint.best_by", f"must be a metric that this run measures ({possible})", metric)
         return
     steps = config.train.steps
-    if every > 0 and checkpoint.every > 0 and steps is not None and lcm(every, checkpoint.every) > steps:
+    if every <= 0 or checkpoint.every <= 0 or steps is None:
+        return
+    # A run that ends before either is due, such as a trial of a recipe, has nothing to compare and is no mistake.
+    if max(every, checkpoint.every) <= steps < lcm(every, checkpoint.every):
         rule = f"no step up to {steps} is a multiple of checkpoint.every {checkpoint.every} and of {every}, where "
         rule += f"{metric} is measured"
         yield problem("checkpoint.keep_best", rule, checkpoint.keep_best, f"set checkpoint.every={every}")

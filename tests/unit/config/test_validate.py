@@ -211,6 +211,11 @@ def test_resume_accepts_a_step_folder(load):
         assert problems(load(f"checkpoint.resume={resume}")) == []
 
 
+def test_a_trial_shorter_than_the_first_checkpoint_is_allowed(load):
+    best = ("checkpoint={every: 50, keep_best: 1}", "data.validation.fraction=0.1", "evaluate.every=20")
+    assert problems(load(*best, "train.steps=30")) == []
+
+
 def test_defaults_obey_every_rule():
     lines = problems(Config())
     assert {line.partition(":")[0] for line in lines} == {"run.name", "train.steps", "teachers"}
