@@ -1,8 +1,8 @@
-"""One data file → a map-style `datasets.Dataset` with the checked columns of a layout, and a hash of its content.
+"""One data file → its rows by index, with the checked columns of a layout, and a hash of its content.
 
 Arrow files are memory-mapped in place. Parquet and JSON files are read into memory if they are small; larger ones are
 converted once to an Arrow file in the cache folder of `datasets` (`HF_DATASETS_CACHE`), so that all processes that open
-them share one copy.
+them share one copy. `datasets` is imported only where it is needed: small JSON files do without.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from distill_rl.data.layouts import Layout
 from distill_rl.data.rows import check_column
 from distill_rl.errors import DataError
+
+if TYPE_CHECKING:
+    import datasets
 
 SUFFIXES = (".arrow", ".parquet", ".json", ".jsonl")
 CACHE_FROM_BYTES = 64 << 20
@@ -30,6 +32,32 @@ HASH_WHOLE_BYTES = 1 << 30
 """Data up to this size are hashed byte for byte; larger data by file sizes and evenly spaced samples."""
 _SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
 _ROWS_PER_BATCH = 4096
+
+
+class Rows(Protocol):
+    """Rows by index, each as {column: value}; `datasets.Dataset` is one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
+
+
+class TextRows:
+    """`Rows` of a table in memory whose columns are text. Importing `datasets` takes half a second, and this does not.
+
+    Args:
+        table: columns of type large_string. Other types may need the features of `datasets`.
+    """
+
+    def __init__(self, table: pa.Table):
+        self._table = table.combine_chunks()
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]:
+        """Row `index`, which is at least 0 and less than the length."""
+        return {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
 
 
 def column_names(path: Path) -> list[str]:
@@ -50,26 +78,44 @@ def column_names(path: Path) -> list[str]:
         raise _damaged(path, error) from error
 
 
-def open_file(path: Path, layout: Layout) -> datasets.Dataset:
-    """The columns of a file that the layout reads, as a data set with nothing else.
-
-    Rows of Parquet and JSON files are checked; those of Arrow files are not. A large Parquet or JSON file is converted
-    once to a copy in the cache folder, which later calls reuse unchecked.
+def open_arrow(path: Path, layout: Layout) -> datasets.Dataset:
+    """The columns of an Arrow file that the layout reads, as a data set with nothing else. Rows are not checked.
 
     Raises:
-        DataError: a missing column; a damaged file; a Parquet or JSON file without rows, or with a row that does not
-            fit the layout; a copy that cannot be written, which is reported like a damaged file.
+        DataError: a missing column; a damaged file.
+    """
+    import datasets
+
+    columns = layout.columns(column_names(path), str(path))
+    try:
+        return datasets.Dataset(_open_arrow(path).select(columns))
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def open_file(path: Path, layout: Layout) -> Rows:
+    """The columns of a Parquet or JSON file that the layout reads, with nothing else; rows are checked.
+
+    A large file is converted once to a copy in the cache folder, which later calls reuse unchecked.
+
+    Raises:
+        DataError: a missing column; a damaged file; one without rows, or with a row that does not fit the layout; a
+            copy that cannot be written, which is reported like a damaged file.
     """
     columns = layout.columns(column_names(path), str(path))
     try:
-        if path.suffix == ".arrow":
-            return datasets.Dataset(_open_arrow(path).select(columns))
         if path.stat().st_size < CACHE_FROM_BYTES:
             batches = list(_batches(path, layout, columns))
             if not batches:
                 raise _empty(path)
-            return datasets.Dataset(pa.Table.from_batches(batches))
-        return datasets.Dataset(_open_arrow(_convert(path, layout, columns)))
+            table = pa.Table.from_batches(batches)
+            if path.suffix != ".parquet":
+                return TextRows(table)
+        else:
+            table = _open_arrow(_convert(path, layout, columns))
+        import datasets
+
+        return datasets.Dataset(table)
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, error) from error
 
@@ -253,9 +299,11 @@ def _convert(path: Path, layout: Layout, columns: Sequence[str]) -> Path:
         DataError: a file without rows; a row that is not of the kind.
         pyarrow.ArrowException, OSError: the file cannot be read, or the copy cannot be written.
     """
+    from datasets.config import HF_DATASETS_CACHE
+
     status = path.stat()
     name = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{layout}"
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "distill_rl"
+    folder = Path(HF_DATASETS_CACHE) / "distill_rl"
     target = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.arrow"
     if target.exists():
         return target

@@ -8,15 +8,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import pyarrow as pa
 
 from distill_rl.data import files
 from distill_rl.data.layouts import Layout
 from distill_rl.data.rows import check_type
 from distill_rl.errors import DataError
+
+if TYPE_CHECKING:
+    import datasets
 
 CHECK_BYTES = 256 << 20
 """Memory-mapped columns up to this size are checked when they are opened; larger ones as their rows are read."""
@@ -27,6 +29,14 @@ _FOLDER_FILES = ("state.json", "dataset_info.json", "dataset_dict.json")
 
 class HubError(DataError):
     """A hub data set that cannot be reached from here, so it may or may not exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The opened rows of a file, an Arrow folder or a hub data set, with only the columns of a layout."""
+
+    name: str
+    rows: files.Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +57,8 @@ class DataFile:
     def columns(self) -> list[str]:
         return files.column_names(self.path)
 
-    def open(self, layout: Layout) -> Loaded:
-        """Reads the columns of the layout, checked, as a data set with nothing else.
+    def open(self, layout: Layout) -> Part:
+        """Reads the columns of the layout, checked.
 
         Rows of an Arrow file are checked only if they have at most `CHECK_BYTES`, the main column's type always. A
         large Parquet or JSON file is checked when it is first converted (`files.open_file`).
@@ -57,27 +67,28 @@ class DataFile:
             DataError: a missing column; a damaged file; a column of another type; a row that does not fit the layout; a
                 Parquet or JSON file without rows.
         """
-        loaded = Loaded(self.name, files.open_file(self.path, layout))
-        return loaded.open(layout) if self.path.suffix == ".arrow" else loaded
+        if self.path.suffix == ".arrow":
+            return Loaded(self.name, files.open_arrow(self.path, layout)).open(layout)
+        return Part(self.name, files.open_file(self.path, layout))
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A data set that `datasets` has opened: a file, an Arrow folder or a hub data set."""
+    """A data set that `datasets` has opened: an Arrow file or folder, or a hub data set."""
 
     name: str
     dataset: datasets.Dataset
 
     @property
     def content(self) -> list[Path]:
-        """The Arrow files that `datasets` has mapped for the rows; empty for a data set made by `DataFile.open`."""
+        """The Arrow files that `datasets` has mapped for the rows; empty for a single Arrow file."""
         return [Path(file["filename"]) for file in self.dataset.cache_files]
 
     def columns(self) -> list[str]:
         return self.dataset.column_names
 
-    def open(self, layout: Layout) -> Loaded:
-        """A data set with only the columns of the layout: the type of the main one is checked, rows up to `CHECK_BYTES`.
+    def open(self, layout: Layout) -> Part:
+        """The columns of the layout: the type of the main one is checked, rows up to `CHECK_BYTES`.
 
         Raises:
             DataError: a missing column; a column of another type; a row that does not fit the layout.
@@ -88,13 +99,13 @@ class Loaded:
             check_type(table.column(layout.key).type, layout.kind, f"{self.name}, column {layout.key!r}")
         if table.nbytes <= CHECK_BYTES:
             files.check_columns(table, layout, f"{self.name},")
-        return Loaded(self.name, dataset)
+        return Part(self.name, dataset)
 
 
 def locate(path: str, splits: Sequence[str], setting: str) -> list[DataFile | Loaded]:
     """Everything that `path` names, sorted by path: files, Arrow folders, or one hub data set, which may be downloaded.
 
-    Files are not opened yet; folders and hub data sets are. Turns off the progress bars of `datasets`.
+    Files are not opened yet. Folders and hub data sets are, which turns off the progress bars of `datasets`.
 
     Args:
         path: a file, a folder of `datasets.save_to_disk`, a glob of either, or a hub name if nothing local has it.
@@ -105,7 +116,6 @@ def locate(path: str, splits: Sequence[str], setting: str) -> list[DataFile | Lo
         HubError: a hub name that cannot be reached.
         DataError: nothing there, no such split, damaged folders.
     """
-    datasets.disable_progress_bars()
     local = _local_paths(path, setting)
     if not local:
         return [_open_hub(path, splits, setting)]
@@ -183,6 +193,9 @@ def _open_folder(path: Path, splits: Sequence[str], setting: str) -> Loaded:
         inside = sorted({entry.suffix for entry in path.rglob("*") if entry.suffix in files.SUFFIXES})
         remedy = f"name its files with a glob: {path}/**/*{inside[0]}" if inside else "it holds no data files"
         raise DataError(setting, "a folder written by datasets.save_to_disk", str(path), remedy)
+    import datasets
+
+    datasets.disable_progress_bars()
     try:
         loaded = datasets.load_from_disk(str(path))
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
@@ -202,6 +215,8 @@ def _pick_split(loaded: Any, splits: Sequence[str], name: str) -> datasets.Datas
     Raises:
         DataError: none of the splits.
     """
+    import datasets
+
     if isinstance(loaded, datasets.Dataset):
         return loaded
     for split in splits:
@@ -224,6 +239,7 @@ def _open_hub(name: str, splits: Sequence[str], setting: str) -> Loaded:
         HubError: the hub cannot be reached or, offline, the data set is not in the cache.
         DataError: no such data set or no right to read it; one that `datasets` cannot load; none of the splits.
     """
+    import datasets
     import huggingface_hub
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -242,6 +258,7 @@ def _open_hub(name: str, splits: Sequence[str], setting: str) -> Loaded:
             raise DataError(setting, "a path, or a hub data set that you may read", name, "check the name") from error
         except Exception as error:  # HTTP and socket errors; their classes depend on the HTTP client of the hub library
             raise unreachable from error
+    datasets.disable_progress_bars()
     try:
         loaded = datasets.load_dataset(name)
     except Exception as error:  # the builder of a data set may raise anything

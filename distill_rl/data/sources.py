@@ -14,7 +14,7 @@ from distill_rl.config.schema import DataConfig
 from distill_rl.data.files import content_hash
 from distill_rl.data.layouts import Kind, Layout, choose_layout
 from distill_rl.data.loader import random_order
-from distill_rl.data.locate import HubError, Loaded, is_hub_name, locate
+from distill_rl.data.locate import HubError, Part, is_hub_name, locate
 from distill_rl.errors import DataError
 
 __all__ = ["HubError", "Source", "is_hub_name", "open_source", "split_validation"]
@@ -35,9 +35,9 @@ class Source:
         paths: the files whose content enters the fingerprint.
     """
 
-    def __init__(self, parts: Sequence[Loaded], *, layout: Layout, paths: Sequence[Path]):
+    def __init__(self, parts: Sequence[Part], *, layout: Layout, paths: Sequence[Path]):
         self.parts, self.layout, self._paths = tuple(parts), layout, tuple(paths)
-        self._ends = np.cumsum([len(part.dataset) for part in self.parts], dtype=np.int64)
+        self._ends = np.cumsum([len(part.rows) for part in self.parts], dtype=np.int64)
         self._rows: np.ndarray | None = None
         self._selection = ""
 
@@ -70,7 +70,7 @@ class Source:
             return f"{part.name}, column {column!r}, row {row_in_part}"
 
         try:
-            values = part.dataset[row_in_part]
+            values = part.rows[row_in_part]
         except UnicodeDecodeError as error:
             found = f"byte 0x{error.object[error.start]:02x} at {error.start}"
             raise DataError(at(self.layout.key), "text is UTF-8", found) from error
@@ -116,7 +116,7 @@ def open_source(data: DataConfig, *, split: Literal["train", "validation"] = "tr
     for origin in origins:
         parts.append(origin.open(layout))
         paths += origin.content
-    if not sum(len(part.dataset) for part in parts):
+    if not sum(len(part.rows) for part in parts):
         raise DataError(setting, "at least one row", f"an empty data set at {path}")
     return Source(parts, layout=layout, paths=paths)
 

@@ -66,11 +66,11 @@ def backend_problems(config: Config, teachers: Sequence[Opened], gpus: int) -> I
         teachers: the running ones.
         gpus: number visible on this machine.
     """
+    if config.loss.backend != "triton":
+        return
     from distill_rl.losses.divergence import resolve
     from distill_rl.losses.kernels import CHUNK_METHODS, interpreted
 
-    if config.loss.backend != "triton":
-        return
     if not gpus and config.ray.address is None and not interpreted():
         yield problem("loss.backend", "triton needs a GPU; none is visible", None, "set loss.backend=auto")
     for teacher in teachers:
