@@ -10,6 +10,7 @@ from pathlib import Path
 
 from distill_rl.commands.options import make_parser
 from distill_rl.errors import ConfigError, DistillError
+from distill_rl.system.without_torch import gpu_possible, import_transformers_without_torch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
+        # Only in a process of its own: a caller's Transformers must keep its models.
+        if arguments is None and options.command == "check.check" and not gpu_possible():
+            import_transformers_without_torch()
         return _run(options)
     except DistillError as error:
         return _print_problems(error)

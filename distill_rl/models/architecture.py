@@ -24,7 +24,7 @@ def architecture_problems(key: str, folder: Path) -> list[str]:
         key: the setting that names the model, for the line.
         folder: has a config.json in which `folder_problems` finds nothing.
     """
-    from transformers.models.auto import modeling_auto as auto
+    import transformers.models.auto.modeling_auto as auto
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     family = config["model_type"]
@@ -47,7 +47,7 @@ def has_towers(config: Mapping[str, Any]) -> bool:
 
 def _kind_of(family: str, config: Mapping[str, Any]) -> str:
     """What a family is that transformers does not list as a causal language model, in words."""
-    from transformers.models.auto import modeling_auto as auto
+    import transformers.models.auto.modeling_auto as auto
 
     if has_towers(config) or family in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return "reads images or sound beside text, and only models of text can be trained or teach here"

@@ -1,18 +1,15 @@
 """Asks a model's class what only the class knows: attention, positions, packing and tensors. No weight is read.
 
-The class is made on the meta device, as a worker will make it. That takes torch and the family's module, so `check`,
-which does without torch where it can, asks in a process of its own (`python -m distill_rl.models.examine`).
+The class is made on the meta device, as a worker will make it. That takes torch and the family's module. `check` does
+without torch where it can (`system/without_torch.py`); Transformers then has no classes, and a process of its own is asked.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +20,6 @@ from distill_rl.models.tensors import compare
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-_TIMEOUT_S = 300
 
 
 def examine(key: str, folder: Path, *, attention: str, packing: bool, weights: bool) -> list[str]:
@@ -38,18 +33,30 @@ def examine(key: str, folder: Path, *, attention: str, packing: bool, weights: b
 
     Raises:
         ConfigError: as in `read_config`, or the model cannot be made from its config at all.
+        concurrent.futures.BrokenExecutor: the process that was asked died.
     """
-    if find_spec("torch") is not None:
-        return list(_examine(key, folder, attention, packing, weights))
-    arguments = json.dumps([key, str(folder), attention, packing, weights])
-    done = subprocess.run(
-        [sys.executable, "-m", "distill_rl.models.examine", arguments],
-        capture_output=True, text=True, timeout=_TIMEOUT_S, env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return [problem(f"{key}.model", "transformers must be able to make the model", last)]
-    return json.loads(done.stdout.splitlines()[-1])
+    from transformers.utils import is_torch_available
+
+    if is_torch_available():
+        return _lines(key, folder, attention, packing, weights)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(_lines_elsewhere, key, folder, attention, packing, weights).result()
+
+
+def _lines(key: str, folder: Path, attention: str, packing: bool, weights: bool) -> list[str]:
+    """The lines of `examine`, asked in this process."""
+    return list(_examine(key, folder, attention, packing, weights))
+
+
+def _lines_elsewhere(key: str, folder: Path, attention: str, packing: bool, weights: bool) -> list[str]:
+    """The lines of `examine`, asked in a process of its own, without the warnings that the caller has printed."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    read_config(folder)  # Transformers gives a warning about a config once per process
+    logging.set_verbosity(verbosity)
+    return _lines(key, folder, attention, packing, weights)
 
 
 def _examine(key: str, folder: Path, attention: str, packing: bool, weights: bool) -> Iterator[str]:
@@ -100,8 +107,3 @@ def _packing_problems(model: PreTrainedModel, *, packing: bool) -> Iterator[str]
         yield problem("data.packing", f"{family} carries a state from one packed document to the next", "true", remedy)
     elif "position_ids" not in inspect.signature(model.forward).parameters:
         yield problem("data.packing", f"{family} takes no positions, which separate packed documents", "true", remedy)
-
-
-if __name__ == "__main__":
-    name, where, *options = json.loads(sys.argv[1])
-    print(json.dumps(list(_examine(name, Path(where), *options))))

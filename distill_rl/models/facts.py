@@ -16,6 +16,7 @@ from distill_rl.config.facts import ModelFacts
 from distill_rl.errors import problem
 from distill_rl.models.families import family_of, intermediate_size
 from distill_rl.models.hub import HubUnreachable, resolve
+from distill_rl.system.without_torch import gpu_possible
 
 HUB_TIMEOUT_S = 10.0
 """A hub that has not answered within this time counts as unreachable."""
@@ -307,8 +308,11 @@ def _header(file: Path) -> dict[str, Any]:
 def visible_gpus() -> int:
     """Number of GPUs that torch can use in this process: respects CUDA_VISIBLE_DEVICES and MIG, 0 in a CPU build.
 
-    Uses NVML, or the CUDA driver if NVML has no answer. Neither creates a context on a GPU.
+    Uses NVML, or the CUDA driver if NVML has no answer. Neither creates a context on a GPU. Torch is not imported where
+    there cannot be a GPU.
     """
+    if not gpu_possible():
+        return 0
     import torch
 
     return torch.cuda.device_count()

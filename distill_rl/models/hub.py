@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,7 @@ def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConf
         raise ConfigError(f"model {path}", "the folder must hold config.json", str(folder))
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        _check_dtypes(config)
     except Exception as error:  # every field has a validator with its own exceptions
         raise ConfigError(
             f"model {path}",
@@ -70,6 +72,18 @@ def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConf
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"model {path}", "weights must not be quantized", remedy="use the original weights")
     return config
+
+
+def _check_dtypes(config: PreTrainedConfig) -> None:
+    """Checks the dtypes of a config and its parts, which Transformers leaves as text where it has no PyTorch.
+
+    Raises:
+        AttributeError: torch has no such dtype; the error that Transformers raises with PyTorch.
+    """
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        name = getattr(part, "dtype", None)
+        if isinstance(name, str) and name not in ("float32", "float16", "bfloat16", "float64"):
+            getattr(import_module("torch"), name)
 
 
 def read_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:

@@ -1,0 +1,31 @@
+"""The benchmark of `distill-rl check` measures real processes and writes what it measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distill_rl.bench import check
+from distill_rl.system.environment import ROOT
+
+
+def test_each_run_has_figures_and_the_median_is_of_them(tmp_path: Path) -> None:
+    out = tmp_path / "check.json"
+    check.main(["--runs", "1", "--out", str(out)])  # 0 or 1: nothing is asserted about durations
+    written = json.loads(out.read_text())
+    assert written["benchmark"] == "check"
+    (run,) = written["runs"]
+    assert written["median"] == run
+    assert run["cpu_s"] > 0
+
+
+def test_a_check_that_fails_ends_the_benchmark(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"student\.model: no such folder"):
+        check.check(ROOT / "configs" / "quickstart.yaml", tmp_path)
+
+
+def test_only_a_median_at_or_above_the_target_is_a_miss() -> None:
+    assert check.verdict({"median": {"cpu_s": check.TARGET_S - 0.01}}) == []
+    assert len(check.verdict({"median": {"cpu_s": check.TARGET_S}})) == 1
