@@ -70,7 +70,7 @@ def ended(script: str, folder: Path) -> tuple[int, str]:
     command = [sys.executable, "-u", "script.py"]
     process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=-1, stderr=-1, text=True)
     try:
-        out, err = process.communicate(timeout=DEADLINE_S)
+        out, err = process.communicate(timeout=3 * DEADLINE_S)  # up to four runs, each with a Ray of its own
     finally:
         process.kill()  # Ray ends with the process that started it
     assert process.returncode == 0, err
