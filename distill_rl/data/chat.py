@@ -12,13 +12,18 @@ from distill_rl.align.chat_form import text_of
 from distill_rl.data.layouts import template_options
 from distill_rl.errors import DataError
 
-__all__ = ["render", "render_document"]
+__all__ = ["render", "render_document", "roles_to_train_on"]
 
 Write = Callable[..., Any]
 """Messages → text with one tokenizer's template and one document's tools and variables."""
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARK = "\ue000"
+
+
+def roles_to_train_on(loss_on: str, loss_roles: Sequence[str]) -> tuple[str, ...]:
+    """The roles whose turns are trained on by `data.loss_on` and `data.loss_roles`; empty: all tokens are."""
+    return tuple(loss_roles) or (("assistant",) if loss_on == "assistant" else ())
 
 
 def render_document(

@@ -13,7 +13,7 @@ from distill_rl.align.chat import CharSpan
 from distill_rl.config.derive import ring_plan
 from distill_rl.config.facts import row_width, teacher_rows
 from distill_rl.config.schema import Config, DataConfig
-from distill_rl.data.chat import render_document
+from distill_rl.data.chat import render_document, roles_to_train_on
 from distill_rl.data.packing import first_fit
 from distill_rl.data.unrendered import TemplateCoverage
 from distill_rl.errors import DataError
@@ -80,7 +80,7 @@ class Tokenization:
             rule = "a fast tokenizer (tokenizer.json), which reports the offsets of its tokens"
             raise DataError("student.tokenizer", rule, type(tokenizer).__name__)
         self.tokenizer, self.max_length, self.unrendered = tokenizer, max_length, unrendered
-        self.roles: tuple[str, ...] = tuple(loss_roles) or (("assistant",) if loss_on == "assistant" else ())
+        self.roles = roles_to_train_on(loss_on, loss_roles)
         """The roles whose turns are trained on; empty: all tokens are."""
         self._coverage = TemplateCoverage(tokenizer, "the student's tokenizer")
         if format == "text" and self.roles:

@@ -47,8 +47,10 @@ def check_chats(
         rows: documents of chats (`Layout.document`).
         teachers: with their `cross_tokenizer_loss` set.
     """
+    from distill_rl.data.chat import roles_to_train_on
+
     data = config.data
-    roles = tuple(data.loss_roles) or (("assistant",) if data.loss_on == "assistant" else ())
+    roles = roles_to_train_on(data.loss_on, data.loss_roles)
     findings.problems += _unknown_roles(data.loss_roles, rows)
     if student.tokenizer is None or not student.tokenizer.chat_template:
         return
