@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +15,13 @@ from distill_rl.errors import ConfigError, first_line, problem
 from distill_rl.models.facts import read_headers
 from distill_rl.models.hub import read_config
 from distill_rl.models.tensors import compare
+from distill_rl.system.child_process import call_in_child
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+_DEADLINE_S = 300.0
+"""For a process that imports torch and one family: seconds on an idle machine, far longer from a cold network disk."""
 
 
 def examine(key: str, folder: Path, *, attention: str, packing: bool, weights: bool) -> list[str]:
@@ -33,14 +35,14 @@ def examine(key: str, folder: Path, *, attention: str, packing: bool, weights: b
 
     Raises:
         ConfigError: as in `read_config`, or the model cannot be made from its config at all.
-        concurrent.futures.BrokenExecutor: the process that was asked died.
+        WorkerError: the process that was asked died, or did not answer in time.
     """
     from transformers.utils import is_torch_available
 
     if is_torch_available():
         return _lines(key, folder, attention, packing, weights)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        return process.submit(_lines_elsewhere, key, folder, attention, packing, weights).result()
+    arguments = key, folder, attention, packing, weights
+    return call_in_child(f"{key}.model", _lines_elsewhere, *arguments, deadline_s=_DEADLINE_S)
 
 
 def _lines(key: str, folder: Path, attention: str, packing: bool, weights: bool) -> list[str]:

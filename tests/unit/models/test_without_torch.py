@@ -112,12 +112,12 @@ def run_file(tmp_path) -> Path:
 
 
 @pytest.mark.skipif(gpu_possible(), reason="torch counts the GPUs here")
-def test_check_imports_neither_torch_nor_datasets(run_file):
+def test_check_imports_neither_torch_nor_datasets_nor_pandas(run_file):
     command = [sys.executable, "-X", "importtime", "-m", "distill_rl", "check", "-c", str(run_file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "transformers.configuration_utils" in imported, done.stderr
-    assert not imported & {"torch", "datasets"}
+    assert not imported & {"torch", "datasets", "pandas"}
 
 
 def test_a_callers_transformers_keeps_torch(run_file):
