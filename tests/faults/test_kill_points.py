@@ -20,7 +20,7 @@ from tests.helpers.command import distill_rl, leftovers, running, series, shared
 pytestmark = pytest.mark.cli
 
 STEPS, EPOCH, KILLS = 100, 9, 20
-SETTINGS = (f"train.steps={STEPS}", f"schedule.steps={STEPS}", "checkpoint.keep_best=1", "evaluate.every=20")
+SETTINGS = (f"train.steps={STEPS}", f"schedule.steps={STEPS}", "checkpoint.keep_best=1", "evaluate.every=18")
 DEADLINE_S = 240
 
 
