@@ -8,9 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distill_rl.errors import problem
+from distill_rl.models.tower import is_joined, no_tower, text_tower
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _REMEDY = "use a decoder-only language model, such as Llama, Qwen or Mistral"
 _STATEFUL = ("mamba", "recurrent", "conv", "linear_attention")
@@ -25,14 +29,20 @@ def architecture_problems(key: str, folder: Path) -> list[str]:
         folder: has a config.json in which `folder_problems` finds nothing.
     """
     import transformers.models.auto.modeling_auto as auto
+    from transformers import AutoConfig
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     family = config["model_type"]
     rule = ""
-    if family not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.get("is_encoder_decoder"):
+    if is_joined(config):
+        try:
+            whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except Exception:  # every field has a validator with its own exceptions; read_config reports it
+            return []
+        if text_tower(whole) is None:
+            return [problem(key, f"must be a causal language model; {no_tower(family)}", None, _REMEDY)]
+    elif family not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.get("is_encoder_decoder"):
         rule = _kind_of(family, config)
-    elif family in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or has_towers(config):
-        rule = "reads images or sound beside text, and only models of text can be trained or teach here"
     elif family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.get("is_decoder"):
         rule = "is an encoder, whose attention sees the tokens that are to be predicted"
     if not rule:
@@ -40,17 +50,24 @@ def architecture_problems(key: str, folder: Path) -> list[str]:
     return [problem(key, f"must be a causal language model; {family} {rule}", None, _REMEDY)]
 
 
-def has_towers(config: Mapping[str, Any]) -> bool:
-    """Whether config.json describes several models that are joined, such as one for text and one for images."""
-    return any(isinstance(config.get(f"{part}_config"), Mapping) for part in ("text", "vision", "audio", "thinker"))
+def tower_note(key: str, folder: Path, tower: PreTrainedConfig) -> list[str]:
+    """Returns one line if a folder holds a model with several towers, of which only the text is used.
+
+    Args:
+        key: the setting that names the model, for the line.
+        tower: the config that `read_config` returns.
+    """
+    family = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    if family == tower.model_type:
+        return []
+    (name,) = tower.architectures or [tower.model_type]
+    return [f"{key}: of {family} the text tower is taken, as {name}; tensors for images or sound are not read"]
 
 
 def _kind_of(family: str, config: Mapping[str, Any]) -> str:
     """What a family is that transformers does not list as a causal language model, in words."""
     import transformers.models.auto.modeling_auto as auto
 
-    if has_towers(config) or family in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        return "reads images or sound beside text, and only models of text can be trained or teach here"
     if config.get("is_encoder_decoder") or family in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         return "is an encoder-decoder"
     if family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distill_rl.errors import ConfigError, first_line, problem
-from distill_rl.models.facts import read_headers
+from distill_rl.models.headers import read_headers
 from distill_rl.models.hub import read_config
 from distill_rl.models.tensors import compare
 from distill_rl.system.child_process import call_in_child

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from distill_rl.errors import DistillError
-from distill_rl.models.hub import resolve
+from distill_rl.models.headers import holds_several
+from distill_rl.models.hub import read_config, resolve
 from distill_rl.models.parallelize import reshard
 from distill_rl.models.weights import WeightFiles, names_in_files
 from distill_rl.parallel.shards import gather_to_first
@@ -111,9 +112,12 @@ def _write_weights(state: dict[str, Tensor], folder: Path) -> None:
 def _write_config(source: Path, folder: Path, state: dict[str, Tensor]) -> None:
     """Writes the source's config.json into `folder`, without a reference to code (`auto_map`).
 
-    Its `dtype` becomes that of most of the weights' bytes.
+    Of a model with several towers it is the config of the text tower. Its `dtype` becomes that of most of the weights'
+    bytes.
     """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if holds_several(source):
+        config = json.loads(read_config(source).to_json_string())
     config.pop("auto_map", None)
     config.pop("torch_dtype", None)
     config["dtype"] = str(_common_dtype(state)).removeprefix("torch.")

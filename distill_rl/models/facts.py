@@ -15,6 +15,7 @@ from typing import Any
 from distill_rl.config.facts import ModelFacts
 from distill_rl.errors import problem
 from distill_rl.models.families import family_of, intermediate_size
+from distill_rl.models.headers import read_headers, weight_files, weight_problems
 from distill_rl.models.hub import HubUnreachable, resolve
 from distill_rl.system.without_torch import gpu_possible
 
@@ -22,8 +23,6 @@ HUB_TIMEOUT_S = 10.0
 """A hub that has not answered within this time counts as unreachable."""
 _HASHED_WHOLE = 64 * 2**20
 _SAMPLES, _SAMPLE_BYTES = 64, 64 * 2**10
-FLOATS = ("F64", "F32", "F16", "BF16")
-"""Dtypes of weights that can be read, as safetensors names them."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -119,7 +118,7 @@ def read_model_facts(folder: Path, config: Any) -> ModelFacts:
     Args:
         config: its `PretrainedConfig`, which has the same names for all families.
     """
-    files, tensors = weight_files(folder), read_headers(folder)
+    tensors = read_headers(folder)
     tied = bool(config.tie_word_embeddings)
     counted = {name: entry for name, entry in tensors.items() if not (tied and name == "lm_head.weight")}
     heads = int(config.num_attention_heads)
@@ -133,32 +132,9 @@ def read_model_facts(folder: Path, config: Any) -> ModelFacts:
         num_key_value_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         vocabulary_columns=int(config.vocab_size),
         tied=tied,
-        bytes_on_disk=sum(file.stat().st_size for file in files),
+        bytes_on_disk=sum(end - start for start, end in (entry["data_offsets"] for entry in tensors.values())),
         known_head=family_of(config).proven,
     )
-
-
-def read_headers(folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns, for every tensor in a model's safetensors files, its entry in the header: `dtype`, `shape` and place.
-
-    For a folder in which `weight_problems` finds nothing.
-    """
-    headers = (_header(file) for file in weight_files(folder))
-    return {name: entry for header in headers for name, entry in header.items() if name != "__metadata__"}
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files that hold the model: those that the index names, sorted, or `model.safetensors`.
-
-    Empty if there is neither. Files that the index names need not exist. A malformed index raises whatever reading it
-    raises.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        return [folder / name for name in names]
-    single = folder / "model.safetensors"
-    return [single] if single.is_file() else []
 
 
 def fingerprint_model(folder: Path) -> str:
@@ -249,60 +225,6 @@ def _code_problems(key: str, config: Mapping[str, Any]) -> list[str]:
         rule = f"model family {family!r} needs code from its folder (auto_map), which is never run"
         return [problem(key, rule, None, "use a model of a family that transformers has")]
     return [problem(key, "config.json must name a model_type that transformers has", repr(family))]
-
-
-def weight_problems(key: str, folder: Path) -> list[str]:
-    """Returns why a folder's weights cannot be read; empty if they can.
-
-    One line says that the index cannot be read or that there are no safetensors; otherwise there is one line per file
-    that is missing, outside the folder or damaged. Of each file only the header and the size are checked.
-
-    Args:
-        key: what the lines begin with.
-    """
-    try:
-        files = weight_files(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [problem(key, f"model.safetensors.index.json cannot be read: {error!r}", str(folder))]
-    if not files:
-        if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
-            remedy = "convert it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) in a place you trust"
-            return [problem(key, "weights must be safetensors; the folder has only pickled ones", str(folder), remedy)]
-        return [problem(key, "must hold model.safetensors", str(folder))]
-    lines = []
-    for file in files:
-        if file.parent != folder:
-            lines.append(problem(key, "every file in the index must be in the folder", str(file)))
-            continue
-        if not file.is_file():
-            lines.append(problem(key, "a file that the index names is missing", str(file)))
-            continue
-        try:
-            _header(file)
-        except ValueError as error:
-            lines.append(problem(key, str(error), str(file), "copy the model again"))
-    return lines
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file, which consists of 8 bytes of length, header, and data.
-
-    Raises:
-        ValueError: not safetensors, or shorter than the header says.
-    """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or not 2 <= length <= size - 8:
-            raise ValueError("not a safetensors file, or cut off")
-        try:
-            header = json.loads(stream.read(length))
-            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-        except (ValueError, LookupError, TypeError, AttributeError):
-            raise ValueError("not a safetensors file: its header is damaged") from None
-    if size < 8 + length + end:
-        raise ValueError(f"cut off: {size:,} of {8 + length + end:,} bytes")
-    return header
 
 
 def visible_gpus() -> int:

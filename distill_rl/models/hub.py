@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from distill_rl.config.schema import StudentConfig, TeacherConfig
 from distill_rl.errors import ConfigError, first_line
+from distill_rl.models.headers import read_headers, weight_problems
+from distill_rl.models.tower import is_joined, no_tower, text_tower
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -49,11 +51,11 @@ def resolve(path: str | Path, revision: str | None = None, *, weights: bool = Fa
 
 
 def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConfig:
-    """Returns the model's config.json as transformers reads it.
+    """Returns the model's config.json as transformers reads it; of a model with several towers, that of its text tower.
 
     Raises:
         ConfigError: as in `resolve`; no readable config.json, a model type unknown to transformers, one that needs its
-            own code, or weights that are quantized.
+            own code, weights that are quantized, or a text tower that transformers does not have alone.
     """
     from transformers import AutoConfig
 
@@ -71,7 +73,20 @@ def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConf
         ) from error
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"model {path}", "weights must not be quantized", remedy="use the original weights")
-    return config
+    if not is_joined(config.to_dict()):
+        return config
+    tower = text_tower(config)
+    if tower is None:
+        raise ConfigError(f"model {path}", no_tower(config.model_type))
+    by_text = getattr(config.text_config, "tie_word_embeddings", False)
+    if tower.tie_word_embeddings and not by_text and _has_head(folder):
+        tower.tie_word_embeddings = False  # the tying is only a default of the whole's class
+    return tower
+
+
+def _has_head(folder: Path) -> bool:
+    """Whether the weights, as far as they are there, hold an output layer."""
+    return not weight_problems("model", folder) and "lm_head.weight" in read_headers(folder)
 
 
 def _check_dtypes(config: PreTrainedConfig) -> None:
@@ -138,7 +153,8 @@ def configured_stops(path: str | Path, revision: str | None = None) -> tuple[int
     if not file.is_file():
         return ()  # a folder with a tokenizer only
     try:
-        ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        content = json.loads(file.read_text(encoding="utf-8"))
+        ends = content.get("eos_token_id", (content.get("text_config") or {}).get("eos_token_id"))
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"model {path}", f"{file.name} must be JSON", str(error), "copy it again") from error
     return tuple(token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int))

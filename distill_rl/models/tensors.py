@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from distill_rl.errors import problem
-from distill_rl.models.facts import FLOATS
 from distill_rl.models.families import head_size
+from distill_rl.models.headers import FLOATS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distill_rl.errors import ConfigError
-from distill_rl.models.facts import FLOATS, weight_files, weight_problems
+from distill_rl.models.headers import FLOATS, model_names, weight_files, weight_problems
 from distill_rl.parallel.shards import local_slices
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ DTYPES = dict(zip(FLOATS, (torch.float64, torch.float32, torch.float16, torch.bf
 
 class WeightFiles:
     """The safetensors of a model folder: `model.safetensors`, or the files named in its index.
+
+    Of a model with several towers the files count as those of its text tower, under the names of that (`model_names`).
 
     Raises:
         ConfigError: no safetensors (pickled weights do not count), or a file is missing or damaged.
@@ -43,8 +45,10 @@ class WeightFiles:
             handles = [safe_open(file, framework="pt") for file in weight_files(folder)]
         except SafetensorError as error:
             raise ConfigError(f"model {folder}", "must hold whole safetensors files", str(error)) from error
-        self._handle_of = {tensor: handle for handle in handles for tensor in handle.keys()}  # noqa: SIM118
-        self.names = set(self._handle_of)
+        handle_of = {tensor: handle for handle in handles for tensor in handle.keys()}  # noqa: SIM118
+        stored = model_names(folder, handle_of)
+        self._place_of = {name: (handle_of[tensor], tensor) for name, tensor in stored.items()}
+        self.names = set(self._place_of)
 
     def require_shape(self, name: str, tensor: Tensor) -> None:
         """Checks that a tensor in the files has the shape of the model's tensor; of a DTensor, that of the whole.
@@ -52,7 +56,7 @@ class WeightFiles:
         Raises:
             ConfigError: it has another shape.
         """
-        shape = list(self._handle_of[name].get_slice(name).get_shape())
+        shape = list(self._slice(name).get_shape())
         if shape != list(tensor.shape):
             rule = f"shape must be {list(tensor.shape)} by config.json"
             raise ConfigError(f"{self.folder}: tensor {name}", rule, str(shape))
@@ -63,15 +67,22 @@ class WeightFiles:
         Raises:
             ConfigError: not a float of 16 bits or more.
         """
-        code = self._handle_of[name].get_slice(name).get_dtype()
+        code = self._slice(name).get_dtype()
         if code not in DTYPES:
             raise ConfigError(f"{self.folder}: tensor {name}", f"dtype must be one of {', '.join(DTYPES)}", code)
         return DTYPES[code]
 
     def read(self, name: str, where: Sequence[slice]) -> Tensor:
         """The part of a tensor at `where`, one slice per dimension, in the file's dtype. Nothing else is read."""
-        handle = self._handle_of[name]
-        return handle.get_slice(name)[tuple(where)] if where else handle.get_tensor(name)
+        if where:
+            return self._slice(name)[tuple(where)]
+        handle, stored = self._place_of[name]
+        return handle.get_tensor(stored)
+
+    def _slice(self, name: str) -> Any:
+        """What safetensors knows of a tensor before its data are read."""
+        handle, stored = self._place_of[name]
+        return handle.get_slice(stored)
 
 
 @torch.no_grad()

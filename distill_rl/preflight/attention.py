@@ -86,7 +86,7 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
     """
     from distill_rl.models.architecture import stateful_layers
     from distill_rl.models.examine import examine
-    from distill_rl.models.facts import read_headers
+    from distill_rl.models.headers import read_headers
     from distill_rl.models.tensors import dtype_problems, plainly_whole
 
     packing, findings = config.data.packing, Findings()

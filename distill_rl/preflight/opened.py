@@ -113,7 +113,7 @@ def _open_weights(key: str, folder: Path, opened: Opened, findings: Findings, *,
         needed: whether missing or damaged weights are a problem. If not (those of a hub model may still have to be
             downloaded), they only leave `facts` None.
     """
-    from distill_rl.models.architecture import architecture_problems
+    from distill_rl.models.architecture import architecture_problems, tower_note
     from distill_rl.models.facts import folder_problems, read_model_facts
     from distill_rl.models.hub import configured_stops, read_config
 
@@ -128,6 +128,8 @@ def _open_weights(key: str, folder: Path, opened: Opened, findings: Findings, *,
         rule = f"must be a model with attention; {opened.config.model_type} has no attention heads"
         findings.problems.append(problem(key, rule, None, "use a transformer, such as Llama, Qwen or Mistral"))
         opened.config = None
+    if opened.config is not None:
+        findings.notes += tower_note(key, folder, opened.config)
     if opened.config is not None and not folder_problems(key, folder):
         opened.facts = findings.attempt(key, lambda: read_model_facts(folder, opened.config))
 

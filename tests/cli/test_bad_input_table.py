@@ -482,9 +482,10 @@ _NO_CAUSAL_LM = {
     "mamba": ({"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 320}, ("mamba has no attention heads",)),
     "bloom": (_SMALL, ("data.packing", "bloom takes no positions", "set data.packing=false")),
     "falcon_h1": (_SMALL, ("data.packing", "falcon_h1 carries a state", "set data.packing=false")),
-    "llava": ({}, ("llava reads images or sound", "models of text")),
-    "qwen2_vl": ({}, ("qwen2_vl reads images or sound", "models of text")),
-    "gemma3": ({}, ("gemma3 reads images or sound", "models of text")),
+    "mllama": ({}, ("mllama reads images or sound", "no causal language model of its text")),
+    "paligemma": ({}, ("paligemma reads images or sound", "no causal language model of its text")),
+    "qwen3_vl_moe": ({}, ("qwen3_vl_moe reads images or sound", "no causal language model of its text")),
+    "florence2": ({}, ("florence2 reads images or sound", "no causal language model of its text")),
 }
 
 

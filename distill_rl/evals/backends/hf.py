@@ -16,6 +16,9 @@ from distill_rl.evals.backends.encode import Encoder, model_folder
 from distill_rl.evals.backends.prefix_sharing import SharedPrefix, cache_support, group_by_prefix
 from distill_rl.evals.suites.base import Item
 from distill_rl.models.determinism import start_vector_math
+from distill_rl.models.headers import holds_several
+from distill_rl.models.hub import read_config
+from distill_rl.models.tower import TOWER_NAMES
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _DEFAULT = Settings()
@@ -165,6 +168,7 @@ def _load_model(folder: Path, dtype: torch.dtype | str) -> Any:
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            **({"config": read_config(folder), "key_mapping": TOWER_NAMES} if holds_several(folder) else {}),
         )
     except (ValueError, OSError, RuntimeError) as error:
         raise ConfigError(f"model {folder}", "transformers must load it as a causal LM", first_line(error)) from error

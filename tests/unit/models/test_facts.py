@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distill_rl.models import facts
-from distill_rl.models.facts import folder_problems, locate, looks_like_hub_name, read_model_facts, weight_files
+from distill_rl.models.facts import folder_problems, locate, looks_like_hub_name, read_model_facts
+from distill_rl.models.headers import weight_files
 from tests.helpers.models import FAMILIES, write_tiny_model
 
 
@@ -27,7 +29,7 @@ def test_facts_match_the_loaded_model(tmp_path, family, tie):
     assert found.parameters == model.num_parameters()
     assert (found.family, found.tied, found.vocabulary_columns) == (family, tie, 384)
     assert (found.hidden_size, found.num_layers, found.num_heads) == (32, 2, 4)
-    assert found.bytes_on_disk == sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert found.bytes_on_disk == sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
 
 
 def test_sharded_model_is_counted_once(tmp_path, llama):

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from distill_rl.models.examine import examine
-from distill_rl.models.facts import read_headers
+from distill_rl.models.headers import read_headers
 from distill_rl.models.tensors import plainly_whole
 from tests.helpers.models import FAMILIES, write_tiny_model
 
