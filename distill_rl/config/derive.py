@@ -187,6 +187,20 @@ def sizes(config: Config, facts: Facts) -> DerivedSizes:
     )
 
 
+def all_rings(config: Config, facts: Facts) -> int:
+    """Bytes of the rings of all teacher replicas together; as in `sizes`, those of unknown size are left out."""
+    rings = [teacher.ring_bytes for teacher in sizes(config, facts).teachers]
+    return sum(ring * teacher.parallel.dp for ring, teacher in zip(rings, running_teachers(config)))
+
+
+def stored_targets(config: Config, facts: Facts) -> int:
+    """Bytes of targets in Ray's object store at a time, if they travel through it.
+
+    This is twice every ring, because a slot's object is freed only after its successor exists.
+    """
+    return 2 * all_rings(config, facts)
+
+
 def _teacher_sizes(config: Config, teacher: TeacherConfig, known: TeacherFacts, facts: Facts) -> TeacherSizes:
     """Sizes of the targets and the ring of one running teacher.
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -238,3 +240,23 @@ def visible_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def gpu_bytes() -> tuple[int, ...]:
+    """Bytes of memory of every GPU that CUDA_VISIBLE_DEVICES leaves, by nvidia-smi; empty if it does not answer.
+
+    Of a MIG instance that is not named in CUDA_VISIBLE_DEVICES it is the memory of the whole GPU.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(
+            [*command, *([f"--id={visible}"] if visible else [])],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+        return tuple(int(line) << 20 for line in answer.stdout.split())
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ()

@@ -17,7 +17,7 @@ from distill_rl.config.facts import Facts
 from distill_rl.config.load import read_config
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, problem
-from distill_rl.models.facts import visible_gpus
+from distill_rl.models.facts import gpu_bytes, visible_gpus
 from distill_rl.preflight import run_directory
 from distill_rl.preflight.attention import attention_problems, class_problems, width_problems
 from distill_rl.preflight.data import data_facts
@@ -26,13 +26,13 @@ from distill_rl.preflight.machine import (
     extra_problems,
     gpu_problems,
     kernel_problems,
-    memory_problems,
     space_problems,
 )
+from distill_rl.preflight.memory import compare_memory
 from distill_rl.preflight.opened import Findings, Opened, open_models
 from distill_rl.preflight.pairs import compared_ids, projection_problems, teacher_facts, vocabulary_problems
 from distill_rl.preflight.suites import suite_problems
-from distill_rl.transport.room import object_store_room, total_bytes
+from distill_rl.transport.room import total_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +129,7 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
     problems += backend_problems(config, teachers, facts.gpus)
     problems += gpu_problems(config, facts.gpus)
     problems += space_problems(config, facts)
-    problems += memory_problems(config, facts, host=total_bytes())
-    if config.ray.address is None:
-        findings.attempt("/dev/shm", object_store_room)
+    compare_memory(config, facts, findings, host=total_bytes(), gpus=gpu_bytes() if facts.gpus else ())
     return Checked(config, problems, findings.unreachable, facts, tuple(findings.notes))
 
 

@@ -6,10 +6,9 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from distill_rl.config.derive import compute_groups, higher_is_better, sizes, suites_every
+from distill_rl.config.derive import compute_groups, higher_is_better, suites_every
 from distill_rl.config.facts import Facts, running_teachers
 from distill_rl.config.schema import Config, TeacherConfig
-from distill_rl.config.validate import problems as rules
 from distill_rl.errors import problem, problems_of
 from distill_rl.models.attention.choice import installed
 from distill_rl.preflight.opened import Opened
@@ -157,31 +156,10 @@ def space_problems(config: Config, facts: Facts) -> Iterator[str]:
     # A pseudo file system has size 0; that it cannot be written to is reported elsewhere.
     if usage.total and needed > usage.free:
         exports = f"the export and {copies} copies to evaluate" if copies else "the export"
-        rule = f"{count} checkpoints and {exports} need about {_size(needed)}, and {_size(usage.free)} are free"
+        rule = f"{count} checkpoints and {exports} need about {size_text(needed)}, and {size_text(usage.free)} are free"
         yield problem("run.dir", rule, config.run.dir, "free some space, lower checkpoint.keep_last, or change run.dir")
 
 
-def memory_problems(config: Config, facts: Facts, *, host: int) -> Iterator[str]:
-    """Yields at most one problem: the workers need more memory than this machine has, even if it were free.
-
-    Only what is clearly impossible is refused: the estimate is divided by the most by which it was too high, and what
-    processes share is left out. Workers on GPUs, and those of a cluster, are not compared with this machine's memory.
-
-    Args:
-        host: bytes of this machine, or of the control group that limits this process.
-    """
-    if config.ray.address is not None or facts.gpus or list(rules(config)):
-        return
-    workers = sizes(config, facts).memory
-    if sum(worker.least for worker in workers) <= host:
-        return
-    parts = ", ".join(f"{worker.count} x {_size(worker.total)} {worker.worker}" for worker in workers)
-    total = _size(sum(worker.count * worker.total for worker in workers))
-    rule = f"the workers need about {total} of memory ({parts}), and this machine has {_size(host)}"
-    remedy = "lower train.micro_batch_size or data.max_length, take smaller models, or join a cluster with ray.address"
-    yield problem("memory", rule, None, remedy)
-
-
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
     """A number of bytes as text in MiB, or in GiB from one GiB on, such as `1.5 GiB`."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

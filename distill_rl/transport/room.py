@@ -15,6 +15,9 @@ MOUNT = Path("/sys/fs/cgroup")
 SHM = Path("/dev/shm")
 LEAST_OBJECT_STORE = 80 * 2**20
 """Bytes. Ray does not start with less."""
+SPARE_OBJECT_STORE = 256 * 2**20
+"""Bytes for batches and results, besides the targets."""
+ENLARGE_SHM = "enlarge it (mount -o remount,size=2G /dev/shm; for a container --shm-size=2g)"
 
 
 def object_store_room() -> int:
@@ -29,9 +32,31 @@ def object_store_room() -> int:
             str(SHM),
             f"Ray's object store needs {LEAST_OBJECT_STORE >> 20} MiB of it",
             f"{free >> 20} MiB free",
-            "free some, enlarge it (mount -o remount,size=2G /dev/shm), or give the container a larger --shm-size",
+            f"free some, or {ENLARGE_SHM}",
         )
     return free
+
+
+def object_store_size(target_bytes: int, free: int) -> tuple[int, int]:
+    """Returns the size of the object store for a Ray started here, and what Ray will spill to /tmp, in bytes.
+
+    The size is `target_bytes` and 256 MiB to spare, but at most 80 % of /dev/shm, and at least `LEAST_OBJECT_STORE`.
+
+    Args:
+        target_bytes: size of the targets that exist at once.
+        free: bytes of /dev/shm, as `object_store_room` returns them.
+
+    Raises:
+        ConfigError: /tmp has too little room for what does not fit.
+    """
+    wanted, most = SPARE_OBJECT_STORE + target_bytes, int(0.8 * free)
+    size = max(LEAST_OBJECT_STORE, min(wanted, most))
+    spilled = max(0, wanted - most)
+    room = shutil.disk_usage("/tmp").free
+    if spilled > room:
+        rule = f"what Ray spills to /tmp needs {spilled} bytes: /dev/shm has {free} for targets of {target_bytes}"
+        raise ConfigError("/tmp", rule, f"{room} bytes free", "free some space, or lower prefetch.depth or loss.top_k")
+    return size, spilled
 
 
 def available_bytes(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:

@@ -159,6 +159,14 @@ def _prefix() -> str:
     return f"distill_rl-{os.getuid()}-"
 
 
+def memfd_usable() -> bool:
+    """Whether segments are memfds here, which need no room in /dev/shm."""
+    fd = _memfd()
+    if fd >= 0:
+        os.close(fd)
+    return fd >= 0
+
+
 def _memfd() -> int:
     """Returns the file descriptor of a new, empty memfd that other processes can open; -1 if that is not possible.
 

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from distill_rl.config.derive import aligner_workers, compute_groups, ring_plan, sizes
+from distill_rl.config.derive import aligner_workers, compute_groups, ring_plan, sizes, stored_targets
 from distill_rl.errors import DistillError
 from distill_rl.models.facts import visible_gpus
 from distill_rl.observe.log import say
@@ -70,7 +70,10 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
     config = job.config
     local_aligners = aligner_workers(config, gpus=visible_gpus(), cpus=len(os.sched_getaffinity(0)))
     num_cpus = sum(compute_groups(config)) + local_aligners + bool(config.evaluate.suites)
-    with ray_session(config.ray, num_cpus=num_cpus, target_bytes=_target_bytes(job), started=signals.install_again):
+    stored = 0
+    if config.transport not in ("shared_memory", "cuda_ipc"):
+        stored = stored_targets(config, replace(job.facts, gpus=visible_gpus()))
+    with ray_session(config.ray, num_cpus=num_cpus, target_bytes=stored, started=signals.install_again):
         cluster, this_node = ray.cluster_resources(), ray.get_runtime_context().get_node_id()
         gpus, cpus = cluster.get("GPU", 0.0), cluster.get("CPU", 0.0)
         write_json(job.paths.environment, environment() | {"nodes": [describe(node) for node in nodes()]})
@@ -214,18 +217,6 @@ def _memory_needs(job: Job, gpus: int) -> dict[str, float] | None:
     if not (gpus and job.config.evaluate.suites):
         return None
     return {worker.worker: float(worker.total) for worker in sizes(job.config, replace(job.facts, gpus=gpus)).memory}
-
-
-def _target_bytes(job: Job) -> int:
-    """Returns the bytes of targets in the object store at a time; 0 if they certainly take another transport.
-
-    This is twice the ring of every teacher replica, because a slot's object is freed only after its successor exists.
-    """
-    if job.config.transport in ("shared_memory", "cuda_ipc"):
-        return 0
-    dp = {teacher.name: teacher.parallel.dp for teacher in job.config.teachers}
-    derived = sizes(job.config, replace(job.facts, gpus=visible_gpus()))
-    return sum(2 * teacher.ring_bytes * dp[teacher.name] for teacher in derived.teachers)
 
 
 def _start(job: Job, actors: _Actors, calls: Calls) -> None:

@@ -624,6 +624,27 @@ def test_more_memory_than_the_machine_has_is_refused(place, refused, monkeypatch
     assert not (place.root / "memory").exists()
 
 
+def test_a_worker_that_no_gpu_can_hold_is_refused(place, refused, monkeypatch):
+    from distill_rl import preflight
+
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: 2)
+    monkeypatch.setattr(preflight, "gpu_bytes", lambda: (2**20, 2**20))
+    line = refused(place.config("gpu-memory", loss={"kd_weight": 0.0, "ce_weight": 1.0}))
+    assert line.startswith("memory: a process of student needs about "), line
+    assert all(word in line for word in ("has 1.0 MiB", "raise parallel.tp", "lower train.micro_batch_size")), line
+    assert not (place.root / "gpu-memory").exists()
+
+
+def test_memory_near_the_limit_is_a_note_of_check(place, monkeypatch):
+    from distill_rl import preflight
+
+    monkeypatch.setattr(preflight, "total_bytes", lambda: 850 * 2**20)  # each of two processes is 400 MiB and a little
+    ended = distill_rl_in_process("check", "-c", place.config("near"))
+    assert ended.code == 0, ended.err
+    assert "# note       memory: the workers need about " in ended.out, ended.out
+    assert "this machine has 850.0 MiB; if that is not enough, lower train.micro_batch_size" in ended.out
+
+
 def _newer(step: Path) -> None:
     manifest = json.loads((step / "MANIFEST.json").read_text())
     (step / "MANIFEST.json").write_text(json.dumps(manifest | {"format": 99}))

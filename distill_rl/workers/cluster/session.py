@@ -25,7 +25,7 @@ from distill_rl.models.facts import visible_gpus
 from distill_rl.observe.log import say
 from distill_rl.system.owned_folder import OwnedFolder, remove_abandoned
 from distill_rl.system.signals import signals_blocked
-from distill_rl.transport.room import LEAST_OBJECT_STORE, object_store_room
+from distill_rl.transport.room import object_store_room, object_store_size
 from distill_rl.workers.cluster import access
 from distill_rl.workers.cluster.placement import Node
 from distill_rl.workers.cluster.reaper import end, reaper, with_descendants
@@ -42,8 +42,6 @@ _SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSW(OR)?D|CREDENTIALS?)(_ID)?", re.
 # A rank sees all GPUs of its node, so that it can map their memory; it computes on the one that Ray assigned to it.
 _FOR_WORKERS = {"TOKENIZERS_PARALLELISM": "false", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
-_SPARE_OBJECT_STORE = 256 * 2**20
-"""Bytes for batches and results, besides the targets."""
 _CONNECT_TIMEOUT_S = 5.0
 _END_S = 5.0
 """How long Ray's processes may take to end before they are killed, and after it."""
@@ -106,7 +104,11 @@ def ray_session(
             yield
     else:
         say("starting  Ray on this machine")
-        store = _object_store_bytes(target_bytes)
+        store, spilled = object_store_size(target_bytes, object_store_room())
+        if spilled:
+            log.warning(
+                "targets of %d MiB in flight do not fit into /dev/shm: Ray will spill to disk", target_bytes >> 20
+            )
         with reaper(_private_directory()) as ray_runs, _local_ray(settings, num_cpus, store, started):
             ray_runs()
             yield
@@ -283,32 +285,6 @@ def allowed_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that Ray's processes may see: those on an allow-list, without those that hold a secret."""
     allowed = {name: value for name, value in environment.items() if _ALLOWED.fullmatch(name)}
     return {name: value for name, value in allowed.items() if not _SECRET.fullmatch(name)}
-
-
-def _object_store_bytes(target_bytes: int) -> int:
-    """Returns the size in bytes of the object store for a Ray started here.
-
-    It is `target_bytes` and 256 MiB to spare, but at most 80 % of the free space in /dev/shm, and at least
-    `LEAST_OBJECT_STORE`.
-
-    If the targets do not fit, Ray spills the rest to /tmp, and a warning is logged.
-
-    Args:
-        target_bytes: size of the targets that exist at once.
-
-    Raises:
-        ConfigError: /dev/shm has less free than `LEAST_OBJECT_STORE`, or /tmp has too little room for the rest.
-    """
-    free = object_store_room()
-    wanted = _SPARE_OBJECT_STORE + target_bytes
-    if wanted > 0.8 * free:
-        log.warning("targets of %d MiB in flight do not fit into /dev/shm: Ray will spill to disk", target_bytes >> 20)
-        spilled, room = wanted - int(0.8 * free), shutil.disk_usage("/tmp").free
-        if spilled > room:
-            rule = f"what Ray spills to /tmp needs {spilled} bytes: /dev/shm has {free} for targets of {target_bytes}"
-            remedy = "free some space, or lower prefetch.depth or loss.top_k"
-            raise ConfigError("/tmp", rule, f"{room} bytes free", remedy)
-    return max(LEAST_OBJECT_STORE, min(wanted, int(0.8 * free)))
 
 
 @contextmanager

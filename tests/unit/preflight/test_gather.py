@@ -273,7 +273,9 @@ def test_too_little_space_names_needed_and_free_bytes(problems, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     disk, shared = problems()
     assert "2 checkpoints and the export need about 1.0 MiB, and 0.0 MiB are free" in disk
-    assert shared.startswith("/dev/shm: Ray's object store needs 80 MiB of it; got 0 MiB free; free some, enlarge it")
+    assert shared.startswith(
+        "/dev/shm: Ray's object store needs 80 MiB of it; got 0 MiB free; free some, or enlarge it"
+    )
     assert len(problems("ray.address=auto")) == 1, "a cluster has its own /dev/shm"
 
 

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl.commands.check import _sum
-from distill_rl.config.derive import sizes
-from distill_rl.config.facts import Facts, ModelFacts
 from distill_rl.config.schema import Config
 from distill_rl.models.attention import choice as attention
-from distill_rl.preflight.machine import extra_problems, memory_problems
+from distill_rl.preflight.machine import extra_problems
 from distill_rl.system.install import install_extra
 
 
@@ -57,29 +54,3 @@ def test_folder_of_the_same_name_is_no_package(tmp_path: Path, monkeypatch: pyte
     monkeypatch.syspath_prepend(tmp_path)
     assert not attention.installed("mlflow_of_nobody")
     assert attention.installed("json")
-
-
-def test_only_memory_that_cannot_suffice_is_refused(tmp_path: Path) -> None:
-    config = Config()
-    config.student.model, config.data.path, config.loss.kd_weight, config.loss.ce_weight = "s", "d", 0.0, 1.0
-    config.train.steps, config.run.name = 1, "r"
-    model = ModelFacts("llama", 10**9, 2048, 8192, 16, 32, 8, 32000, False, 4 * 10**9)
-    facts = Facts(student=model)
-    (student,) = sizes(config, facts).memory
-    assert 0.85 * (student.total - student.base) < student.least < 0.9 * student.total
-    assert list(memory_problems(config, facts, host=student.least)) == []
-    (line,) = memory_problems(config, facts, host=student.least - 1)
-    assert line.startswith("memory: the workers need about ")
-    config.ray.address = "auto"
-    assert list(memory_problems(config, facts, host=1)) == [], "a cluster is not this machine"
-
-
-def test_printed_parts_of_the_memory_add_up() -> None:
-    for parts in (
-        {"a": 104858, "b": 52429, "c": 1},
-        {"a": 2**30 // 3, "b": 2**30 // 3, "c": 2**30 // 3},
-        {"a": 3 * 2**30},
-    ):
-        whole, listed = _sum(parts)
-        numbers = [float(text.split()[1]) for text in listed.split(" + ")]
-        assert round(sum(numbers), 2) == float(whole.split()[0]), (whole, listed)

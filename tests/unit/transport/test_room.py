@@ -1,10 +1,13 @@
 import mmap
+from collections import namedtuple
 from pathlib import Path
 
 import psutil
 import pytest
 
-from distill_rl.transport.room import MEMBERSHIP, MOUNT, available_bytes
+from distill_rl.errors import ConfigError
+from distill_rl.transport import room as room_module
+from distill_rl.transport.room import MEMBERSHIP, MOUNT, available_bytes, object_store_size
 
 MIB = 1 << 20
 
@@ -75,3 +78,19 @@ def test_without_control_groups_the_machine_counts(tmp_path):
 
 def test_this_machine_is_an_upper_bound():
     assert 0 < available_bytes(MEMBERSHIP, MOUNT) <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_targets_that_fit_neither_memory_nor_disk_are_refused(monkeypatch, spare):
+    """Only the free space that the operating system reports is simulated."""
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(room_module.shutil, "disk_usage", lambda path: usage((500 if spare else 5) << 30))
+    if spare:
+        assert object_store_size(100 << 30, 10 << 30) == (8 << 30, (92 << 30) + (256 << 20))
+        assert object_store_size(1 << 30, 10 << 30) == ((1 << 30) + (256 << 20), 0)
+        assert object_store_size(0, 90 << 20)[0] == 80 << 20
+    else:
+        with pytest.raises(
+            ConfigError, match=rf"/tmp: .* for targets of {100 << 30}; got {5 << 30} bytes free; free some"
+        ):
+            object_store_size(100 << 30, 10 << 30)

@@ -2,15 +2,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections import namedtuple
 from pathlib import Path
 
 import psutil
-import pytest
 
-from distill_rl.errors import ConfigError
 from distill_rl.workers.cluster import session
-from distill_rl.workers.cluster.session import _has_pending, _kill_on_sigterm, _object_store_bytes
+from distill_rl.workers.cluster.session import _has_pending, _kill_on_sigterm
 
 BLOCKS_SIGTERM = (
     "import signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {15}); print('deaf', flush=True); sys.stdin.read()"
@@ -46,21 +43,6 @@ def test_dead_process_has_no_pending_signal():
     process.kill()
     process.wait()
     assert not _has_pending(process.pid, signal.SIGTERM)
-
-
-@pytest.mark.parametrize("spare", [True, False])
-def test_targets_that_fit_neither_memory_nor_disk_are_refused(monkeypatch, spare):
-    """Only the free space that the operating system reports is simulated."""
-    usage = namedtuple("usage", "free")
-    monkeypatch.setattr(session, "object_store_room", lambda: 10 << 30)
-    monkeypatch.setattr(session.shutil, "disk_usage", lambda path: usage((500 if spare else 5) << 30))
-    if spare:
-        assert _object_store_bytes(100 << 30) == 8 << 30
-    else:
-        with pytest.raises(
-            ConfigError, match=rf"/tmp: .* for targets of {100 << 30}; got {5 << 30} bytes free; free some"
-        ):
-            _object_store_bytes(100 << 30)
 
 
 def test_link_is_not_followed_when_removing_folders(tmp_path):
