@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, lcm
 from typing import get_args
@@ -316,30 +316,6 @@ def _processes(count: int) -> str:
 def has_validation(config: Config) -> bool:
     """Whether the run has validation data."""
     return bool(config.data.validation.path) or config.data.validation.fraction > 0
-
-
-VALIDATION_LOSSES = ("validation/kl_loss", "validation/nll_loss")
-SUITE_SCORE = "eval/"
-"""Beginning of the metric that is a suite's score; its name follows."""
-
-
-def best_metrics(config: Config, suites: Sequence[str]) -> list[str]:
-    """The metrics by which this run can compare checkpoints during training (`checkpoint.best_by`).
-
-    Args:
-        suites: names of its suites.
-    """
-    metrics = []
-    if config.evaluate.every and has_validation(config):
-        metrics += [name for name in VALIDATION_LOSSES if name != "validation/kl_loss" or running_teachers(config)]
-    if suites_every(config):
-        metrics += [SUITE_SCORE + suite for suite in suites]
-    return metrics
-
-
-def higher_is_better(metric: str) -> bool:
-    """Whether the higher of two values of a metric of `best_metrics` is better: of scores, not of losses."""
-    return metric.startswith(SUITE_SCORE)
 
 
 def suites_every(config: Config) -> int:

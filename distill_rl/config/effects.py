@@ -12,12 +12,9 @@ from functools import cached_property
 from pathlib import Path
 
 from distill_rl.config.derive import has_validation, suites_every
-from distill_rl.config.facts import Facts, running_teachers
-from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.config.facts import TOKENS, UNKNOWN, Facts, comparisons, running_teachers
+from distill_rl.config.schema import Config
 from distill_rl.config.walk import as_yaml, default_of, leaves, values
-
-TOKENS = "same"
-"""How a teacher with the student's tokenizer is compared: token by token."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +26,8 @@ class Run:
 
     @cached_property
     def methods(self) -> frozenset[str]:
-        """How the running teachers are compared: TOKENS, or the cross-tokenizer loss; `?` if that is not known yet."""
-        return frozenset(self._method(i, teacher) for i, teacher in enumerate(running_teachers(self.config)))
-
-    def _method(self, i: int, teacher: TeacherConfig) -> str:
-        """How the i-th running teacher is compared, as in `methods`."""
-        if teacher.loss is not None:
-            return teacher.loss
-        known = self.facts.teachers[i] if i < len(self.facts.teachers) else None
-        if known is None or known.vocabulary_size is None or self.facts.vocabulary_size is None:
-            return "?"
-        return known.cross_tokenizer_loss or TOKENS
+        """How the running teachers are compared (`comparisons`)."""
+        return frozenset(comparisons(self.config, self.facts))
 
     def only(self, *methods: str) -> bool:
         """Whether there are running teachers, and all of them are known to be compared in one of these ways."""
@@ -47,7 +35,7 @@ class Run:
 
     def none(self, *methods: str) -> bool:
         """Whether there are running teachers, and all are known to be compared in other ways than these."""
-        return bool(self.methods) and not self.methods & {"?", *methods}
+        return bool(self.methods) and not self.methods & {UNKNOWN, *methods}
 
     @property
     def exports(self) -> set[str]:
@@ -176,7 +164,7 @@ TABLE: tuple[NoEffect, ...] = (
     ),
     NoEffect(
         ("data.packing",),
-        lambda run: bool(run.methods - {"?", TOKENS}),
+        lambda run: bool(run.methods - {UNKNOWN, TOKENS}),
         "beside a teacher with another tokenizer every document has its own row",
     ),
     NoEffect(("data.text_key",), lambda run: run.data_kind == "messages", "chats are read (data.format)"),

@@ -7,6 +7,8 @@ from itertools import chain, repeat
 
 from distill_rl.config.schema import Config, TeacherConfig
 
+TOKENS, UNKNOWN = "same", "?"
+"""How a teacher with the student's tokenizer is compared, token by token; and one whose tokenizer is not known yet."""
 GPU_WIDTH_MULTIPLE = 128
 """On GPUs the width of rows is a multiple of this: attention kernels get whole tiles, and few widths occur. At
 S % 128 == 64, cuDNN's backward gives NaN gradients on H100 and H200 (pytorch#196678)."""
@@ -76,6 +78,19 @@ class Facts:
 def running_teachers(config: Config) -> list[TeacherConfig]:
     """The teachers that the run starts: none if loss.kd_weight is 0."""
     return list(config.teachers) if config.loss.kd_weight > 0 else []
+
+
+def comparisons(config: Config, facts: Facts) -> list[str]:
+    """How each running teacher is compared: TOKENS, or the cross-tokenizer loss; UNKNOWN if that is not known yet."""
+    found: list[str] = []
+    for teacher, known in facts.by_teacher(config):
+        if teacher.loss is not None:
+            found.append(teacher.loss)
+        elif known.vocabulary_size is None or facts.vocabulary_size is None:
+            found.append(UNKNOWN)
+        else:
+            found.append(known.cross_tokenizer_loss or TOKENS)
+    return found
 
 
 def teacher_rows(config: Config, teacher: TeacherConfig) -> int:

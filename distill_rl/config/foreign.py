@@ -110,7 +110,7 @@ FOREIGN: tuple[tuple[str, str, str], ...] = (
     ("checkpointing.checkpoint_dir", "run.dir", "checkpoints are in the run directory"),
     ("checkpointing.save_period", "checkpoint.every", ""),
     ("checkpointing.keep_top_k", "checkpoint.keep_best", "in addition to the newest `checkpoint.keep_last`"),
-    ("checkpointing.metric_name", "checkpoint.best_by", "validation/kl_loss, validation/nll_loss or eval/SUITE"),
+    ("checkpointing.metric_name", "checkpoint.best_by", "a metric of validation or eval/SUITE"),
     ("checkpointing.model_save_format", "", "always safetensors"),
     ("eval.benchmarks", "evaluate.suites", ""),
     ("logger.log_dir", "run.dir", "logs are in the run directory"),

@@ -8,9 +8,6 @@ from math import lcm
 from typing import Any
 
 from distill_rl.config.derive import (
-    SUITE_SCORE,
-    VALIDATION_LOSSES,
-    best_metrics,
     has_validation,
     rows_per_slot,
     rows_unit,
@@ -20,6 +17,7 @@ from distill_rl.config.derive import (
 )
 from distill_rl.config.effects import no_effect
 from distill_rl.config.facts import Facts, running_teachers, teacher_rows
+from distill_rl.config.measured import acceptance_note, best_metrics, is_suite_score, is_validated, unmeasured
 from distill_rl.config.schema import Config
 from distill_rl.config.walk import as_yaml, leaves, values
 from distill_rl.errors import problem
@@ -74,6 +72,7 @@ def notes(config: Config, facts: Facts | None = None) -> list[str]:
             f"loss.dynamic_scale is {config.loss.dynamic_scale}: r KD + CE is minimised; loss.kd_weight and "
             "loss.ce_weight have no effect"
         )
+    lines += acceptance_note(config, facts or Facts())
     if not config.evaluate.every and (config.data.validation.path or config.data.validation.fraction):
         lines.append("evaluate.every is 0: the validation loss is measured once, at the end of the run")
     return lines
@@ -305,7 +304,7 @@ def _best(config: Config) -> Iterator[str]:
     Nothing measures the metric during training, nothing is called like it, or no checkpoint is of a measured step.
     """
     checkpoint, metric = config.checkpoint, config.checkpoint.best_by
-    if metric in VALIDATION_LOSSES:
+    if is_validated(metric):
         every = config.evaluate.every
         if every <= 0:
             rule, remedy = "needs validation losses to compare", "set evaluate.every, or checkpoint.keep_best=0"
@@ -313,10 +312,8 @@ def _best(config: Config) -> Iterator[str]:
         if not has_validation(config):
             remedy = "set data.validation.path or data.validation.fraction"
             yield problem("checkpoint.keep_best", "needs validation data", checkpoint.keep_best, remedy)
-        if metric == "validation/kl_loss" and not running_teachers(config):
-            remedy = "set checkpoint.best_by=validation/nll_loss"
-            yield problem("checkpoint.best_by", "needs teachers, and loss.kd_weight above 0", metric, remedy)
-    elif metric.startswith(SUITE_SCORE):
+        yield from unmeasured(config, Facts())
+    elif is_suite_score(metric):
         every = suites_every(config)
         if not config.evaluate.suites or every <= 0:
             rule, remedy = "needs suites that run during training", "set evaluate.suites and evaluate.suites_every"

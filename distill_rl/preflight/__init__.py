@@ -15,11 +15,12 @@ from distill_rl.config import validate
 from distill_rl.config.derive import total_steps
 from distill_rl.config.facts import Facts
 from distill_rl.config.load import read_config
+from distill_rl.config.measured import unmeasured
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, problem
 from distill_rl.models.facts import gpu_bytes, visible_gpus
 from distill_rl.preflight import run_directory
-from distill_rl.preflight.attention import attention_problems, class_problems, width_problems
+from distill_rl.preflight.attention import attention_problems, class_problems, packing_notes, width_problems
 from distill_rl.preflight.data import data_facts
 from distill_rl.preflight.machine import (
     backend_problems,
@@ -31,7 +32,7 @@ from distill_rl.preflight.machine import (
 from distill_rl.preflight.memory import compare_memory
 from distill_rl.preflight.opened import Findings, Opened, open_models
 from distill_rl.preflight.pairs import compared_ids, projection_problems, teacher_facts, vocabulary_problems
-from distill_rl.preflight.suites import suite_problems
+from distill_rl.preflight.suites import check_suites
 from distill_rl.transport.room import total_bytes
 
 
@@ -121,10 +122,12 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
         gpus=visible_gpus(),
         cpus=len(os.sched_getaffinity(0)),
     )
-    problems += suite_problems(config, student, teachers)
+    check_suites(config, student, teachers, findings)
+    problems += unmeasured(config, facts) if config.checkpoint.keep_best else ()
     problems += extra_problems(config)
     problems += attention_problems(config, models, gpus=facts.gpus)
     problems += class_problems(config, models, gpus=facts.gpus)
+    findings.notes += packing_notes(config, models)
     problems += kernel_problems(config, student, facts.gpus)
     problems += backend_problems(config, teachers, facts.gpus)
     problems += gpu_problems(config, facts.gpus)

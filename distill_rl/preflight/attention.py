@@ -118,6 +118,24 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
     yield from findings.problems
 
 
+def packing_notes(config: Config, models: Sequence[Opened]) -> Iterator[str]:
+    """Yields at most one line: families of which only a worker finds out that they keep packed documents apart.
+
+    Nothing is packed beside a teacher with another tokenizer.
+
+    Args:
+        models: student and running teachers, the teachers with their `cross_tokenizer_loss` set.
+    """
+    if not config.data.packing or any(model.cross_tokenizer_loss for model in models):
+        return
+    types = [model.config.model_type for model in models if model.config and not family_of(model.config).proven]
+    if types:
+        yield (
+            f"data.packing: no test covers {' and '.join(dict.fromkeys(types))}; whether packed documents see each other is "
+            "tried when the weights are loaded, and the run ends there if they do (then set data.packing=false)"
+        )
+
+
 def _implementation(model: Opened, *, packing: bool, gpus: int) -> str:
     """Transformers' name of the attention that a worker will choose; `eager` where the settings are refused anyway."""
     settings = model.settings

@@ -6,8 +6,9 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from distill_rl.config.derive import compute_groups, higher_is_better, suites_every
+from distill_rl.config.derive import compute_groups, suites_every
 from distill_rl.config.facts import Facts, running_teachers
+from distill_rl.config.measured import is_suite_score
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import problem, problems_of
 from distill_rl.models.attention.choice import installed
@@ -149,7 +150,7 @@ def space_problems(config: Config, facts: Facts) -> Iterator[str]:
         return
     count = config.checkpoint.keep_last + config.checkpoint.keep_best + 1 if config.checkpoint.every else 2
     copies = 2 if config.evaluate.suites and suites_every(config) else 0  # one being evaluated, one in the queue
-    if config.checkpoint.keep_best and higher_is_better(config.checkpoint.best_by):
+    if config.checkpoint.keep_best and is_suite_score(config.checkpoint.best_by):
         count += copies  # kept until their scores are known
     needed = count * 12 * facts.student.parameters + (1 + copies) * facts.student.bytes_on_disk
     usage = shutil.disk_usage(existing)

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distill_rl.config.derive import SUITE_SCORE, best_metrics
+from distill_rl.config.measured import best_metrics, is_suite_score
 from distill_rl.config.schema import Config
 from distill_rl.errors import DistillError, problem
-from distill_rl.preflight.opened import Opened
+from distill_rl.preflight.opened import Findings, Opened
 
 if TYPE_CHECKING:
     from distill_rl.evals.options import Options
@@ -33,28 +33,32 @@ def evaluation_options(config: Config, *, final: bool = False) -> Options:
     )
 
 
-def suite_problems(config: Config, student: Opened, teachers: Sequence[Opened] = ()) -> list[str]:
-    """Returns unknown suites, bad data, options that no suite uses, and suites of chats for a model without a chat
-    template, one line each.
+def check_suites(config: Config, student: Opened, teachers: Sequence[Opened], findings: Findings) -> None:
+    """Opens the run's suites, and adds what is wrong or worth knowing to the findings.
 
-    Empty if the run has no suites, or suites without data, which the rules of the configuration report.
+    Wrong are unknown suites, bad data, options that no suite uses, and suites of chats for a model without a chat
+    template. Worth knowing are options that only some suites use. Suites without data are not opened: the rules of the
+    configuration report them.
     """
     evaluate = config.evaluate
     if not (evaluate.suites and evaluate.data):
-        return []
+        return
     from distill_rl.evals.options import chat_problem, chat_suites, load_questions, without_effect
 
     options = replace(evaluation_options(config), limit=None)
     try:
         loaded = load_questions(evaluate.suites, Path(evaluate.data).expanduser(), options)
     except DistillError as error:
-        return [f"evaluate.suites: {line}" for line in error.problems]
-    problems = [f"evaluate.{line}" for line in without_effect(loaded, options)[0]]
+        findings.problems += [f"evaluate.suites: {line}" for line in error.problems]
+        return
+    unused, partial = without_effect(loaded, options)
+    findings.problems += [f"evaluate.{line}" for line in unused]
+    findings.notes += [f"evaluate.{line}" for line in partial]
     metric, names = config.checkpoint.best_by, [entry.suite.name for entry in loaded]
-    if config.checkpoint.keep_best and metric.startswith(SUITE_SCORE) and metric not in best_metrics(config, names):
+    if config.checkpoint.keep_best and is_suite_score(metric) and metric not in best_metrics(config, names):
         possible = ", ".join(best_metrics(config, names))
-        problems.append(problem("checkpoint.best_by", f"must be a metric that this run measures ({possible})", metric))
+        rule = f"must be a metric that this run measures ({possible})"
+        findings.problems.append(problem("checkpoint.best_by", rule, metric))
     for model in (student, *(teachers if evaluate.teachers else ())):
         if (chats := chat_suites(loaded)) and model.tokenizer is not None and not model.tokenizer.chat_template:
-            problems.append(chat_problem(chats, model.name))
-    return problems
+            findings.problems.append(chat_problem(chats, model.name))

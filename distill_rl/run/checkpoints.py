@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 from distill_rl import __version__
-from distill_rl.config.derive import higher_is_better
+from distill_rl.config.measured import higher_is_better
 from distill_rl.errors import CheckpointError
 from distill_rl.run.scores import ScoreFile
 from distill_rl.system import ownership

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from distill_rl.config.derive import higher_is_better, suites_every, warmup_note
+from distill_rl.config.derive import suites_every, warmup_note
 from distill_rl.config.facts import running_teachers
+from distill_rl.config.measured import is_suite_score
 from distill_rl.config.save import fingerprint
 from distill_rl.data.loader import Loader, validation_batches
 from distill_rl.observe.log import say
@@ -112,7 +113,7 @@ class Driver:
             )
             stack.enter_context(closing(observer))
             evaluations = evaluations_of(job, actors, observer, store, signals)
-            if higher_is_better(config.checkpoint.best_by):
+            if is_suite_score(config.checkpoint.best_by):
                 store.awaited = lambda: evaluations.unfinished
             evaluations.recover(start.step)
             left = "nothing left"

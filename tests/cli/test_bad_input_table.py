@@ -36,6 +36,8 @@ pytestmark = pytest.mark.cli
 PREFIX = "distill-rl: error: "
 POSITIONS = 8192
 """Positions of the models whose length is not the problem."""
+BEST = "checkpoint={every: 2, keep_best: 1, best_by: validation"
+VALIDATED = "data.validation.fraction=0.1  evaluate.every=2"
 NO_LIGER = {
     "kernels that are not installed": ("student.kernels", "needs liger_kernel", "pip install -e", "[liger]"),
 }
@@ -428,9 +430,17 @@ def test_validation_data_with_nothing_to_measure_is_refused(place, refused, tmp_
      ("checkpoint.best_by: needs suites that run during training", "got eval/gsm8k", "set evaluate.suites")),
     ("checkpoint={keep_best: 1, every: 3}  data.validation.fraction=0.1  evaluate.every=2",
      ("checkpoint.keep_best: no step up to 4 is a multiple of", "checkpoint.every 3", "set checkpoint.every=2")),
+    (f"{BEST}/acceptance}}  {VALIDATED}  loss.temperature=2",
+     ("checkpoint.best_by: is not measured for teacher big", "at loss.temperature 2,", "best_by=validation/top1_agreement")),
+    (f"{BEST}/acceptance}}  {VALIDATED}  teachers.0.model={{root}}/foreign",
+     ("checkpoint.best_by: is not measured for teacher big", "not compared token by token", "got validation/acceptance")),
+    (f"{BEST}/top1_agreement/wide}}  {VALIDATED}",
+     ("checkpoint.best_by: must be a metric that this run measures (", "validation/acceptance)", "got validation/top1")),
+    (f"{BEST}/acceptance}}  {VALIDATED}  loss.kd_weight=0  loss.ce_weight=1",
+     ("checkpoint.best_by: needs teachers", "got validation/acceptance", "best_by=validation/nll_loss")),
 ])  # fmt: skip
 def test_an_evaluation_that_cannot_be_is_refused(place, refused, overrides, words):
-    line = refused(place.config("measured"), *overrides.split("  "))
+    line = refused(place.config("measured"), *overrides.replace("{root}", str(place.root)).split("  "))
     assert all(word in line for word in words), line
     assert not (place.root / "measured").exists()
 

@@ -92,11 +92,28 @@ def test_the_export_loads_and_its_card_names_the_teacher(straight, material):
     assert f"{series(straight, 'validation/kl_loss')[-1][1]:.4f}" in card
 
 
-def test_a_ring_smaller_than_a_batch_changes_no_weight(straight, material, cluster, tmp_path):
-    settings = ("prefetch.depth=2", "transport=shared_memory", "prefetch.slots=2")
-    ended = distill_rl("train", "-c", material.config(tmp_path), *settings, cluster=cluster)
+@pytest.fixture(scope="module")
+def small_ring(material, cluster, tmp_path_factory) -> Path:
+    """The straight run with a ring smaller than a batch, which keeps the checkpoint with the best agreement."""
+    folder = tmp_path_factory.mktemp("small-ring")
+    settings = ("prefetch.depth=2", "transport=shared_memory", "prefetch.slots=2", "evaluate.every=1")
+    best = "checkpoint={every: 1, keep_last: 1, keep_best: 2, best_by: validation/top1_agreement}"
+    ended = distill_rl("train", "-c", material.config(folder), *settings, best, cluster=cluster)
     assert ended.code == 0, ended.err
-    assert_equal_but_for_sums(tmp_path / "runs" / "tiny", straight)
+    return folder / "runs" / "tiny"
+
+
+def test_a_ring_smaller_than_a_batch_changes_no_weight(straight, small_ring):
+    assert_equal_but_for_sums(small_ring, straight)
+
+
+def test_checkpoints_with_the_best_agreement_are_kept(small_ring):
+    shares = dict(series(small_ring, "validation/top1_agreement"))
+    assert list(shares) == list(range(1, 9))
+    best = sorted(shares, key=lambda step: (-shares[step], step))[:2]
+    kept = {int(path.name.removeprefix("step-")) for path in (small_ring / "checkpoints").glob("step-*")}
+    assert kept == {*best, 8}
+    assert min(shares[step] for step in best) > min(shares.values()), "the order would not show"
 
 
 def boxes(run: Path, call: str, row: str) -> list[tuple[float, float]]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from distill_rl.config.derive import EXPORTS
-from distill_rl.config.effects import TABLE, TOKENS, no_effect
-from distill_rl.config.facts import Facts, TeacherFacts
+from distill_rl.config.effects import TABLE, no_effect
+from distill_rl.config.facts import TOKENS, Facts, TeacherFacts
 from distill_rl.config.load import load_config
 from distill_rl.config.validate import problems
 

@@ -313,3 +313,30 @@ def test_loss_on_assistant_needs_messages(problems, material):
     line = only(problems("data.loss_on=assistant"))
     assert line.startswith("data.loss_on: assistant turns are found in chat messages only")
     assert problems("data.loss_on=assistant", f"data.path={material}/chat.jsonl") == []
+
+
+@pytest.mark.parametrize(("overrides", "noted"), [
+    ((), True),
+    (("data.packing=false",), False),
+    (("teachers.0.model={root}/foreign",), False),
+])  # fmt: skip
+def test_packing_that_only_loading_tries_is_noted(material, tmp_path, overrides, noted):
+    olmo = write_model(tmp_path / "olmo", "olmo2", vocab_size=320)
+    tiny_tokenizer().save_pretrained(olmo)
+    overrides = [text.format(root=material) for text in overrides]
+    checked = gather(material / "run.yaml", [f"student.model={olmo}", *overrides])
+    assert checked.problems == []
+    lines = [note for note in checked.notes if note.startswith("data.packing: no test covers olmo2; whether")]
+    assert len(lines) == noted
+    assert not any("data.packing" in note for note in gather(material / "run.yaml").notes)
+
+
+def test_best_by_acceptance_needs_the_students_tokenizer(problems):
+    best = "checkpoint={every: 1, keep_best: 1, best_by: validation/acceptance}"
+    validated = ("data.validation.fraction=0.1", "evaluate.every=1", best)
+    assert problems(*validated) == []
+    (line,) = problems(*validated, file="pair.yaml")
+    assert line.startswith(
+        "checkpoint.best_by: is not measured for teacher big: it is not compared token by token; got"
+    )
+    assert problems(*validated, "checkpoint.keep_best=0", file="pair.yaml") == []

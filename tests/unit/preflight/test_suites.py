@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from distill_rl.config.schema import Config, StudentConfig
-from distill_rl.preflight.opened import Opened
-from distill_rl.preflight.suites import suite_problems
+from distill_rl.preflight.opened import Findings, Opened
+from distill_rl.preflight.suites import check_suites
 from tests.helpers.suites import write_suite
 from tests.helpers.tokenizers import tiny_tokenizer
 
@@ -22,6 +22,13 @@ def config_with(*suites: str, data: Path | None) -> Config:
     config.evaluate.suites = list(suites)
     config.evaluate.data = None if data is None else str(data)
     return config
+
+
+def suite_problems(config: Config, student: Opened) -> list[str]:
+    findings = Findings()
+    check_suites(config, student, [], findings)
+    assert not findings.notes
+    return findings.problems
 
 
 def test_good_suite_has_no_problem(tmp_path: Path) -> None:
@@ -50,3 +57,15 @@ def test_suite_of_chats_needs_a_chat_template(tmp_path: Path) -> None:
     (line,) = suite_problems(config_with("exact_match", data=chats), replace(STUDENT, tokenizer=bare))
     assert line.startswith("student: the chat prompts of exact_match need a tokenizer with a chat template")
     assert suite_problems(config_with("exact_match", data=chats), STUDENT) == []
+
+
+def test_options_that_only_some_suites_use_are_noted(tmp_path: Path) -> None:
+    (tmp_path / "exact_match.jsonl").write_text('{"prompt": "x", "answer": "y"}\n')
+    (tmp_path / "gsm8k.jsonl").write_text('{"question": "1 + 1?", "answer": "It is 2. #### 2"}\n')
+    config, findings = config_with("exact_match", "gsm8k", data=tmp_path), Findings()
+    config.evaluate.num_fewshot, config.evaluate.max_new_tokens = 2, 8
+    check_suites(config, STUDENT, [], findings)
+    assert findings.problems == []
+    assert findings.notes == [
+        "evaluate.num_fewshot has no effect on exact_match: it is for suites that take worked examples"
+    ]
