@@ -6,6 +6,7 @@
 # The settings are those of configs/recipes/llama3.2-1b-from-llama3.1-8b-1n8g.yaml; arguments override them.
 # Download models and data on this machine first (`hf download`), or pass paths that all nodes can read:
 #   student.model=/models/student teachers.0.model=/models/teacher data.path='/data/climbmix/*.parquet'
+# Fill a folder `evals` here for its suites (docs/evaluation.md#data), or pass evaluate.suites=[] evaluate.data=null.
 set -euo pipefail
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$root/launch/setup.sh"

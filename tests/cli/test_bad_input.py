@@ -3,11 +3,13 @@
 The table of everything that can be wrong with a training run is in test_bad_input_table.py.
 """
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.command import distill_rl, distill_rl_in_process
+from tests.helpers.suites import write_recipe_data
 
 pytestmark = pytest.mark.cli
 
@@ -92,6 +94,29 @@ def test_eval_reports_bad_suites_and_models_together():
     assert "model absent: must be a folder" in model
 
 
+def test_export_of_a_missing_checkpoint_lists_those_that_exist(material, tmp_path):
+    for step in (10, 2):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    material.config(tmp_path).rename(tmp_path / "config.yaml")
+    ended = distill_rl_in_process("export", tmp_path, "--checkpoint", "step-999")
+    assert ended.code != 0
+    assert "--checkpoint: must be latest or one of the run's checkpoints (2, 10); got step-999" in ended.err
+
+
+def test_report_of_a_run_without_evaluations_has_no_baseline(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 0, "train/loss": 1.0}\n')
+    (error,) = refused("report", tmp_path, "--baseline", "big")
+    assert "--baseline: names an evaluated model, and there are no results of suites; got big; leave it out" in error
+
+
+def test_eval_names_options_as_they_are_typed(tmp_path):
+    (tmp_path / "exact_match.jsonl").write_text('{"prompt": "x", "answer": "y"}\n')
+    common = ("eval", "--model", tmp_path, "--suites", "exact_match", "--data", tmp_path)
+    lines = refused(*common, "--num-fewshot", "-1", "--max-new-tokens", "0", "--batch-size", "0")[:3]
+    assert sorted(line.split(": ")[2] for line in lines) == ["--batch-size", "--max-new-tokens", "--num-fewshot"]
+    assert "error: --num-fewshot: is for suites that take worked" in refused(*common, "--num-fewshot", "2")[0]
+
+
 @pytest.mark.parametrize("command", [[], ["train"], ["check"], ["eval"], ["align"], ["export"], ["report"]])
 def test_every_command_prints_its_help(command):
     ended = distill_rl(*command, "--help")
@@ -102,11 +127,28 @@ def test_every_command_prints_its_help(command):
         assert "85" in ended.out
 
 
-def test_every_shipped_recipe_passes_check():
-    root = Path(__file__).parents[2] / "configs" / "recipes"
-    for recipe in sorted(root.glob("*.yaml")):
+RECIPES = sorted((Path(__file__).parents[2] / "configs" / "recipes").glob("*.yaml"))
+
+
+def test_every_shipped_recipe_passes_check(tmp_path, monkeypatch):
+    """Where the folder is as the downloads of docs/evaluation.md make it, or the suites are left out."""
+    monkeypatch.chdir(tmp_path)
+    write_recipe_data(Path("evals"))
+    for recipe in RECIPES:
         ended = distill_rl_in_process("check", "-c", recipe)
         assert ended.code == 0, ended.err
+        assert "evaluator: 1 process: mmlu, gsm8k, minerva_math every" in ended.out
+    shutil.rmtree("evals")
+    for recipe in RECIPES:
+        ended = distill_rl_in_process("check", "-c", recipe, "evaluate.suites=[]", "evaluate.data=null")
+        assert ended.code == 0, ended.err
+
+
+def test_recipe_without_its_evaluation_data_says_how_to_get_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (error,) = refused("check", "-c", RECIPES[0])
+    assert "evaluate.suites: evals: must be a file or folder with data of suites; got no such file or folder" in error
+    assert "docs/evaluation.md#data" in error
 
 
 def test_all_suite_problems_are_reported_before_the_start(material, tmp_path):

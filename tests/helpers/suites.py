@@ -1,8 +1,10 @@
-"""A user's own suite as a file, with any number of made-up questions that suit any model."""
+"""A user's own suite as a file, with any number of made-up questions that suit any model; data of the recipes' suites."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+from tests.helpers.eval_forms import write
 
 SOURCE = """\
 from pathlib import Path
@@ -38,3 +40,15 @@ def write_suite(
     path = folder / name
     path.write_text(SOURCE.format(count=count, max_new_tokens=max_new_tokens, warnings=repr(warnings)))
     return path
+
+
+def write_recipe_data(folder: Path) -> None:
+    """Writes a question or two for each suite of the recipes, as the downloads of docs/evaluation.md lay them out."""
+    question = {"question": "1 + 1 = ?", "subject": "anatomy", "choices": ["1", "2", "3", "4"], "answer": 1}
+    write(folder / "mmlu" / "all" / "dev-00000-of-00001.parquet", [question] * 5)
+    write(folder / "mmlu" / "all" / "test-00000-of-00001.parquet", [question])
+    word_problem = {"question": "How many are 1 and 1?", "answer": "They are 2. #### 2"}
+    write(folder / "gsm8k" / "main" / "test-00000-of-00001.parquet", [word_problem])
+    problem = {"problem": "1 + 1 = ?", "level": "Level 1", "type": "Algebra", "solution": r"It is $\boxed{2}$."}
+    for subject in ("algebra", "geometry"):
+        write(folder / "hendrycks_math" / subject / "test-00000-of-00001.parquet", [problem])

@@ -82,7 +82,8 @@ def find(data: Path, names: DataSetNames, split: str) -> list[Path]:
     """
     data = data.expanduser()
     if not data.exists():
-        raise DataError(str(data), "must be a file or folder with data of suites", "no such file or folder")
+        rule, remedy = "must be a file or folder with data of suites", "docs/evaluation.md#data says how to fill one"
+        raise DataError(str(data), rule, "no such file or folder", remedy)
     if data.is_file():
         if split == "test":
             return [data]

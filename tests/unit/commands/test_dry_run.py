@@ -14,6 +14,7 @@ from distill_rl.config.load import load_config
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.preflight import run_directory
 from tests.helpers.command import environment
+from tests.helpers.suites import write_recipe_data
 
 
 def options(script: str) -> dict[str, str]:
@@ -139,6 +140,7 @@ def test_examples_request_the_machine_of_their_recipe(material, tmp_path, exampl
              "student.parallel.tp=1", "teachers.0.parallel.tp=1", "train.steps=2"]  # fmt: skip
     ranks = [f"student.parallel.dp={8 * int(nodes)}", f"teachers.0.parallel.dp={8 * int(nodes)}"]
     variables = environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ACCOUNT": "me", "PARTITION": "gpu"}
+    write_recipe_data(tmp_path / "evals")
     script = ROOT / "launch" / "examples" / f"{example}.sh"
     done = subprocess.run(
         ["bash", script, *models, *small, *ranks, f"data.path={material.root}/corpus.jsonl"],
