@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ Source = str | PathLike[str] | Mapping[str, Any] | Config
 
 _SHORT = {"student": "model", "teachers": "model", "data": "path"}
 """Section → the setting that a text in place of the section gives."""
+_WAYS_ON = "go on with resume=True, start over with clean=True"
 _one_at_a_time = threading.Lock()
 
 
@@ -109,7 +110,7 @@ def distill(
     from distill_rl.commands.train import run_config
     from distill_rl.observe.sinks.sinks import read_records
     from distill_rl.preflight import gather
-    from distill_rl.preflight.run_directory import paths_of
+    from distill_rl.preflight.run_directory import WAYS_ON, paths_of
 
     if not _one_at_a_time.acquire(blocking=False):
         raise ConfigError("distill", "runs once at a time in a process", None, "wait for the other call")
@@ -117,7 +118,9 @@ def distill(
         if resume:
             settings["checkpoint.resume"] = "latest" if resume is True else resume
         with console():
-            checked = gather(_source(config), (), _expanded(settings), clean=clean).require_valid()
+            found = gather(_source(config), (), _expanded(settings), clean=clean)
+            found = replace(found, problems=[line.replace(WAYS_ON, _WAYS_ON) for line in found.problems])
+            checked = found.require_valid()
             paths = paths_of(checked)
             paths = type(paths)(paths.root.absolute())
             code = run_config(checked, Signals(embedded=True), clean=clean)

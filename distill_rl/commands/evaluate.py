@@ -154,8 +154,19 @@ def prepare(request: Request) -> tuple[list[Model], list[LoadedSuite]]:
     problems += without_effect(loaded, request.options)[0]
     _attempt(lambda: check_models(models, loaded), problems)
     if problems:
-        raise ConfigError.many(dict.fromkeys(problems))
+        raise ConfigError.many(dict.fromkeys(map(_as_option, problems)))
     return models, loaded
+
+
+def _as_option(line: str) -> str:
+    """An error line that begins with a field of the options, with the option of the command line in its place."""
+    from distill_rl.evals.backends.base import Settings
+    from distill_rl.evals.options import Options
+
+    name, colon, rest = line.partition(":")
+    if name in {entry.name for kind in (Options, Settings) for entry in fields(kind)}:
+        name = f"--{name.replace('_', '-')}"
+    return name + colon + rest
 
 
 def _attempt(step: Callable[[], Result], problems: list[str]) -> Result | None:

@@ -66,7 +66,11 @@ def _find(paths: RunPaths, checkpoint: str) -> checkpoints.Checkpoint:
         CheckpointError: it does not exist or is damaged.
     """
     if checkpoint != "latest":
-        return checkpoints.read(paths.checkpoints / f"step-{checkpoint.removeprefix('step-')}")
+        folder = paths.checkpoints / f"step-{checkpoint.removeprefix('step-')}"
+        if not folder.exists() and (steps := checkpoints.steps(paths.checkpoints)):
+            rule = f"must be latest or one of the run's checkpoints ({', '.join(map(str, steps))})"
+            raise CheckpointError("--checkpoint", rule, checkpoint)
+        return checkpoints.read(folder)
     newest = checkpoints.CheckpointStore(paths.checkpoints, keep_last=1, keep_best=0).newest()
     if newest is None:
         raise CheckpointError(f"{paths.checkpoints}", "must hold a valid checkpoint", "none")

@@ -20,6 +20,8 @@ from distill_rl.types import RunPaths
 _LOCK = ".lock"
 SUBMISSION = ("submit.yaml", "submit.sbatch")
 """Files that `train --dry-run` writes to a run directory. With only these in it, the directory is not in use."""
+WAYS_ON = "go on with --resume, start over with --clean"
+"""How to use a run directory with an earlier run, in the words of the command line."""
 _OF_A_START = ("config.yaml", "logs", "bad_rows.jsonl")
 """What a run writes before its first step, and a later one replaces or continues."""
 _OF_STEPS = ("metrics.jsonl", "checkpoints", "evals")
@@ -98,8 +100,7 @@ def _is_empty(entry: Path) -> bool:
 
 def _occupied(root: Path) -> ConfigError:
     """The error for a run directory with an earlier run, which is neither continued nor deleted."""
-    remedy = "go on with --resume, start over with --clean, or choose another run.name"
-    return ConfigError(f"{root}", "the run directory is in use", remedy=remedy)
+    return ConfigError(f"{root}", "the run directory is in use", remedy=f"{WAYS_ON}, or choose another run.name")
 
 
 @contextmanager

@@ -261,9 +261,14 @@ class CheckpointStore:
         return _read_score(path) if score is None and self._best_by == _VALIDATION_LOSS else score
 
 
+def steps(root: Path) -> list[int]:
+    """Returns the steps of the complete checkpoints in a folder, by their names, unverified and in order."""
+    return sorted(step for path in root.glob("step-*") if (step := _step(path)) >= 0)
+
+
 def newest_step(root: Path) -> int | None:
     """Returns the step of the newest complete checkpoint in a folder, by its name, unverified; None if there is none."""
-    return max((step for path in root.glob("step-*") if (step := _step(path)) >= 0), default=None)
+    return max(steps(root), default=None)
 
 
 def find(store: CheckpointStore, resume: str | None, warn: Callable[[str], None] = log.warning) -> Checkpoint | None:

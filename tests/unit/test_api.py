@@ -77,6 +77,16 @@ def test_bad_input_is_one_error_and_prints_nothing(given, keywords, line, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_directory_in_use_advises_what_python_can_give(root: Path, tmp_path: Path):
+    used = tmp_path / "runs" / "mine"
+    used.mkdir(parents=True)
+    (used / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(distill_rl.ConfigError) as caught:
+        distill_rl.distill(root / "run.yaml", run={"dir": str(used.parent), "name": "mine"})
+    (line,) = [line for line in caught.value.problems if "in use" in line]
+    assert line.endswith("go on with resume=True, start over with clean=True, or choose another run.name")
+
+
 def test_console_leaves_a_program_its_own_handlers(monkeypatch):
     logger, root_logger = logging.getLogger("distill_rl"), logging.getLogger()
     monkeypatch.setattr(logger, "handlers", [])

@@ -100,7 +100,12 @@ def compare(evaluation: Evaluation, baseline: str | None = None) -> Evaluation:
     """
     models = evaluation.models
     if baseline is not None and printable(baseline) not in models:
-        raise ConfigError("--baseline", f"must be a model among {', '.join(models) or 'none'}", baseline)
+        if not models:
+            remedy = "leave it out, or evaluate first (evaluate.suites, or distill-rl eval)"
+            raise ConfigError(
+                "--baseline", "names an evaluated model, and there are no results of suites", baseline, remedy
+            )
+        raise ConfigError("--baseline", f"must be a model among {', '.join(models)}", baseline)
     if len(models) < 2:
         return evaluation
     reference = models[0] if baseline is None else printable(baseline)
