@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
-from distill_rl.config.derive import compute_groups
+from distill_rl.config.derive import gpus_of_ranks
 from distill_rl.config.save import require_no_secret, save_config
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError, problems_of
@@ -83,12 +83,14 @@ def _batch_script_problems(config: Config, gpus_per_node: int) -> list[str]:
 def layout(config: Config, gpus_per_node: int) -> tuple[int, int]:
     """(nodes, GPUs of each) that the run needs; (1, 0) for nodes without GPUs.
 
-    Colocated: rank i of every worker group shares one GPU. Disaggregated: every rank has its own.
+    Colocated: rank i of every worker group shares one GPU. Disaggregated: every rank has its own. An evaluator shares
+    them, too, except with tensor parallelism in vLLM.
     """
     if gpus_per_node < 1:
         return 1, 0
-    ranks = compute_groups(config)
-    needed = sum(ranks) if config.ray.placement == "disaggregated" else max(ranks)
+    needed, tp = gpus_of_ranks(config), config.evaluate.parallel.tp
+    if config.evaluate.suites and tp > 1:
+        needed = needed + tp if config.evaluate.backend == "vllm" else max(needed, tp)
     return ceil(needed / gpus_per_node), min(needed, gpus_per_node)
 
 

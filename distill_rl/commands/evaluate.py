@@ -152,7 +152,7 @@ def prepare(request: Request) -> tuple[list[Model], list[LoadedSuite]]:
     _attempt(lambda: require_valid(request), problems)
     loaded = _attempt(lambda: load_questions(request.suites, request.data, request.options), problems) or []
     problems += without_effect(loaded, request.options)[0]
-    _attempt(lambda: check_models(models, loaded), problems)
+    _attempt(lambda: check_models(models, loaded, request.options), problems)
     if problems:
         raise ConfigError.many(dict.fromkeys(map(_as_option, problems)))
     return models, loaded
@@ -214,7 +214,7 @@ def parse_models(arguments: Sequence[str], out: Path | None) -> list[Model]:
 
 
 def require_valid(request: Request) -> None:
-    """Checks --shards, --deadline, --gpus-per-shard, --tensor-parallel and --ray-address of a command line.
+    """Checks --shards, --deadline, --gpus-per-shard, --tp and --ray-address of a command line.
 
     Raises:
         ConfigError: numbers out of range or options that exclude each other; all at once.
@@ -228,10 +228,11 @@ def require_valid(request: Request) -> None:
         problems.append(ConfigError("--deadline", "must be greater than 0", executor.deadline_s))
     if gpus is not None and not (0 < gpus <= 1 or (math.isfinite(gpus) and gpus > 1 and gpus == int(gpus))):
         problems.append(ConfigError("--gpus-per-shard", "must be a fraction of a GPU, or a whole number", gpus))
-    if ranks > 1 and request.options.backend != "vllm":
-        problems.append(ConfigError("--tensor-parallel", "needs --backend vllm", ranks, "use more --shards"))
+    if ranks > 1 and request.options.backend == "hf" and executor.shards == 0:
+        rule = "the backend hf splits a model over Ray actors, and --shards 0 starts none"
+        problems.append(ConfigError("--tp", rule, ranks, "set --shards to 1 or more"))
     if gpus is not None and (ranks > 1 or not executor.shards):
-        reason = "--tensor-parallel decides" if ranks > 1 else "--shards 0 takes the first GPU"
+        reason = "--tp decides" if ranks > 1 else "--shards 0 takes the first GPU"
         problems.append(ConfigError("--gpus-per-shard", f"has no effect here: {reason}", gpus, "leave it out"))
     if executor.address is not None and executor.shards == 0:
         remedy = "leave it out, or set --shards to 1 or more"

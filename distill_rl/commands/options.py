@@ -146,8 +146,8 @@ def _add_eval(commands: Any) -> None:
     add("--shards", type=int, default=1, metavar="K",
         help="copies of the model, each in a Ray actor; 0: one copy, without Ray; default: %(default)s")
     add("--gpus-per-shard", type=float, metavar="X", help="default: an equal share of the available GPUs, at most 1")
-    add("--tensor-parallel", type=int, default=1, metavar="N",
-        help="GPUs that vllm splits each copy of the model over; default: %(default)s")
+    add("--tp", "--tensor-parallel", dest="tensor_parallel", type=int, default=1, metavar="N",
+        help="GPUs, or processes on CPUs, that each copy of the model is split over; default: %(default)s")
     add("--ray-address", dest="address", metavar="HOST:PORT", help="cluster to join; default: start Ray on this machine")
     add("--deadline", dest="deadline_s", type=float, default=3600.0, metavar="SECONDS",
         help="for loading a model, and for one call of a few batches; default: %(default)g")

@@ -10,7 +10,7 @@ from typing import get_args
 from distill_rl.config.facts import Facts, TeacherFacts, row_width, running_teachers, teacher_rows
 from distill_rl.config.memory import ITEM_SIZE, WorkerMemory, target_bytes_per_token, worker_memory
 from distill_rl.config.schema import Config, CrossTokenizerLoss, ScheduleConfig, TeacherConfig
-from distill_rl.errors import ConfigError
+from distill_rl.errors import ConfigError, problem
 
 GIB = 2**30
 
@@ -263,6 +263,42 @@ def compute_groups(config: Config) -> list[int]:
     return [layout.dp * layout.tp for layout in layouts]
 
 
+def gpus_of_ranks(config: Config) -> int:
+    """Number of GPUs that student and teachers use: one for every rank, or colocated one for the i-th rank of all."""
+    ranks = compute_groups(config)
+    return sum(ranks) if config.ray.placement == "disaggregated" else max(ranks)
+
+
+def evaluator_ranks(backend: str, tp: int) -> int:
+    """Number of actors that hold one copy of an evaluated model: vllm splits it in processes of its own."""
+    return tp if backend == "hf" else 1
+
+
+def evaluators(config: Config) -> int:
+    """Number of actors of the run's evaluator; 0 without suites."""
+    evaluate = config.evaluate
+    return evaluator_ranks(evaluate.backend, evaluate.parallel.tp) if evaluate.suites else 0
+
+
+def evaluator_problem(config: Config, gpus: float) -> str | None:
+    """What is wrong with the GPUs of the evaluator's tensor parallelism, as one line; None if nothing is.
+
+    Args:
+        gpus: in the cluster or on this machine; 0: everything runs on CPUs.
+    """
+    evaluate, used = config.evaluate, gpus_of_ranks(config)
+    tp = evaluate.parallel.tp
+    if not evaluate.suites or tp == 1 or not gpus:
+        return None
+    key, remedy = "evaluate.parallel.tp", "lower it"
+    if gpus < tp:
+        return problem(key, f"{tp} GPUs are asked, there are {gpus:g}", None, remedy)
+    if evaluate.backend == "vllm" and gpus - used < tp:
+        rule = f"vllm needs {tp} free GPUs; student and teachers use {used} of {gpus:g}"
+        return problem(key, rule, None, f"{remedy}, or set evaluate.backend=hf")
+    return None
+
+
 def aligner_workers(config: Config, *, gpus: float, cpus: float) -> int:
     """Number of aligner actors on a machine or cluster of this size.
 
@@ -305,7 +341,9 @@ def _world(config: Config, gpus: int, cpus: int) -> dict[str, str]:
     if config.evaluate.suites:
         every = suites_every(config)
         when = f"every {every} steps on a copy of the student, and at the end" if every else "at the end"
-        world["evaluator"] = f"1 process: {', '.join(config.evaluate.suites)} {when}"
+        tp = config.evaluate.parallel.tp
+        processes = _processes(1) if tp == 1 else f"tp {tp} = {_processes(tp)}"
+        world["evaluator"] = f"{processes}: {', '.join(config.evaluate.suites)} {when}"
     return world
 
 

@@ -73,7 +73,7 @@ _TEACHERS = (
 )  # fmt: skip
 _SUITES = (
     "suites_every", "data", "backend", "limit", "final_limit", "num_fewshot", "max_new_tokens", "samples", "teachers",
-    "batch_size", "gpu_share", "timeout_s",
+    "batch_size", "gpu_share", "timeout_s", "parallel.tp",
 )  # fmt: skip
 
 TABLE: tuple[NoEffect, ...] = (

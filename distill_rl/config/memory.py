@@ -322,21 +322,23 @@ def teacher_logits(config: Config, teacher: TeacherConfig, model: ModelFacts, *,
 
 
 def evaluator_memory(config: Config, model: ModelFacts, *, on_gpu: bool = False) -> WorkerMemory:
-    """Estimated peak memory of the process that evaluates a model, the student's copy or a teacher, on suites.
+    """Estimated peak memory of a process that evaluates a model, the student's copy or a teacher, on suites.
 
     These are the weights in the dtype of their files (fp32 on a CPU) and, for a batch of prompts with PROMPT_TOKENS
-    tokens each, the keys and values, and the logits of one position per prompt.
+    tokens each, the keys and values, and the logits of one position per prompt. Tensor parallelism splits the weights
+    and, unless the family is in FUSED, the keys and values, but not the logits.
     """
+    tp = config.evaluate.parallel.tp
     item = max(1, model.bytes_on_disk // max(model.parameters, 1)) if on_gpu else 4
     key_value = model.hidden_size * model.num_key_value_heads // max(model.num_heads, 1)
     rows = config.evaluate.batch_size
     return WorkerMemory(
         worker="evaluator",
-        count=1,
-        weights=item * model.parameters,
+        count=tp,
+        weights=item * ceil(model.parameters / tp),
         logits=rows * model.vocabulary_columns * (item + 8),
-        cache=rows * PROMPT_TOKENS * model.num_layers * 2 * key_value * item,
-        loading=0 if on_gpu else model.bytes_on_disk,
+        cache=rows * PROMPT_TOKENS * model.num_layers * 2 * key_value * item // (1 if model.family in FUSED else tp),
+        loading=0 if on_gpu else model.bytes_on_disk // tp,
     )
 
 

@@ -292,6 +292,12 @@ class FaultsConfig:
 
 
 @dataclass
+class EvaluateParallelConfig:
+    tp: int = field(default=1, metadata=POSITIVE)
+    """Tensor-parallel size: number of GPUs, or of processes on CPUs, that every layer of an evaluated model is split over. They share the GPUs of the ranks (evaluate.gpu_share) unless as many are free; the backend vllm needs free ones."""
+
+
+@dataclass
 class EvaluateConfig:
     every: int = field(default=0, metadata=NOT_NEGATIVE)
     """Optimizer steps between validation passes, which measure KD and CE on held-out text. 0: only at the end of the run."""
@@ -305,6 +311,7 @@ class EvaluateConfig:
     """File or folder with the data of the suites; required if evaluate.suites is set."""
     backend: Literal["hf", "vllm"] = "hf"
     """Engine that runs the suites. hf: transformers. vllm: vLLM, which needs the `vllm` extra."""
+    parallel: EvaluateParallelConfig = field(default_factory=EvaluateParallelConfig)
     limit: Optional[int] = field(default=None, metadata=POSITIVE)
     """Maximum number of items per suite during training. null: all. They are among the items of any larger limit."""
     final_limit: Optional[int] = field(default=None, metadata=POSITIVE)
@@ -320,7 +327,7 @@ class EvaluateConfig:
     batch_size: int = field(default=64, metadata=POSITIVE)
     """Number of prompts that are run together, for backend hf."""
     gpu_share: float = field(default=0.2, metadata=POSITIVE_FRACTION)
-    """Fraction of the first GPU, and of its memory, that the evaluator gets if no GPU is free for it. The ranks on that GPU are limited to the rest."""
+    """Fraction of the first GPU, and of its memory, that the evaluator gets if no GPU is free for it; with tensor parallelism, of each of the first GPUs. The ranks on that GPU are limited to the rest."""
     timeout_s: float = field(default=7200.0, metadata=POSITIVE)
     """Seconds that one evaluation may take."""
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Backend, BackendName, Output, Settings
 from distill_rl.evals.suites.base import Item
 from distill_rl.system.gpu_memory import gpu_phase
+
+if TYPE_CHECKING:
+    from distill_rl.parallel.mesh import World
 
 BATCHES_PER_CHUNK = 4
 """Batches of log-likelihood items per chunk, so that a shared prefix is seldom computed more than once."""
@@ -58,10 +61,15 @@ class LocalExecutor:
 
     A backend is reused while name and settings stay the same; it decides itself what it can keep between two models
     (vllm keeps its running engine).
+
+    Args:
+        world: the ranks over which the backend hf splits models. Every rank has an executor, and all of them must make
+            the same calls. None: models are whole.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: World | None = None) -> None:
         self.device = ""
+        self._world = world
         self._backend: Backend | None = None
         self._loaded: tuple[BackendName, Settings] | None = None
 
@@ -78,7 +86,7 @@ class LocalExecutor:
         """
         if self._backend is None or self._loaded != (backend, settings):
             self.close()
-            self._backend = open_backend(folder, backend, settings)
+            self._backend = open_backend(folder, backend, settings, self._world)
             self._loaded = (backend, settings)
         else:
             try:
@@ -121,8 +129,11 @@ class LocalExecutor:
         self._backend = self._loaded = None
 
 
-def open_backend(folder: Path, name: BackendName, settings: Settings) -> Backend:
+def open_backend(folder: Path, name: BackendName, settings: Settings, world: World | None = None) -> Backend:
     """Opens the backend of that name with the model of `folder` loaded; its library is imported only then.
+
+    Args:
+        world: the ranks over which hf splits the model; None: it is whole. vllm starts ranks of its own.
 
     Raises:
         ConfigError: an unknown backend, one that is not installed, or a folder that it cannot load.
@@ -131,7 +142,7 @@ def open_backend(folder: Path, name: BackendName, settings: Settings) -> Backend
     if name == "hf":
         from distill_rl.evals.backends.hf import HfBackend
 
-        return HfBackend(folder, settings)
+        return HfBackend(folder, settings, world)
     if name == "vllm":
         from distill_rl.evals.backends.vllm import VllmBackend
 

@@ -149,7 +149,7 @@ def chat_problem(chats: Sequence[str], what: str) -> str:
 
 
 def _require_valid_sizes(options: Options) -> None:
-    """Checks the numbers in the options: `limit`, `batch_size`, `max_new_tokens` and `tensor_parallel` must be 1 or
+    """Checks the numbers in the options: `limit`, `batch_size`, `max_new_tokens` and `tp` must be 1 or
     more, `num_fewshot` 0 or more; None passes.
 
     Raises:
@@ -159,7 +159,7 @@ def _require_valid_sizes(options: Options) -> None:
         "limit": options.limit,
         "batch_size": options.settings.batch_size,
         "max_new_tokens": options.max_new_tokens,
-        "tensor_parallel": options.settings.tensor_parallel,
+        "tp": options.settings.tensor_parallel,
     }
     problems = [
         str(ConfigError(name, "must be 1 or more", size))

@@ -78,7 +78,7 @@ def evaluate_models(
         WorkerError: the grading processes do not start or do not answer.
     """
     progress = progress or Progress()
-    check_models(models, suites)
+    check_models(models, suites, options)
     for entry in suites:
         for warning in entry.questions.warnings:
             progress.warn(warning)
@@ -93,16 +93,18 @@ def evaluate_models(
         return {run.model.name: run.results(executor, grader, progress) for run in runs}
 
 
-def check_models(models: Sequence[Model], loaded: Sequence[LoadedSuite]) -> None:
-    """Checks, without loading weights, that every model's folder holds a model and that the model has a chat template
-    if a suite needs one.
+def check_models(models: Sequence[Model], loaded: Sequence[LoadedSuite], options: Options) -> None:
+    """Checks, without loading weights, that every model's folder holds a model that can be split as the options say,
+    and that the model has a chat template if a suite needs one.
 
     Raises:
         ConfigError: all problems of all models at once.
     """
     from distill_rl.evals.backends.encode import model_folder
-    from distill_rl.models.hub import read_tokenizer
+    from distill_rl.models.families import evaluation_split_problems
+    from distill_rl.models.hub import read_config, read_tokenizer
 
+    tp, backend = options.settings.tensor_parallel, options.backend
     chats = chat_suites(loaded)
     problems: list[str] = []
     for model in models:
@@ -111,6 +113,9 @@ def check_models(models: Sequence[Model], loaded: Sequence[LoadedSuite]) -> None
             model_folder(model.folder, what)
             if chats and not read_tokenizer(model.folder).chat_template:
                 problems.append(chat_problem(chats, what))
+            if tp > 1:
+                lines = evaluation_split_problems(read_config(model.folder), tp, backend=backend, setting="tp")
+                problems += [f"{what}: {line}" for line in lines]
         except DistillError as error:
             problems += error.problems
     if problems:
@@ -268,6 +273,7 @@ class _ModelRun:
             "data": [str(file) for file in entry.questions.files][:20],
             "warnings": list(entry.questions.warnings),
             "batch_size": self.options.settings.batch_size,
+            "tensor_parallel": self.options.settings.tensor_parallel,
             "example_prompt": prompt,
         }
 

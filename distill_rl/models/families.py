@@ -109,23 +109,41 @@ def fused_loss_problems(hf_config: PreTrainedConfig) -> list[str]:
     return [problem("loss.fused", rule, hf_config.model_type, "leave it to auto")]
 
 
-def tensor_parallel_problems(hf_config: PreTrainedConfig, tp: int) -> list[str]:
+def tensor_parallel_problems(hf_config: PreTrainedConfig, tp: int, setting: str = "parallel.tp") -> list[str]:
     """Why this model cannot be split over `tp` ranks, one line each; empty if it can.
 
     The vocabulary need not be divisible, because its shards may be uneven.
+
+    Args:
+        setting: what the number of ranks is called in the lines.
     """
     if tp == 1:
         return []
     family = family_of(hf_config)
     if not family.layer_plan:
         planned = ", ".join(sorted(f.name for f in _FAMILIES.values() if f.layer_plan))
-        return [f"model family {family.name} has no tensor-parallel plan ({planned} have one); set parallel.tp: 1"]
+        return [f"model family {family.name} has no tensor-parallel plan ({planned} have one); set {setting}: 1"]
     sizes = _split_sizes(hf_config, by_heads=GATHERED not in family.layer_plan.values())
-    return [
-        f"{count} {what} cannot be split evenly over parallel.tp = {tp}: {count} = {count // tp} * {tp} + {count % tp}"
-        for what, count in sizes.items()
-        if count % tp
-    ]
+    return [_uneven(count, what, tp, setting) for what, count in sizes.items() if count % tp]
+
+
+def evaluation_split_problems(hf_config: PreTrainedConfig, tp: int, *, backend: str, setting: str) -> list[str]:
+    """Why a backend of the evaluation cannot split this model over `tp` ranks, one line each; empty if it can.
+
+    Of vllm, which has plans of its own and repeats key-value heads, only the number of attention heads is known.
+
+    Args:
+        setting: what the number of ranks is called in the lines.
+    """
+    if backend == "hf":
+        return tensor_parallel_problems(hf_config, tp, setting)
+    heads = getattr(hf_config, "num_attention_heads", 0)
+    return [_uneven(heads, "attention heads", tp, setting)] if heads % tp else []
+
+
+def _uneven(count: int, what: str, tp: int, setting: str) -> str:
+    remainder = f"{count} = {count // tp} * {tp} + {count % tp}"
+    return f"{count} {what} cannot be split evenly over {setting} = {tp}: {remainder}"
 
 
 def _split_sizes(hf_config: PreTrainedConfig, *, by_heads: bool) -> dict[str, int]:

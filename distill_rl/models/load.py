@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from distill_rl.config.schema import StudentConfig, TeacherConfig
 from distill_rl.errors import ConfigError, first_line
@@ -86,24 +87,56 @@ def load_model(settings: StudentConfig | TeacherConfig, world: World, *, packing
         compute_dtype=compute_dtype,
         compile=isinstance(settings, StudentConfig) and settings.compile,
     )
-    model.to_empty(device=world.device)
-    tie_again(model)
-    restore_buffers(model)
-    sizes = read_weights(model, files)
-    log.info("%s: %d tensors, %.1f MB read by rank %d", path, len(sizes), sum(sizes) / 1e6, world.rank)
+    _fill(model, files, world)
     model.train(student).requires_grad_(student)
     if not family.proven:
         probe(model, packing=packing, chunked_head=not student)
     return model
 
 
-def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def load_to_generate(folder: Path, world: World, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Loads a frozen model, split by tensor parallelism, that is used as transformers' own: with a cache, through its
+    `forward`. Collective over the world, and so is every forward pass.
+
+    A pass returns the same whole logits on every rank, as a plain tensor: the output layer gathers its columns. A cache
+    holds the keys and values of this rank's heads.
+
+    Args:
+        folder: of the model.
+        dtype: of the weights and the forward pass; None: as config.json says, or else as the first tensor is stored.
+
+    Raises:
+        ConfigError: as `load_model`.
+    """
+    config, files = read_config(folder), WeightFiles(folder)
+    if dtype is None:
+        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else files.dtype(min(files.names))
+    model = skeleton(config, dtype=dtype, attention=None)
+    parallelize(model, world.mesh, family=families.family_of(config), fsdp=False, compute_dtype=dtype)
+    _fill(model, files, world)
+    model.config.use_cache = True
+    model.get_output_embeddings().register_forward_hook(
+        lambda _, inputs, logits: logits.full_tensor() if isinstance(logits, DTensor) else logits
+    )
+    return model.eval().requires_grad_(False)
+
+
+def _fill(model: PreTrainedModel, files: WeightFiles, world: World) -> None:
+    """Allocates what this rank holds of a model that is on the meta device, and reads it from the files."""
+    model.to_empty(device=world.device)
+    tie_again(model)
+    restore_buffers(model)
+    sizes = read_weights(model, files)
+    log.info("%s: %d tensors, %.1f MB read by rank %d", files.folder, len(sizes), sum(sizes) / 1e6, world.rank)
+
+
+def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
     """Returns the model without memory: every tensor is on the meta device, parameters in `dtype`.
 
     Its cache and the search for padding in its inputs are switched off.
 
     Args:
-        attention: transformers' name of an implementation, or one of `VARLEN`'s.
+        attention: transformers' name of an implementation, or one of `VARLEN`'s; None: its default for the model.
 
     Raises:
         ConfigError: no causal LM of this config, or the attention implementation is not available.
@@ -119,7 +152,7 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) ->
     except (ValueError, ImportError) as error:
         raise ConfigError(
             f"model type {config.model_type}",
-            f"transformers must have it as a causal LM with {attention} attention",
+            f"transformers must have it as a causal LM with {attention or 'its default'} attention",
             first_line(error),
             "try another setting of `attention`",
         ) from error

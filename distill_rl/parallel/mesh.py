@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -150,6 +151,17 @@ def open_group_beside(world: World, timeout_s: float) -> dist.ProcessGroup:
     group.
     """
     return dist.new_group(range(world.world_size), backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+
+def broadcast_from_first(world: World, message: Any = None) -> Any:
+    """Returns the first rank's message, any object that can be pickled, on every rank. Collective, on the CPU.
+
+    Args:
+        message: of the first rank; ignored on the others.
+    """
+    messages = [message if world.rank == 0 else None]
+    dist.broadcast_object_list(messages, src=0, device=torch.device("cpu"))
+    return messages[0]
 
 
 def close_world(world: World) -> None:

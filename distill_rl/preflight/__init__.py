@@ -139,14 +139,19 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
 def _fit_problems(config: Config, models: Sequence[Opened]) -> Iterator[str]:
     """Yields settings that exceed a model, one line each.
 
-    These are rows too long for its positions, a `parallel.tp` over which it cannot be split, and a tokenizer with more
-    ids than the model has embedding rows.
+    These are rows too long for its positions, a `parallel.tp`, its own or that of the evaluator, over which it cannot be
+    split, and a tokenizer with more ids than the model has embedding rows.
 
     Args:
         models: student and running teachers; one without a readable configuration is skipped.
     """
-    from distill_rl.models.families import fused_loss_problems, tensor_parallel_problems
+    from distill_rl.models.families import (
+        evaluation_split_problems,
+        fused_loss_problems,
+        tensor_parallel_problems,
+    )
 
+    evaluate = config.evaluate
     for model in models:
         if model.config is None:
             continue
@@ -154,6 +159,12 @@ def _fit_problems(config: Config, models: Sequence[Opened]) -> Iterator[str]:
         tp = model.settings.parallel.tp
         if tp > 0:
             yield from (f"{model.key}.parallel.tp: {text}" for text in tensor_parallel_problems(model.config, tp))
+        split = evaluate.parallel.tp
+        if split > 1 and evaluate.suites and (model.key == "student" or evaluate.teachers):
+            lines = evaluation_split_problems(
+                model.config, split, backend=evaluate.backend, setting="evaluate.parallel.tp"
+            )
+            yield from (f"evaluate.parallel.tp: {model.name}: {text}" for text in lines)
         if model.key == "student" and config.loss.fused == "on":
             yield from fused_loss_problems(model.config)
         needed, columns = model.vocabulary_size, model.config.vocab_size

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from distill_rl.config.derive import compute_groups, suites_every
+from distill_rl.config.derive import compute_groups, evaluator_problem, suites_every
 from distill_rl.config.facts import Facts, running_teachers
 from distill_rl.config.measured import is_suite_score
 from distill_rl.config.schema import Config, TeacherConfig
@@ -103,6 +103,8 @@ def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
     yield from problems_of(lambda: expected(config.transport, gpus=gpus))
     if not gpus:
         return
+    if evaluator := evaluator_problem(config, gpus):
+        yield evaluator
     groups = [("student", config.student.parallel)]
     groups += [(f"teachers.{i}", teacher.parallel) for i, teacher in enumerate(running_teachers(config))]
     needed = compute_groups(config)

@@ -29,7 +29,7 @@ def evaluation_options(config: Config, *, final: bool = False) -> Options:
         seed=config.run.seed,
         replace_others=True,
         backend=evaluate.backend,
-        settings=Settings(batch_size=evaluate.batch_size),
+        settings=Settings(batch_size=evaluate.batch_size, tensor_parallel=evaluate.parallel.tp),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from distill_rl.config.derive import aligner_workers, compute_groups, ring_plan, sizes, stored_targets
+from distill_rl.config.derive import aligner_workers, compute_groups, evaluators, ring_plan, sizes, stored_targets
 from distill_rl.errors import DistillError
 from distill_rl.models.facts import visible_gpus
 from distill_rl.observe.log import say
@@ -27,7 +27,14 @@ from distill_rl.workers.actors.student import StudentWorker
 from distill_rl.workers.actors.teacher import TeacherWorker
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup, stop
-from distill_rl.workers.cluster.placement import EVALUATOR, PlacementPlan, actor_names, place_actors, reserve
+from distill_rl.workers.cluster.placement import (
+    EVALUATOR,
+    PlacementPlan,
+    actor_names,
+    evaluator_names,
+    place_actors,
+    reserve,
+)
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor, keep_logs
 from distill_rl.workers.cluster.session import describe, nodes, ray_session
 from distill_rl.workers.cluster.timeline import write_timeline
@@ -69,7 +76,7 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
     """
     config = job.config
     local_aligners = aligner_workers(config, gpus=visible_gpus(), cpus=len(os.sched_getaffinity(0)))
-    num_cpus = sum(compute_groups(config)) + local_aligners + bool(config.evaluate.suites)
+    num_cpus = sum(compute_groups(config)) + local_aligners + evaluators(config)
     stored = 0
     if config.transport not in ("shared_memory", "cuda_ipc"):
         stored = stored_targets(config, replace(job.facts, gpus=visible_gpus()))
@@ -104,8 +111,8 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
                 if config.observe.timeline:
                     ids = {worker: name for group in actors.groups for worker, name in group.worker_ids.items()}
                     write_timeline(job.paths.logs / "timeline.json", ids)
-                # Readers stop first, because what they have opened belongs to the teachers. Aligners and evaluators
-                # have no process group to leave.
+                # Readers stop first, because what they have opened belongs to the teachers. Aligners have no process
+                # group to leave, and evaluators may be in the middle of an evaluation.
                 stop([actors.student, *(group for _, group in actors.teachers)])
             except DistillError as error:
                 if error.exit_code == 1:
@@ -172,7 +179,10 @@ def _create(
         for teacher, known in job.facts.by_teacher(config)
     ]
     aligners = group(AlignerWorker, aligner_names, *_aligner_arguments(job))
-    evaluator = group(EvalWorker, [EVALUATOR], threads, config.run.name) if config.evaluate.suites else None
+    evaluator = None
+    if ranks := evaluators(config):
+        arguments = (ranks, threads, config.evaluate.timeout_s, config.run.name)
+        evaluator = group(EvalWorker, evaluator_names(EVALUATOR, ranks), *arguments)
     return _Actors(student, teachers, aligners, evaluator)
 
 
@@ -222,7 +232,7 @@ def _memory_needs(job: Job, gpus: int) -> dict[str, float] | None:
 def _start(job: Job, actors: _Actors, calls: Calls) -> None:
     """Waits until all actors run, then starts them all at the same time, and waits until the models are loaded.
 
-    The evaluator has no model to load yet.
+    The evaluators have no model to load yet; those of a model that is split join their process group.
 
     Raises:
         DistillError: an actor fails, or does not answer within `ray.start_timeout_s`.
@@ -236,4 +246,6 @@ def _start(job: Job, actors: _Actors, calls: Calls) -> None:
     for teacher, group in actors.teachers:
         started |= group.start(size=teacher.parallel.tp, timeout_s=timeout_s)
     started |= actors.student.start(size=len(actors.student.actors), timeout_s=timeout_s)
+    if actors.evaluator is not None and len(actors.evaluator.actors) > 1:
+        started |= actors.evaluator.start(size=len(actors.evaluator.actors), timeout_s=timeout_s)
     calls.gather(started, what="loading the models", timeout_s=timeout_s)

@@ -138,6 +138,7 @@ def evaluation(place: Place) -> Ended:
             "suites_every": 2,
             "num_fewshot": 3,
             "teachers": True,
+            "parallel": {"tp": 3},
         },
         teachers=[{"name": "big", "model": f"{place.root}/teacher", "tokenizer": f"{place.root}/student"}],
         checkpoint={"every": 2, "keep_best": 1, "best_by": "eval/gsm8k"},
@@ -233,6 +234,11 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
         "worked examples for a suite without": ("evaluate.num_fewshot", "unlike exact_match", "got 3", "leave it out"),
         "the best by a suite that is not run": ("checkpoint.best_by", "(eval/exact_match)", "got eval/gsm8k"),
         "a teacher with a tokenizer of its own": ("evaluate.teachers", "of its own folder", "leave one of them out"),
+        "heads of the student that cannot be split": (
+            "evaluate.parallel.tp: student: 4 attention heads ",
+            "= 3: 4 = 1 * 3 + 1",
+        ),
+        "key-value heads of a teacher": ("evaluate.parallel.tp: teacher big: 2 key-value heads ", "= 3: 2 = 0 * 3 + 2"),
     },
     output: {
         "run directory in use": ("output/taken", "in use", "--resume", "--clean"),
@@ -622,6 +628,11 @@ def test_more_gpus_than_are_visible_are_refused(place, refused, monkeypatch):
     monkeypatch.setattr(preflight, "visible_gpus", lambda: 2)
     line = refused(place.config("gpus"), "student.parallel.dp=4")
     assert line.startswith("student.parallel: dp 4 x tp 1 = 4 GPUs are asked, 2 are visible; lower dp or tp"), line
+    questions = place.root / "some.jsonl"
+    questions.write_text('{"prompt": "x", "answer": "y"}\n')
+    suite = ("evaluate.suites=[exact_match]", f"evaluate.data={questions}")
+    line = refused(place.config("gpus"), *suite, "evaluate.parallel.tp=4")
+    assert line.startswith("evaluate.parallel.tp: 4 GPUs are asked, there are 2; lower it"), line
 
 
 def test_more_memory_than_the_machine_has_is_refused(place, refused, monkeypatch):
@@ -698,6 +709,9 @@ EVAL = "eval --suites gsm8k --data {root}/corpus.jsonl --model {root}"
     ("submit -c {config}", ("no Ray cluster answers there", NO_CLUSTER, "start one")),
     ("train -c {config} --gpus-per-node 4", ("--gpus-per-node: ", "without --dry-run", "4", "add --dry-run")),
     (EVAL + "/student --shards 0 --ray-address auto", ("--ray-address: ", "--shards 0", "auto", "leave it out")),
+    (EVAL + "/student --shards 0 --tp 2", ("--tp: ", "--shards 0 starts none", "got 2", "set --shards to 1 or more")),
+    (EVAL + "/student --tp 0", ("tp: must be 1 or more", "got 0")),
+    (EVAL + "/student --tp 3", ("model student: 4 attention heads cannot be split evenly over tp = 3", "4 = 1 * 3 + 1")),
     (EVAL + "/run", ("model run: ", "must hold a config.json", "the directory of a run: give its model, ", "run/export")),
     ("align --student {root}/run --teacher {root}/teacher --data {root}/corpus.jsonl",
      ("tokenizer ", "must hold a tokenizer", "no tokenizer.json in")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,17 @@ def test_shards_change_no_item(whole: Path, model: Path, suite: Path, tmp_path: 
     ended = distill_rl(*arguments(model, suite, tmp_path / "out", "--shards", "0"))
     assert ended.code == 0, ended.err
     assert items(tmp_path / "out") == items(whole)
+
+
+def test_a_model_split_over_two_ranks_gives_the_same_items(
+    whole: Path, model: Path, suite: Path, tmp_path: Path
+) -> None:
+    ended = distill_rl(*arguments(model, suite, tmp_path / "out", "--tp", "2", "--limit", "24"))
+    assert ended.code == 0, ended.err
+    assert re.search(r"^own  tiny: 24/24  score [01]\.\d+  \d+ tokens/s", ended.out, re.MULTILINE), ended.out
+    by_id = {row["id"]: row for row in items(whole)}
+    assert items(tmp_path / "out") == [by_id[row["id"]] for row in items(tmp_path / "out")]
+    assert (result(tmp_path / "out")["num_items"], result(tmp_path / "out")["tensor_parallel"]) == (24, 2)
 
 
 def test_results_of_another_model_are_not_overwritten(whole: Path, suite: Path, tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """Whole runs from the command line: what they write, and which settings must not change a bit of it."""
 
 import json
+import os
+import socket
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from distill_rl.system.environment import commit
 from tests.helpers.command import distill_rl, distill_rl_in_process, records, series
 
 pytestmark = pytest.mark.cli
@@ -73,6 +76,16 @@ def test_every_worker_reports_how_busy_it_was_and_its_memory(straight):
         assert 0.01 < series(straight, f"memory/{worker}")[-1][1] < 24
     assert {value for _, value in series(straight, "align/bad_rows")} == {0}
     assert all(0 < share <= 1 for _, share in series(straight, "align/labelled"))
+
+
+def test_environment_of_the_attempt_is_recorded(straight):
+    kept = json.loads((straight / "logs" / "attempt_1" / "environment.json").read_text())
+    assert kept["commit"] == commit()["commit"]
+    assert kept["packages"]["torch"] == torch.__version__
+    assert kept["host"] == socket.gethostname()
+    assert kept["cores"] == os.cpu_count()
+    assert len(kept["nodes"]) == 1
+    assert kept["nodes"][0].endswith(" CPUs")
 
 
 def test_training_lowers_the_validation_loss(straight):

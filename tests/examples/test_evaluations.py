@@ -38,6 +38,7 @@ def evaluated(material, cluster, tmp_path_factory) -> Path:
     assert ended.code == 0, ended.err
     for model, items in (("step 0", 10), ("teacher big", 10), ("step 2", 10), ("the student", 20)):
         assert re.search(rf"evaluated {model} on own: [01]\.\d+ \[.*\], {items} items, [\d.]+ items/s", ended.out)
+    assert re.search(r"evaluating (step \d|teacher big|the student) on own: \d+ of [12]0 items, ", ended.out)
     return folder / "runs" / "tiny"
 
 

@@ -16,10 +16,11 @@ def test_three_plus_two_plus_three_steps_equal_eight_bit_for_bit(straight, mater
         ("train.steps=5", "prefetch.depth=2", "checkpoint.async_save=false", "aligner.workers=0", "--resume"),
         ("train.steps=8", "prefetch.depth=5", "transport=shared_memory", "--resume", "auto"),
     ):
-        ended = distill_rl("train", "-c", config, *part, cluster=cluster)
+        ended = distill_rl("train", "-c", config, "evaluate.at_start=true", *part, cluster=cluster)
         assert ended.code == 0, ended.err
     assert_equal_runs(straight, run)
     assert series(run, "validation/kl_loss")[-1] == series(straight, "validation/kl_loss")[-1]
+    assert [step for step, _ in series(run, "validation/kl_loss")] == [0, 3, 5, 8], "step 0 is measured once"
     assert shards(run, 8) == shards(straight, 8)
 
 

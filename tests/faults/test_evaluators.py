@@ -41,6 +41,25 @@ def test_a_killed_evaluator_costs_only_its_scores(material, undisturbed, tmp_pat
     assert_equal_runs(undisturbed(), run)
 
 
+def test_a_killed_rank_of_a_split_evaluator_costs_only_its_scores(material, tmp_path):
+    config, run, log = material.config(tmp_path), tmp_path / "runs" / "tiny", tmp_path / "log"
+    suite = write_suite(tmp_path, count=200, max_new_tokens=40)
+    limits = ("evaluate.suites_every=4", "evaluate.limit=196", "evaluate.final_limit=8", "evaluate.parallel.tp=2")
+    with running("train", "-c", config, *settings(suite, *limits), "aligner.workers=0", log=log) as process:
+        until(lambda: list(run.glob("evals/step-4/.own.partial.jsonl")) or process.poll() is not None, "an evaluation")
+        assert "evaluator-tp0, evaluator-tp1" in log.read_text()
+        os.kill(actor_pid(process.pid, "EvalWorker.follow"), signal.SIGKILL)
+        assert process.wait(timeout=120) == 0, log.read_text()
+    message = r"the evaluation of step 4 failed, training goes on: evaluator-tp1 on \S+: its process died"
+    assert re.search(message, log.read_text()), log.read_text()
+    assert [step for step, _ in series(run, "eval/own")] == [8]
+    assert re.search(
+        r"evaluating the student on own: \d+ of 8 items|evaluating step 4 on own: \d+ of 196 items", log.read_text()
+    )
+    assert json.loads((run / "evals" / "student" / "own.json").read_text())["tensor_parallel"] == 2
+    assert not list((run / "evals").glob(".weights-*"))
+
+
 def test_a_run_stopped_while_evaluating_scores_after_resume(material, undisturbed, tmp_path):
     config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
     suite = write_suite(tmp_path, count=4000, max_new_tokens=40)

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": BASE | {"config", "parallel"},
     "teacher": LIBRARY,
     "student": LIBRARY,
-    "evals": BASE | {"data", "models", "observe"},
+    "evals": BASE | {"data", "models", "parallel", "observe"},
     "preflight": BASE | {"config", "losses", "data", "models", "align", "transport", "evals"},
     "workers": ENGINES | {"preflight", "evals"},
     "run": ENGINES | {"workers", "preflight"},

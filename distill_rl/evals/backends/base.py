@@ -24,7 +24,7 @@ class Settings:
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """auto: fp32 on CPUs, the dtype of the files on GPUs."""
     tensor_parallel: int = 1
-    """GPUs per model (vllm)."""
+    """Number of ranks, each on a GPU or on the CPU, that every layer is split over."""
     gpu_share: float = 1.0
     """Fraction of a GPU's memory for the model and everything that it computes. `hf` runs out of memory at this limit;
     `vllm` allocates nine tenths of it at its start and keeps them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from distill_rl.models.headers import holds_several
 from distill_rl.models.hub import read_config
 from distill_rl.models.tower import TOWER_NAMES
 
+if TYPE_CHECKING:
+    from distill_rl.parallel.mesh import World
+
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _DEFAULT = Settings()
 
@@ -32,14 +35,30 @@ class HfBackend:
     once, and its keys and values are repeated over the batch. The limit of GPU memory (`Settings.gpu_share`) and the
     number of threads apply to torch in the whole process.
 
+    With tensor parallelism every rank has a backend, and all ranks must make the same calls with the same arguments.
+    They get the same results, because the logits are gathered on every rank before a token is chosen.
+
+    Args:
+        model_dir: the model's folder.
+        settings: its `tensor_parallel` must be the number of ranks.
+        world: the ranks over which the model is split; None: it is whole.
+
     Raises:
-        ConfigError: the folder is missing or holds no such model.
+        ConfigError: the folder is missing or holds no such model, the model cannot be split, or the number of ranks is
+            another one.
     """
 
-    def __init__(self, model_dir: str | Path, settings: Settings = _DEFAULT):
-        self.settings = settings
+    def __init__(self, model_dir: str | Path, settings: Settings = _DEFAULT, world: World | None = None):
+        ranks = 1 if world is None else world.tp
+        if settings.tensor_parallel != ranks:
+            rule = f"the backend hf needs a rank for every part of the model; this process is one of {ranks}"
+            raise ConfigError("tensor_parallel", rule, settings.tensor_parallel)
+        self.settings, self._world = settings, world
         folder = model_folder(model_dir)
-        self.device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if world is None:
+            self.device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        else:
+            self.device = world.device
         if self.device.type == "cuda":
             # This limits torch's allocator; the CUDA context takes some hundred MB more. Without an index, the limit
             # holds for the current GPU.
@@ -138,8 +157,13 @@ class HfBackend:
         from transformers import GenerationConfig
 
         self.folder, self.encoder = folder, Encoder(folder)
-        stored = "auto" if self.device.type == "cuda" else torch.float32
-        self.model = _load_model(folder, _DTYPES.get(self.settings.dtype, stored)).to(self.device).eval()
+        dtype = _DTYPES.get(self.settings.dtype, None if self.device.type == "cuda" else torch.float32)
+        if self._world is None:
+            self.model = _load_model(folder, dtype or "auto").to(self.device).eval()
+        else:
+            from distill_rl.models.load import load_to_generate
+
+            self.model = load_to_generate(folder, self._world, dtype=dtype)
         # A folder's generation_config.json may enable sampling, beam search or penalties; greedy decoding uses none.
         ends = self.encoder.stop_ids
         self.model.generation_config = GenerationConfig(do_sample=False, eos_token_id=list(ends), pad_token_id=ends[0])

@@ -157,7 +157,10 @@ def _head_only_at(model: Any, positions: Sequence[tuple[int, int]]) -> Iterator[
     if head is None:
         yield lambda logits: logits[rows, columns]
         return
-    hook = head.register_forward_pre_hook(lambda _, arguments: (arguments[0][rows, columns][None], *arguments[1:]))
+    # Before the hooks of a layer that is split over ranks, which turn the hidden states into a DTensor.
+    hook = head.register_forward_pre_hook(
+        lambda _, arguments: (arguments[0][rows, columns][None], *arguments[1:]), prepend=True
+    )
     try:
         yield lambda logits: logits[0]
     finally:

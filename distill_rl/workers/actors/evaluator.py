@@ -1,4 +1,4 @@
-"""The evaluation actor: it loads a model on a share of a GPU or on the CPU and runs suites on it."""
+"""The evaluation actor: it loads a model, or its part of one, on a share of a GPU or on the CPU, and runs it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ import ray
 
 from distill_rl.evals.backends.base import BackendName, Output, Settings
 from distill_rl.evals.executor import LocalExecutor, Task
+from distill_rl.evals.leader import LeadingExecutor, follow
 from distill_rl.evals.options import LoadedSuite, Options
 from distill_rl.evals.suites.base import Item
-from distill_rl.workers.actors.rank import Worker
+from distill_rl.workers.actors.rank import GroupMember
 from distill_rl.workers.cluster.gauges import Gauges
 
 if TYPE_CHECKING:
     from distill_rl.evals.run import Model
+    from distill_rl.parallel.mesh import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +34,25 @@ class Evaluated:
     """As `evals.results.samples.samples_of` returns them."""
 
 
-class EvalWorker(Worker):
-    """One copy of a model, loaded by `load` or `evaluate`. It sees only the GPUs that Ray assigned to it."""
+class EvalWorker(GroupMember):
+    """One copy of a model, loaded by `load` or `evaluate`. It sees only the GPUs that Ray assigned to it.
 
-    def __init__(self, rank: int, threads: int, run: str = ""):
+    With tensor parallelism of the backend hf, `tp` consecutive actors hold one copy. All of them are called alike:
+    `load` and `outputs` with the same arguments; or `evaluate` on the first one and `follow` on the others.
+    """
+
+    def __init__(self, rank: int, tp: int, threads: int, deadline_s: float, run: str = ""):
         """Restricts this process to the GPUs that Ray assigned to the actor (none: CPU only). No model is loaded yet.
 
         Args:
-            rank: not used; every actor of a `WorkerGroup` gets its rank first.
+            rank: among all actors of the group.
+            tp: number of actors that hold one copy of the model together. More than one must `start`.
             threads: of the CPU for computation.
+            deadline_s: how long a rank of a copy waits for the others, in seconds.
             run: the run's name, as a tag of the gauges.
         """
+        self._rank, self._tp, self._deadline_s = rank % tp, tp, deadline_s
+        self._world: World | None = None
         gpus = ",".join(map(str, ray.get_gpu_ids()))
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
         self._share = min(1.0, ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0))
@@ -51,9 +61,29 @@ class EvalWorker(Worker):
         self._executor = LocalExecutor()
         self._loaded: tuple[object, list[LoadedSuite]] | None = None
 
+    def start(self, host: str, port: int, gpu_memory: float = 1.0) -> None:
+        """Joins the process group of the actors that hold this copy of the model, and waits for them.
+
+        Args:
+            host, port: of the store that the first of them serves; that one ignores them.
+            gpu_memory: not used, because a model is limited to the share that Ray assigned.
+        """
+        from distill_rl.parallel.mesh import join_store, open_world
+
+        store = self._store or join_store(host, port, self._tp)
+        device = "cuda:0" if ray.get_gpu_ids() else "cpu"
+        self._world = open_world(
+            rank=self._rank, dp=1, tp=self._tp, device=device, store=store, timeout_s=self._deadline_s
+        )
+        self._executor = LocalExecutor(self._world)
+
     def stop(self) -> None:
-        """Frees the loaded model, if there is one."""
+        """Frees the loaded model, if there is one, and leaves the process group together with its other ranks."""
         self._executor.close()
+        if self._world is not None:
+            from distill_rl.parallel.mesh import close_world
+
+            close_world(self._world)
 
     def load(self, folder: Path, backend: BackendName, settings: Settings) -> str:
         """Loads the model in `folder`, in place of an earlier one, and returns its device.
@@ -64,8 +94,15 @@ class EvalWorker(Worker):
         return self._executor.device
 
     def outputs(self, task: Task, items: Sequence[Item]) -> list[tuple[int, Output]]:
-        """Runs the loaded model on all items. Returns (index into `items`, output) for each, in any order."""
-        return list(self._executor.outputs(task, items))
+        """Runs the loaded model on all items. Returns (index into `items`, output) for each, in any order; only on the
+        first rank of a copy, and nothing on the others."""
+        outputs = list(self._executor.outputs(task, items))
+        return outputs if self._rank == 0 else []
+
+    def follow(self) -> None:
+        """Runs this rank's part of the models that the first rank evaluates, until it is done with `evaluate`."""
+        assert self._world is not None
+        follow(self._executor, self._world)
 
     def evaluate(
         self, model: Model, suites: Sequence[str], data: Path, options: Options, num_samples: int
@@ -88,14 +125,15 @@ class EvalWorker(Worker):
         loaded = self._questions(suites, data, options)
         options = replace(options, settings=self._with_resources(options.settings))
         start = time.perf_counter()
+        executor = self._executor if self._world is None else LeadingExecutor(self._executor, self._world)
         try:
             with FileProgress(progress_file(model.out)) as progress:
-                results = evaluate_models([model], loaded, options, self._executor, progress)[model.name]
+                results = evaluate_models([model], loaded, options, executor, progress)[model.name]
         finally:
             self._gauges.set("evaluator_seconds", time.perf_counter() - start)
             self._gauges.add("evaluator_evaluations", 1)
             if options.backend != "vllm":
-                self._executor.close()
+                executor.close()
         return Evaluated(results, samples_of(loaded, model.out, num_samples))
 
     def _questions(self, suites: Sequence[str], data: Path, options: Options) -> list[LoadedSuite]:

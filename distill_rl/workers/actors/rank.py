@@ -80,19 +80,11 @@ class Worker:
         )
 
 
-class RankWorker(Worker):
-    """One rank of a process group, before its engine is built.
+class GroupMember(Worker):
+    """An actor that may be a rank of a process group."""
 
-    Args:
-        config: the run's settings.
-        threads: number of torch threads of this process.
-    """
-
-    def __init__(self, config: Config, threads: int):
-        self._config, self._threads = config, threads
-        self._store: TCPStore | None = None
-        self._transports: dict[str, Transport] = {}
-        """By name."""
+    _store: TCPStore | None = None
+    """The store through which the ranks find each other, on the first of them."""
 
     def serve_store(self, world_size: int) -> tuple[str, int]:
         """Opens on this node the store through which `world_size` ranks find each other, without waiting for them.
@@ -107,6 +99,20 @@ class RankWorker(Worker):
         host = ray.util.get_node_ip_address()
         self._store = serve_store(host, world_size)
         return host, self._store.port
+
+
+class RankWorker(GroupMember):
+    """One rank of a process group, before its engine is built.
+
+    Args:
+        config: the run's settings.
+        threads: number of torch threads of this process.
+    """
+
+    def __init__(self, config: Config, threads: int):
+        self._config, self._threads = config, threads
+        self._transports: dict[str, Transport] = {}
+        """By name."""
 
     def place(self) -> Place:
         """Returns where this rank's tensors are (node and device), by which a transport is chosen.

@@ -4,10 +4,11 @@ A bundle is a set of resources on one node, at most one GPU of it. `place_actors
 
 1. Ranks. `colocated`: bundle i holds the i-th rank of the student and of every teacher, which share its GPU.
    `disaggregated`: every rank has a bundle and a GPU of its own.
-2. Guests. Aligners with a share of a GPU (`aligner.num_gpus`) join the bundles of the ranks in turn. The evaluator
-   joins the first bundle if the cluster has no GPU left over for it. The ranks of a bundle divide the rest of its GPU
-   evenly: each gets (1 - sum of the guests' shares) / number of ranks.
-3. Other actors, which are aligners without a GPU and an evaluator that is no guest, get a bundle each.
+2. Guests. Aligners with a share of a GPU (`aligner.num_gpus`) join the bundles of the ranks in turn. The evaluators
+   (one, or one per rank of `evaluate.parallel.tp`) join the first bundles, one each, if the cluster has too few GPUs
+   left over for them. The ranks of a bundle divide the rest of its GPU evenly: each gets (1 - sum of the guests'
+   shares) / number of ranks.
+3. Other actors, which are aligners without a GPU and evaluators that are no guests, get a bundle each.
 4. Nodes. Ray packs bundles on as few nodes as it can, unless `disaggregated` or a student with replicas asks for a
    fixed node per rank and the cluster has room for that.
 """
@@ -24,6 +25,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from distill_rl.config.derive import evaluator_problem, evaluators
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config, ParallelConfig
 from distill_rl.errors import ConfigError
@@ -73,6 +75,11 @@ def actor_names(config: Config, num_aligners: int = 1) -> tuple[list[str], dict[
     return student, teachers, [f"aligner-{i}" for i in range(num_aligners)]
 
 
+def evaluator_names(evaluator: str, ranks: int) -> list[str]:
+    """The names of the actors that hold one copy of an evaluated model, such as evaluator, or evaluator-tp0, …"""
+    return [evaluator] if ranks == 1 else [f"{evaluator}-tp{tp_rank}" for tp_rank in range(ranks)]
+
+
 def _rank_names(parallel: ParallelConfig) -> list[str]:
     """The names of a group's ranks, such as dp0-tp1, with tp changing fastest."""
     return [f"dp{dp_rank}-tp{tp_rank}" for dp_rank in range(parallel.dp) for tp_rank in range(parallel.tp)]
@@ -97,7 +104,8 @@ def place_actors(
         needs: memory that a rank of the student (`student`) and of each teacher needs, by name; None: equal needs.
 
     Raises:
-        ConfigError: the guests of a GPU leave nothing of it to the ranks, or the transport works only within a node.
+        ConfigError: the guests of a GPU leave nothing of it to the ranks, the cluster has too few GPUs for
+            `evaluate.parallel.tp`, or the transport works only within a node.
     """
     student, teachers, aligners = actor_names(config, num_aligners)
     groups = [student, *teachers.values()]
@@ -106,8 +114,12 @@ def place_actors(
     else:
         ranks_by_bundle = _colocated(groups)
     aligner_share = config.aligner.num_gpus if gpus else 0.0
-    has_evaluator = bool(config.evaluate.suites)
-    evaluator_is_guest = has_evaluator and 0 < gpus <= len(ranks_by_bundle)
+    if too_few := evaluator_problem(config, gpus):
+        raise ConfigError.many([too_few])
+    evaluator = evaluator_names(EVALUATOR, evaluators(config)) if config.evaluate.suites else []
+    gpus_each = config.evaluate.parallel.tp / max(1, len(evaluator)) if gpus else 0.0
+    are_guests = 0 < gpus < len(ranks_by_bundle) + gpus_each * len(evaluator)
+    evaluator_guests = evaluator[: len(ranks_by_bundle)] if are_guests else []
 
     bundles: list[dict[str, float]] = []
     placements: dict[str, ActorPlacement] = {}
@@ -115,22 +127,21 @@ def place_actors(
         guests: dict[str, float] = {}
         if aligner_share:
             guests = dict.fromkeys(aligners[i :: len(ranks_by_bundle)], aligner_share)
-        if evaluator_is_guest and i == 0:
-            guests[EVALUATOR] = config.evaluate.gpu_share
+        if evaluates := i < len(evaluator_guests):
+            guests[evaluator_guests[i]] = config.evaluate.gpu_share
         left = 1.0 - sum(guests.values())
         if left <= 0:
-            raise _no_gpu_left(guests, aligners_share=aligner_share > 0)
+            raise _no_gpu_left(guests, aligners_share=aligner_share > 0, evaluates=evaluates)
         bundles.append(_bundle(len(ranks) + len(guests), 1.0 if gpus else 0.0))
         rank_share = left / len(ranks) if gpus else 0.0
-        memory = _memory_shares(ranks, left, needs) if EVALUATOR in guests else {}
+        memory = _memory_shares(ranks, left, needs) if evaluates else {}
         for name in ranks:
             placements[name] = ActorPlacement(i, rank_share, memory.get(name, 1.0))
         for name, share in guests.items():
             placements[name] = ActorPlacement(i, share)
 
     others = dict.fromkeys([] if aligner_share else aligners, 0.0)
-    if has_evaluator and not evaluator_is_guest:
-        others[EVALUATOR] = 1.0 if gpus else 0.0
+    others |= dict.fromkeys(evaluator[len(evaluator_guests) :], gpus_each)
     for name, num_gpus in others.items():
         placements[name] = ActorPlacement(len(bundles), num_gpus)
         bundles.append(_bundle(1, num_gpus))
@@ -165,15 +176,16 @@ def _memory_shares(ranks: Sequence[str], left: float, needs: Mapping[str, float]
     return {name: left * rank_need / total for name, rank_need in need.items()}
 
 
-def _no_gpu_left(guests: Mapping[str, float], *, aligners_share: bool) -> ConfigError:
+def _no_gpu_left(guests: Mapping[str, float], *, aligners_share: bool, evaluates: bool) -> ConfigError:
     """Returns the error for guests that take a whole GPU or more, naming the settings to lower.
 
     Args:
         guests: actor names with their shares of the GPU.
         aligners_share: whether aligners have shares.
+        evaluates: whether one of the guests is an evaluator.
     """
     keys = ["aligner.num_gpus"] if aligners_share else []
-    if EVALUATOR in guests:
+    if evaluates:
         keys.append("evaluate.gpu_share")
     return ConfigError(
         " and ".join(keys),

@@ -27,6 +27,7 @@ from distill_rl.types import RunPaths
 from distill_rl.workers.actors.evaluator import Evaluated
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
+from distill_rl.workers.evaluation.executor import join
 
 Result = Mapping[str, Any]
 _WEIGHTS = ".weights-"
@@ -73,7 +74,7 @@ class Evaluations:
     evaluated on resume. A teacher is evaluated in its own folder, and `evals/.teacher-<name>` marks that it is due.
 
     Args:
-        group: the evaluator; None if there are no suites.
+        group: the evaluator, with a rank per part of the model; None if there are no suites.
         paths: of the run, whose folder `evals` gets the results.
         copy: writes the student's weights to a folder; returns the problem if it fails.
         record: receives a step and its metrics.
@@ -253,7 +254,8 @@ class Evaluations:
             say(f"evaluating {title} on {counts}")
 
     def _submit(self, model: Model, *, final: bool = False) -> dict[ray.ObjectRef, str]:
-        """Calls the evaluator on `model` without waiting. Returns the call, whose first result is an `Evaluated`.
+        """Calls the evaluator on `model` without waiting. Returns the calls of its ranks, whose first result is an
+        `Evaluated`.
 
         Args:
             final: the model is the export.
@@ -264,13 +266,17 @@ class Evaluations:
         data = Path(evaluate.data or "").expanduser().absolute()
         suites = [str(Path(name).expanduser().absolute()) if name.endswith(".py") else name for name in evaluate.suites]
         options = evaluation_options(self._config, final=final)
-        return self._group.submit("evaluate", model, suites, data, options, evaluate.samples)
+        calls = self._group.submit("evaluate", model, suites, data, options, evaluate.samples, ranks=[0])
+        return calls | self._group.submit("follow", ranks=range(1, len(self._group.actors)))
 
     def _replace(self) -> None:
-        """Replaces the evaluator, which may be dead or hang, and waits for the new one. A failure is only logged."""
+        """Replaces the evaluator, all ranks of it, which may be dead or hang, and waits for the new one. A failure is
+        only logged."""
         assert self._group is not None
+        ranks, timeout_s = range(len(self._group.actors)), self._config.ray.start_timeout_s
         try:
-            self._group.renew([0], self._config.ray.start_timeout_s)
+            self._group.renew(ranks, timeout_s)
+            join(self._group, len(ranks), self._calls, timeout_s)
         except DistillError as error:
             log.warning("%s", error)
 

@@ -1,4 +1,4 @@
-"""Offline evaluation in Ray actors: one copy of the model per shard, each on its share of a GPU."""
+"""Offline evaluation in Ray actors: one copy of the model per shard, on a share of a GPU or split over several."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import ray
 
+from distill_rl.config.derive import evaluator_ranks
 from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError, DistillError
 from distill_rl.evals.backends.base import BackendName, Output, Settings
@@ -22,7 +23,13 @@ from distill_rl.evals.suites.base import Item
 from distill_rl.workers.actors.evaluator import EvalWorker
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup, stop
-from distill_rl.workers.cluster.placement import ActorPlacement, PlacementPlan, reserve
+from distill_rl.workers.cluster.placement import (
+    EVALUATOR,
+    ActorPlacement,
+    PlacementPlan,
+    evaluator_names,
+    reserve,
+)
 from distill_rl.workers.cluster.process_monitor import keep_logs
 from distill_rl.workers.cluster.session import ray_session
 
@@ -39,7 +46,7 @@ class Shards:
 
     count: int = 1
     gpus_each: float | None = None
-    """GPUs per actor. None: divided evenly, at most one each; with tensor parallelism, as many as that needs."""
+    """GPUs per copy. None: divided evenly, at most one each; with tensor parallelism, as many as that needs."""
     ray: RayConfig = field(default_factory=RayConfig)
     deadline_s: float = 3600.0
     """For loading a model, and for one call of up to a few batches."""
@@ -48,9 +55,11 @@ class Shards:
 class _Running(NamedTuple):
     """A call that has been submitted."""
 
-    rank: int
+    copy: int
     chunk: list[int]
     """Indices of its items."""
+    calls: dict[ray.ObjectRef, str]
+    """The calls of all ranks of the copy; the first one returns the outputs."""
     deadline: float
 
 
@@ -80,7 +89,8 @@ class RayExecutor:
         )
         self._open = ExitStack()
         self._group: WorkerGroup | None = None
-        self._names = [f"evaluator-{rank}" for rank in range(shards.count)]
+        self._ranks = 1
+        """Actors of one copy."""
         self._backend: BackendName = "hf"
         self._batch_size = 1
 
@@ -109,7 +119,7 @@ class RayExecutor:
             DistillError: an actor failed, or took longer than `Shards.deadline_s` to load the model.
         """
         if self._group is None:
-            self._group = self._start_actors(settings.tensor_parallel)
+            self._group = self._start_actors(backend, settings.tensor_parallel)
         self._backend, self._batch_size = backend, settings.batch_size
         started = self._group.submit("load", folder.absolute(), backend, settings)
         self.device = self._calls.gather(started, what=f"loading {folder}", timeout_s=self._shards.deadline_s)[0]
@@ -127,56 +137,65 @@ class RayExecutor:
         """
         assert self._group is not None
         waiting = deque(chunks(items, task, self._backend, self._batch_size))
-        # Every rank once per call that it may have queued: taken when a call is submitted, returned when it is done.
-        free = deque([rank for _ in range(CALLS_PER_WORKER) for rank in range(self._shards.count)])
+        # Every copy once per call that it may have queued: taken when a call is submitted, returned when it is done.
+        free = deque([copy for _ in range(CALLS_PER_WORKER) for copy in range(self._shards.count)])
         limit_s = CALLS_PER_WORKER * self._shards.deadline_s  # a call may have to wait for those before it
         running: dict[ray.ObjectRef, _Running] = {}
+        """By each of its calls."""
         while waiting or running:
             while waiting and free:
-                rank, chunk = free.popleft(), waiting.popleft()
-                (ref,) = self._group.submit("outputs", task, [items[index] for index in chunk], ranks=[rank])
-                running[ref] = _Running(rank, chunk, time.monotonic() + limit_s)
+                copy, chunk = free.popleft(), waiting.popleft()
+                ranks = range(copy * self._ranks, (copy + 1) * self._ranks)
+                calls = self._group.submit("outputs", task, [items[index] for index in chunk], ranks=ranks)
+                running |= dict.fromkeys(calls, _Running(copy, chunk, calls, time.monotonic() + limit_s))
             done, pending = ray.wait(list(running), timeout=_POLL_S)
             self._calls.interrupted()
             now = time.monotonic()
-            if late := {self._names[running[ref].rank] for ref in pending if running[ref].deadline < now}:
+            if late := {running[ref].calls[ref] for ref in pending if running[ref].deadline < now}:
                 raise self._calls.late(late, "running the model", limit_s)
             for ref in done:
-                rank, chunk, _ = running.pop(ref)
-                outputs = self._calls.gather({ref: self._names[rank]}, what="running the model", timeout_s=_FETCH_S)[0]
-                free.append(rank)
+                copy, chunk, calls, _ = running[ref]
+                # The ranks of a copy end together. If one has failed, the others may wait for it.
+                outputs = self._calls.gather(calls, what="running the model", timeout_s=_FETCH_S)[0]
+                for call in calls:
+                    del running[call]
+                free.append(copy)
                 yield [(chunk[index], output) for index, output in outputs]
 
-    def _start_actors(self, tensor_parallel: int) -> WorkerGroup:
-        """Starts (or joins) Ray and one actor per shard, on reserved resources, and waits until they run.
+    def _start_actors(self, backend: BackendName, tensor_parallel: int) -> WorkerGroup:
+        """Starts (or joins) Ray and the actors of every shard, on reserved resources, and waits until they run.
 
+        A shard is one actor, or with tensor parallelism of hf one per rank, which then have joined their process group.
         All of it ends when the executor's block ends.
 
         Args:
-            tensor_parallel: GPUs over which each actor splits its model; 1: none.
+            tensor_parallel: ranks over which each model is split; 1: none.
 
         Raises:
             ConfigError: the cluster lacks the resources.
             WorkerError: an actor does not come up.
         """
-        settings, count = self._shards.ray, self._shards.count
+        self._ranks = evaluator_ranks(backend, tensor_parallel)
+        settings, count = self._shards.ray, self._shards.count * self._ranks
         self._open.enter_context(ray_session(settings, num_cpus=count, started=self._started))
         gpus = ray.cluster_resources().get("GPU", 0.0)
-        gpus_each = self._gpus_each(gpus, tensor_parallel)
-        names = self._names
+        gpus_each = self._gpus_each(gpus, backend, tensor_parallel) / self._ranks
+        names = [name for i in range(self._shards.count) for name in evaluator_names(f"{EVALUATOR}-{i}", self._ranks)]
         bundle = {"CPU": 1.0} | ({"GPU": gpus_each} if gpus_each else {})
         placements = {name: ActorPlacement(i, gpus_each) for i, name in enumerate(names)}
         plan = PlacementPlan(tuple(bundle for _ in names), placements)
         timeout_s = settings.placement_timeout_s
         placement = self._open.enter_context(reserve(plan, timeout_s=timeout_s, interrupted=self._calls.interrupted))
         threads = max(1, len(os.sched_getaffinity(0)) // count)
-        group = WorkerGroup(EvalWorker, names, plan, placement, self._calls, threads)
+        arguments = (self._ranks, threads, self._shards.deadline_s)
+        group = WorkerGroup(EvalWorker, names, plan, placement, self._calls, *arguments)
         self._open.callback(group.kill)
         group.identify(settings.start_timeout_s)
+        join(group, self._ranks, self._calls, settings.start_timeout_s)
         return group
 
-    def _gpus_each(self, gpus: float, tensor_parallel: int) -> float:
-        """Returns the number of GPUs per actor, a fraction if actors share one; 0 in a cluster without GPUs.
+    def _gpus_each(self, gpus: float, backend: BackendName, tensor_parallel: int) -> float:
+        """Returns the number of GPUs per copy, a fraction if copies share one; 0 in a cluster without GPUs.
 
         It is `tensor_parallel` if that exceeds 1, else `Shards.gpus_each` if set, else an even share of one GPU.
 
@@ -188,10 +207,22 @@ class RayExecutor:
         """
         count = self._shards.count
         if tensor_parallel > 1:
+            if backend == "hf" and not gpus:
+                return 0.0
             if gpus < tensor_parallel * count:
                 rule = f"{count} shards x {tensor_parallel} GPUs are asked, the cluster has {gpus:g}"
-                raise ConfigError("tensor_parallel", rule, None, "lower --tensor-parallel or --shards")
+                raise ConfigError("--tp", rule, None, "lower --tp or --shards")
             return float(tensor_parallel)
         if self._shards.gpus_each is not None:
             return self._shards.gpus_each
         return 1 / math.ceil(count / gpus) if gpus else 0.0
+
+
+def join(group: WorkerGroup, ranks: int, calls: Calls, timeout_s: float) -> None:
+    """Makes every `ranks` consecutive evaluators one process group, and waits for it; does nothing for one rank.
+
+    Raises:
+        DistillError: an actor fails, or is not done within `timeout_s` seconds.
+    """
+    if ranks > 1:
+        calls.gather(group.start(size=ranks, timeout_s=timeout_s), what="joining the evaluators", timeout_s=timeout_s)

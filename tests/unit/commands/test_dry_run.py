@@ -130,6 +130,18 @@ def test_layout_matches_the_placement(placement, per_node, expected):
 
 
 @pytest.mark.parametrize(
+    ("backend", "tp", "expected"), [("hf", 1, (1, 2)), ("hf", 2, (1, 2)), ("hf", 4, (1, 4)), ("vllm", 4, (1, 6))]
+)
+def test_layout_has_room_for_the_evaluator(backend, tp, expected):
+    config = Config()
+    config.student.parallel = ParallelConfig(dp=2)
+    config.evaluate.suites, config.evaluate.backend, config.evaluate.parallel.tp = ["mmlu"], backend, tp
+    assert layout(config, 8) == expected
+    config.evaluate.suites = []
+    assert layout(config, 8) == (1, 2)
+
+
+@pytest.mark.parametrize(
     ("example", "teacher", "nodes"), [("same-tokenizer", "teacher", "1"), ("cross-tokenizer", "foreign", "2")]
 )
 def test_examples_request_the_machine_of_their_recipe(material, tmp_path, example, teacher, nodes):

@@ -51,12 +51,12 @@ def test_valid_settings_are_accepted(where: ExecutorOptions) -> None:
         (request_of(ExecutorOptions(gpus_per_shard=-1.0)), "--gpus-per-shard: must be a fraction"),
         (request_of(ExecutorOptions(gpus_per_shard=float("nan"))), "--gpus-per-shard: must be a fraction"),
         (
-            request_of(ExecutorOptions(), tensor_parallel=2),
-            "--tensor-parallel: needs --backend vllm; got 2; use more --shards",
+            request_of(ExecutorOptions(shards=0), tensor_parallel=2),
+            "--tp: the backend hf splits a model over Ray actors, and --shards 0 starts none; got 2; set --shards to 1",
         ),
         (
             request_of(ExecutorOptions(gpus_per_shard=1.0), "vllm", 2),
-            "--gpus-per-shard: has no effect here: --tensor-parallel decides",
+            "--gpus-per-shard: has no effect here: --tp decides",
         ),
         (request_of(ExecutorOptions(shards=0, gpus_per_shard=1.0)), "--gpus-per-shard: has no effect here: --shards 0"),
     ],
@@ -69,7 +69,7 @@ def test_invalid_settings_are_refused(refused: Request, words: str) -> None:
 
 def test_all_invalid_options_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        require_valid(request_of(ExecutorOptions(shards=-1, deadline_s=-5.0), tensor_parallel=2))
+        require_valid(request_of(ExecutorOptions(shards=0, deadline_s=-5.0, address="auto"), tensor_parallel=2))
     assert len(caught.value.problems) == 3
 
 

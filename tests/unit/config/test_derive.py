@@ -134,6 +134,15 @@ def test_evaluator_memory_is_student_copy_and_prompt_cache(load):
     assert evaluator.cache == 2 * 1024 * MODEL.num_layers * 2 * key_value * 4
 
 
+def test_evaluator_that_is_split_is_counted_by_rank(load):
+    settings = ("evaluate.suites=[mmlu]", "evaluate.data=d", "evaluate.batch_size=2")
+    whole, split = (sizes(load(*settings, *more), Facts(student=MODEL)) for more in ((), ("evaluate.parallel.tp=2",)))
+    assert split.world["evaluator"] == "tp 2 = 2 processes: mmlu at the end"
+    (one,), (half,) = ([worker for worker in found.memory if worker.worker == "evaluator"] for found in (whole, split))
+    assert (one.count, half.count) == (1, 2)
+    assert (2 * half.weights, 2 * half.cache, half.logits) == (one.weights, one.cache, one.logits)
+
+
 def test_without_kd_no_teacher_is_counted(load):
     derived = sizes(load("loss.kd_weight=0", "loss.ce_weight=1"), Facts(student=MODEL, teachers=()))
     assert derived.teachers == ()

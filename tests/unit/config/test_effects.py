@@ -115,6 +115,7 @@ CASES: dict[tuple[str, str], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("evaluate.batch_size", "no suites"): ("8", (), SUITES),
     ("evaluate.gpu_share", "no suites"): ("0.5", (), SUITES),
     ("evaluate.timeout_s", "no suites"): ("9", (), SUITES),
+    ("evaluate.parallel.tp", "no suites"): ("2", (), SUITES),
     ("evaluate.every", "no validation data"): ("5", (), ("data.validation.fraction=0.1",)),
     ("evaluate.limit", "at the end"): ("5", SUITES, (*SUITES, "evaluate.suites_every=5")),
     ("evaluate.batch_size", "vLLM"): ("8", (*SUITES, "evaluate.backend=vllm"), SUITES),

@@ -204,6 +204,45 @@ def test_evaluator_on_cpus_has_a_separate_bundle():
     assert plan.placements[EVALUATOR].num_gpus == 0
 
 
+def split(tp, backend="hf", **sizes):
+    settings = with_suites(**sizes)
+    settings.evaluate.parallel.tp, settings.evaluate.backend = tp, backend
+    return settings
+
+
+def test_ranks_of_a_split_evaluator_get_gpus_that_are_left_over():
+    plan = place_actors(split(2), 1, gpus=3)
+    bundles = [plan.placements[f"evaluator-tp{i}"].bundle for i in range(2)]
+    assert [plan.bundles[bundle] for bundle in bundles] == [{"CPU": 1.0, "GPU": 1.0}] * 2
+    assert bundles[0] != bundles[1]
+    assert plan.placements["student-dp0-tp0"].num_gpus == 0.5
+    assert EVALUATOR not in plan.placements
+
+
+@pytest.mark.parametrize(("gpus", "student", "shares"), [(2, (2, 1), [0.2, 0.2]), (2, (1, 1), [0.2, 1.0])])
+def test_ranks_of_a_split_evaluator_never_share_a_gpu(gpus, student, shares):
+    plan = place_actors(split(2, student=student), 1, gpus=gpus)
+    places = [plan.placements[f"evaluator-tp{i}"] for i in range(2)]
+    assert [place.num_gpus for place in places] == shares
+    assert places[0].bundle != places[1].bundle
+    assert sum(bundle.get("GPU", 0) for bundle in plan.bundles) == gpus
+    assert plan.placements["student-dp0-tp0"].gpu_memory < 1.0
+
+
+def test_vllm_splits_a_model_over_the_free_gpus_of_one_actor():
+    plan = place_actors(split(2, "vllm"), 1, gpus=3)
+    assert plan.bundles[plan.placements[EVALUATOR].bundle] == {"CPU": 1.0, "GPU": 2.0}
+    with pytest.raises(ConfigError, match=r"vllm needs 2 free GPUs; student and teachers use 1 of 2; lower it, or set"):
+        place_actors(split(2, "vllm"), 1, gpus=2)
+
+
+def test_split_evaluator_needs_as_many_gpus():
+    with pytest.raises(ConfigError, match=r"^evaluate\.parallel\.tp: 4 GPUs are asked, there are 2; lower it"):
+        place_actors(split(4), 1, gpus=2)
+    on_cpus = place_actors(split(4), 1, gpus=0)
+    assert {f"evaluator-tp{i}" for i in range(4)} < set(on_cpus.placements)
+
+
 def test_disaggregated_evaluator_may_be_on_any_node():
     nodes = [node("a", CPU=4, GPU=2), node("b", CPU=4, GPU=2)]
     plan = place_actors(with_suites("disaggregated", student=(1, 1), teachers=((1, 1),)), 0, gpus=4, nodes=nodes)
