@@ -191,14 +191,7 @@ class Objective(nn.Module):
             ValueError: the number of targets is not that of the teachers; chunks are missing or superfluous; or hidden
                 states of a teacher without an output layer.
         """
-        if len(targets) != len(self.teachers):
-            raise ValueError(f"{len(self.teachers)} teachers need as many targets, got {len(targets)}")
-        chunks = tuple(chunks) or (None,) * len(targets)
-        for teacher, cross, rows in zip(self.teachers, self.cross_tokenizer, chunks):
-            if (cross is None) != (rows is None):
-                raise ValueError(
-                    f"teacher {teacher.name}: chunks must be given exactly for a teacher of another tokenizer"
-                )
+        chunks = self._chunks_of(targets, chunks)
         blend = blend or self.blend()
         batch = _MicroBatch(student, labels, max(num_labels, 1), own_labels)
         if not self.teachers:
@@ -206,18 +199,10 @@ class Objective(nn.Module):
             return ObjectiveOutput(term.loss, term.kd, term.ce, (), term.teacher_mass)
 
         first = next((i for i, target in enumerate(targets) if target is not None), 0)
-        terms: list[_Term] = []
-        for i, target in enumerate(targets):
-            kd, ce, cross, rows = blend.kd * blend.shares[i], 0.0, self.cross_tokenizer[i], chunks[i]
-            if i == first:
-                ce = blend.ce
-            if target is None:
-                zero = torch.zeros((), device=labels.device)
-                terms.append(_Term(zero, zero, zero, zero))
-            elif cross is not None and rows is not None:
-                terms.append(self._chunk_term(batch, self._with_head(target, i), rows, cross, kd, ce))
-            else:
-                terms.append(self._token_term(batch, self._comparable(student, target, i), kd, ce))
+        terms = [
+            self._term(batch, i, target, chunks[i], blend.kd * blend.shares[i], blend.ce if i == first else 0.0)
+            for i, target in enumerate(targets)
+        ]
         return ObjectiveOutput(
             loss=torch.stack([term.loss for term in terms]).sum(),
             kd=torch.stack([term.kd * share for term, share in zip(terms, blend.shares)]).sum(),
@@ -226,6 +211,38 @@ class Objective(nn.Module):
             teacher_mass=terms[first].teacher_mass,
             agreement=self._agreement(batch, targets, chunks) if with_agreement else None,
         )
+
+    def _chunks_of(
+        self, targets: Sequence[Target | None], chunks: Sequence[ChunkRows | None]
+    ) -> tuple[ChunkRows | None, ...]:
+        """Returns the chunks per teacher; arguments and errors as for `forward`."""
+        if len(targets) != len(self.teachers):
+            raise ValueError(f"{len(self.teachers)} teachers need as many targets, got {len(targets)}")
+        per_teacher = tuple(chunks) or (None,) * len(targets)
+        for teacher, cross, rows in zip(self.teachers, self.cross_tokenizer, per_teacher):
+            if (cross is None) != (rows is None):
+                raise ValueError(
+                    f"teacher {teacher.name}: chunks must be given exactly for a teacher of another tokenizer"
+                )
+        return per_teacher
+
+    def _term(
+        self, batch: _MicroBatch, teacher: int, target: Target | None, rows: ChunkRows | None, kd: float, ce: float
+    ) -> _Term:
+        """Compares one teacher, by tokens or by chunks; zeros for one that the run has lost.
+
+        Args:
+            teacher: its index.
+            rows: its chunks; None for the student's tokenizer.
+            kd, ce: weights of the two losses.
+        """
+        cross = self.cross_tokenizer[teacher]
+        if target is None:
+            zero = torch.zeros((), device=batch.labels.device)
+            return _Term(zero, zero, zero, zero)
+        if cross is not None and rows is not None:
+            return self._chunk_term(batch, self._with_head(target, teacher), rows, cross, kd, ce)
+        return self._token_term(batch, self._comparable(batch.student, target, teacher), kd, ce)
 
     def _token_term(self, batch: _MicroBatch, target: Teacher | None, kd: float, ce: float) -> _Term:
         """Compares one teacher token by token, and adds CE in the same pass.
