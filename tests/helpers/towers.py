@@ -17,6 +17,8 @@ _PARTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "llava": ({"model_type": "llama"}, {**_IMAGE, "model_type": "clip_vision_model"}, {}),
     "mistral3": ({"model_type": "mistral"}, {**_IMAGE, "model_type": "pixtral"}, {}),
     "idefics3": ({"model_type": "llama"}, _IMAGE, {}),
+    "internvl": ({"model_type": "qwen2"}, {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]}, {}),
+    "qwen2_vl": ({"rope_parameters": _ROPE}, {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}, {}),
     "qwen2_5_vl": ({"rope_parameters": _ROPE}, {**_QWEN_VISION, "fullatt_block_indexes": [0]}, {}),
     "qwen3_vl": ({"rope_parameters": _ROPE}, {**_QWEN_VISION, "deepstack_visual_indexes": [0]}, {}),
 }

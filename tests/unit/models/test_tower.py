@@ -30,6 +30,8 @@ CLASSES = {
     "llava": "LlamaForCausalLM",
     "mistral3": "MistralForCausalLM",
     "idefics3": "LlamaForCausalLM",
+    "internvl": "Qwen2ForCausalLM",
+    "qwen2_vl": "Qwen2ForCausalLM",
     "qwen2_5_vl": "Qwen2ForCausalLM",
     "qwen3_vl": "Qwen3ForCausalLM",
 }
