@@ -72,7 +72,7 @@ def enter_at_hidden(model: PreTrainedModel) -> None:
 
 
 def _body(model: PreTrainedModel, arguments: dict[str, Any], compute: Compute[Result]) -> Result:
-    hidden = model.base_model(**arguments).last_hidden_state
+    hidden = _inner(model)(**arguments).last_hidden_state
     return model.get_output_embeddings()._distill_rl_head(hidden, compute)
 
 
@@ -86,7 +86,13 @@ def body(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, docume
     For models without FSDP (teachers), because a sharded model must be entered through its root. Arguments as in
     `logits`.
     """
-    return model.base_model(**_forward_arguments(model, input_ids, position_ids, documents)).last_hidden_state
+    return _inner(model)(**_forward_arguments(model, input_ids, position_ids, documents)).last_hidden_state
+
+
+def _inner(model: PreTrainedModel) -> Any:
+    """The model without its head. Llama 4's causal language model names a prefix that only its multimodal one has."""
+    inner = model.base_model
+    return model.model if inner is model else inner
 
 
 def head(model: PreTrainedModel, hidden: Tensor) -> Tensor:

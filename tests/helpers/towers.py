@@ -11,10 +11,12 @@ _VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "
 _IMAGE: dict[str, Any] = {**_VISION, "image_size": 28, "patch_size": 14}
 _QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_LLAMA4 = {"intermediate_size_mlp": 64, "num_local_experts": 2}
 # family → (settings of the text, of the images, and of the whole)
 _PARTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gemma3": ({"model_type": "gemma3_text", "sliding_window": 8}, _IMAGE, {"mm_tokens_per_image": 4}),
     "llava": ({"model_type": "llama"}, {**_IMAGE, "model_type": "clip_vision_model"}, {}),
+    "llama4": (_LLAMA4, {**_IMAGE, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}, {}),
     "mistral3": ({"model_type": "mistral"}, {**_IMAGE, "model_type": "pixtral"}, {}),
     "idefics3": ({"model_type": "llama"}, _IMAGE, {}),
     "internvl": ({"model_type": "qwen2"}, {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]}, {}),
