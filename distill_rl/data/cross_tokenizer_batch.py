@@ -22,24 +22,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from distill_rl.align import Alignment, TokenAligner, Tokenized
-from distill_rl.config.schema import AlignerConfig
-from distill_rl.data.chat import render_document
-from distill_rl.data.collate import NO_TOKENS, BatchPlan, Encoded, Tokenization, divide, lay_out, pad_id, starts_within
-from distill_rl.data.layouts import template_options
-from distill_rl.data.unrendered import TemplateCoverage
-from distill_rl.errors import DataError
+from distill_rl.align import Alignment
+from distill_rl.data.collate import NO_TOKENS, BatchPlan, Encoded, Tokenization, divide, lay_out, pad_id
+from distill_rl.data.document_aligner import LEFT_OUT, AlignedDocuments, CrossTokenizerTeacher, DocumentAligner
 from distill_rl.types import (
     IGNORE_INDEX,
     AlignmentInfo,
-    BadRow,
     BatchInfo,
     ChunkRows,
     DocumentBatch,
@@ -47,65 +39,6 @@ from distill_rl.types import (
     RankBatch,
     TokenRows,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class CrossTokenizerTeacher:
-    """A teacher with its own tokenizer, and the aligner between the student and it."""
-
-    name: str
-    tokenizer: Any
-    aligner: TokenAligner
-    coverage: TemplateCoverage
-    """Of its chat template."""
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        student_tokenizer: Any,
-        tokenizer: Any,
-        settings: AlignerConfig,
-        *,
-        student_stops: Sequence[int] = (),
-        stops: Sequence[int] = (),
-    ) -> CrossTokenizerTeacher:
-        """A teacher with a new aligner between the student's tokenizer and its own.
-
-        Args:
-            tokenizer: the teacher's.
-            student_stops, stops: the student's and this teacher's stop tokens, as `TokenAligner` takes them.
-
-        Raises:
-            ValueError: a slow tokenizer; an unknown method.
-        """
-        aligner = TokenAligner(
-            student_tokenizer,
-            tokenizer,
-            settings.method,
-            fast_ids=settings.fast_ids,
-            backend=settings.dp.backend,
-            band=settings.dp.band,
-            student_stops=student_stops,
-            teacher_stops=stops,
-        )
-        return cls(name, tokenizer, aligner, TemplateCoverage(tokenizer, f"teacher {name}'s tokenizer"))
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizedDocument:
-    """One document after step 1: all its tokens on every side."""
-
-    student: Tokenized
-    encoded: Encoded
-    """The student's tokens again, with the mask of those that are trained on."""
-    teachers: dict[int, Tokenized]
-    """By index of the teacher; only teachers with their own tokenizer."""
-
-
-_EMPTY = np.zeros(0, dtype=np.int32)
-LEFT_OUT = Alignment(_EMPTY, _EMPTY, _EMPTY, _EMPTY, 0, "none", exact=False)
-"""Stands for a document that is left out of the batch; its row stays, empty."""
 
 
 class BatchBuilder:
@@ -145,14 +78,8 @@ class BatchBuilder:
             ValueError: a document with a token that some teacher which reads the student's rows does not know.
         """
         began = time.perf_counter()
-        bad_rows: list[BadRow] = []
-        aligned: dict[int, list[Alignment]] = {}
-        if self._teachers:
-            encoded, aligned = self._encode_and_align(batch, skip, bad_rows)
-        else:
-            encode = self._tokenization.encode
-            encoded = [NO_TOKENS if document["row"] in skip else encode(document) for document in batch.documents]
-
+        documents = self._documents(batch, skip)
+        encoded = documents.encoded
         self._require_known_ids(batch, encoded)
         rows = lay_out(encoded, self._plan)
         num_labels = _count_labels(rows)
@@ -162,10 +89,10 @@ class BatchBuilder:
         for i, sharding in enumerate(self._plan.teachers):
             teacher_rows, teacher_labels = rows, num_labels
             if i in self._teachers:
-                teacher_rows, chunk_rows = self._teacher_rows(self._teachers[i], aligned[i], rows)
+                teacher_rows, chunk_rows = self._teacher_rows(self._teachers[i], documents.alignments[i], rows)
                 teacher_labels = _count_labels(teacher_rows)
                 chunks[i] = chunk_rows
-                infos.append(_describe(self._teachers[i], aligned[i], chunk_rows))
+                infos.append(_describe(self._teachers[i], documents.alignments[i], chunk_rows))
             teacher_parts.append(divide(teacher_rows, sharding, self._plan, batch.index, teacher_labels))
         student_parts = divide(rows, self._plan.student, self._plan, batch.index, num_labels, chunks)
         info = BatchInfo(
@@ -178,12 +105,21 @@ class BatchBuilder:
             num_truncated=sum(document.truncated for document in encoded),
             seconds=time.perf_counter() - began,
             alignments=tuple(infos),
-            bad_rows=tuple(bad_rows),
+            bad_rows=tuple(documents.bad_rows),
             left_out=_count_left_out(batch, encoded),
             num_incomplete=sum(bool(document.left_out) for document in encoded),
             num_unlabelled=sum(not document.has_labels for document in encoded if document is not NO_TOKENS),
         )
         return info, student_parts, teacher_parts
+
+    def _documents(self, batch: DocumentBatch, skip: Collection[int]) -> AlignedDocuments:
+        """The documents' tokens and, if any teacher has its own tokenizer, their alignments (steps 1 to 3)."""
+        if self._teachers:
+            return DocumentAligner(self._tokenization, self._teachers).align(batch.documents, skip)
+        encode = self._tokenization.encode
+        return AlignedDocuments(
+            [NO_TOKENS if document["row"] in skip else encode(document) for document in batch.documents], {}
+        )
 
     def _require_known_ids(self, batch: DocumentBatch, encoded: Sequence[Encoded]) -> None:
         """Raises ValueError for a document with an id from `plan.num_ids` on, for which a teacher has no row."""
@@ -196,122 +132,6 @@ class BatchBuilder:
                 token = self._tokenization.tokenizer.convert_ids_to_tokens(int(unknown[0]))
                 rule = f"has the token {token}, which a teacher that reads the student's tokens does not know"
                 raise ValueError(f"row {document['row']} {rule}; set teachers[].loss=hybrid if your texts contain it")
-
-    def _encode_and_align(
-        self, batch: DocumentBatch, skip: Collection[int], bad_rows: list[BadRow]
-    ) -> tuple[list[Encoded], dict[int, list[Alignment]]]:
-        """Steps 1 to 3 for all documents: the student's tokens, and each teacher's alignments by the teacher's index.
-
-        Both are in the batch's order. A document that is skipped or fails is empty (`NO_TOKENS`, `LEFT_OUT`), so that
-        the lists keep one entry per document.
-
-        Args:
-            skip: row numbers of documents to leave out.
-            bad_rows: documents that fail are added to it.
-
-        Raises:
-            DataError: a document that the user has to fix.
-        """
-        tokenized: list[TokenizedDocument | None] = []
-        for document in batch.documents:
-            tokens = None
-            if document["row"] not in skip:
-                with _recording_failure(document, bad_rows):
-                    tokens = self._tokenize(document)
-            tokenized.append(tokens)
-        present = [tokens for tokens in tokenized if tokens is not None]
-        for i, teacher in self._teachers.items():
-            # A GPU aligner works on all documents at once; this changes no result.
-            teacher.aligner.solve_ahead((tokens.student, tokens.teachers[i]) for tokens in present)
-
-        encoded: list[Encoded] = []
-        aligned: dict[int, list[Alignment]] = {i: [] for i in self._teachers}
-        for document, tokens in zip(batch.documents, tokenized):
-            student, pairs = NO_TOKENS, dict.fromkeys(self._teachers, LEFT_OUT)
-            if tokens is not None:
-                with _recording_failure(document, bad_rows):
-                    student, pairs = self._align(tokens)
-            encoded.append(student)
-            for i, pair in pairs.items():
-                aligned[i].append(pair)
-        return encoded, aligned
-
-    def _tokenize(self, document: Mapping[str, Any]) -> TokenizedDocument:
-        """Step 1: all tokens of a document on every side, not cut to `max_length`.
-
-        All sides read the same text, so it is normalised for every aligner first. Both sides of a text end in eos if
-        they have one.
-
-        Raises:
-            DataError: a document that the user has to fix.
-        """
-        if "messages" in document:
-            return self._tokenize_chat(document)
-        self._tokenization.require_text_allowed(document)
-        text = document["text"]
-        for teacher in self._teachers.values():
-            text = teacher.aligner.normalize(text)
-        student = self._any_aligner.tokenize_student(text, end=True)
-        encoded = Encoded(student.ids, np.ones(len(student.ids), dtype=bool))
-        teachers = {i: teacher.aligner.tokenize_teacher(text, end=True) for i, teacher in self._teachers.items()}
-        return TokenizedDocument(student, encoded, teachers)
-
-    def _tokenize_chat(self, document: Mapping[str, Any]) -> TokenizedDocument:
-        """Step 1 for chat messages, which every side renders with its own template.
-
-        Only the turns of some roles are marked as trained on if `data.loss_on` or `data.loss_roles` say so, otherwise
-        all tokens. The document is not modified.
-
-        Raises:
-            DataError: a tokenizer without a chat template, a chat that a template refuses or does not render in full,
-                or turns that cannot be found.
-        """
-        for teacher in self._teachers.values():
-            document = {key: teacher.aligner.normalize_all(value) for key, value in document.items()}
-        text, spans, left_out = self._tokenization.render(document)
-        aligner, options = self._any_aligner, template_options(document)
-        student = aligner.tokenize_messages(document["messages"], "student", rendered=text, options=options)
-        assert student.offsets is not None
-        mask = np.ones(len(student.ids), dtype=bool)
-        if self._tokenization.roles:
-            if student.text != text:
-                # The aligner also normalised what the template itself writes, so the spans have moved.
-                spans = [
-                    (len(aligner.normalize(text[:first])), len(aligner.normalize(text[:stop]))) for first, stop in spans
-                ]
-            mask = starts_within(spans, student.offsets[:, 0])
-        teachers = {}
-        for i, teacher in self._teachers.items():
-            teachers[i], missing = _tokenize_for(teacher, document, self._tokenization.unrendered)
-            left_out += missing
-        return TokenizedDocument(student, Encoded(student.ids, mask, left_out=left_out), teachers)
-
-    @property
-    def _any_aligner(self) -> TokenAligner:
-        """For the student's side, which is the same in all aligners."""
-        return next(iter(self._teachers.values())).aligner
-
-    def _align(self, document: TokenizedDocument) -> tuple[Encoded, dict[int, Alignment]]:
-        """Steps 2 and 3: the student's tokens, and each teacher's alignment by the teacher's index.
-
-        The student's tokens go up to the last boundary shared with every teacher. Both sides have at most `max_length`
-        tokens; the alignments hold only chunks that can be trained on.
-        """
-        max_length = self._tokenization.max_length
-        alignments = {
-            i: teacher.aligner.pair(
-                document.student,
-                document.teachers[i],
-                max_student_tokens=max_length,
-                max_teacher_tokens=max_length,
-            )
-            for i, teacher in self._teachers.items()
-        }
-        encoded = document.encoded.cut(min(len(alignment.student_ids) for alignment in alignments.values()))
-        mask = encoded.label_mask
-        # Another teacher may have cut the student's row shorter than this alignment.
-        cut = {i: alignment.cut(len(mask)) for i, alignment in alignments.items()}
-        return encoded, {i: alignment.trainable(mask[: len(alignment.student_ids)]) for i, alignment in cut.items()}
 
     def _teacher_rows(
         self, teacher: CrossTokenizerTeacher, documents: Sequence[Alignment], student_rows: TokenRows
@@ -343,39 +163,6 @@ class BatchBuilder:
             num_one_to_one=sum(document.counts["1:1"] for document in documents),
             num_covered=int(np.count_nonzero((student_chunks >= 0) & (student_rows.labels != IGNORE_INDEX))),
         )
-
-
-@contextmanager
-def _recording_failure(document: Mapping[str, Any], bad_rows: list[BadRow]) -> Iterator[None]:
-    """Records a document that fails in the block in `bad_rows`, and suppresses the error.
-
-    DataErrors pass: the user has to fix those.
-    """
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        bad_rows.append(BadRow(int(document["row"]), f"{type(error).__name__}: {error}"))
-
-
-def _tokenize_for(
-    teacher: CrossTokenizerTeacher, document: Mapping[str, Any], unrendered: Literal["fail", "warn"]
-) -> tuple[Tokenized, tuple[str, ...]]:
-    """A chat rendered with the teacher's template and tokenised for it, and what the template leaves out.
-
-    Args:
-        document: normalised already.
-        unrendered: `data.unrendered`.
-
-    Raises:
-        DataError: no chat template, or a chat that it refuses or does not render in full.
-    """
-    text, _ = render_document(teacher.tokenizer, document, whose=teacher.coverage.whose)
-    left_out = teacher.coverage.check(document, text, unrendered)
-    options = template_options(document)
-    tokens = teacher.aligner.tokenize_messages(document["messages"], "teacher", rendered=text, options=options)
-    return tokens, left_out
 
 
 def _count_left_out(batch: DocumentBatch, encoded: Sequence[Encoded]) -> tuple[LeftOut, ...]:

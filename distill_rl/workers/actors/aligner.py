@@ -51,7 +51,8 @@ class AlignerWorker(Worker):
         if any(self._other_tokenizer) and self._config.aligner.dp.backend == "cuda":
             _require_cuda()
         from distill_rl.data.collate import Tokenization
-        from distill_rl.data.cross_tokenizer_batch import BatchBuilder, CrossTokenizerTeacher
+        from distill_rl.data.cross_tokenizer_batch import BatchBuilder
+        from distill_rl.data.document_aligner import CrossTokenizerTeacher
         from distill_rl.models.hub import stops_of, tokenizer_of
 
         data = self._config.data
