@@ -13,27 +13,31 @@ The writer's CPU never waits. A reader's CPU waits at both ends of its block, as
 than a deadline (`wait_for`). Before the block, so that no kernels are queued behind a copy that a dead writer's GPU
 will never make. After it, so that the writer is known to have lived until the reader's kernels were done.
 
-A ring is one allocation, exported once per reader and imported once. Torch counts the importers of an export in a word
-that starts at one, so an export used by two readers, or imported twice, would be freed too early.
+A ring is one allocation, exported once per reader and imported once (`cuda_sharing.py`).
 """
 
 from __future__ import annotations
 
 import os
-import select
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from distill_rl.errors import TransportError, first_line
-from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot
+from distill_rl.transport.cuda_sharing import (
+    ALIVE,
+    allocate,
+    export_buffer,
+    has_ended,
+    import_buffer,
+    shared_events,
+    wait_for,
+)
 from distill_rl.transport.place import expandable_segments, gpu_uuid
 from distill_rl.transport.ring import (
     OpenedRing,
@@ -41,20 +45,11 @@ from distill_rl.transport.ring import (
     SlotReader,
     SlotWriter,
     WrittenRing,
-    round_up,
     slot_stride,
     state_bytes,
     unwritten,
 )
 from distill_rl.transport.segment import Address, Segment
-
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
-"""Pauses between two queries of an event double from the first to the longest. Most are reached already, or in milliseconds."""
-_ALIVE = "its writer must live while it is read"
-_LEAST, _STEP = 10 << 20, 2 << 20
-"""From 10 MiB on, in steps of 2 MiB, the allocator takes exactly what is requested, so that nothing is left over."""
-_DEVICE, _HANDLE, _OFFSET = 6, 7, 9
-"""Positions of the device, the memory's handle and the offset among the arguments that torch rebuilds a tensor from."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +189,7 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         """
         opened, index = self._ring_of(handle), handle.slot.index
         slot = f"slot {index}"
-        opened.require_writer(slot, _ALIVE)  # the driver may give a dead writer's memory to others at any time
+        opened.require_writer(slot, ALIVE)  # the driver may give a dead writer's memory to others at any time
         with opened.reader.reading(handle):
             wait_for(opened.written[index], opened.process, deadline_s=self._deadline_s, what=f"{slot} is written")
             for stream in opened.streams(self._device):
@@ -229,7 +224,7 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
             TransportError: the buffer cannot be exported as a whole allocation.
         """
         events = tuple(event.ipc_handle() for event in written.written)
-        return _Exported(written.control.address, written.ring, _export(written.buffer), events)
+        return _Exported(written.control.address, written.ring, export_buffer(written.buffer), events)
 
     def _attach(self, offer: Offer) -> _Opened:
         """Maps the ring of an offer, after closing an earlier one of the same source.
@@ -283,7 +278,7 @@ def _make_ring(ring: Ring, device: torch.device) -> _Written:
     with ExitStack() as undo:
         control = Segment.create(state_bytes(ring))
         undo.callback(control.close)
-        pool, buffer = _allocate(ring.num_slots * slot_stride(ring), device)
+        pool, buffer = allocate(ring.num_slots * slot_stride(ring), device)
         written = _Written(
             ring=ring,
             nonce=control.address.nonce,
@@ -291,31 +286,10 @@ def _make_ring(ring: Ring, device: torch.device) -> _Written:
             control=control,
             buffer=buffer,
             pool=pool,
-            written=_events(ring.num_slots, device),
+            written=shared_events(ring.num_slots, device),
         )
         undo.pop_all()
     return written
-
-
-@gpu_phase("transport ring")
-def _allocate(size: int, device: torch.device) -> tuple[torch.cuda.MemPool, Tensor]:
-    """Allocates a uint8 buffer in a new memory pool, and returns the pool and the buffer.
-
-    The buffer has `size` bytes, rounded up to a multiple of 2 MiB and at least 10 MiB. Readers map its whole
-    allocation, so nothing else may be in it; for that, the caller must keep the pool as long as the buffer. Empties the
-    allocator's cache first.
-
-    Raises:
-        TransportError: the buffer is not a whole allocation.
-        GpuMemoryError: the GPU has too little memory.
-    """
-    torch.cuda.empty_cache()  # if memory is short, a pool gives back only its own
-    with torch.inference_mode(False), torch.cuda.device(device):
-        pool = torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(pool, device):
-            buffer = torch.empty(max(round_up(size, _STEP), _LEAST), dtype=torch.uint8, device=device)
-    check_alone(torch.cuda.memory_snapshot(), buffer.data_ptr())
-    return pool, buffer
 
 
 def _open_ring(exported: _Exported, offer: Offer, gpu: torch.device, reader_gpu: torch.device) -> _Opened:
@@ -336,82 +310,13 @@ def _open_ring(exported: _Exported, offer: Offer, gpu: torch.device, reader_gpu:
             nonce=exported.address.nonce,
             reader=SlotReader(control.words, exported.ring, offer.reader),
             control=control,
-            buffer=_import(exported.rebuild, gpu),
+            buffer=import_buffer(exported.rebuild, gpu),
             written=[torch.cuda.Event.from_ipc_handle(gpu, handle) for handle in exported.written],
-            finished=_events(exported.ring.num_slots, reader_gpu),
+            finished=shared_events(exported.ring.num_slots, reader_gpu),
             process=process,
         )
         undo.pop_all()
     return opened
-
-
-def _export(buffer: Tensor) -> tuple[Any, ...]:
-    """Exports the buffer for one reader, and returns the arguments from which that reader rebuilds it (`_import`).
-
-    Raises:
-        TransportError: the buffer is not a whole allocation that can be shared.
-    """
-    _, arguments = reduce_tensor(buffer)
-    check_export(arguments)
-    return arguments
-
-
-def check_alone(segments: Sequence[Mapping[str, Any]], address: int) -> None:
-    """Raises TransportError unless the block at `address` is a whole segment of the allocator.
-
-    Args:
-        segments: `torch.cuda.memory_snapshot()`.
-        address: of the block's first byte.
-    """
-    blocks = next((segment["blocks"] for segment in segments if segment["address"] == address), None)
-    if blocks is None or len(blocks) > 1:
-        raise _not_alone("a part of a larger one" if blocks is None else f"one of {len(blocks)} blocks")
-
-
-def check_export(arguments: Sequence[Any]) -> None:
-    """Raises TransportError unless the arguments describe a whole allocation that another process can map.
-
-    Args:
-        arguments: those that torch's `reduce_tensor` gives for a tensor on a GPU.
-    """
-    if (kind := arguments[_HANDLE][1:2]) != b"c":  # "e": expandable segments, turned on inside the program
-        raise TransportError(
-            "transport cuda_ipc",
-            "the buffer must be memory of cudaMalloc",
-            f"an allocation of kind {kind!r}",
-            "turn expandable segments off, or use transport=object_store",
-        )
-    if offset := arguments[_OFFSET]:
-        raise _not_alone(f"the part from byte {offset} of a larger one")
-
-
-def _not_alone(value: str) -> TransportError:
-    """The error for a ring that shares its allocation; `value` says what it is instead. It is not raised here."""
-    return TransportError(
-        "transport cuda_ipc",
-        "a ring must be an allocation of its own, because readers map the whole allocation",
-        value,
-        "use transport=object_store",
-    )
-
-
-def _import(arguments: tuple[Any, ...], device: torch.device) -> Tensor:
-    """The buffer of another process, rebuilt from `_export`'s arguments on the device that it has in this process."""
-    here = (*arguments[:_DEVICE], device.index, *arguments[_DEVICE + 1 :])
-    with torch.inference_mode(False), torch.cuda.device(device):
-        return rebuild_cuda_tensor(*here)
-
-
-def _events(count: int, device: torch.device) -> list[torch.cuda.Event]:
-    """`count` events on this GPU that other processes can wait for.
-
-    They are recorded once on the current stream, because an event has no handle before.
-    """
-    with torch.cuda.device(device):
-        events = [torch.cuda.Event(interprocess=True) for _ in range(count)]
-        for event in events:
-            event.record(torch.cuda.current_stream(device))
-    return events
 
 
 def _check_device(device: torch.device) -> None:
@@ -422,37 +327,6 @@ def _check_device(device: torch.device) -> None:
         raise TransportError(
             "transport cuda_ipc", "needs torch's own allocator", backend, "take backend out of PYTORCH_ALLOC_CONF"
         )
-
-
-def has_ended(process: int) -> bool:
-    """Whether the process behind this file descriptor (`os.pidfd_open`) has ended."""
-    poll = select.poll()
-    poll.register(process, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def wait_for(event: torch.cuda.Event, writer: int, *, deadline_s: float, what: str) -> None:
-    """Returns once the GPU has reached `event`. Unlike `event.synchronize()`, it also ends if that never happens.
-
-    Args:
-        writer: file descriptor (`os.pidfd_open`) of the process whose memory is read. If it dies, its GPU work ends,
-            and an event behind that work may never be reached.
-        deadline_s: how long to wait, in seconds.
-        what: what the event marks, for messages (`slot 3 is read`).
-
-    Raises:
-        TransportError: the writer has ended, or the deadline has passed, before the event was reached.
-    """
-    deadline, pause = time.monotonic() + deadline_s, _FIRST_PAUSE_S
-    while not event.query():
-        if has_ended(writer):
-            raise TransportError(what.partition(" is ")[0], _ALIVE, "a writer that died")
-        if time.monotonic() > deadline:
-            rule = f"must get to the point where {what} within {deadline_s:g} s"
-            remedy = "raise ray.step_timeout_s, or check with nvidia-smi and dmesg whether the GPU hangs"
-            raise TransportError("the GPU", rule, "no answer", remedy)
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 def _local_device(uuid: str, what: str) -> torch.device:
