@@ -21,40 +21,38 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.memory import fused_loss, reduces_once_per_step
 from distill_rl.config.schema import Config
-from distill_rl.losses import StudentHidden
 from distill_rl.models import forward
-from distill_rl.models.attention.varlen import Documents, documents_for
 from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.export import export_model
 from distill_rl.models.families import family_of
-from distill_rl.models.inputs import micro_batches, tensor_to_device, to_device
+from distill_rl.models.inputs import micro_batches
 from distill_rl.models.kernels import use_liger
 from distill_rl.models.load import load_model
 from distill_rl.models.parallelize import GradientReduction, reshard
 from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World, data_mesh
-from distill_rl.parallel.shards import mask_padded_columns
 from distill_rl.student import checkpoint
+from distill_rl.student.forward_pass import ForwardPass
 from distill_rl.student.loss_sums import LossSums
-from distill_rl.student.objective import Blend, Objective, ObjectiveOutput, Target
+from distill_rl.student.objective import Blend, Objective, Target
 from distill_rl.student.optim import Schedule, build_optimizer, clip_gradients
 from distill_rl.student.projections import complete_gradient, open_projections, save_learned
 from distill_rl.student.step_guard import StepGuard
+from distill_rl.student.step_losses import StepLosses, ce_over_kd
 from distill_rl.student.teacher_heads import open_heads
 from distill_rl.system.gpu_memory import gpu_phase
-from distill_rl.types import IGNORE_INDEX, ChunkRows, CrossTokenizerSpec, RankBatch, TokenRows
+from distill_rl.types import IGNORE_INDEX, CrossTokenizerSpec, RankBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,6 +113,7 @@ class StudentEngine:
         columns, teachers = self.model.config.vocab_size, running_teachers(config)
         heads = open_heads(teachers, cross_tokenizer_specs, world, columns=columns, tokens=vocabulary_size)
         self.objective = Objective(config.loss, config.teachers, projections, heads)
+        self.forward_pass = ForwardPass(self.model, self.objective, world.device, vocabulary_size, fused=self.fused)
         self.kd_scale = 1.0
         """r of `loss.dynamic_scale`: CE / KD of the previous step."""
         self.trained = nn.ModuleDict({"model": self.model, "objective": self.objective})
@@ -169,14 +168,12 @@ class StudentEngine:
         dynamic = self.config.loss.dynamic_scale if self.objective.teachers else "off"
         if dynamic == "exact":
             with torch.no_grad():
-                self.kd_scale = self._ratio(self._run(batch, targets, self.objective.blend(scores)))
+                self.kd_scale = ce_over_kd(self._run(batch, targets, self.objective.blend(scores)), self.world)
         blend = self.objective.blend(scores, self.kd_scale)
         sums = self._run(batch, targets, blend, backward=True, last=last)
-        kd, ce = sums.kd_and_ce
-        self._loss += (blend.kd * kd + blend.ce * ce) / max(batch.num_labels, 1)
-        self._ce_and_kd += sums.ce_and_kd_per_teacher
+        self._losses.add(sums, blend, batch.num_labels)
         if dynamic == "on":
-            self.kd_scale = self._ratio(sums)
+            self.kd_scale = ce_over_kd(sums, self.world)
         metrics = self._metrics("train", batch, sums, blend)
         if metrics:
             compared = self.objective.num_compared(batch.num_labels, batch.chunks)
@@ -203,8 +200,9 @@ class StudentEngine:
         for parameter in self.objective.parameters():
             complete_gradient(parameter)
         norm = clip_gradients(self.parameters, self.config.train.max_grad_norm).item()
-        loss = self._global_loss()
-        reason = self.guard.reason_to_skip(step, loss, norm, () if math.isfinite(loss) else self._blamed_teachers())
+        loss = self._losses.total()
+        blamed = () if math.isfinite(loss) else self._losses.blamed(self.objective.teachers)
+        reason = self.guard.reason_to_skip(step, loss, norm, blamed)
         lr = self.schedule(step)
         if reason is None:
             for group in self.optimizer.param_groups:
@@ -351,12 +349,10 @@ class StudentEngine:
         for first_row, rows in micro_batches(batch, self.config.train.micro_batch_size):
             if backward:
                 self._reduction.before_micro_batch(last and first_row + rows.shape[0] == end)
-            labels = to_device(rows.labels, self.world.device)
             start = first_row - batch.first_row
             chunks = [part and part[start : start + rows.shape[0]] for part in batch.chunks]
             with gpu_phase("forward"), targets(first_row, rows.shape[0]) as fetched:
-                moved = [target and _on_device(target, self.world.device) for target in fetched]
-                output = self._objective_of(rows, labels, moved, batch.num_labels, chunks, blend, with_agreement)
+                output = self.forward_pass(rows, fetched, batch.num_labels, chunks, blend, with_agreement)
                 if backward:
                     with gpu_phase("backward"):
                         output.loss.backward()
@@ -382,47 +378,9 @@ class StudentEngine:
         return num_unable.item() == 0
 
     def _begin_step(self) -> None:
-        """Resets the loss of the step to zero and remembers `kd_scale`, which is restored if the step is skipped."""
-        self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        """This rank's share of the loss, over the micro-batches of the step so far."""
-        self._ce_and_kd = torch.zeros(1 + len(self.objective.teachers), dtype=torch.float64, device=self.world.device)
-        """This rank's sums of CE and of every teacher's KD, over the micro-batches of the step so far."""
+        """Starts new sums of losses, and remembers `kd_scale`, which is restored if the step is skipped."""
+        self._losses = StepLosses(self.world, len(self.objective.teachers))
         self._kd_scale_before = self.kd_scale
-
-    def _global_loss(self) -> float:
-        """Returns the loss of the step's global batch so far, the same on every rank; NaN if it is NaN on one.
-
-        Collective.
-        """
-        if self.world.world_size == 1:
-            return self._loss.item()
-        total = self._loss.clone()
-        # Over all ranks, so that a NaN on one reaches all. Tensor-parallel ranks add the same loss tp times.
-        dist.all_reduce(total)
-        return total.item() / self.world.tp
-
-    def _blamed_teachers(self) -> list[str]:
-        """Returns the teachers whose KD is not finite in this step although the student's CE is, on every rank alike.
-
-        Collective.
-        """
-        total = self._ce_and_kd.clone()
-        if self.world.world_size > 1:
-            dist.all_reduce(total)
-        ce, *kd = total.tolist()
-        if not math.isfinite(ce):
-            return []
-        return [teacher.name for teacher, value in zip(self.objective.teachers, kd) if not math.isfinite(value)]
-
-    def _ratio(self, sums: LossSums) -> float:
-        """Returns CE / KD of the global batch, the same on every rank; 1 if the KD is not above 0.
-
-        Collective over the data-parallel group.
-        """
-        total = sums.kd_and_ce.clone()
-        dist.all_reduce(total, group=self.world.dp_group)
-        kd, ce = total.tolist()
-        return ce / kd if kd > 0 else 1.0
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         """Returns the model's sharded parameters by name, and the objective's with the prefix `objective.`.
@@ -433,48 +391,6 @@ class StudentEngine:
         named = dict(self.model.named_parameters())
         return named | dict(self.objective.named_parameters(prefix="objective"))
 
-    def _objective_of(
-        self,
-        rows: TokenRows,
-        labels: Tensor,
-        targets: Sequence[Target | None],
-        num_labels: int,
-        chunks: Sequence[ChunkRows | None],
-        blend: Blend,
-        with_agreement: bool,
-    ) -> ObjectiveOutput:
-        """The forward pass of a micro-batch and its loss; other arguments as in `Objective.forward`.
-
-        With a fused loss the logits are never made as a whole. Padded columns are masked either way.
-        """
-        own_labels = int(np.count_nonzero(rows.labels != IGNORE_INDEX))
-        arguments = labels, targets, num_labels, chunks, blend, own_labels, with_agreement
-        if not self.fused:
-            return self.objective(self._logits(rows), *arguments)
-
-        scale, softcap = forward.scale_and_cap(self.model.config)
-
-        def loss(hidden: Tensor, layer: Any) -> ObjectiveOutput:
-            bias = layer.bias if getattr(layer, "bias", None) is None else layer.bias * scale
-            student = StudentHidden(hidden, layer.weight, bias, softcap, scale, self.vocabulary_size)
-            return self.objective(student, *arguments)
-
-        ids, positions, documents = self._inputs(rows)
-        return forward.with_hidden(self.model, ids, positions, loss, documents)
-
-    def _logits(self, rows: TokenRows) -> Tensor:
-        """Returns the logits [R, S, V] of a micro-batch's rows, with padded columns at −inf.
-
-        Under tensor parallelism they are a DTensor sharded over the last dimension.
-        """
-        return mask_padded_columns(forward.logits(self.model, *self._inputs(rows)), self.vocabulary_size)
-
-    def _inputs(self, rows: TokenRows) -> tuple[Tensor, Tensor, Documents | None]:
-        """Returns a micro-batch's ids and positions [R, S] on the device, and its documents."""
-        device = self.world.device
-        ids, positions = to_device(rows.input_ids, device), to_device(rows.position_ids, device)
-        return ids, positions, documents_for(self.model.config, rows.position_ids, device)
-
     def _seed(self) -> None:
         """Seeds torch from run.seed, the step and the data-parallel rank.
 
@@ -482,13 +398,3 @@ class StudentEngine:
         """
         text = f"{self.config.run.seed}/{self.step}/{self.world.dp_rank}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1)
-
-
-def _on_device(target: Target, device: torch.device) -> Target:
-    """Returns a target with all tensors on `device`; those that are there already are shared with the original."""
-    moved: dict[str, Any] = {}
-    for field in fields(target):
-        value = getattr(target, field.name)
-        if isinstance(value, Tensor):
-            moved[field.name] = tensor_to_device(value, device)
-    return replace(target, **moved)
