@@ -36,6 +36,16 @@ _OPTIONAL: dict[Format, tuple[str, ...]] = {
     "alpaca": ("input", "system", "history", VARIABLES),
 }
 
+_QUESTION_AND_ANSWER = (
+    ("instruction", "response"),
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("question", "answer"),
+    ("query", "response"),
+    ("input", "output"),
+)
+"""Columns of published data sets that hold what Alpaca calls `instruction` and `output`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -145,12 +155,19 @@ def no_column(name: str, key: str, columns: Sequence[str], kind: Format) -> Data
     """
     remedy = {"messages": "set data.messages_key", "text": "set data.text_key"}.get(kind, "set data.format")
     close = difflib.get_close_matches(key, columns, n=1, cutoff=0.5)
+    pairs = [pair for pair in _QUESTION_AND_ANSWER if set(pair) <= set(columns)]
     if kind != "sharegpt" and "conversations" in columns:
         remedy = "set data.format=sharegpt, or data.messages_key=conversations if its turns have a role and a content"
     elif kind != "alpaca" and {"instruction", "output"} <= set(columns):
         remedy = "set data.format=alpaca"
     elif kind != "messages" and "messages" in columns:
         remedy = "set data.format=messages"
+    elif kind != "text" and "text" in columns:
+        remedy = "set data.format=text"
+    elif pairs:
+        renamed = zip(pairs[0], ("instruction", "output"))
+        changes = " and ".join(f"{old!r} to {new!r}" for old, new in renamed if old != new)
+        remedy = f"rename {changes}, and set data.format=alpaca"
     elif close:
         remedy = f"did you mean {close[0]!r}? {remedy}"
     return DataError(f"{name}: column {key!r}", "a column of the data", f"the columns {list(columns)}", remedy)

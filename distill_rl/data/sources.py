@@ -129,10 +129,17 @@ def split_validation(source: Source, data: DataConfig, seed: int) -> tuple[Sourc
     less is off.
 
     Raises:
-        DataError: a fraction of 1 or more, or fewer than two rows to divide; whatever `open_source` raises.
+        DataError: chats to validate on beside texts to train on, or the reverse; a fraction of 1 or more, or fewer than
+            two rows to divide; whatever `open_source` raises.
     """
     if data.validation.path:
-        return source, open_source(data, split="validation")
+        validation = open_source(data, split="validation")
+        if validation.kind != source.kind:
+            names = {"text": "rows of text", "messages": "chats"}
+            rule = f"{names[source.kind]}, as data.path has"
+            found = f"{names[validation.kind]} in {data.validation.path}"
+            raise DataError("data.validation.path", rule, found, "give both in the same form")
+        return source, validation
     fraction = data.validation.fraction
     if fraction <= 0:
         return source, None

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from distill_rl.align.chat import Message, render
 from distill_rl.align.chat_form import REASONING_KEYS
+from distill_rl.data.convert import SHAREGPT_ROLES
 from distill_rl.data.layouts import template_options
 from distill_rl.errors import DataError
 
@@ -19,6 +20,8 @@ _TRAINED_ON = frozenset({"content", "tool_calls", "function_call", *REASONING_KE
 _PATIENCE = 16
 """A key that was not written in this many messages is taken to be ignored in all, which saves rendering them."""
 _MARK = "\ue000"
+_USUAL_ROLES = {**SHAREGPT_ROLES, "developer": "system", "function": "tool"}
+"""Role of other tools → the one that most templates know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,9 @@ class TemplateCoverage:
         known = [key for key in REASONING_KEYS if re.search(rf"\b{key}\b", template)]
         if part.key in REASONING_KEYS and known and part.key not in known:
             return f"the template reads `{known[0]}`: rename the key, or set data.unrendered=warn"
+        usual = _USUAL_ROLES.get(part.role, part.role)
+        if part.key == "content" and usual != part.role:
+            return f"most templates call this role {usual}: rename it, or set data.unrendered=warn"
         return "use a tokenizer whose template writes it, take it out of the data, or set data.unrendered=warn"
 
     def _record(self, part: Part, is_written: bool) -> None:

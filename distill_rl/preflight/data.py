@@ -51,7 +51,9 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
         return Facts()
     training, validation = parts or (source, None)
     num_problems = len(problems)
-    sampled = [row for part in (training, validation) if part is not None for row in _check_rows(part, findings)]
+    sampled = _check_rows("data.path", training, findings)
+    if validation is not None:
+        sampled += _check_rows("data.validation", validation, findings)
     if source.kind == "messages" and len(problems) == num_problems:
         check_chats(config, sampled, student, teachers, findings)
     if len(training) < config.train.global_batch_size:
@@ -76,15 +78,18 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
     return Facts(num_documents=len(training), data_kind=source.kind)
 
 
-def _check_rows(source: Any, findings: Findings) -> list[Any]:
+def _check_rows(key: str, source: Any, findings: Findings) -> list[Any]:
     """Reads SAMPLED_ROWS rows at the start and about as many evenly spaced ones; errors go to `findings`.
 
     It stops at the first row that is bad; nothing is added if none is. Returns the rows that it has read.
+
+    Args:
+        key: the setting with which the line about a bad row begins.
     """
     rows: list[Any] = []
     num_problems = len(findings.problems)
     for row in _sample(source):
-        rows.append(findings.attempt("data.path", lambda row=row: source[row]))  # type: ignore[misc]
+        rows.append(findings.attempt(key, lambda row=row: source[row]))  # type: ignore[misc]
         if len(findings.problems) > num_problems:
             break
     return rows

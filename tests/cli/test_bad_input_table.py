@@ -371,11 +371,16 @@ def _chats(*last: dict, **columns: object) -> bytes:
          ("row 0", "from and value", "data.format=messages and data.messages_key='conversations'"), ("data.format=sharegpt",)),
         (_rows(*[{"instruction": "Add.", "input": "2 2", "output": "4"}] * 16),
          ("'text'", "instruction", "set data.format=alpaca"), ()),
+        (_rows(*[{"instruction": "Add.", "context": "2 2", "response": "4"}] * 16),
+         ("'text'", "rename 'response' to 'output', and set data.format=alpaca"), ()),
+        (_rows(*[{"prompt": "2 + 2?", "completion": "4"}] * 16),
+         ("'text'", "rename 'prompt' to 'instruction' and 'completion' to 'output'"), ()),
     ],
     ids=["tool calls that are not written", "reasoning that is not written", "tools that are not written",
          "an image in a message", "a column of images", "no content", "tools that are not JSON",
          "a variable that is an argument", "a misspelt role", "roles against loss_on", "roles of text", "ShareGPT rows",
-         "ShareGPT turns as messages", "an unknown ShareGPT role", "messages as ShareGPT", "Alpaca rows"],
+         "ShareGPT turns as messages", "an unknown ShareGPT role", "messages as ShareGPT", "Alpaca rows",
+         "instructions and responses", "prompts and completions"],
 )  # fmt: skip
 def test_unusable_chats_are_refused(place, refused, tmp_path, content, words, settings):
     data = tmp_path / "data.jsonl"
@@ -383,6 +388,16 @@ def test_unusable_chats_are_refused(place, refused, tmp_path, content, words, se
     line = refused(place.config("data"), f"data.path={data}", *settings)
     assert all(word in line for word in words), line
     assert not (place.root / "data").exists()
+
+
+@pytest.mark.parametrize(("training", "validation"), [("chats", "rows of text"), ("rows of text", "chats")])
+def test_validation_data_of_another_kind_are_refused(place, refused, tmp_path, training, validation):
+    contents = {"chats": _chats(), "rows of text": _rows(*GOOD)}
+    for name, kind in (("data", training), ("validation", validation)):
+        (tmp_path / f"{name}.jsonl").write_bytes(contents[kind])
+    data, other = tmp_path / "data.jsonl", tmp_path / "validation.jsonl"
+    line = refused(place.config("data"), f"data.path={data}", f"data.validation.path={other}")
+    assert line.startswith(f"data.validation.path: {training}, as data.path has; got {validation} in "), line
 
 
 QUESTION, ANSWER = {"role": "user", "content": "why " * 60}, {"role": "assistant", "content": "so"}

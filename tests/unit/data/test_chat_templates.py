@@ -138,10 +138,13 @@ def test_what_a_template_leaves_out_is_refused_or_reported():
     assert encode(made, plain_chat()).left_out == ()
 
 
-def test_a_role_that_the_template_drops_is_refused():
-    chat = [{"role": "developer", "content": "Be brief."}, *plain_chat()]
-    with pytest.raises(DataError, match="`content` of developer messages"):
-        encode(tokenizer("qwen3"), chat)
+@pytest.mark.parametrize(("role", "usual"), [("developer", "system"), ("human", "user"), ("narrator", None)])
+def test_a_role_that_the_template_drops_is_refused(role, usual):
+    remedy = (
+        f"most templates call this role {usual}: rename it" if usual else "use a tokenizer whose template writes it"
+    )
+    with pytest.raises(DataError, match=f"`content` of {role} messages.*{remedy}"):
+        encode(tokenizer("qwen3"), [{"role": role, "content": "Be brief."}, *plain_chat()])
 
 
 def test_another_key_for_reasoning_is_named_with_its_remedy():
