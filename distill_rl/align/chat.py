@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -12,6 +13,15 @@ from distill_rl.align.chat_form import REASONING_KEYS, in_template_form, text_of
 Message = Mapping[str, Any]
 CharSpan = tuple[int, int]
 Render = Callable[[list[dict[str, Any]]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A row of chats."""
+
+    messages: Sequence[Message]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What a chat template gets besides the messages, such as `tools`."""
 
 
 def render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from distill_rl.align.aligner import TokenAligner
 from distill_rl.align.alignment import Alignment
+from distill_rl.align.chat import Chat
 from distill_rl.align.tokenizer.vocabulary import Vocabulary
 
 
@@ -25,7 +25,7 @@ class Endings:
     """Rows in which a pair of stop tokens follows the last chunk; only these teach a student to stop"""
 
 
-def endings(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Sequence[Mapping[str, Any]]] = ()) -> Endings:
+def endings(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Chat] = ()) -> Endings:
     """Aligns rows as a run reads them, and reports both sides' stop tokens and how many rows end in a pair of them.
 
     Args:
@@ -44,9 +44,7 @@ def endings(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Sequenc
     )
 
 
-def align_training_rows(
-    aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Sequence[Mapping[str, Any]]] = ()
-) -> list[Alignment]:
+def align_training_rows(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Chat] = ()) -> list[Alignment]:
     """One alignment per row, as a run reads it, but not cut to a length.
 
     Rows are the chats, each rendered with both sides' own templates, or, if there are none, the texts, followed by eos.
@@ -56,7 +54,7 @@ def align_training_rows(
         jinja2.TemplateError: a chat that a template rejects.
     """
     if chats:
-        return [aligner.align_messages(chat) for chat in chats]
+        return [aligner.align_messages(chat.messages, options=chat.options) for chat in chats]
     return [
         aligner.pair(aligner.tokenize_student(text, end=True), aligner.tokenize_teacher(text, end=True))
         for text in map(aligner.normalize, texts)

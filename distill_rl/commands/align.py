@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from distill_rl.align import CoverageReport, TokenAligner
+    from distill_rl.align.chat import Chat
     from distill_rl.align.endings import Endings
     from distill_rl.config.schema import DataConfig
     from distill_rl.verify import Check
@@ -30,8 +31,35 @@ _OUTCOMES = {True: ("pass", None), False: ("FAIL", "bold red"), None: ("nothing 
 class Rows:
     texts: list[str]
     """Non-empty texts: the rows themselves, or the contents of the messages of chats."""
-    chats: list[list[dict[str, Any]]]
+    chats: list[Chat]
     """Empty if the rows are texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two tokenizers, and their aligner."""
+
+    student: Any
+    teacher: Any
+    aligner: TokenAligner
+
+    @classmethod
+    def read(cls, student: str, teacher: str) -> Pair:
+        """Reads the tokenizers and stop tokens of two folders or hub names.
+
+        Raises:
+            ConfigError: a tokenizer that is missing or slow.
+        """
+        from distill_rl.align import TokenAligner
+        from distill_rl.models.hub import configured_stops, read_tokenizer
+
+        tokenizers = read_tokenizer(student), read_tokenizer(teacher)
+        stops = configured_stops(student), configured_stops(teacher)
+        return cls(*tokenizers, TokenAligner(*tokenizers, student_stops=stops[0], teacher_stops=stops[1]))
+
+    def readable(self, chats: list[Chat]) -> list[Chat]:
+        """The chats if both tokenizers have a chat template, else an empty list."""
+        return chats if self.student.chat_template and self.teacher.chat_template else []
 
 
 def align(
@@ -67,45 +95,41 @@ def align(
     """
     from rich.markup import escape
 
-    from distill_rl.align import TokenAligner, audit
+    from distill_rl.align import audit
     from distill_rl.align.endings import endings
     from distill_rl.config.schema import DataConfig
-    from distill_rl.models.hub import configured_stops, read_tokenizer
-    from distill_rl.system.files import write_json
 
     if limit < 1:
         raise ConfigError("--limit", "must be 1 or more", limit)
-    student_tokenizer, teacher_tokenizer = read_tokenizer(student), read_tokenizer(teacher)
+    pair = Pair.read(student, teacher)
     columns: dict[str, Any] = {"text_key": text_key, "messages_key": messages_key, "split": split}
     data = DataConfig(path=path, **{key: value for key, value in columns.items() if value is not None})
     rows = read_rows(data, limit)
-    aligner = TokenAligner(
-        student_tokenizer,
-        teacher_tokenizer,
-        student_stops=configured_stops(student),
-        teacher_stops=configured_stops(teacher),
-    )
-    report = audit(aligner, rows.texts)
-    ends = endings(aligner, _spaced(rows.texts), _spaced(_chats(rows, student_tokenizer, teacher_tokenizer)))
+    report = audit(pair.aligner, rows.texts)
+    ends = endings(pair.aligner, _spaced(rows.texts), _spaced(pair.readable(rows.chats)))
     console = open_console(110)
     print_report(console, student, teacher, report, ends)
     problems = refusals(report)
-    messages: list[str] = []
+    messages = [] if problems else [*warnings(report), *template_warnings(rows, pair)]
+    for message in messages:
+        console.print(escape(f"warning    {message}\n"))
     checks: list[Check] = []
-    if not problems:
-        messages = [*warnings(report), *template_warnings(rows, student_tokenizer, teacher_tokenizer)]
-        for message in messages:
-            console.print(escape(f"warning    {message}\n"))
     if verify and not problems:
-        checks = verify_pair(aligner, student_tokenizer, teacher_tokenizer, rows)
+        checks = verify_pair(pair, rows)
         print_checks(console, checks)
     if json_file is not None:
-        results = [asdict(check) for check in checks]
-        figures = {"student": student, "teacher": teacher, **report.to_dict()}
-        write_json(json_file, {**figures, "stops": asdict(ends), "warnings": messages, "checks": results})
+        figures = {"student": student, "teacher": teacher, **report.to_dict(), "stops": asdict(ends)}
+        _write(json_file, figures, messages, checks)
     if problems:
         raise ConfigError.many(problems)
     return int(any(check.passed is False for check in checks))
+
+
+def _write(path: Path, figures: Mapping[str, Any], messages: Sequence[str], checks: Sequence[Check]) -> None:
+    """Writes the figures of the audit, the warnings and the results of the checks to a JSON file."""
+    from distill_rl.system.files import write_json
+
+    write_json(path, {**figures, "warnings": messages, "checks": [asdict(check) for check in checks]})
 
 
 def read_rows(data: DataConfig, limit: int) -> Rows:
@@ -114,14 +138,16 @@ def read_rows(data: DataConfig, limit: int) -> Rows:
     Raises:
         DataError: the data are missing or damaged, or no row that was read has text.
     """
+    from distill_rl.align.chat import Chat
     from distill_rl.align.chat_form import text_of
+    from distill_rl.data.layouts import template_options
     from distill_rl.data.sources import open_source
 
     source = open_source(data)
     rows = _spaced(source, limit)
-    chats = [[dict(message) for message in row["messages"]] for row in rows if "messages" in row]
+    chats = [Chat(row["messages"], template_options(row)) for row in rows if "messages" in row]
     texts = [row["text"] for row in rows if "text" in row]
-    texts += [text_of(message) for chat in chats for message in chat]
+    texts += [text_of(message) for chat in chats for message in chat.messages]
     texts = [text for text in texts if text]
     if not texts:
         raise DataError("--data", "must hold text", f"{len(rows)} empty rows")
@@ -151,12 +177,12 @@ def warnings(report: CoverageReport) -> list[str]:
     return [f"{rule}; {report.aligned_share:.1%} of the student's tokens are compared"]
 
 
-def template_warnings(rows: Rows, student: Any, teacher: Any) -> list[str]:
+def template_warnings(rows: Rows, pair: Pair) -> list[str]:
     """Tokenizers without the chat template that a run on these chats needs, one line each; none if rows are texts."""
     if not rows.chats:
         return []
     rule = "tokenizer has no chat template, so a run on these messages would be refused; give it one, or use text"
-    sides = {"student": student, "teacher": teacher}
+    sides = {"student": pair.student, "teacher": pair.teacher}
     return [f"the {name}'s {rule}" for name, tokenizer in sides.items() if not tokenizer.chat_template]
 
 
@@ -166,13 +192,10 @@ def _reasons(report: CoverageReport) -> str:
     return f" ({reasons})" if reasons else ""
 
 
-def verify_pair(aligner: TokenAligner, student: Any, teacher: Any, rows: Rows) -> list[Check]:
+def verify_pair(pair: Pair, rows: Rows) -> list[Check]:
     """The results of all checks of a pair on evenly spaced rows, each text cut to VERIFIED_CHARACTERS.
 
     Checks of chats have no rows to look at if a tokenizer has no chat template, and are left out if the rows are texts.
-
-    Args:
-        aligner: for these two tokenizers, in this order.
 
     Raises:
         ValueError: no text with a chunk.
@@ -182,7 +205,8 @@ def verify_pair(aligner: TokenAligner, student: Any, teacher: Any, rows: Rows) -
     from distill_rl.verify import check_alignment, check_chats, check_losses, check_stops
 
     texts = [text[:VERIFIED_CHARACTERS] for text in _spaced(rows.texts)]
-    chats = _spaced(_chats(rows, student, teacher))
+    chats = _spaced(pair.readable(rows.chats))
+    student, teacher, aligner = pair.student, pair.teacher, pair.aligner
     projection = build_projection(
         student, teacher, student_columns=aligner.student.size, teacher_columns=aligner.teacher.size,
         student_stops=aligner.student.stops, teacher_stops=aligner.teacher.stops,
@@ -192,11 +216,6 @@ def verify_pair(aligner: TokenAligner, student: Any, teacher: Any, rows: Rows) -
         checks += check_chats(aligner, chats)
     checks += check_stops(aligner, projection, align_training_rows(aligner, [] if rows.chats else texts, chats))
     return checks + check_losses(aligner, projection, student, texts)
-
-
-def _chats(rows: Rows, student: Any, teacher: Any) -> list[list[dict[str, Any]]]:
-    """The chats of the rows if both tokenizers have a chat template, else an empty list."""
-    return rows.chats if student.chat_template and teacher.chat_template else []
 
 
 def print_report(console: Console, student: str, teacher: str, report: CoverageReport, ends: Endings) -> None:

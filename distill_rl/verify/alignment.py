@@ -6,15 +6,15 @@ the aligner.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from distill_rl.align import Alignment, TokenAligner, Vocabulary
+from distill_rl.align.chat import Chat, Message
 from distill_rl.verify.check import Check, check_each
 
-Message = Mapping[str, str]
 _PAD_LEFT, _PAD_RIGHT = 3, 5
 
 
@@ -57,7 +57,7 @@ def check_alignment(
     ]
 
 
-def check_chats(aligner: TokenAligner, chats: Sequence[Sequence[Message]]) -> list[Check]:
+def check_chats(aligner: TokenAligner, chats: Sequence[Chat]) -> list[Check]:
     """The results of two checks on chats: equal bytes on both sides of a chunk, and paired ends of answers.
 
     Each side renders a chat with its own template. Without chats the checks neither pass nor fail.
@@ -65,7 +65,7 @@ def check_chats(aligner: TokenAligner, chats: Sequence[Sequence[Message]]) -> li
     Raises:
         ValueError: a tokenizer without a chat template; a text with a lone surrogate.
     """
-    rows = [(chat, aligner.align_messages(chat)) for chat in chats]
+    rows = [(chat, aligner.align_messages(chat.messages, options=chat.options)) for chat in chats]
     return [
         check_each(
             "a chunk of a chat spells the same bytes on both sides",
@@ -74,7 +74,7 @@ def check_chats(aligner: TokenAligner, chats: Sequence[Sequence[Message]]) -> li
         ),
         check_each(
             "the end of every answer is paired, so that the student learns to stop",
-            (stop_problem(chat, row) for chat, row in rows),
+            (stop_problem(chat.messages, row) for chat, row in rows),
             "chats",
         ),
     ]

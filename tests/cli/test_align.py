@@ -86,6 +86,22 @@ def test_verify_runs_and_passes_every_check(root: Path, tmp_path: Path) -> None:
     assert "26 of 26 checks passed" in ended.out
 
 
+def test_tools_of_a_row_go_to_both_templates(root: Path, tmp_path: Path) -> None:
+    for name, seed in (("student", 1), ("teacher", 2)):
+        tokenizer = tiny_tokenizer(220 + 100 * seed, seed=seed)
+        refusal = (
+            "{% if messages[0].content[:5] == 'ka lo' and not tools %}{{ raise_exception('no tools') }}{% endif %}"
+        )
+        tokenizer.chat_template = refusal + tokenizer.chat_template
+        tokenizer.save_pretrained(tmp_path / name)
+    rows = [json.loads(line) for line in (root / "chats.jsonl").read_text().splitlines()]
+    tools = [{"type": "function", "function": {"name": "search", "description": "", "parameters": {}}}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({**row, "tools": tools}) + "\n" for row in rows))
+    ended = align(tmp_path, "--verify", data="chats.jsonl")
+    assert ended.code == 0, ended.out + ended.err
+    assert "26 of 26 checks passed" in ended.out
+
+
 def test_a_failed_check_is_shown_and_exits_1(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distill_rl.align import TokenAligner
+from distill_rl.align.chat import Chat
 from distill_rl.align.projection import build_projection
 from distill_rl.losses import METHODS
 from distill_rl.verify import check_alignment, check_chats, check_losses
@@ -29,7 +30,7 @@ PAIRS = list(zip(FAMILIES, [*FAMILIES[1:], FAMILIES[0]]))
 def test_every_check_passes_on_a_pair(student: str, teacher: str) -> None:
     ours, theirs = family(student), family(teacher)
     aligner = TokenAligner(ours, theirs)
-    checks = check_alignment(aligner, ours, theirs, TEXTS) + check_chats(aligner, CHATS)
+    checks = check_alignment(aligner, ours, theirs, TEXTS) + check_chats(aligner, [Chat(chat) for chat in CHATS])
     projection = build_projection(
         ours, theirs, student_columns=aligner.student.size, teacher_columns=aligner.teacher.size
     )

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from distill_rl.align import TokenAligner, Vocabulary
+from distill_rl.align.chat import Chat
 from distill_rl.align.endings import endings
 from distill_rl.align.projection import build_projection, cached_projection, load_projection
 from distill_rl.align.projection.file import HEADER
@@ -100,11 +101,11 @@ def test_other_stops_rebuild_the_projection(tmp_path: Path) -> None:
 
 def test_endings_count_rows_with_a_final_stop_pair() -> None:
     student, teacher = pair()
-    result = endings(TokenAligner(student, teacher), [], [CHAT, [QUESTION]])
+    result = endings(TokenAligner(student, teacher), [], [Chat(CHAT), Chat([QUESTION])])
     assert (result.student_stops, result.teacher_stops) == (["</s>", TURN_END], ["</s>", TURN_END])
     assert (result.rows, result.ending) == (2, 2)
     teacher.chat_template = written("")
-    assert endings(TokenAligner(student, teacher), [], [CHAT]).ending == 0
+    assert endings(TokenAligner(student, teacher), [], [Chat(CHAT)]).ending == 0
 
 
 def test_texts_end_in_eos() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from distill_rl.align import Alignment, TokenAligner
+from distill_rl.align.chat import Chat
 from distill_rl.verify import alignment as checks
 from distill_rl.verify.check import check_bound, check_each
 from tests.helpers.align import family
@@ -124,7 +125,7 @@ def test_without_exact_rows_their_checks_stay_open() -> None:
         "no chunk could be divided": "0 exact rows",
     }
     assert all(check.passed is not False for check in result)
-    chats = [[{"role": "user", "content": "The cat"}, {"role": "assistant", "content": "SAT"}]]
+    chats = [Chat([{"role": "user", "content": "The cat"}, {"role": "assistant", "content": "SAT"}])]
     first, _ = checks.check_chats(TokenAligner(STUDENT, lossy), chats)
     assert (first.passed, first.detail) == (None, "0 exact chats")
 

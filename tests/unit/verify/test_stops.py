@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from distill_rl.align import TokenAligner
+from distill_rl.align.chat import Chat
 from distill_rl.align.endings import align_training_rows
 from distill_rl.align.projection import Projection, build_projection
 from distill_rl.verify import check_stops
@@ -29,7 +30,7 @@ def projection() -> Projection:
 
 
 def checked(aligner: TokenAligner, projection: Projection) -> list[Check]:
-    return check_stops(aligner, projection, align_training_rows(aligner, [], [CHAT]))
+    return check_stops(aligner, projection, align_training_rows(aligner, [], [Chat(CHAT)]))
 
 
 def test_built_projection_passes(aligner: TokenAligner, projection: Projection) -> None:
