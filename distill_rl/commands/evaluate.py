@@ -164,7 +164,7 @@ def _as_option(line: str) -> str:
     from distill_rl.evals.options import Options
 
     name, colon, rest = line.partition(":")
-    if name in {entry.name for kind in (Options, Settings) for entry in fields(kind)}:
+    if name in {"tp", *(entry.name for kind in (Options, Settings) for entry in fields(kind))}:
         name = f"--{name.replace('_', '-')}"
     return name + colon + rest
 

@@ -725,7 +725,7 @@ EVAL = "eval --suites gsm8k --data {root}/corpus.jsonl --model {root}"
     ("train -c {config} --gpus-per-node 4", ("--gpus-per-node: ", "without --dry-run", "4", "add --dry-run")),
     (EVAL + "/student --shards 0 --ray-address auto", ("--ray-address: ", "--shards 0", "auto", "leave it out")),
     (EVAL + "/student --shards 0 --tp 2", ("--tp: ", "--shards 0 starts none", "got 2", "set --shards to 1 or more")),
-    (EVAL + "/student --tp 0", ("tp: must be 1 or more", "got 0")),
+    (EVAL + "/student --tp 0", ("--tp: must be 1 or more", "got 0")),
     (EVAL + "/student --tp 3", ("model student: 4 attention heads cannot be split evenly over tp = 3", "4 = 1 * 3 + 1")),
     (EVAL + "/run", ("model run: ", "must hold a config.json", "the directory of a run: give its model, ", "run/export")),
     ("align --student {root}/run --teacher {root}/teacher --data {root}/corpus.jsonl",
