@@ -276,6 +276,9 @@ def _model_folders(path: Path) -> list[Path]:
 
 def _no_results(path: Path) -> str:
     """The error line for a path without results, which says whether it is a folder, a file or does not exist."""
+    if (path / "metrics.jsonl").is_file():
+        rule = "must hold evaluation results, as other paths are not run directories with a metrics.jsonl"
+        return str(ConfigError(str(path), rule, "a run directory without results", "give run directories alone"))
     if path.is_dir():
         got = "a folder that is neither"
     elif path.exists():

@@ -115,6 +115,18 @@ def test_all_paths_without_results_are_reported(out: Path, capsys: pytest.Captur
     assert "no such folder" in second
 
 
+def test_a_run_beside_a_path_that_is_none_is_not_called_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "kd"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("{}\n")
+    assert main(["report", str(run), "/no/such"]) == 2
+    first, second = errors(capsys)
+    assert f"{run}: must hold evaluation results, as other paths are not run directories" in first
+    assert "/no/such: must be a run directory" in second
+
+
 def test_all_damaged_files_are_reported_and_nothing_written(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (out / "teacher" / "mmlu.json").write_text('{"score": 0.')
     (out / "student_after" / "quiz.items.jsonl").write_text('{"id": 1}\n')
