@@ -45,6 +45,8 @@ _QUESTION_AND_ANSWER = (
     ("input", "output"),
 )
 """Columns of published data sets that hold what Alpaca calls `instruction` and `output`."""
+_DEFAULT_KEYS = ("text", "messages", "conversations", "instruction", "output")
+"""Main columns that are looked for without a setting; any other was named by the user, perhaps with a typo."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ def no_column(name: str, key: str, columns: Sequence[str], kind: Format) -> Data
         remedy = "set data.format=messages"
     elif kind != "text" and "text" in columns:
         remedy = "set data.format=text"
-    elif pairs:
+    elif pairs and key in _DEFAULT_KEYS:
         renamed = zip(pairs[0], ("instruction", "output"))
         changes = " and ".join(f"{old!r} to {new!r}" for old, new in renamed if old != new)
         remedy = f"rename {changes}, and set data.format=alpaca"

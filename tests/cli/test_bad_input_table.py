@@ -375,12 +375,15 @@ def _chats(*last: dict, **columns: object) -> bytes:
          ("'text'", "rename 'response' to 'output', and set data.format=alpaca"), ()),
         (_rows(*[{"prompt": "2 + 2?", "completion": "4"}] * 16),
          ("'text'", "rename 'prompt' to 'instruction' and 'completion' to 'output'"), ()),
+        (_rows(*[{"prompt": "2 + 2?", "completion": "4"}] * 16),
+         ("'promt'", "did you mean 'prompt'? set data.text_key"), ("data.text_key=promt",)),
     ],
     ids=["tool calls that are not written", "reasoning that is not written", "tools that are not written",
          "an image in a message", "a column of images", "no content", "tools that are not JSON",
          "a variable that is an argument", "a misspelt role", "roles against loss_on", "roles of text", "ShareGPT rows",
          "ShareGPT turns as messages", "an unknown ShareGPT role", "messages as ShareGPT", "Alpaca rows",
-         "instructions and responses", "prompts and completions"],
+         "instructions and responses", "prompts and completions",
+         "a misspelt column of prompts"],
 )  # fmt: skip
 def test_unusable_chats_are_refused(place, refused, tmp_path, content, words, settings):
     data = tmp_path / "data.jsonl"
