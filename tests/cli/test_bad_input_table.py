@@ -649,8 +649,9 @@ def test_more_gpus_than_are_visible_are_refused(place, refused, monkeypatch):
     questions = place.root / "some.jsonl"
     questions.write_text('{"prompt": "x", "answer": "y"}\n')
     suite = ("evaluate.suites=[exact_match]", f"evaluate.data={questions}")
-    line = refused(place.config("gpus"), *suite, "evaluate.parallel.tp=4")
-    assert line.startswith("evaluate.parallel.tp: 4 GPUs are asked, there are 2; lower it"), line
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: 1)
+    line = refused(place.config("gpus"), *suite, "evaluate.parallel.tp=2")
+    assert line.startswith("evaluate.parallel.tp: 2 GPUs are asked, there are 1; lower it"), line
 
 
 def test_more_memory_than_the_machine_has_is_refused(place, refused, monkeypatch):
