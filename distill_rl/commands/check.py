@@ -65,7 +65,7 @@ def summary(config: Config, facts: Facts) -> list[str]:
             lines.append(f"logits     {teacher.name}: at most {size} at once")
         loss = known.cross_tokenizer_loss
         if loss is not None:
-            text = f"another tokenizer, loss {loss} over chunks of text; rows are padded, not packed"
+            text = f"another tokenizer, loss {loss} over chunks of text"
             lines.append(f"teacher    {teacher.name}: {text}")
         elif known.tokens_apart:
             lines.append(f"teacher    {teacher.name}: {printable(known.tokens_apart)}")

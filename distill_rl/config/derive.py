@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import ceil, lcm
 from typing import get_args
 
-from distill_rl.config.facts import Facts, TeacherFacts, row_width, running_teachers, teacher_rows
+from distill_rl.config.facts import Facts, TeacherFacts, row_width, running_teachers, teacher_length, teacher_rows
 from distill_rl.config.memory import ITEM_SIZE, WorkerMemory, target_bytes_per_token, worker_memory
 from distill_rl.config.schema import Config, CrossTokenizerLoss, ScheduleConfig, TeacherConfig
 from distill_rl.errors import ConfigError, problem
@@ -224,7 +224,7 @@ def _teacher_sizes(config: Config, teacher: TeacherConfig, known: TeacherFacts, 
         entries = min(config.loss.top_k, num_ids or config.loss.top_k)
     bytes_per_token = target_bytes_per_token(teacher.export, entries, ITEM_SIZE[dtype])
     rows = teacher_rows(config, teacher)
-    bytes_per_slot = rows * row_width(config.data.max_length, on_gpu=facts.gpus > 0) * bytes_per_token
+    bytes_per_slot = rows * row_width(teacher_length(config, teacher), on_gpu=facts.gpus > 0) * bytes_per_token
     slots = ring_plan(config).slots[teacher.name]
     return TeacherSizes(
         name=teacher.name,

@@ -163,9 +163,9 @@ TABLE: tuple[NoEffect, ...] = (
         "parameters are not sharded (dp / replicas = 1)",
     ),
     NoEffect(
-        ("data.packing",),
-        lambda run: bool(run.methods - {UNKNOWN, TOKENS}),
-        "beside a teacher with another tokenizer every document has its own row",
+        ("teachers[].max_length",),
+        lambda run: run.only(TOKENS),
+        "a teacher with the student's tokenizer reads the student's rows",
     ),
     NoEffect(("data.text_key",), lambda run: run.data_kind == "messages", "chats are read (data.format)"),
     NoEffect(("data.messages_key",), lambda run: run.data_kind == "text", "texts are read (data.format)"),

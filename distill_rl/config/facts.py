@@ -98,6 +98,11 @@ def teacher_rows(config: Config, teacher: TeacherConfig) -> int:
     return config.train.micro_batch_size if teacher.micro_batch_size is None else teacher.micro_batch_size
 
 
+def teacher_length(config: Config, teacher: TeacherConfig) -> int:
+    """Most document tokens in a row of a teacher, if it has its own tokenizer."""
+    return config.data.max_length if teacher.max_length is None else teacher.max_length
+
+
 def row_width(longest: int, *, on_gpu: bool) -> int:
     """Positions per row of a batch whose longest row has `longest` tokens; the positions beyond them are padding.
 

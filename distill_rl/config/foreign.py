@@ -100,7 +100,7 @@ FOREIGN: tuple[tuple[str, str, str], ...] = (
     ("data.train.data_files", "data.path", "a file, a folder or a glob"),
     ("data.train.characters_per_sample", "", "a document is a row of the data, truncated to data.max_length"),
     ("data.collator_mode", "data.format", "`text` or `messages`; `auto` detects it"),
-    ("data.num_packed_rows", "data.packing", "cross-tokenizer rows are padded"),
+    ("data.num_packed_rows", "data.packing", "first fit; `true` packs"),
     ("data.dataset_name", "data.path", "the format is detected"),
     ("data.max_input_seq_length", "data.max_length", ""),
     ("data.shuffle", "", "always true; the order is a function of run.seed and the epoch"),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import ceil
 
-from distill_rl.config.facts import Facts, ModelFacts, row_width, running_teachers, teacher_rows
+from distill_rl.config.facts import Facts, ModelFacts, row_width, running_teachers, teacher_length, teacher_rows
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 
 ITEM_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -161,8 +161,13 @@ def _heads(config: Config, facts: Facts, student: ModelFacts, on_gpu: bool) -> i
 
 
 def _tokens(config: Config, rows: int, on_gpu: bool) -> int:
-    """Positions, padding included, of `rows` rows of the maximum width."""
+    """Positions, padding included, of `rows` of the student's rows of the maximum width."""
     return rows * row_width(config.data.max_length, on_gpu=on_gpu)
+
+
+def _teacher_tokens(config: Config, teacher: TeacherConfig, on_gpu: bool) -> int:
+    """Positions, padding included, of a teacher's micro-batch of the maximum width."""
+    return teacher_rows(config, teacher) * row_width(teacher_length(config, teacher), on_gpu=on_gpu)
 
 
 def student_memory(
@@ -298,7 +303,7 @@ def teacher_memory(
     """
     tp, item = teacher.parallel.tp, ITEM_SIZE[teacher.dtype]
     intermediate = model.intermediate_size if model.family in FUSED else model.intermediate_size // tp
-    tokens = _tokens(config, teacher_rows(config, teacher), on_gpu)
+    tokens = _teacher_tokens(config, teacher, on_gpu)
     return WorkerMemory(
         worker=teacher.name,
         count=teacher.parallel.dp * tp,
@@ -316,7 +321,7 @@ def teacher_logits(config: Config, teacher: TeacherConfig, model: ModelFacts, *,
     It may take fewer tokens at a time where little is free on a GPU.
     """
     columns = ceil(model.vocabulary_columns / teacher.parallel.tp)
-    tokens = _tokens(config, teacher_rows(config, teacher), on_gpu)
+    tokens = _teacher_tokens(config, teacher, on_gpu)
     chunk = max(1, min(TEACHER_CHUNK_TOKENS, TEACHER_CHUNK_BYTES // (4 * columns), tokens))
     return chunk * columns * (ITEM_SIZE[teacher.dtype] + 8)
 

@@ -91,6 +91,8 @@ class TeacherConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch_size: Optional[int] = field(default=None, metadata=POSITIVE)
     """Rows per forward pass of one teacher rank. null: train.micro_batch_size."""
+    max_length: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Maximum number of tokens per row of a teacher with another tokenizer, at least data.max_length. Raise it for a tokenizer that needs more tokens than the student's: otherwise this teacher's rows are full before the student's. null: data.max_length."""
     attention: Attention = "auto"
     """Attention implementation. auto: on GPUs without masks, with the variable-length kernels of flash_attn (if it is installed) or of torch for packed rows, where the model supports them; otherwise sdpa, or eager for a model that caps attention scores. varlen: always the variable-length kernels, and an error where they cannot be used. sdpa, eager, flash_attention_2: the implementation of that name in transformers."""
     backend: Literal["hf", "vllm"] = "hf"
@@ -134,7 +136,7 @@ class DataConfig:
     max_length: int = field(default=1024, metadata=POSITIVE)
     """Maximum number of tokens per row; longer documents are truncated and counted. Rows are then padded to a multiple of 128 positions on GPUs, of 8 on CPUs."""
     packing: bool = True
-    """Pack several documents into one row (first fit); attention never crosses from one document to another. Has no effect with a teacher that has another tokenizer: every document then has its own padded row."""
+    """Pack several documents into one row (first fit); attention never crosses from one document to another. The rows of a teacher with another tokenizer hold the same documents."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 
 

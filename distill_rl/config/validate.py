@@ -43,6 +43,7 @@ def problems(config: Config) -> list[str]:
         *_single_values(config),
         *_names(config),
         *_replicas(config),
+        *_teacher_lengths(config),
         *_batch(config),
         *_rings(config),
         *_losses(config),
@@ -154,6 +155,13 @@ def _batch(config: Config) -> Iterator[str]:
             rule = f"{batch} documents do not divide evenly over {role}'s dp {dp} x micro-batch {size} = {dp * size}"
             arithmetic = f"{batch} = {quotient} x {dp * size} + {rest}"
             yield problem("train.global_batch_size", rule, remedy=f"{arithmetic}; {remedy}")
+
+
+def _teacher_lengths(config: Config) -> Iterator[str]:
+    """Problems of the teachers' row lengths, one line each: one that is shorter than the student's."""
+    for key, value in values(config, "teachers[].max_length"):
+        if value is not None and 0 < value < config.data.max_length:
+            yield problem(key, f"must be at least data.max_length={config.data.max_length}", value, "leave it out")
 
 
 def _replicas(config: Config) -> Iterator[str]:

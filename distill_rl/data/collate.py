@@ -11,7 +11,7 @@ import numpy as np
 
 from distill_rl.align.chat import CharSpan
 from distill_rl.config.derive import ring_plan
-from distill_rl.config.facts import row_width, teacher_rows
+from distill_rl.config.facts import row_width, teacher_length, teacher_rows
 from distill_rl.config.schema import Config, DataConfig
 from distill_rl.data.chat import render_document, roles_to_train_on
 from distill_rl.data.packing import first_fit
@@ -211,7 +211,7 @@ class BatchPlan:
     student: BatchSharding
     teachers: tuple[BatchSharding, ...]
     max_length: int
-    """Most document tokens in a row."""
+    """Most document tokens in a row of the student, and of a teacher that reads the student's rows."""
     packing: bool
     pad_id: int
     sub_batches: int = 1
@@ -220,19 +220,19 @@ class BatchPlan:
     """A multiple of `row_multiple`; None: all rows are one sub-batch."""
     num_ids: int | None = None
     """Ids from here on are not known to some teacher that reads the student's rows; None: all are."""
+    teacher_lengths: tuple[int, ...] = ()
+    """Most document tokens in a row of each teacher that has its own tokenizer; empty: `max_length` for all."""
     on_gpu: bool = False
     """Whether the rows go to GPUs; decides how wide they are (`row_width`)."""
 
     @classmethod
-    def from_config(cls, config: Config, pad_id: int, *, padded: bool = False, num_ids: int | None = None) -> BatchPlan:
+    def from_config(cls, config: Config, pad_id: int, *, num_ids: int | None = None) -> BatchPlan:
         """The plan for a run, with sub-batches if its targets do not all fit into the teachers' rings.
 
         `on_gpu` is False until `for_device` sets it.
 
         Args:
             pad_id: see `pad_id`.
-            padded: gives every document its own row, whatever `data.packing` says; teachers with another tokenizer need
-                it.
             num_ids: see the field.
         """
         rings = ring_plan(config)
@@ -240,16 +240,21 @@ class BatchPlan:
             student=BatchSharding(config.student.parallel.dp, config.train.micro_batch_size),
             teachers=tuple(BatchSharding(t.parallel.dp, teacher_rows(config, t)) for t in config.teachers),
             max_length=config.data.max_length,
-            packing=config.data.packing and not padded,
+            packing=config.data.packing,
             pad_id=pad_id,
             num_ids=num_ids,
             sub_batches=rings.sub_batches,
             rows_per_sub_batch=rings.rows_per_sub_batch if rings.sub_batches > 1 else None,
+            teacher_lengths=tuple(teacher_length(config, teacher) for teacher in config.teachers),
         )
 
     def for_device(self, *, on_gpu: bool) -> BatchPlan:
         """This plan for GPUs or for CPUs. The driver decides: an aligner cannot see what the cluster has."""
         return replace(self, on_gpu=on_gpu)
+
+    def length_of(self, teacher: int) -> int:
+        """Most document tokens in a row of a teacher that has its own tokenizer, by its index."""
+        return self.teacher_lengths[teacher] if self.teacher_lengths else self.max_length
 
     @property
     def row_multiple(self) -> int:
@@ -269,8 +274,32 @@ def pad_id(tokenizer: Any, num_ids: int | None = None) -> int:
     return next(id for id in candidates if id is not None and (num_ids is None or id < num_ids))
 
 
-def lay_out(encoded: Sequence[Encoded], plan: BatchPlan, pad_id: int | None = None) -> TokenRows:
-    """Lays documents out as rows [R, S]: first fit with packing, otherwise one document per row.
+def arrange(sides: Sequence[Sequence[Encoded]], capacities: Sequence[int], plan: BatchPlan) -> list[list[int]]:
+    """Which documents share a row: the indices of each row's documents, in their order.
+
+    With packing first fit, over the lengths on all sides at once, so that every side can lay out the same rows;
+    otherwise one document per row.
+
+    Args:
+        sides: the same documents as each tokenizer reads them; empty ones are allowed.
+        capacities: most tokens per row, for each side.
+
+    Raises:
+        ValueError: with packing, a document that is too long.
+    """
+    if not plan.packing:
+        return [[i] for i in range(len(sides[0]))]
+    lengths = [[len(side[i].input_ids) for side in sides] for i in range(len(sides[0]))]
+    return first_fit(lengths, capacities)
+
+
+def lay_out(
+    encoded: Sequence[Encoded],
+    plan: BatchPlan,
+    members: Sequence[Sequence[int]] | None = None,
+    pad_id: int | None = None,
+) -> TokenRows:
+    """Lays documents out as rows [R, S].
 
     S is `row_width` of the fullest row; R is a multiple of `plan.row_multiple`, and at least that for no documents. The
     label of a position is the next token, if that belongs to the same document and is trained on.
@@ -280,14 +309,16 @@ def lay_out(encoded: Sequence[Encoded], plan: BatchPlan, pad_id: int | None = No
     without a document is padding from position 0.
 
     Args:
-        encoded: documents of at most `plan.max_length` tokens; empty ones are allowed.
+        encoded: the documents; empty ones are allowed.
+        members: the documents of each row, from `arrange`; None: arranged by `encoded` alone.
         pad_id: None: the plan's, which is the student's.
 
     Raises:
-        ValueError: with packing, a document that is too long.
+        ValueError: without `members` but with packing, a document longer than `plan.max_length`.
     """
+    if members is None:
+        members = arrange([encoded], [plan.max_length], plan)
     lengths = [len(document.input_ids) for document in encoded]
-    members = first_fit(lengths, plan.max_length) if plan.packing else [[i] for i in range(len(encoded))]
     longest = max((sum(lengths[i] for i in row) for row in members), default=0)
     num_rows = -(-max(len(members), 1) // plan.row_multiple) * plan.row_multiple
     length = row_width(longest, on_gpu=plan.on_gpu)

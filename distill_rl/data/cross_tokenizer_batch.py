@@ -9,10 +9,12 @@ five steps:
    cut to the shortest of these results, and each teacher's side is cut again to match (`Alignment.cut`).
 3. Select: chunks that cannot be trained on are dropped, paired stop tokens become chunks of one token each, and what is
    left is numbered from 0 in each document (`Alignment.trainable`). A number still belongs to a *token*.
-4. Lay out: one document per row, so that row i of a teacher holds the same document as row i of the student.
-5. Shift: position p predicts token p + 1, so the chunk number of token p + 1 is written at position p
-   (`_teacher_rows`), just as `collate.lay_out` shifts labels. From here on a number belongs to a *prediction*, and the
-   workers and losses shift nothing.
+4. Lay out: `collate.arrange` decides which documents share a row, so that they fit on every side. Row i of a teacher
+   holds the same documents as row i of the student, in the same order, and chunks are numbered on from document to
+   document.
+5. Shift: position p predicts token p + 1, so the chunk number of token p + 1 is written at position p (`_chunk_rows`),
+   just as `collate.lay_out` shifts labels. From here on a number belongs to a *prediction*, and the workers and losses
+   shift nothing.
 
 `losses.cross_tokenizer.Chunks.from_alignment` does steps 3 and 5 for callers of the losses who have alignments and no
 batch; it makes flat tensors, numbered over all texts, and has no label mask.
@@ -27,7 +29,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from distill_rl.align import Alignment
-from distill_rl.data.collate import NO_TOKENS, BatchPlan, Encoded, Tokenization, divide, lay_out, pad_id
+from distill_rl.data.collate import NO_TOKENS, BatchPlan, Encoded, Tokenization, arrange, divide, lay_out, pad_id
 from distill_rl.data.document_aligner import LEFT_OUT, AlignedDocuments, CrossTokenizerTeacher, DocumentAligner
 from distill_rl.types import (
     IGNORE_INDEX,
@@ -46,7 +48,7 @@ class BatchBuilder:
 
     Args:
         tokenization: the student's.
-        plan: how rows are laid out and divided; without packing if any teacher has its own tokenizer.
+        plan: how rows are laid out and divided.
         teachers: one per running teacher; None for a teacher that reads the student's rows.
     """
 
@@ -81,7 +83,14 @@ class BatchBuilder:
         documents = self._documents(batch, skip)
         encoded = documents.encoded
         self._require_known_ids(batch, encoded)
-        rows = lay_out(encoded, self._plan)
+        # Only tokens in chunks are labelled for a teacher: it computes nothing for the others.
+        theirs = {
+            i: [Encoded(alignment.teacher_ids, alignment.teacher_chunk >= 0) for alignment in alignments]
+            for i, alignments in documents.alignments.items()
+        }
+        capacities = [self._plan.max_length, *(self._plan.length_of(i) for i in theirs)]
+        members = arrange([encoded, *theirs.values()], capacities, self._plan)
+        rows = lay_out(encoded, self._plan, members)
         num_labels = _count_labels(rows)
         chunks: list[ChunkRows | None] = [None] * self._num_teachers if self._teachers else []
         infos: list[AlignmentInfo] = []
@@ -89,7 +98,8 @@ class BatchBuilder:
         for i, sharding in enumerate(self._plan.teachers):
             teacher_rows, teacher_labels = rows, num_labels
             if i in self._teachers:
-                teacher_rows, chunk_rows = self._teacher_rows(self._teachers[i], documents.alignments[i], rows)
+                teacher_rows = lay_out(theirs[i], self._plan, members, pad_id(self._teachers[i].tokenizer))
+                chunk_rows = _chunk_rows(documents.alignments[i], encoded, members, rows, teacher_rows)
                 teacher_labels = _count_labels(teacher_rows)
                 chunks[i] = chunk_rows
                 infos.append(_describe(self._teachers[i], documents.alignments[i], chunk_rows))
@@ -115,7 +125,8 @@ class BatchBuilder:
     def _documents(self, batch: DocumentBatch, skip: Collection[int]) -> AlignedDocuments:
         """The documents' tokens and, if any teacher has its own tokenizer, their alignments (steps 1 to 3)."""
         if self._teachers:
-            return DocumentAligner(self._tokenization, self._teachers).align(batch.documents, skip)
+            lengths = {i: self._plan.length_of(i) for i in self._teachers}
+            return DocumentAligner(self._tokenization, self._teachers, lengths).align(batch.documents, skip)
         encode = self._tokenization.encode
         return AlignedDocuments(
             [NO_TOKENS if document["row"] in skip else encode(document) for document in batch.documents], {}
@@ -133,37 +144,6 @@ class BatchBuilder:
                 rule = f"has the token {token}, which a teacher that reads the student's tokens does not know"
                 raise ValueError(f"row {document['row']} {rule}; set teachers[].loss=hybrid if your texts contain it")
 
-    def _teacher_rows(
-        self, teacher: CrossTokenizerTeacher, documents: Sequence[Alignment], student_rows: TokenRows
-    ) -> tuple[TokenRows, ChunkRows]:
-        """Steps 4 and 5: a teacher's rows, one document each like the student's, and the chunks of both sides.
-
-        Only tokens in chunks are labelled: a teacher computes nothing for the others. Chunk numbers, int32 [R, S] of
-        each side's rows, begin at 0 in every row, belong to predictions, and are −1 elsewhere.
-
-        Args:
-            documents: one alignment per document, in the order of the rows, after step 3.
-            student_rows: without packing, so that row i holds document i.
-        """
-        encoded = [Encoded(document.teacher_ids, document.teacher_chunk >= 0) for document in documents]
-        teacher_rows = lay_out(encoded, self._plan, pad_id(teacher.tokenizer))
-        student_chunks = np.full(student_rows.shape, -1, dtype=np.int32)
-        teacher_chunks = np.full(teacher_rows.shape, -1, dtype=np.int32)
-        for row, document in enumerate(documents):
-            # The shift: token p is predicted at position p - 1, so that is where its chunk number goes.
-            for row_chunks, token_chunks in (
-                (student_chunks[row], document.student_chunk),
-                (teacher_chunks[row], document.teacher_chunk),
-            ):
-                row_chunks[: max(len(token_chunks) - 1, 0)] = token_chunks[1:]
-        return teacher_rows, ChunkRows(
-            student=student_chunks,
-            teacher=teacher_chunks,
-            num_chunks=sum(document.num_chunks for document in documents),
-            num_one_to_one=sum(document.counts["1:1"] for document in documents),
-            num_covered=int(np.count_nonzero((student_chunks >= 0) & (student_rows.labels != IGNORE_INDEX))),
-        )
-
 
 def _count_left_out(batch: DocumentBatch, encoded: Sequence[Encoded]) -> tuple[LeftOut, ...]:
     """What chat templates left out of a batch's documents: each part once, with its number of documents."""
@@ -174,6 +154,45 @@ def _count_left_out(batch: DocumentBatch, encoded: Sequence[Encoded]) -> tuple[L
             first.setdefault(what, int(document["row"]))
             counts[what] += 1
     return tuple(LeftOut(what, counts[what], row) for what, row in first.items())
+
+
+def _chunk_rows(
+    documents: Sequence[Alignment],
+    encoded: Sequence[Encoded],
+    members: Sequence[Sequence[int]],
+    student_rows: TokenRows,
+    teacher_rows: TokenRows,
+) -> ChunkRows:
+    """Step 5: the chunks of both sides, as numbers that belong to predictions.
+
+    Args:
+        documents: one alignment per document, after step 3.
+        encoded: the student's side of the documents, which may be longer than in the alignment.
+        members: the documents of each row, for both sides.
+    """
+    student = np.full(student_rows.shape, -1, dtype=np.int32)
+    teacher = np.full(teacher_rows.shape, -1, dtype=np.int32)
+    for row, indices in enumerate(members):
+        first_chunk = student_start = teacher_start = 0
+        for i in indices:
+            document = documents[i]
+            for row_chunks, start, token_chunks in (
+                (student[row], student_start, document.student_chunk),
+                (teacher[row], teacher_start, document.teacher_chunk),
+            ):
+                # The shift: token p is predicted at position p - 1. A document's first token is not predicted.
+                numbers = token_chunks[1:]
+                row_chunks[start : start + len(numbers)] = np.where(numbers >= 0, numbers + first_chunk, -1)
+            first_chunk += document.num_chunks
+            student_start += len(encoded[i].input_ids)
+            teacher_start += len(document.teacher_ids)
+    return ChunkRows(
+        student=student,
+        teacher=teacher,
+        num_chunks=sum(document.num_chunks for document in documents),
+        num_one_to_one=sum(document.counts["1:1"] for document in documents),
+        num_covered=int(np.count_nonzero((student >= 0) & (student_rows.labels != IGNORE_INDEX))),
+    )
 
 
 def _count_labels(rows: TokenRows) -> int:

@@ -103,10 +103,16 @@ class DocumentAligner:
     Args:
         tokenization: the student's.
         teachers: at least one, by index of the teacher.
+        max_lengths: most tokens of a document for each of them.
     """
 
-    def __init__(self, tokenization: Tokenization, teachers: Mapping[int, CrossTokenizerTeacher]):
-        self._tokenization, self._teachers = tokenization, teachers
+    def __init__(
+        self,
+        tokenization: Tokenization,
+        teachers: Mapping[int, CrossTokenizerTeacher],
+        max_lengths: Mapping[int, int],
+    ):
+        self._tokenization, self._teachers, self._max_lengths = tokenization, teachers, max_lengths
 
     def align(self, documents: Sequence[Mapping[str, Any]], skip: Collection[int] = ()) -> AlignedDocuments:
         """Tokenises, cuts and aligns documents.
@@ -202,16 +208,15 @@ class DocumentAligner:
     def _align_one(self, document: TokenizedDocument) -> tuple[Encoded, dict[int, Alignment]]:
         """Steps 2 and 3: the student's tokens, and each teacher's alignment by the teacher's index.
 
-        The student's tokens go up to the last boundary shared with every teacher. Both sides have at most `max_length`
-        tokens; the alignments hold only chunks that can be trained on.
+        The student's tokens go up to the last boundary shared with every teacher. Both sides have at most their
+        `max_length` tokens; the alignments hold only chunks that can be trained on.
         """
-        max_length = self._tokenization.max_length
         alignments = {
             i: teacher.aligner.pair(
                 document.student,
                 document.teachers[i],
-                max_student_tokens=max_length,
-                max_teacher_tokens=max_length,
+                max_student_tokens=self._tokenization.max_length,
+                max_teacher_tokens=self._max_lengths[i],
             )
             for i, teacher in self._teachers.items()
         }

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import ArrayLike
 
-def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+
+def first_fit(lengths: ArrayLike, capacity: int | Sequence[int]) -> list[list[int]]:
     """Puts each document, in order, into the first row that has room for it; opens a new row if none has.
 
-    Needs at most 1.7 times as many rows as the best packing, plus one.
+    A document may have several lengths, one for each tokenizer that reads it. It then needs room on every side, and the
+    rows of all sides hold the same documents in the same order. With one side, this takes at most 1.7 times as many
+    rows as the best packing, plus one.
 
     Args:
-        lengths: tokens of each document, none above `capacity`; an empty document takes no room, but opens a row if it
-            is first.
-        capacity: tokens per row.
+        lengths: int [n] or [n, sides]: tokens of each document, none above `capacity`; an empty document takes no room,
+            but opens a row if it is first.
+        capacity: tokens per row, the same for all sides or one number per side.
 
     Returns:
         The indices of each row's documents, in the order of `lengths`; rows in the order in which they were opened.
@@ -21,17 +26,23 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     Raises:
         ValueError: a document longer than a row, or of negative length.
     """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    if sizes.ndim == 1:
+        sizes = sizes[:, None]
+    if not len(sizes):
+        return []
+    limits = np.broadcast_to(np.asarray(capacity, dtype=np.int64), sizes.shape[1:])
     rows: list[list[int]] = []
-    room: list[int] = []
-    for document, length in enumerate(lengths):
-        if not 0 <= length <= capacity:
-            raise ValueError(f"document {document} has {length} tokens, a row holds {capacity}")
-        for row, left in enumerate(room):
-            if length <= left:
-                rows[row].append(document)
-                room[row] -= length
-                break
-        else:
-            rows.append([document])
-            room.append(capacity - length)
+    room = np.empty_like(sizes)  # of every open row, on each side; there are at most as many rows as documents
+    for document, size in enumerate(sizes):
+        wrong = np.flatnonzero((size < 0) | (size > limits))
+        if len(wrong):
+            raise ValueError(f"document {document} has {size[wrong[0]]} tokens, a row holds {limits[wrong[0]]}")
+        has_room = (room[: len(rows)] >= size).all(axis=1)
+        row = int(has_room.argmax()) if has_room.any() else len(rows)
+        if row == len(rows):
+            rows.append([])
+            room[row] = limits
+        rows[row].append(document)
+        room[row] -= size
     return rows

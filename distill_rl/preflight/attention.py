@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from distill_rl.config.facts import CPU_WIDTH_MULTIPLE, GPU_WIDTH_MULTIPLE, row_width
-from distill_rl.config.schema import Config
+from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError, problem
 from distill_rl.models.attention.choice import ON_CPU, VARLEN, choose, importable, installed, obstacles
 from distill_rl.models.families import family_of
@@ -60,10 +60,12 @@ def width_problems(config: Config, model: Opened, *, gpus: int) -> Iterator[str]
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is None:
         return
-    longest = config.data.max_length
+    setting, longest = "data.max_length", config.data.max_length
+    if isinstance(model.settings, TeacherConfig) and model.settings.max_length is not None:
+        setting, longest = f"{model.key}.max_length", model.settings.max_length
     if longest > positions:
         rule = f"must not exceed the {positions} positions of {model.name}"
-        yield problem("data.max_length", rule, longest, f"use {positions} or less")
+        yield problem(setting, rule, longest, f"use {positions} or less")
         return
     family, on_gpu = family_of(model.config), gpus > 0
     width = row_width(longest, on_gpu=on_gpu)
@@ -71,7 +73,7 @@ def width_problems(config: Config, model: Opened, *, gpus: int) -> Iterator[str]
         multiple = GPU_WIDTH_MULTIPLE if on_gpu else CPU_WIDTH_MULTIPLE
         rule = f"rows of {longest} tokens are padded to {width} positions, a multiple of {multiple}; {model.name} has {positions}"
         largest = positions // multiple * multiple
-        yield problem("data.max_length", rule, None, f"use {largest} or less" if largest else "take another model")
+        yield problem(setting, rule, None, f"use {largest} or less" if largest else "take another model")
 
 
 def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> Iterator[str]:

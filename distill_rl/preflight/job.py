@@ -87,7 +87,6 @@ def prepare(config: Config, paths: RunPaths) -> Job:
         BatchPlan.from_config(
             config,
             pad_id(tokenizer, num_ids),
-            padded=any(specs),
             num_ids=num_ids if num_ids < own_ids else None,
         ),
         cross_tokenizer_specs=specs,

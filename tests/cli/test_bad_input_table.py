@@ -108,7 +108,7 @@ def settings(place: Place) -> Ended:
     config = place.config("settings", student={"dtype": "fp32"})
     return distill_rl("train", "-c", config, "train.step=3", "train.epochs=many", "teachers.0.parallel={dp: 3, replicas: 3}",
                       "student.parallel.replicas=2", "loss.divergence=skewed_reverse_kl", "loss.beta=1",
-                      "loss.temperature=1e-6", "loss.alm_tau=1e-9",
+                      "loss.temperature=1e-6", "loss.alm_tau=1e-9", "teachers.0.max_length=8",
                       "schedule.steps=5", "schedule.warmup_steps=6")  # fmt: skip
 
 
@@ -190,6 +190,7 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
         "a skew of 1": ("loss.beta", "less than 1 with skewed_reverse_kl", "itself", "got 1.0", "0.1 is usual"),
         "a temperature at which nothing is left": ("loss.temperature", "must lie in [0.01, 100]", "1e-06"),
         "chunks that are all impossible": ("loss.alm_tau", "must lie in [0.01, 1e+06]", "1e-09"),
+        "rows of a teacher shorter than the student's": ("teachers.0.max_length", "at least data.max_length", "got 8"),
         "replicas of a teacher": ("teachers.0.parallel.replicas", "applies to the student only", "3", "leave it at 1"),
     },
     models_and_files: {

@@ -1,9 +1,10 @@
-"""Across tokenizers, too, a global batch has one gradient for every layout and micro-batch size."""
+"""Across tokenizers, too, a global batch has one gradient: for every layout and micro-batch size, padded or packed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from distill_rl.parallel.mesh import World, open_world
 from distill_rl.student.chunk_rows import flat_chunks
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
-from distill_rl.types import CrossTokenizerSpec, Cursor, DocumentBatch, RankBatch
+from distill_rl.types import IGNORE_INDEX, CrossTokenizerSpec, Cursor, DocumentBatch, RankBatch, TokenRows
 from tests.helpers import ranks
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.engines import (
@@ -47,26 +48,31 @@ CASES = {
     ("gold", "logits"): ({"chunk_average": "chain"}, (1,)),
     ("gold", "hidden"): ({"chunk_average": "chain"}, (2,)),
     ("strict", "logits"): ({}, (4,)),
+    ("hkl", "logits"): ({}, (2,)),
+    ("uld", "hidden"): ({}, (2,)),
+    ("alm", "topk"): ({}, (1,)),
 }
 
 
-def build(dp: int, teacher_dp: int = 1) -> tuple[list[RankBatch], list[RankBatch]]:
-    """Eight documents as batches of the student's ranks and of the teacher's ranks."""
+def build(dp: int, teacher_dp: int = 1, *, packing: bool = False) -> tuple[list[RankBatch], list[RankBatch]]:
+    """Sixteen documents as batches of the student's ranks and of the teacher's ranks. Four fill a row each."""
     student, teacher = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
-    plan = BatchPlan(BatchSharding(dp, 4), (BatchSharding(teacher_dp, 4),), 40, packing=False, pad_id=7)
+    plan = BatchPlan(BatchSharding(dp, 4), (BatchSharding(teacher_dp, 4),), 40, packing, pad_id=7)
     other = CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())
-    documents = tuple({"row": i, **row} for i, row in enumerate(corpus_rows(8, seed=2)))
+    texts = [row["text"] for row in corpus_rows(16, seed=2)]
+    short = [" ".join(text.split()[: 1 + i % 4]) for i, text in enumerate(texts)]
+    documents = tuple({"row": i, "text": texts[i] if i % 4 == 0 else short[i]} for i in range(16))
     tokenization = Tokenization(student, format="text", loss_on="all", max_length=40)
     _, ours, (theirs,) = BatchBuilder(tokenization, plan, [other]).build(DocumentBatch(0, documents, Cursor()))
     return ours, theirs
 
 
 def engine_for(
-    method: str, export: str, world: World, folders: dict[str, Path], **settings
+    method: str, export: str, world: World, folders: dict[str, Path], *, packing: bool = False, **settings
 ) -> tuple[StudentEngine, dict, RankBatch]:
     """The student's engine, the teacher's targets for this rank's part of the batch, and that part."""
     loss, _ = CASES[method, export]
-    ours, theirs = build(world.dp, world.dp)
+    ours, theirs = build(world.dp, world.dp, packing=packing)
     batch, their_batch = ours[world.dp_rank], theirs[world.dp_rank]
     config = engine_config(
         folders["student"], [folders["teacher"]], loss__ce_weight=CE_WEIGHT, loss__top_k=TOP,
@@ -87,12 +93,12 @@ def source_of(targets: dict, batch: RankBatch, temperature: float):
     )
 
 
-def gradients(dp: int, tp: int, folders: dict[str, Path]) -> dict:
+def gradients(dp: int, tp: int, folders: dict[str, Path], packing: bool) -> dict:
     """Runs on a rank. The whole gradient per method, export and micro-batch size."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     results = {}
     for (method, export), (_, sizes) in CASES.items():
-        engine, targets, batch = engine_for(method, export, world, folders)
+        engine, targets, batch = engine_for(method, export, world, folders, packing=packing)
         source = source_of(targets, batch, engine.config.loss.temperature)
         for size in sizes:
             engine.config.train.micro_batch_size = size
@@ -115,16 +121,12 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def bridge_of(path: Path) -> VocabularyProjection:
-    projection = load_projection(path)
-    common = {"student_common": projection.student_common, "teacher_common": projection.teacher_common}
-    return VocabularyProjection.from_arrays(
-        projection.indptr, projection.indices, projection.values, num_teacher=projection.num_teacher, **common
-    )
+    return VocabularyProjection.from_projection(load_projection(path))
 
 
 @pytest.fixture(scope="module")
 def references(folders) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
-    """fp64 gradients of the plain models through the plain losses, chunk by chunk."""
+    """fp64 gradients of the plain models through the plain losses, chunk by chunk, with a row for each document."""
     (ours,), (theirs,) = build(1)
     shared, labels = ours.chunks[0], torch.tensor(ours.rows.labels, dtype=torch.int64)
     wanted = {}
@@ -149,9 +151,25 @@ def references(folders) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
     return wanted
 
 
+def documents_per_row(rows: TokenRows) -> np.ndarray:
+    """Number of documents in each row; all have a label at their first position."""
+    return np.count_nonzero((rows.position_ids == 0) & (rows.labels != IGNORE_INDEX), axis=1)
+
+
+def test_packed_rows_are_fewer_and_hold_the_same_documents():
+    (padded,), _ = build(1)
+    (packed,), (theirs,) = build(1, packing=True)
+    ours_per_row, theirs_per_row = (documents_per_row(part.rows) for part in (packed, theirs))
+    assert ours_per_row.max() > 2
+    assert padded.rows.shape[0] == ours_per_row.sum() == 16 > packed.rows.shape[0]
+    assert np.array_equal(ours_per_row, theirs_per_row)
+    assert (padded.num_labels, padded.chunks[0].num_chunks) == (packed.num_labels, packed.chunks[0].num_chunks)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize(("dp", "tp"), LAYOUTS, ids=[f"dp{dp}tp{tp}" for dp, tp in LAYOUTS])
-def test_gradient_matches_the_plain_reference_on_every_layout(folders, references, dp: int, tp: int):
-    results = ranks.run_ranks(dp * tp, gradients, dp, tp, folders)[0]
+def test_gradient_matches_the_plain_reference_on_every_layout(folders, references, dp: int, tp: int, packing: bool):
+    results = ranks.run_ranks(dp * tp, gradients, dp, tp, folders, packing)[0]
     for (method, export, size), gradient in results.items():
         error = relative_l2(gradient, references[method, export])
         assert error < 1e-5, f"{method} of {export}, micro-batch {size}: {error:.1e}"

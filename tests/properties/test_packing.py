@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill_rl.config.facts import row_width
-from distill_rl.data.collate import BatchPlan, BatchSharding, Encoded, lay_out
+from distill_rl.data.collate import BatchPlan, BatchSharding, Encoded, arrange, lay_out
 from distill_rl.data.packing import first_fit
 from distill_rl.types import IGNORE_INDEX, TokenRows
 
@@ -71,6 +71,36 @@ def test_first_fit_opens_a_row_only_if_no_earlier_one_has_room(lengths, capacity
             for earlier in rows[:i]:
                 held = sum(lengths[other] for other in earlier if other < document)
                 assert held + lengths[document] > capacity
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 40)), max_size=60))
+def test_rows_of_several_sides_are_full_on_one_of_them(lengths):
+    capacities = np.array([35, 40])
+    rows = first_fit(lengths, capacities)
+    assert sorted(document for row in rows for document in row) == list(range(len(lengths)))
+    sizes = np.asarray(lengths, dtype=np.int64).reshape(-1, 2)
+    for i, row in enumerate(rows):
+        assert row == sorted(row)
+        assert (sizes[row].sum(axis=0) <= capacities).all()
+        for document, earlier in itertools.product(row, rows[:i]):
+            held = sizes[[other for other in earlier if other < document]].sum(axis=0)
+            assert (held + sizes[document] > capacities).any()
+
+
+@given(st.data(), documents(), plans())
+@settings(max_examples=100, deadline=None)
+def test_both_sides_hold_the_same_documents_in_each_row(data, encoded, plan):
+    lengths = data.draw(st.lists(st.integers(0, MAX_LENGTH), min_size=len(encoded), max_size=len(encoded)))
+    other = [Encoded(np.full(n, i + 1, np.int32), np.ones(n, bool)) for i, n in enumerate(lengths)]
+    members = arrange([encoded, other], [MAX_LENGTH, MAX_LENGTH + 9], plan)
+    ours, theirs = lay_out(encoded, plan, members), lay_out(other, plan, members, PAD)
+    assert ours.shape[0] == theirs.shape[0]
+    for row, indices in enumerate(members):
+        mine = [id for i in indices for id in encoded[i].input_ids]
+        assert ours.input_ids[row, : len(mine)].tolist() == mine
+        assert set(ours.input_ids[row, len(mine) :]) <= {PAD}
+        found = list(dict.fromkeys(theirs.input_ids[row].tolist()))
+        assert [id for id in found if id != PAD] == [i + 1 for i in indices if lengths[i]]
 
 
 @given(documents(), plans())

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from distill_rl.config.facts import row_width
+from distill_rl.config.facts import row_width, teacher_length
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.system.peak_memory import peak_gib
 from distill_rl.transport.assemble import readers_of
@@ -87,7 +87,7 @@ class TeacherWorker(RankWorker):
             cannot be made.
         """
         self.close_others(())
-        width = row_width(self._config.data.max_length, on_gpu=self._world.device.type == "cuda")
+        width = row_width(teacher_length(self._config, self._teacher), on_gpu=self._world.device.type == "cuda")
         positions = self._engine.micro_batch_size * width
         ring = Ring(num_slots, positions * self._engine.bytes_per_token + _SLACK, readers)
         self._ring = self._open_transport(transport, ring, source, backing)

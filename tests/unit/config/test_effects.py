@@ -75,7 +75,7 @@ CASES: dict[tuple[str, str], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("student.parallel={dp: 2, replicas: 2}",),
         ("student.parallel={dp: 4, replicas: 2}",),
     ),
-    ("data.packing", "its own row"): ("false", loss("alm"), (SAME,)),
+    ("teachers.0.max_length", "student's rows"): ("2048", (SAME,), loss("alm")),
     ("data.text_key", "chats"): ("body", ("data.format=messages",), ("data.format=text",)),
     ("data.messages_key", "texts"): ("chat", ("data.format=text",), ("data.format=messages",)),
     ("data.split", "single file"): ("test", (f"data.path={FILE}",), (f"data.path={FOLDER}",)),

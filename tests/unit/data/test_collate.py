@@ -241,9 +241,11 @@ class TestBuildBatch:
         config.train.micro_batch_size = 3
         config.teachers = [
             TeacherConfig(model="a"),
-            TeacherConfig(model="b", parallel=ParallelConfig(dp=5), micro_batch_size=7),
+            TeacherConfig(model="b", parallel=ParallelConfig(dp=5), micro_batch_size=7, max_length=192),
         ]
         config.data.max_length, config.data.packing = 128, False
         built = BatchPlan.from_config(config, 9)
-        assert built == BatchPlan(BatchSharding(2, 3), (BatchSharding(1, 3), BatchSharding(5, 7)), 128, False, 9)
+        assert built == BatchPlan(
+            BatchSharding(2, 3), (BatchSharding(1, 3), BatchSharding(5, 7)), 128, False, 9, teacher_lengths=(128, 192)
+        )
         assert built.row_multiple == 210

@@ -11,7 +11,7 @@ from distill_rl.data.collate import BatchPlan, BatchSharding, Tokenization
 from distill_rl.data.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.document_aligner import CrossTokenizerTeacher
 from distill_rl.errors import DataError
-from distill_rl.types import IGNORE_INDEX, Cursor, DocumentBatch
+from distill_rl.types import IGNORE_INDEX, Cursor, DocumentBatch, TokenRows
 from tests.helpers.align import family
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -33,11 +33,18 @@ def documents(rows: list[dict], index: int = 0) -> DocumentBatch:
     return DocumentBatch(index, tuple({"row": i, **row} for i, row in enumerate(rows)), Cursor(0, len(rows)))
 
 
-def builder(student, *teachers, loss_on: str = "all", dp: int = 1, max_length: int = LENGTH) -> BatchBuilder:
+def builder(
+    student,
+    *teachers,
+    loss_on: str = "all",
+    dp: int = 1,
+    max_length: int = LENGTH,
+    packing: bool = False,
+    teacher_lengths: tuple[int, ...] = (),
+) -> BatchBuilder:
     """`teachers`: tokenizers; None for a teacher that reads the student's rows."""
-    plan = BatchPlan(
-        BatchSharding(dp, 1), tuple(BatchSharding(1, 2) for _ in teachers), max_length, packing=False, pad_id=2
-    )
+    shardings = tuple(BatchSharding(1, 2) for _ in teachers)
+    plan = BatchPlan(BatchSharding(dp, 1), shardings, max_length, packing, pad_id=2, teacher_lengths=teacher_lengths)
     tokenization = Tokenization(student, format="auto", loss_on=loss_on, max_length=max_length)
     teachers = [
         tokenizer and CrossTokenizerTeacher.of(f"t{i}", student, tokenizer, AlignerConfig())
@@ -53,9 +60,10 @@ def spelled(tokenizer, rows, chunk_row: np.ndarray, row: int, number: int) -> st
     return tokenizer.decode(rows.input_ids[row, positions + 1], clean_up_tokenization_spaces=False)
 
 
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("messages", [False, True])
-def test_a_chunk_is_the_same_text_on_both_sides(student, teacher, messages):
-    info, (part,), ((teacher_part,),) = builder(student, teacher, max_length=400).build(
+def test_a_chunk_is_the_same_text_on_both_sides(student, teacher, messages, packing):
+    info, (part,), ((teacher_part,),) = builder(student, teacher, max_length=400, packing=packing).build(
         documents(corpus_rows(12, 3, messages))
     )
     (chunks,) = part.chunks
@@ -75,6 +83,52 @@ def test_a_chunk_is_the_same_text_on_both_sides(student, teacher, messages):
     assert alignment.num_covered == chunks.num_covered == np.count_nonzero(chunks.student >= 0)
     assert alignment.num_exact == info.num_documents == 12
     assert alignment.methods == {"bytes": 12}
+
+
+def documents_of(rows: TokenRows, tokenizer) -> list[list[str]]:
+    """The text of each document of each row; padding is `</s>`, which also ends a document."""
+    texts = []
+    for ids, positions in zip(rows.input_ids, rows.position_ids):
+        parts = np.split(ids, np.flatnonzero(positions == 0)[1:])
+        texts.append([tokenizer.decode(part, skip_special_tokens=True) for part in parts])
+    return texts
+
+
+def test_packed_rows_of_all_sides_hold_the_same_documents(student, teacher):
+    third = tiny_tokenizer(420, seed=9)
+    rows = corpus_rows(24, 3)
+    build = builder(student, teacher, None, third, max_length=200, packing=True)
+    info, (part,), ((first,), (same,), (last,)) = build.build(documents(rows))
+    wanted = documents_of(part.rows, student)
+    assert info.num_rows < 24 / 2
+    assert sorted(text for row in wanted for text in row if text) == sorted(row["text"] for row in rows)
+    assert documents_of(first.rows, teacher) == wanted
+    assert documents_of(last.rows, third) == wanted
+    assert np.array_equal(same.rows.input_ids, part.rows.input_ids)
+    assert first.rows.shape[1] <= 200 >= last.rows.shape[1]
+
+
+def test_packing_changes_no_count_and_no_label(student, teacher):
+    batch = documents(corpus_rows(24, 3))
+    (padded, _, _), (packed, _, _) = (
+        builder(student, teacher, max_length=200, packing=packing).build(batch) for packing in (False, True)
+    )
+    assert packed.num_rows < padded.num_rows / 2
+    assert (packed.alignments, packed.num_labels, packed.num_tokens) == (
+        padded.alignments,
+        padded.num_labels,
+        padded.num_tokens,
+    )
+
+
+def test_longer_rows_of_a_teacher_let_the_student_fill_its_own(teacher, student):
+    batch = documents(corpus_rows(60, 3))  # the first tokenizer needs about 15 % fewer tokens than the second
+    equal, _, _ = builder(teacher, student, max_length=200, packing=True).build(batch)
+    longer, (part,), ((theirs,),) = builder(
+        teacher, student, max_length=200, packing=True, teacher_lengths=(240,)
+    ).build(batch)
+    assert longer.num_rows < equal.num_rows
+    assert part.rows.shape[1] <= 200 < theirs.rows.shape[1] <= 240
 
 
 def test_teacher_labels_are_exactly_the_chunks(student, teacher):

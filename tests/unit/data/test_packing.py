@@ -15,11 +15,20 @@ def test_a_full_row_takes_only_empty_documents():
     assert first_fit([4, 0, 1], 4) == [[0, 1], [2]]
 
 
-def test_no_documents():
-    assert first_fit([], 4) == []
+def test_documents_of_several_lengths_need_room_on_every_side():
+    lengths = [(5, 2), (3, 9), (4, 4), (2, 1)]
+    assert first_fit(lengths, 10) == [[0, 2], [1, 3]]
+    assert first_fit(lengths, (14, 16)) == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("capacity", [4, (4, 8)])
+def test_no_documents(capacity):
+    assert first_fit([], capacity) == []
 
 
 @pytest.mark.parametrize("length", [5, -1])
 def test_lengths_outside_the_capacity_are_refused(length):
     with pytest.raises(ValueError, match="document 1"):
         first_fit([1, length], 4)
+    with pytest.raises(ValueError, match=f"document 1 has {length} tokens, a row holds 4"):
+        first_fit([(1, 1), (1, length)], (9, 4))
