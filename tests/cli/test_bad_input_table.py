@@ -138,7 +138,7 @@ def evaluation(place: Place) -> Ended:
             "suites_every": 2,
             "num_fewshot": 3,
             "teachers": True,
-            "parallel": {"tp": 3},
+            "parallel": {"tp": 4},
         },
         teachers=[{"name": "big", "model": f"{place.root}/teacher", "tokenizer": f"{place.root}/student"}],
         checkpoint={"every": 2, "keep_best": 1, "best_by": "eval/gsm8k"},
@@ -235,11 +235,11 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
         "worked examples for a suite without": ("evaluate.num_fewshot", "unlike exact_match", "got 3", "leave it out"),
         "the best by a suite that is not run": ("checkpoint.best_by", "(eval/exact_match)", "got eval/gsm8k"),
         "a teacher with a tokenizer of its own": ("evaluate.teachers", "of its own folder", "leave one of them out"),
-        "heads of the student that cannot be split": (
-            "evaluate.parallel.tp: student: 4 attention heads ",
-            "= 3: 4 = 1 * 3 + 1",
+        "key-value heads of the student": (
+            "evaluate.parallel.tp: student: 2 key-value heads ",
+            "= 4: 2 = 0 * 4 + 2",
         ),
-        "key-value heads of a teacher": ("evaluate.parallel.tp: teacher big: 2 key-value heads ", "= 3: 2 = 0 * 3 + 2"),
+        "key-value heads of a teacher": ("evaluate.parallel.tp: teacher big: 2 key-value heads ", "= 4: 2 = 0 * 4 + 2"),
     },
     output: {
         "run directory in use": ("output/taken", "in use", "--resume", "--clean"),
