@@ -52,6 +52,8 @@ class DocumentBatch:
     cursor: Cursor
     source: str = "train"
     """The data to which the row numbers refer: `train` or `validation`."""
+    bad_rows: tuple[BadRow, ...] = ()
+    """Rows of this batch that could not be read and are not among the documents."""
 
     @property
     def row_numbers(self) -> tuple[int, ...]:
@@ -149,7 +151,7 @@ class AlignmentInfo:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A document that could not be aligned: its row in the data, and the reason."""
+    """A document that could not be read or aligned: its row in the data, and the reason."""
 
     row: int
     reason: str

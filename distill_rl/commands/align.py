@@ -140,10 +140,11 @@ def read_rows(data: DataConfig, limit: int) -> Rows:
     """
     from distill_rl.align.chat import Chat
     from distill_rl.align.chat_form import text_of
+    from distill_rl.data.cache import Cache
     from distill_rl.data.layouts import template_options
     from distill_rl.data.sources import open_source
 
-    source = open_source(data)
+    source = open_source(data, cache=Cache(write=False))
     rows = _spaced(source, limit)
     chats = [Chat(row["messages"], template_options(row)) for row in rows if "messages" in row]
     texts = [row["text"] for row in rows if "text" in row]

@@ -53,6 +53,7 @@ def summary(config: Config, facts: Facts) -> list[str]:
     lines = [
         f"batch      {documents} documents in at most {derived.micro_batches} micro-batches per rank, at most {documents * config.data.max_length:,} tokens",
         f"run        {_steps(derived)} over {_count(facts.num_documents)} documents",
+        *(f"data       {printable(source)}" for source in facts.sources),
         *(f"actors     {role}: {layout}" for role, layout in derived.world.items()),
         f"transport  {_transport(config, facts)}",
     ]

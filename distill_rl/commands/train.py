@@ -100,13 +100,16 @@ def _run(config: Config, paths: RunPaths, signals: Signals, command: Sequence[st
     say("opening   models and data")
     from distill_rl.evals.results.compare import of_run
     from distill_rl.observe.report.report import write_report
+    from distill_rl.preflight.data import source_facts
     from distill_rl.preflight.job import prepare
     from distill_rl.run.driver import Driver
 
     driver: Driver | None = None
     try:
         with signals.at_once():
-            job = prepare(config, paths)
+            job = prepare(config, paths, lambda text: say(f"data      {text}"))
+        for source in source_facts(config.data, job.train):
+            say(f"data      {source}")
         for teacher, known in job.facts.by_teacher(config):
             if known.cross_tokenizer_loss is not None:
                 say(

@@ -14,7 +14,7 @@ from pathlib import Path
 from distill_rl.config.derive import has_validation, suites_every
 from distill_rl.config.facts import TOKENS, UNKNOWN, Facts, comparisons, running_teachers
 from distill_rl.config.schema import Config
-from distill_rl.config.walk import as_yaml, default_of, leaves, values
+from distill_rl.config.walk import as_yaml, default_of, leaves, pattern_of, values
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,12 @@ class Run:
         """`text` or `messages`; empty if that is not known yet."""
         data = self.config.data
         return self.facts.data_kind or (data.format if data.format in ("text", "messages") else "")
+
+    @property
+    def data_paths(self) -> list[str]:
+        """The paths of the training data."""
+        data = self.config.data
+        return [source.path for source in data.sources] or [data.path or ""]
 
     @property
     def validates(self) -> bool:
@@ -170,10 +176,22 @@ TABLE: tuple[NoEffect, ...] = (
     NoEffect(("data.text_key",), lambda run: run.data_kind == "messages", "chats are read (data.format)"),
     NoEffect(("data.messages_key",), lambda run: run.data_kind == "text", "texts are read (data.format)"),
     NoEffect(
-        ("data.split",),
-        lambda run: all(_is_file(path) for path in (run.config.data.path, run.config.data.validation.path) if path),
+        ("data.split", "data.sources[].split"),
+        lambda run: all(_is_file(path) for path in (*run.data_paths, run.config.data.validation.path) if path),
         "a single file has no splits",
     ),
+    NoEffect(
+        ("data.subset", "data.revision", "data.sources[].subset", "data.sources[].revision"),
+        lambda run: all(_is_local(path) for path in run.data_paths),
+        "only data sets of the hub have subsets and revisions",
+    ),
+    NoEffect(
+        ("data.sample_by",),
+        lambda run: all(_is_file(path) and ".txt" not in Path(path).suffixes for path in run.data_paths),
+        "there are no .txt files",
+    ),
+    NoEffect(("data.sources[].weight",), lambda run: len(run.config.data.sources) == 1, "there is one source only"),
+    NoEffect(("data.max_bad_rows",), lambda run: run.config.data.bad_rows == "fail", "bad rows are not skipped"),
     NoEffect(
         ("data.validation.fraction",),
         lambda run: run.config.data.validation.path is not None,
@@ -230,7 +248,7 @@ TABLE: tuple[NoEffect, ...] = (
 )
 """In this order: a setting is reported with the first reason only."""
 
-_DEFAULTS = {key.replace("teachers.0.", "teachers[]."): default_of(entry) for key, entry, _ in leaves(Config)}
+_DEFAULTS = {pattern_of(key): default_of(entry) for key, entry, _ in leaves(Config)}
 
 
 def no_effect(config: Config, facts: Facts) -> Iterator[str]:
@@ -263,6 +281,10 @@ def _changed(config: Config, pattern: str) -> Iterator[tuple[str, str]]:
 
 def _is_folder(model: str) -> bool:
     return Path(model).expanduser().is_dir()
+
+
+def _is_local(path: str) -> bool:
+    return "*" in path or Path(path).expanduser().exists()
 
 
 def _is_file(path: str) -> bool:

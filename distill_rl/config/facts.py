@@ -51,6 +51,27 @@ class TeacherFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceFacts:
+    """What one source of the data holds."""
+
+    name: str
+    format: str
+    """As `data.format`, but never `auto`."""
+    documents: int | None
+    """Rows to train on; None: not known before the run converts the files."""
+    share: float
+    """Of all documents that the run reads, from 0 to 1."""
+    recognised: bool = False
+    """Whether `data.format` left the format open."""
+
+    def __str__(self) -> str:
+        rows = f"{'an unknown number of' if self.documents is None else f'{self.documents:,}'} rows"
+        chats = {"sharegpt": "chats in ShareGPT's form", "alpaca": "chats in Alpaca's form", "messages": "chats"}
+        how = " (data.format=auto)" if self.recognised else ""
+        return f"{self.name}: {rows}, {chats.get(self.format, 'text')}{how}, {100 * self.share:.4g} % of the documents"
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """What the files contain; None for what could not be read."""
 
@@ -61,6 +82,8 @@ class Facts:
     """Training documents, without those held out for validation."""
     data_kind: str | None = None
     """`text` or `messages`, as found in the data."""
+    sources: tuple[SourceFacts, ...] = ()
+    """Of the training data."""
     total_steps: int | None = None
     student: ModelFacts | None = None
     teachers: tuple[TeacherFacts, ...] = ()

@@ -31,6 +31,8 @@ def replace_paths(config: Config, change: Callable[[str, Any], Any]) -> None:
     for key, model in models.items():
         model.model, model.tokenizer = change(f"{key}.model", model.model), change(f"{key}.tokenizer", model.tokenizer)
     config.data.path = change("data.path", config.data.path)
+    for i, source in enumerate(config.data.sources):
+        source.path = change(f"data.sources.{i}.path", source.path)
     config.data.validation.path = change("data.validation.path", config.data.validation.path)
     config.projection.path = change("projection.path", config.projection.path)
     config.evaluate.data = change("evaluate.data", config.evaluate.data)

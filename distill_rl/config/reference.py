@@ -17,7 +17,7 @@ from distill_rl.config.foreign import FOREIGN
 from distill_rl.config.interpolate import ENVIRONMENT
 from distill_rl.config.schema import Config
 from distill_rl.config.validate import NOT_AVAILABLE
-from distill_rl.config.walk import MISSING, as_yaml, default_of, hints, item_kind, leaves, unwrap
+from distill_rl.config.walk import MISSING, as_yaml, default_of, hints, item_kind, leaves, pattern_of, unwrap
 from distill_rl.system.files import write_atomic
 
 _INTRODUCTION = """\
@@ -93,7 +93,7 @@ def _section(title: str, section: str, documentation: dict[tuple[str, str], str]
         if key.partition(".")[0] != section:
             continue
         text = documentation[_owner(key), entry.name]
-        name = key.replace("teachers.0.", "teachers[].")
+        name = pattern_of(key)
         if name in only:
             text += f" *Only `{as_yaml(only[name])}` in this version.*"
         default = as_yaml(default_of(entry)) or '""'
@@ -127,7 +127,7 @@ def _type(kind: Any) -> str:
 
 def _foreign_row(foreign_key: str, our_key: str, remark: str) -> str:
     """One row of the table that maps another framework's keys to ours."""
-    counterpart = f"`{our_key.replace('teachers.0.', 'teachers[].')}`" if our_key else "–"
+    counterpart = f"`{pattern_of(our_key)}`" if our_key else "–"
     return f"| `{foreign_key}` | {counterpart} | {remark} |\n"
 
 

@@ -108,25 +108,62 @@ class ValidationConfig:
     path: Optional[str] = None
     """Separate validation data, in the format of data.path. null: no separate data; see fraction."""
     fraction: float = 0.0
-    """Fraction of data.path that is held out for validation if validation.path is null, drawn with run.seed. 0: none."""
+    """Fraction of data.path, or of each of data.sources, that is held out for validation if validation.path is null, drawn with run.seed. 0: none."""
     max_documents: int = field(default=512, metadata=POSITIVE)
     """Maximum number of documents in a validation pass."""
 
 
+DataFormat = Literal["auto", "text", "messages", "sharegpt", "alpaca"]
+
+
+@dataclass
+class SourceConfig:
+    path: str = field(default=MISSING, metadata=NOT_EMPTY)
+    """Files, folder or hub name of this source, as in data.path."""
+    weight: float = field(default=1.0, metadata=POSITIVE)
+    """Share of the documents that come from this source, relative to the sum of all weights. Counts are exact to one document at every step. A source that is used up begins again in a new order."""
+    split: Optional[str] = None
+    """Split to read. null: data.split."""
+    subset: Optional[str] = None
+    """Subset of a hub data set. null: data.subset."""
+    revision: Optional[str] = None
+    """Revision of a hub data set. null: data.revision."""
+    format: Optional[DataFormat] = None
+    """What a row holds. null: data.format. All sources must hold texts, or all of them chats."""
+    text_key: Optional[str] = None
+    """Column that holds the text. null: data.text_key."""
+    messages_key: Optional[str] = None
+    """Column that holds the chat. null: data.messages_key."""
+    tools_key: Optional[str] = None
+    """Column that holds the tools of a chat. null: data.tools_key."""
+
+
 @dataclass
 class DataConfig:
-    path: str = field(default=MISSING, metadata=NOT_EMPTY)
-    """Training data: an Arrow folder (`save_to_disk`), an .arrow, .parquet, .json or .jsonl file, a glob of such files, or the name of a dataset on the hub."""
+    path: Optional[str] = field(default=None, metadata=NOT_EMPTY)
+    """Training data: an .arrow, .parquet, .json, .jsonl, .csv or .txt file, all but the first two perhaps with .gz or .zst behind; a folder or a glob of such files; an Arrow folder (`save_to_disk`); or the name of a dataset on the hub. Required, unless data.sources is given."""
+    sources: list[SourceConfig] = field(default_factory=list)
+    """Several sources with weights, in place of data.path."""
     split: str = field(default="train", metadata=NOT_EMPTY)
-    """Split to read, for data that have splits."""
-    format: Literal["auto", "text", "messages", "sharegpt", "alpaca"] = "auto"
-    """What a row holds. text: text, in the column data.text_key. messages: a chat, in the column data.messages_key. sharegpt: a chat of turns {from, value}, in the column data.messages_key or else `conversations`. alpaca: the columns `instruction`, `output` and, if there are any, `input`, `system` and `history`, which become a chat. auto: messages if the data have that column, otherwise text."""
+    """Split to read, for data that have splits; those of a folder are found by the names of its files."""
+    subset: Optional[str] = field(default=None, metadata=NOT_EMPTY)
+    """Subset (configuration) of a hub data set. null: its default."""
+    revision: Optional[str] = field(default=None, metadata=NOT_EMPTY)
+    """Revision of a hub data set: branch, tag or commit. null: the newest."""
+    format: DataFormat = "auto"
+    """What a row holds. text: text, in the column data.text_key. messages: a chat, in the column data.messages_key. sharegpt: a chat of turns {from, value}, in the column data.messages_key or else `conversations`. alpaca: the columns `instruction`, `output` and, if there are any, `input`, `system` and `history`, which become a chat. auto: the first of messages, text, sharegpt and alpaca whose columns the data have; sharegpt and alpaca are said."""
     text_key: str = field(default="text", metadata=NOT_EMPTY)
     """Column that holds the text."""
     messages_key: str = field(default="messages", metadata=NOT_EMPTY)
     """Column that holds the chat, a list of {role, content}, or its JSON text. The chat template gets all further keys of a message, too."""
     tools_key: str = field(default="tools", metadata=NOT_EMPTY)
     """Column that holds the tools of a chat, a list of JSON schemas, or its JSON text. Data need not have it."""
+    sample_by: Literal["line", "document"] = "line"
+    """What a row of a .txt file is. line: a line that is not blank. document: the whole file."""
+    bad_rows: Literal["fail", "skip"] = "fail"
+    """What to do with a row that cannot be read (null, another type, not JSON, not UTF-8). fail: end with an error. skip: leave it out, and texts and chats without any content, too; they are listed in bad_rows.jsonl and counted."""
+    max_bad_rows: int = field(default=1000, metadata=NOT_NEGATIVE)
+    """Number of rows that a run may leave out with bad_rows=skip; one more ends the run."""
     loss_on: Literal["all", "assistant"] = "all"
     """Tokens that the student is trained on. all: all of them. assistant: only those of the assistant's turns in a chat, with their tool calls and end-of-turn tokens."""
     loss_roles: list[str] = field(default_factory=list)

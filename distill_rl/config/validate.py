@@ -19,16 +19,14 @@ from distill_rl.config.effects import no_effect
 from distill_rl.config.facts import Facts, running_teachers, teacher_rows
 from distill_rl.config.measured import acceptance_note, best_metrics, is_suite_score, is_validated, unmeasured
 from distill_rl.config.schema import Config
-from distill_rl.config.walk import as_yaml, leaves, values
+from distill_rl.config.walk import as_yaml, leaves, pattern_of, values
 from distill_rl.errors import problem
 
 NOT_AVAILABLE: tuple[tuple[str, Any], ...] = (("teachers[].backend", "hf"),)
 """Settings of which only one value works in this version, with that value."""
 
 RULES: dict[str, str] = {
-    key.replace("teachers.0.", "teachers[]."): entry.metadata["rule"]
-    for key, entry, _ in leaves(Config)
-    if "rule" in entry.metadata
+    pattern_of(key): entry.metadata["rule"] for key, entry, _ in leaves(Config) if "rule" in entry.metadata
 }
 """Setting (`teachers[].x` for all teachers) → its rule in the schema."""
 
@@ -372,6 +370,12 @@ def _others(config: Config) -> Iterator[str]:
         rule = f"liger needs whole layers on every rank; student.parallel.tp is {student.parallel.tp}"
         yield problem("student.kernels", rule, remedy="set student.kernels=torch, or student.parallel.tp=1")
     data = config.data
+    if data.path is None and not data.sources:
+        remedy = "set it in the file or add data.path=PATH; or give data.sources"
+        yield problem("data.path", "missing value", None, remedy)
+    if data.path is not None and data.sources:
+        remedy = "leave data.path out, or make it one of the sources"
+        yield problem("data.path", "data.sources is given, too; a run has one or the other", data.path, remedy)
     if data.loss_roles and data.loss_on == "assistant" and "assistant" not in data.loss_roles:
         rule = "must have assistant, as data.loss_on is assistant"
         yield problem("data.loss_roles", rule, data.loss_roles, "add assistant, or leave data.loss_on out")

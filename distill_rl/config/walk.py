@@ -109,12 +109,17 @@ def leaves(section: type, path: str = "") -> Iterator[tuple[str, Field, Any]]:
             yield key, entry, kind
 
 
+def pattern_of(key: str) -> str:
+    """The setting that a dotted key of `leaves` stands for: `teachers.0.model` → `teachers[].model`."""
+    return key.replace(".0.", "[].")
+
+
 def values(config: Any, pattern: str) -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of a setting; for `teachers[].x` one pair per teacher, keyed `teachers.0.x` and so on."""
-    if pattern.startswith("teachers[]."):
-        key = pattern.removeprefix("teachers[].")
-        for i, teacher in enumerate(config.teachers):
-            yield f"teachers.{i}.{key}", _get(teacher, key)
+    sections, _, key = pattern.partition("[].")
+    if key:
+        for i, section in enumerate(_get(config, sections)):
+            yield f"{sections}.{i}.{key}", _get(section, key)
     else:
         yield pattern, _get(config, pattern)
 

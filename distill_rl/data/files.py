@@ -1,16 +1,16 @@
 """One data file → its rows by index, with the checked columns of a layout, and a hash of its content.
 
-Arrow files are memory-mapped in place. Parquet and JSON files are read into memory if they are small; larger ones are
-converted once to an Arrow file in the cache folder of `datasets` (`HF_DATASETS_CACHE`), so that all processes that open
-them share one copy. `datasets` is imported only where it is needed: small JSON files do without.
+Arrow files are memory-mapped in place. Small data are read into memory and checked row by row. Of large data, only the
+index is: Parquet has it in its footer, of JSON lines and text the lines are counted once; rows are checked as they are
+read, and nothing is copied. What can only be read from the start (compressed files, CSV, a JSON list) is converted once to
+Parquet in the cache. `datasets` is imported only where it is needed: small JSON files do without.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,20 +19,43 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from distill_rl.data import records
+from distill_rl.data.block_rows import BlockStore, GroupRows, LineRows, WholeFile, raise_problem
+from distill_rl.data.cache import Cache, replacing, size_text
 from distill_rl.data.layouts import Layout
-from distill_rl.data.rows import check_column
+from distill_rl.data.lines import LineIndex
+from distill_rl.data.records import COMPRESSIONS, PROBLEM, SampleBy
+from distill_rl.data.rows import check_column, check_type
 from distill_rl.errors import DataError
 
 if TYPE_CHECKING:
     import datasets
 
-SUFFIXES = (".arrow", ".parquet", ".json", ".jsonl")
-CACHE_FROM_BYTES = 64 << 20
-"""Parquet and JSON files of this size or more are converted to a memory-mapped Arrow file."""
+_PACKABLE = (".json", ".jsonl", ".txt", ".csv")
+SUFFIXES = (".arrow", ".parquet", *_PACKABLE, *(kind + packed for kind in _PACKABLE for packed in COMPRESSIONS))
+SMALL_BYTES = 64 << 20
+"""Data of less than this are read into memory, and checked, when they are opened."""
 HASH_WHOLE_BYTES = 1 << 30
 """Data up to this size are hashed byte for byte; larger data by file sizes and evenly spaced samples."""
 _SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
-_ROWS_PER_BATCH = 4096
+_RATIO = 8
+"""Text is taken to be this much larger than its compressed file."""
+_GROUP_BYTES, _GROUP_ROWS = 8 << 20, 1 << 16
+"""Row groups of converted files have this much text, or this many rows. The order of large data depends on it."""
+_HEAD_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How the files of a source are opened."""
+
+    cache: Cache
+    store: BlockStore
+    small: bool
+    """Whether all of them together are read into memory."""
+    strict: bool
+    """Whether a bad row is an error when the file is opened; otherwise only when it is read."""
+    sample_by: SampleBy = "line"
 
 
 class Rows(Protocol):
@@ -51,32 +74,48 @@ class TextRows:
     """
 
     def __init__(self, table: pa.Table):
-        self._table = table.combine_chunks()
+        table = table.combine_chunks()
+        self._length = int(table.num_rows)
+        self._columns = {name: table.column(name) for name in table.column_names}
 
     def __len__(self) -> int:
-        return int(self._table.num_rows)
+        return self._length
 
     def __getitem__(self, index: int, /) -> dict[str, Any]:
-        """Row `index`, which is at least 0 and less than the length."""
-        return {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
+        """Row `index`, which is at least 0 and less than the length. Raises the DataError of one that is bad."""
+        return raise_problem({name: column[index].as_py() for name, column in self._columns.items()})
 
 
-def column_names(path: Path) -> list[str]:
-    """The columns of a file; for JSON, those of the first row.
+class HeadRows(TextRows):
+    """The first rows of a file that is not converted yet; how many it has is not known."""
+
+
+def column_names(path: Path, sample_by: SampleBy = "line") -> list[str]:
+    """The columns of a file; for formats without a schema, those of the first row.
 
     Raises:
         DataError: a damaged file, or one without rows (an Arrow or Parquet file only if it has no bytes).
     """
     if path.stat().st_size == 0:
         raise _empty(path)
-    if path.suffix in (".json", ".jsonl"):
-        for _, row in _json_rows(path):
-            return list(row)
-        raise _empty(path)
     try:
-        return pq.read_schema(path).names if path.suffix == ".parquet" else _open_arrow(path).column_names
-    except (pa.ArrowException, OSError) as error:
+        if path.suffix == ".arrow":
+            return list(_open_arrow(path).column_names)
+        if path.suffix == ".parquet":
+            return list(pq.read_schema(path).names)
+        names = records.first_columns(path, sample_by)
+    except (pa.ArrowException, OSError, EOFError) as error:
         raise _damaged(path, error) from error
+    if names is None:
+        raise _empty(path)
+    return names
+
+
+def bytes_in_memory(path: Path) -> int:
+    """About how much memory the rows of a file take; 0 for an Arrow file, which is memory-mapped."""
+    if path.suffix == ".arrow":
+        return 0
+    return path.stat().st_size * (_RATIO if path.suffix in COMPRESSIONS else 1)
 
 
 def open_arrow(path: Path, layout: Layout) -> datasets.Dataset:
@@ -94,31 +133,135 @@ def open_arrow(path: Path, layout: Layout) -> datasets.Dataset:
         raise _damaged(path, error) from error
 
 
-def open_file(path: Path, layout: Layout) -> Rows:
-    """The columns of a Parquet or JSON file that the layout reads, with nothing else; rows are checked.
-
-    A large file is converted once to a copy in the cache folder, which later calls reuse unchecked.
+def open_file(path: Path, layout: Layout, access: Access) -> Rows:
+    """The columns of a file, other than an Arrow file, that the layout reads, with nothing else.
 
     Raises:
-        DataError: a missing column; a damaged file; one without rows, or with a row that does not fit the layout; a
-            copy that cannot be written, which is reported like a damaged file.
+        DataError: a missing column; a damaged file; one without rows; with `access.strict` and small data, a row that
+            does not fit the layout; a conversion that cannot be written, which is reported like a damaged file.
     """
-    columns = layout.columns(column_names(path), str(path))
     try:
-        if path.stat().st_size < CACHE_FROM_BYTES:
-            batches = list(_batches(path, layout, columns))
-            if not batches:
-                raise _empty(path)
-            table = pa.Table.from_batches(batches)
-            if path.suffix != ".parquet":
-                return TextRows(table)
-        else:
-            table = _open_arrow(_convert(path, layout, columns))
-        import datasets
-
-        return datasets.Dataset(table)
-    except (pa.ArrowException, OSError) as error:
+        if path.suffix == ".parquet":
+            return _open_parquet(path, layout, access)
+        layout.columns(column_names(path, access.sample_by), str(path))
+        if not access.small or not access.strict:
+            if path.suffix == ".txt" and access.sample_by == "document":
+                return WholeFile(path, access.store)
+            if path.suffix in (".json", ".jsonl", ".txt") and not records.is_json_list(path):
+                return LineRows(path, LineIndex.of(path, access.cache), layout, access.store)
+        if access.small:
+            return TextRows(_table(path, layout, access))
+        return _open_converted(path, layout, access)
+    except (pa.ArrowException, OSError, EOFError) as error:
         raise _damaged(path, error) from error
+
+
+def _open_parquet(path: Path, layout: Layout, access: Access) -> Rows:
+    """The columns of a Parquet file: in memory and checked, or by row groups."""
+    if path.stat().st_size == 0:
+        raise _empty(path)
+    metadata = pq.read_metadata(path)
+    schema = metadata.schema.to_arrow_schema()
+    columns = layout.columns(schema.names, str(path))
+    if not metadata.num_rows:
+        raise _empty(path)
+    what = f"{path}, column {layout.key!r}"
+    if not (access.small and access.strict):
+        if layout.format in ("text", "messages"):
+            check_type(schema.field(layout.key).type, layout.kind, what)
+        return GroupRows(path, metadata, columns, access.store)
+    import datasets
+
+    table = pq.read_table(path, columns=columns, partitioning=None)
+    check_columns(table, layout, f"{path}:")
+    return datasets.Dataset(table)
+
+
+def _table(path: Path, layout: Layout, access: Access, rows: int | None = None) -> pa.Table:
+    """The rows of a file, or the first of them, as a table of text. Raises DataError if there are none."""
+    names = [*layout.required, *layout.optional]
+    found = records.documents(path, layout, names, access.sample_by, strict=access.strict)
+    batches = list(_batches(islice(found, rows), names if access.strict else [*names, PROBLEM]))
+    if not batches:
+        raise _empty(path)
+    return pa.Table.from_batches(batches)
+
+
+def _open_converted(path: Path, layout: Layout, access: Access) -> Rows:
+    """The rows of a file from its Parquet copy in the cache, which is written if it is missing.
+
+    Copies are keyed by path, size, modification time and layout, so an edited file is converted again. If nothing may be
+    written, only the first rows are read.
+    """
+    cache, names = access.cache, [*layout.required, *layout.optional]
+    names += [] if access.strict else [PROBLEM]
+    target = cache.entry(path, f"{layout}\0{access.strict}\0{access.sample_by}", ".parquet")
+    if not target.exists():
+        if not cache.write:
+            return HeadRows(_table(path, layout, access, _HEAD_ROWS))
+        cache.say(f"converting {path} ({size_text(path.stat().st_size)}) to Parquet, once, in {cache.folder}")
+        found = records.documents(path, layout, names, access.sample_by, strict=access.strict)
+        schema = pa.schema([(name, pa.large_string()) for name in names])
+        with replacing(target) as partial:
+            with pq.ParquetWriter(partial, schema, compression="zstd", use_dictionary=False) as writer:
+                for batch in _batches(found, names):
+                    writer.write_table(pa.Table.from_batches([batch]), row_group_size=len(batch))
+            if not pq.read_metadata(partial).num_rows:
+                raise _empty(path)
+        cache.say(f"converted  {path}: {size_text(target.stat().st_size)}")
+    return GroupRows(target, pq.read_metadata(target), names, access.store, _GROUP_BYTES)
+
+
+def _batches(rows: Iterator[dict[str, str | None]], names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """Yields rows of text in batches of `_GROUP_BYTES` or `_GROUP_ROWS`; the last has less."""
+    batch: list[dict[str, str | None]] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += sum(len(value) for value in row.values() if value is not None)
+        if size >= _GROUP_BYTES or len(batch) >= _GROUP_ROWS:
+            yield _record_batch(batch, names)
+            batch, size = [], 0
+    if batch:
+        yield _record_batch(batch, names)
+
+
+def _record_batch(rows: Sequence[dict[str, str | None]], names: Sequence[str]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([_text_array([row.get(name) for row in rows]) for name in names], list(names))
+
+
+def _text_array(texts: Sequence[str | None]) -> pa.LargeStringArray:
+    """An Arrow array of texts. `pa.array` makes the same, but imports pandas first, which takes a third of a second."""
+    encoded = [b"" if text is None else text.encode() for text in texts]
+    offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+    present = np.packbits(np.array([text is not None for text in texts], dtype=bool), bitorder="little")
+    buffers = [pa.py_buffer(buffer) for buffer in (offsets, b"".join(encoded), present)]
+    return pa.LargeStringArray.from_buffers(len(texts), *buffers)
+
+
+def check_columns(columns: Any, layout: Layout, what: str, first_row: int = 0) -> None:
+    """Checks the rows of an Arrow table or record batch, without Python objects where the layout allows it.
+
+    Args:
+        what: words for the file, before the word "column" in error messages.
+        first_row: row number of the first row.
+
+    Raises:
+        DataError: a column of another type; a row that does not fit the layout.
+    """
+    if layout.format in ("text", "messages"):
+        check_column(columns.column(layout.key), layout.kind, f"{what} column {layout.key!r}", first_row)
+        columns = columns.select([name for name in columns.schema.names if name != layout.key])
+        if not columns.num_columns:
+            return
+    for row, values in enumerate(_pylist(columns)):
+        layout.check(values, lambda column, row=row: f"{what} column {column!r}, row {first_row + row}")  # type: ignore[misc]
+
+
+def _pylist(columns: Any) -> Iterator[dict[str, Any]]:
+    """Yields the rows of an Arrow table or record batch as dicts, some at a time."""
+    for first in range(0, columns.num_rows, 256):
+        yield from columns.slice(first, 256).to_pylist()
 
 
 def content_hash(paths: Sequence[Path]) -> str:
@@ -160,180 +303,6 @@ def _open_arrow(path: Path) -> pa.Table:
         if source.read(6) != b"ARROW1":
             raise stream_error
         return pa.ipc.open_file(source).read_all()
-
-
-def _batches(path: Path, layout: Layout, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Yields the columns of a Parquet or JSON file in batches of at most 4,096 rows.
-
-    Each batch is checked before it is yielded. Yields nothing for a file without rows.
-
-    Args:
-        columns: those to read of a Parquet file. Of a JSON file all of the layout are read, as the first row, which
-            gives the columns, may lack some that later rows have.
-
-    Raises:
-        DataError: a row that does not fit the layout; names file and row.
-    """
-    if path.suffix == ".parquet":
-        first_row = 0
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(_ROWS_PER_BATCH, columns=list(columns)):
-                check_columns(batch, layout, f"{path}:", first_row)
-                yield batch
-                first_row += len(batch)
-        return
-    names = [*layout.required, *layout.optional]
-    rows = _json_documents(path, layout, names)
-    while batch := list(islice(rows, _ROWS_PER_BATCH)):
-        yield pa.RecordBatch.from_arrays([_text_array([row[name] for row in batch]) for name in names], names)
-
-
-def _text_array(texts: Sequence[str | None]) -> pa.LargeStringArray:
-    """An Arrow array of texts. `pa.array` makes the same, but imports pandas first, which takes a third of a second."""
-    encoded = [b"" if text is None else text.encode() for text in texts]
-    offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-    present = np.packbits(np.array([text is not None for text in texts], dtype=bool), bitorder="little")
-    buffers = [pa.py_buffer(buffer) for buffer in (offsets, b"".join(encoded), present)]
-    return pa.LargeStringArray.from_buffers(len(texts), *buffers)
-
-
-def check_columns(columns: Any, layout: Layout, what: str, first_row: int = 0) -> None:
-    """Checks the rows of an Arrow table or record batch, without Python objects where the layout allows it.
-
-    Args:
-        what: words for the file, before the word "column" in error messages.
-        first_row: row number of the first row.
-
-    Raises:
-        DataError: a column of another type; a row that does not fit the layout.
-    """
-    if layout.format in ("text", "messages"):
-        check_column(columns.column(layout.key), layout.kind, f"{what} column {layout.key!r}", first_row)
-        columns = columns.select([name for name in columns.schema.names if name != layout.key])
-        if not columns.num_columns:
-            return
-    for row, values in enumerate(_pylist(columns)):
-        layout.check(values, lambda column, row=row: f"{what} column {column!r}, row {first_row + row}")  # type: ignore[misc]
-
-
-def _pylist(columns: Any) -> Iterator[dict[str, Any]]:
-    """Yields the rows of an Arrow table or record batch as dicts, some at a time."""
-    for first in range(0, columns.num_rows, 256):
-        yield from columns.slice(first, 256).to_pylist()
-
-
-def _json_documents(path: Path, layout: Layout, names: Sequence[str]) -> Iterator[dict[str, str | None]]:
-    """The columns of a JSON file, row by row and checked: text as it is, anything else as its JSON text.
-
-    So a column can hold objects of different shapes, such as the arguments of different tools.
-
-    Raises:
-        DataError: a row that is not a JSON object, lacks a column, or does not fit the layout.
-    """
-    for label, row in _json_rows(path):
-        what = f"{path}: {label}"
-        for key in layout.required:
-            if key not in row:
-                raise DataError(what, f"has the column {key!r}, like the first row", sorted(row))
-        layout.document(row, lambda column, what=what: f"{what}, column {column!r}")  # type: ignore[misc]
-        values = {name: row.get(name) for name in names}
-        yield {
-            name: value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            for name, value in values.items()
-        }
-
-
-def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of JSON lines or of one JSON list of objects, each with a label for error messages.
-
-    Blank lines are skipped. Lines are read one by one, a list as a whole; only a `.json` file may be a list.
-
-    Raises:
-        DataError: text that is not UTF-8 or not JSON; a row that is not an object.
-    """
-    with path.open("rb") as file:
-        is_list = path.suffix == ".json" and file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-        file.seek(0)
-        if is_list:
-            rows = _parse(file.read(), f"{path}: the JSON list")
-            for i, row in enumerate(rows):
-                yield f"row {i}", _object(row, f"{path}: row {i}")
-            return
-        i = 0
-        for line_number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            label = f"row {i} (line {line_number})"
-            yield label, _object(_parse(line, f"{path}: {label}"), f"{path}: {label}")
-            i += 1
-
-
-def _parse(text: bytes, what: str) -> Any:
-    """The value of a JSON text, with or without a byte-order mark.
-
-    Args:
-        what: file and row, for error messages.
-
-    Raises:
-        DataError: not UTF-8, or not complete, valid JSON.
-    """
-    try:
-        return json.loads(text.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(
-            what, "text is UTF-8", f"byte 0x{text[error.start]:02x} at byte {error.start}", "convert the file to UTF-8"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        found = getattr(error, "msg", str(error))
-        remedy = "the file may be truncated, or not JSON lines"
-        raise DataError(
-            what, "is complete, valid JSON", f"{found} at character {getattr(error, 'pos', 0)}", remedy
-        ) from error
-
-
-def _object(row: Any, what: str) -> dict[str, Any]:
-    """Returns a row that is a JSON object. Raises DataError for anything else."""
-    if not isinstance(row, dict):
-        raise DataError(what, "is a JSON object with the columns as its keys", type(row).__name__)
-    return row
-
-
-def _convert(path: Path, layout: Layout, columns: Sequence[str]) -> Path:
-    """The path of the cached Arrow copy of a file's columns; it is written atomically if it is missing.
-
-    Copies are keyed by path, size, modification time and layout, so an edited file is converted again. The rows are
-    checked as they are written.
-
-    Raises:
-        DataError: a file without rows; a row that is not of the kind.
-        pyarrow.ArrowException, OSError: the file cannot be read, or the copy cannot be written.
-    """
-    from datasets.config import HF_DATASETS_CACHE
-
-    status = path.stat()
-    name = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{layout}"
-    folder = Path(HF_DATASETS_CACHE) / "distill_rl"
-    target = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.arrow"
-    if target.exists():
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    batches = _batches(path, layout, columns)
-    first = next(batches, None)
-    if first is None:
-        raise _empty(path)
-    partial = target.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        with partial.open("wb") as file:
-            with pa.ipc.new_stream(file, first.schema) as writer:
-                writer.write_batch(first)
-                for batch in batches:
-                    writer.write_batch(batch)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-    return target
 
 
 def _empty(path: Path) -> DataError:

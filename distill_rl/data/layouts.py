@@ -130,7 +130,7 @@ class Layout:
 
 
 def choose_layout(columns: Sequence[str], data: DataConfig, name: str) -> Layout:
-    """The layout of data with these columns, by `data.format`; "auto" prefers messages if there is such a column.
+    """The layout of data with these columns, by `data.format`; for "auto" the first that the columns allow.
 
     Args:
         name: of the file or folder, for error messages.
@@ -138,7 +138,7 @@ def choose_layout(columns: Sequence[str], data: DataConfig, name: str) -> Layout
     Raises:
         DataError: a column is missing; the remedy says which settings read these columns, if that can be seen.
     """
-    kind: Format = data.format if data.format != "auto" else "messages" if data.messages_key in columns else "text"
+    kind = data.format if data.format != "auto" else _recognised(columns, data)
     required = {
         "text": (data.text_key,),
         "messages": (data.messages_key,),
@@ -148,6 +148,17 @@ def choose_layout(columns: Sequence[str], data: DataConfig, name: str) -> Layout
     layout = Layout(kind, required, data.tools_key)
     layout.columns(columns, name)
     return layout
+
+
+def _recognised(columns: Sequence[str], data: DataConfig) -> Format:
+    """The format that data with these columns have; "text" if they have none."""
+    if data.messages_key in columns:
+        return "messages"
+    if data.text_key in columns or data.text_key not in _DEFAULT_KEYS or data.messages_key not in _DEFAULT_KEYS:
+        return "text"  # a key that the user has set is wanted, not guessed around
+    if "conversations" in columns:
+        return "sharegpt"
+    return "alpaca" if {"instruction", "output"} <= set(columns) else "text"
 
 
 def no_column(name: str, key: str, columns: Sequence[str], kind: Format) -> DataError:

@@ -1,23 +1,19 @@
 """The global order of documents, cut into global batches.
 
-The order is the concatenation of one permutation per epoch; each is a pure function of seed, epoch and number of rows.
-Batch i holds documents i·G to (i+1)·G of it (G: the global batch size), so a batch may span the end of an epoch, and
+The order is a pure function of the seed and the place in it (`order`), and with several sources of their weights
+(`mixture`). Batch i holds documents i·G to (i+1)·G of it (G: the global batch size), so a batch may span the end of an epoch, and
 only the last batch of a run can be short. Nothing depends on world size or prefetching, or on whether a run was
 resumed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-import numpy as np
-
+from distill_rl.data.order import FullOrder, Order
 from distill_rl.errors import ConfigError, DataError
-from distill_rl.types import Cursor, DocumentBatch, TrainState
-
-_ORDER_STREAM = 0
+from distill_rl.types import BadRow, Cursor, DocumentBatch, TrainState
 
 
 class Rows(Protocol):
@@ -26,25 +22,6 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
-
-
-def random_order(seed: int, stream: tuple[int, ...], n: int) -> np.ndarray:
-    """A permutation of 0…n-1 as int64 [n], determined by `seed` and `stream` on every machine.
-
-    Different streams are independent. Sorts the raw 64-bit output of Philox: numpy guarantees that output across
-    versions, but not the output of `Generator.permutation`.
-
-    Args:
-        seed: any integer; taken modulo 2⁶⁴.
-        stream: what the order is for, such as (purpose, epoch).
-    """
-    bits = np.random.Philox(np.random.SeedSequence(seed % 2**64, spawn_key=stream)).random_raw(n)
-    return np.argsort(bits, kind="stable").astype(np.int64, copy=False)
-
-
-def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
-    """The order of `n` rows in `epoch`, int64 [n]; the same on every machine."""
-    return random_order(seed, (_ORDER_STREAM, epoch), n)
 
 
 class Loader:
@@ -59,6 +36,9 @@ class Loader:
         seed: of the order of the documents.
         steps, epochs: length of the whole run, from its first attempt on; None: not limited by it.
         start: where the run is to continue.
+        order: of the documents; None: a permutation of all rows per epoch.
+        skip_bad_rows: leave out rows that cannot be read or are empty. They keep their places, so batches with such
+            rows have fewer documents.
 
     Raises:
         ConfigError: neither `steps` nor `epochs`.
@@ -74,6 +54,8 @@ class Loader:
         steps: int | None,
         epochs: float | None,
         start: TrainState,
+        order: Order | None = None,
+        skip_bad_rows: bool = False,
     ):
         rows = len(source)
         if steps is None and epochs is None:
@@ -83,7 +65,7 @@ class Loader:
         if not 0 <= start.cursor.position <= rows:
             raise DataError("checkpoint", "the cursor lies inside the data", f"row {start.cursor.position} of {rows}")
         self._source, self._batch_size, self._start = source, batch_size, start
-        self._order = lru_cache(maxsize=2)(lambda epoch: permutation(seed, epoch, rows))
+        self._order, self._skip = order or FullOrder(seed, rows), skip_bad_rows
         self._first = start.cursor.epoch * rows + start.cursor.position
         self._end = None if epochs is None else max(round(epochs * rows), 1)
         totals = [] if steps is None else [steps]
@@ -95,31 +77,70 @@ class Loader:
     def __iter__(self) -> Iterator[DocumentBatch]:
         """Yields the remaining batches, the first with the index `start.step`.
 
-        Each carries the cursor behind its last document. Only the last batch of the run can be short. Nothing is
-        yielded if the run has already ended.
+        Each carries the cursor behind its last document. Only the last batch of the run can be short, but for rows that
+        are skipped. Nothing is yielded if the run has already ended.
+
+        Raises:
+            DataError: a row that cannot be read; with `skip_bad_rows`, a batch of such rows alone.
         """
         position = self._first
         for index in range(self._start.step, self.total_steps):
             stop = position + self._batch_size
             if self._end is not None:
                 stop = min(stop, self._end)
-            documents = tuple(self._document(i) for i in range(position, stop))
+            documents, bad = _read(self._source, map(self._order, range(position, stop)), self._skip)
             position = stop
-            yield DocumentBatch(index=index, documents=documents, cursor=Cursor(*divmod(stop, len(self._source))))
-
-    def _document(self, i: int) -> Mapping[str, Any]:
-        """Document i of the global order, counted from the first document of epoch 0."""
-        epoch, position = divmod(i, len(self._source))
-        return self._source[int(self._order(epoch)[position])]
+            cursor = Cursor(*divmod(stop, len(self._source)))
+            yield DocumentBatch(index=index, documents=documents, cursor=cursor, bad_rows=bad)
 
 
-def validation_batches(source: Rows, batch_size: int, max_documents: int) -> Iterator[DocumentBatch]:
+def validation_batches(
+    source: Rows, batch_size: int, max_documents: int, *, skip_bad_rows: bool = False
+) -> Iterator[DocumentBatch]:
     """Yields the first `max_documents` documents in source order, or all if there are fewer, in batches from index 0.
 
     The last batch may be short. Batches are marked with the source "validation".
+
+    Args:
+        skip_bad_rows: as for `Loader`.
     """
     end = min(len(source), max_documents)
     for index, first in enumerate(range(0, end, batch_size)):
         stop = min(first + batch_size, end)
-        documents = tuple(source[row] for row in range(first, stop))
-        yield DocumentBatch(index=index, documents=documents, cursor=Cursor(0, stop), source="validation")
+        documents, bad = _read(source, range(first, stop), skip_bad_rows)
+        cursor = Cursor(0, stop)
+        yield DocumentBatch(index=index, documents=documents, cursor=cursor, source="validation", bad_rows=bad)
+
+
+def _read(source: Rows, indices: Iterable[int], skip: bool) -> tuple[tuple[Mapping[str, Any], ...], tuple[BadRow, ...]]:
+    """The documents at some indices and, with `skip`, the rows that could not be read or are empty.
+
+    Raises:
+        DataError: a row that cannot be read; with `skip`, only if there is no other.
+    """
+    if not skip:
+        return tuple(source[index] for index in indices), ()
+    documents, bad = [], []
+    for index in indices:
+        try:
+            document = source[index]
+            if reason := empty(document):
+                raise DataError(reason)
+            documents.append(document)
+        except DataError as error:
+            bad.append(BadRow(getattr(source, "row_number", int)(index), str(error)))
+    if not documents:
+        rule = "a batch has at least one row that can be read"
+        raise DataError("data.bad_rows", rule, f"{len(bad)} bad rows; the last: {bad[-1].reason}", "clean the data")
+    return tuple(documents), tuple(bad)
+
+
+def empty(document: Mapping[str, Any]) -> str:
+    """Why a document has nothing to learn from: it is blank, or a chat without any content. Empty if it has something."""
+    if "text" in document:
+        return "" if document["text"].strip() else "the text is empty"
+    said = (
+        message.get("content") or message.get("tool_calls") or message.get("function_call")
+        for message in document["messages"]
+    )
+    return "" if any(bool(part.strip() if isinstance(part, str) else part) for part in said) else "the chat is empty"

@@ -1,4 +1,4 @@
-"""Resolves `data.path` to files, Arrow folders or a hub data set."""
+"""Resolves the path of a source to files, Arrow folders or a hub data set."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from distill_rl.config.schema import DataConfig
 from distill_rl.data import files
 from distill_rl.data.layouts import Layout
+from distill_rl.data.records import SampleBy
 from distill_rl.data.rows import check_type
 from distill_rl.errors import DataError
 
@@ -24,7 +26,14 @@ CHECK_BYTES = 256 << 20
 """Memory-mapped columns up to this size are checked when they are opened; larger ones as their rows are read."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_PROBE_S = 10.0
-_FOLDER_FILES = ("state.json", "dataset_info.json", "dataset_dict.json")
+_FOLDER_FILES = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+_TEXT = (".txt", ".txt.gz", ".txt.zst")
+_SPLITS = {
+    "train": {"train", "training"},
+    "validation": {"validation", "valid", "val", "dev"},
+    "test": {"test", "testing", "eval", "evaluation"},
+}
+"""Split → the words in names of files and folders that mean it; those of `datasets`."""
 
 
 class HubError(DataError):
@@ -41,9 +50,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One Arrow, Parquet or JSON file."""
+    """One file that is not part of an Arrow folder."""
 
     path: Path
+    sample_by: SampleBy = "line"
 
     @property
     def name(self) -> str:
@@ -55,21 +65,21 @@ class DataFile:
         return [self.path]
 
     def columns(self) -> list[str]:
-        return files.column_names(self.path)
+        return files.column_names(self.path, self.sample_by)
 
-    def open(self, layout: Layout) -> Part:
-        """Reads the columns of the layout, checked.
+    def open(self, layout: Layout, access: files.Access) -> Part:
+        """Opens the columns of the layout.
 
-        Rows of an Arrow file are checked only if they have at most `CHECK_BYTES`, the main column's type always. A
-        large Parquet or JSON file is checked when it is first converted (`files.open_file`).
+        Rows are checked now if they are few (`CHECK_BYTES` of an Arrow file; `files.Access.small`) and `access.strict`,
+        otherwise as they are read; the main column's type always.
 
         Raises:
             DataError: a missing column; a damaged file; a column of another type; a row that does not fit the layout; a
-                Parquet or JSON file without rows.
+                file without rows, other than an Arrow file.
         """
         if self.path.suffix == ".arrow":
-            return Loaded(self.name, files.open_arrow(self.path, layout)).open(layout)
-        return Part(self.name, files.open_file(self.path, layout))
+            return Loaded(self.name, files.open_arrow(self.path, layout)).open(layout, access)
+        return Part(self.name, files.open_file(self.path, layout, access))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +97,8 @@ class Loaded:
     def columns(self) -> list[str]:
         return self.dataset.column_names
 
-    def open(self, layout: Layout) -> Part:
-        """The columns of the layout: the type of the main one is checked, rows up to `CHECK_BYTES`.
+    def open(self, layout: Layout, access: files.Access) -> Part:
+        """The columns of the layout: the type of the main one is checked, with `access.strict` rows up to `CHECK_BYTES`.
 
         Raises:
             DataError: a missing column; a column of another type; a row that does not fit the layout.
@@ -97,29 +107,30 @@ class Loaded:
         table = dataset.data
         if layout.format in ("text", "messages"):
             check_type(table.column(layout.key).type, layout.kind, f"{self.name}, column {layout.key!r}")
-        if table.nbytes <= CHECK_BYTES:
+        if access.strict and table.nbytes <= CHECK_BYTES:
             files.check_columns(table, layout, f"{self.name},")
         return Part(self.name, dataset)
 
 
-def locate(path: str, splits: Sequence[str], setting: str) -> list[DataFile | Loaded]:
+def locate(path: str, splits: Sequence[str], setting: str, data: DataConfig) -> list[DataFile | Loaded]:
     """Everything that `path` names, sorted by path: files, Arrow folders, or one hub data set, which may be downloaded.
 
     Files are not opened yet. Folders and hub data sets are, which turns off the progress bars of `datasets`.
 
     Args:
-        path: a file, a folder of `datasets.save_to_disk`, a glob of either, or a hub name if nothing local has it.
+        path: a file, a folder of files or of `datasets.save_to_disk`, a glob, or a hub name if nothing local has it.
         splits: if the data have splits, the first of these that exists is read.
         setting: the config key that holds `path`, for error messages.
+        data: subset and revision of a hub data set, and what a row of a text file is.
 
     Raises:
         HubError: a hub name that cannot be reached.
         DataError: nothing there, no such split, damaged folders.
     """
-    local = _local_paths(path, setting)
+    local = _local_paths(path, splits, setting)
     if not local:
-        return [_open_hub(path, splits, setting)]
-    return [_open_folder(entry, splits, setting) if entry.is_dir() else DataFile(entry) for entry in local]
+        return [_open_hub(path, splits, setting, data)]
+    return [_open_folder(entry, splits) if entry.is_dir() else DataFile(entry, data.sample_by) for entry in local]
 
 
 def is_hub_name(path: str) -> bool:
@@ -133,29 +144,32 @@ def is_hub_name(path: str) -> bool:
     return not (slash and Path(owner).is_dir())
 
 
-def _local_paths(path: str, setting: str) -> list[Path]:
+def _local_paths(path: str, splits: Sequence[str], setting: str) -> list[Path]:
     """The files and folders that `path` names, sorted; empty for a hub name.
 
-    A glob matches data files and Arrow folders, but not the files inside those folders.
+    A glob matches data files and Arrow folders, but not the files inside those folders. A folder stands for all data
+    files below it.
 
     Args:
+        splits: as for `locate`.
         setting: the config key that holds `path`, for error messages.
 
     Raises:
-        DataError: nothing there, a glob without a match, or a file that is not a data file.
+        DataError: nothing there, a glob without a match, a file that is not a data file, a folder without any.
     """
-    if glob.has_magic(path) and not Path(path).exists():
-        found = sorted(Path(entry) for entry in glob.glob(path, recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
-        folders = {entry for entry in found if _is_arrow_folder(entry)}
-        found = [entry for entry in found if entry in folders or (_is_data_file(entry) and entry.parent not in folders)]
+    entry = Path(path).expanduser()
+    if glob.has_magic(path) and not entry.exists():
+        found = sorted(Path(name) for name in glob.glob(str(entry), recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
+        folders = {name for name in found if _is_arrow_folder(name)}
+        found = [name for name in found if name in folders or (_is_data_file(name) and name.parent not in folders)]
+        found = found if path.endswith(_TEXT) else _without_notes(found)
         if not found:
             raise DataError(setting, f"a glob that matches {', '.join(files.SUFFIXES)} files or Arrow folders", path)
         return found
-    entry = Path(path)
     if entry.is_dir():
-        return [entry]
+        return [entry] if _is_arrow_folder(entry) else _files_below(entry, splits, setting)
     if entry.exists():
-        if entry.suffix not in files.SUFFIXES:
+        if not entry.name.endswith(files.SUFFIXES):
             raise DataError(setting, f"a folder or a file ending in {', '.join(files.SUFFIXES)}", path)
         return [entry]
     if is_hub_name(path):
@@ -163,9 +177,51 @@ def _local_paths(path: str, setting: str) -> list[Path]:
     raise DataError(setting, "an existing file, folder or glob, or a hub name", path, _nearby(entry))
 
 
+def _files_below(folder: Path, splits: Sequence[str], setting: str) -> list[Path]:
+    """The data files of a folder and its subfolders, sorted; hidden ones are left out.
+
+    If names of files or subfolders say `train`, `validation` or `test` (or a usual short form), the folder has these
+    splits, as for `datasets`, and the first of `splits` among them is read.
+
+    Raises:
+        DataError: no data files, or none of the split.
+    """
+    found = [path for path in sorted(folder.rglob("*")) if _is_data_file(path)]
+    found = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    found = _without_notes(found)
+    if not found:
+        rule = f"a folder with files that end in {', '.join(files.SUFFIXES)}, or one of datasets.save_to_disk"
+        raise DataError(setting, rule, str(folder), "it holds no data files")
+    by_split: dict[str, list[Path]] = {}
+    for path in found:
+        if split := _split_of(path.relative_to(folder), splits):
+            by_split.setdefault(split, []).append(path)
+    if not by_split:
+        return found
+    for split in splits:
+        if split in by_split:
+            return by_split[split]
+    raise DataError(str(folder), f"has the split {splits[-1]!r}", f"the splits {sorted(by_split)}", "set data.split")
+
+
+def _split_of(path: Path, wanted: Sequence[str]) -> str:
+    """The split that a relative path names, as `wanted` names it if it does; empty if it names none."""
+    words = {word for part in path.parts for word in re.split(r"[^a-z]+", part.lower())}
+    for split in wanted:
+        if split.lower() in words:
+            return split
+    return next((split for split, names in _SPLITS.items() if names & words), "")
+
+
+def _without_notes(paths: list[Path]) -> list[Path]:
+    """The paths without text files, if there are others: a README.txt beside Parquet files is no data."""
+    others = [path for path in paths if not path.name.endswith(_TEXT)]
+    return others or paths
+
+
 def _is_data_file(path: Path) -> bool:
-    """Whether a path is an Arrow, Parquet or JSON file, and not one that describes an Arrow folder."""
-    return path.is_file() and path.suffix in files.SUFFIXES and path.name not in _FOLDER_FILES
+    """Whether a path is a data file by its name, and not one that describes a data set."""
+    return path.is_file() and path.name.endswith(files.SUFFIXES) and path.name not in _FOLDER_FILES
 
 
 def _is_arrow_folder(path: Path) -> bool:
@@ -180,19 +236,12 @@ def _nearby(path: Path) -> str:
     return f"did you mean {path.parent / close[0]}?" if close else "check the path"
 
 
-def _open_folder(path: Path, splits: Sequence[str], setting: str) -> Loaded:
+def _open_folder(path: Path, splits: Sequence[str]) -> Loaded:
     """The data set in a folder written by `datasets.save_to_disk`; of several splits the first of `splits` that it has.
 
-    Args:
-        setting: the config key that names the folder, for error messages.
-
     Raises:
-        DataError: another kind of folder, a damaged one, or none of the splits.
+        DataError: a damaged folder, or none of the splits.
     """
-    if not _is_arrow_folder(path):
-        inside = sorted({entry.suffix for entry in path.rglob("*") if entry.suffix in files.SUFFIXES})
-        remedy = f"name its files with a glob: {path}/**/*{inside[0]}" if inside else "it holds no data files"
-        raise DataError(setting, "a folder written by datasets.save_to_disk", str(path), remedy)
     import datasets
 
     datasets.disable_progress_bars()
@@ -225,7 +274,7 @@ def _pick_split(loaded: Any, splits: Sequence[str], name: str) -> datasets.Datas
     raise DataError(name, f"has the split {splits[-1]!r}", f"the splits {sorted(loaded)}", "set data.split")
 
 
-def _open_hub(name: str, splits: Sequence[str], setting: str) -> Loaded:
+def _open_hub(name: str, splits: Sequence[str], setting: str, data: DataConfig) -> Loaded:
     """A hub data set, downloaded if necessary; only from the local cache if the hub library is offline.
 
     If it is not offline, the hub is probed first, for at most 10 s.
@@ -234,6 +283,7 @@ def _open_hub(name: str, splits: Sequence[str], setting: str) -> Loaded:
         name: as on the hub.
         splits: the first of these that exists is taken, if there are splits.
         setting: the config key that holds the name, for error messages.
+        data: subset and revision.
 
     Raises:
         HubError: the hub cannot be reached or, offline, the data set is not in the cache.
@@ -241,7 +291,7 @@ def _open_hub(name: str, splits: Sequence[str], setting: str) -> Loaded:
     """
     import datasets
     import huggingface_hub
-    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     offline = huggingface_hub.constants.HF_HUB_OFFLINE
     unreachable = HubError(
@@ -253,14 +303,16 @@ def _open_hub(name: str, splits: Sequence[str], setting: str) -> Loaded:
     if not offline:
         # Probe first: `load_dataset` would retry an unreachable hub for more than 20 seconds.
         try:
-            huggingface_hub.HfApi().dataset_info(name, timeout=_HUB_PROBE_S)
+            huggingface_hub.HfApi().dataset_info(name, revision=data.revision, timeout=_HUB_PROBE_S)
+        except RevisionNotFoundError as error:
+            raise DataError(setting, "a revision of the data set", f"{data.revision} of {name}") from error
         except RepositoryNotFoundError as error:
             raise DataError(setting, "a path, or a hub data set that you may read", name, "check the name") from error
         except Exception as error:  # HTTP and socket errors; their classes depend on the HTTP client of the hub library
             raise unreachable from error
     datasets.disable_progress_bars()
     try:
-        loaded = datasets.load_dataset(name)
+        loaded = datasets.load_dataset(name, data.subset, revision=data.revision)
     except Exception as error:  # the builder of a data set may raise anything
         if offline and isinstance(error, OSError):
             raise unreachable from error

@@ -1,154 +1,198 @@
-"""Data sources: a read-only sequence of documents over files, Arrow folders or a hub data set."""
+"""Opens the data of a configuration: one source (`data.path`) or several with weights (`data.sources`)."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
 from distill_rl.config.schema import DataConfig
-from distill_rl.data.files import content_hash
-from distill_rl.data.layouts import Kind, Layout, choose_layout
-from distill_rl.data.loader import random_order
-from distill_rl.data.locate import HubError, Part, is_hub_name, locate
+from distill_rl.data import files
+from distill_rl.data.block_rows import BlockStore
+from distill_rl.data.cache import Cache, size_text
+from distill_rl.data.layouts import choose_layout
+from distill_rl.data.locate import DataFile, HubError, Loaded, Part, is_hub_name, locate
+from distill_rl.data.mixture import Interleaved, Mixture
+from distill_rl.data.order import random_order
+from distill_rl.data.source import Source
 from distill_rl.errors import DataError
 
-__all__ = ["HubError", "Source", "is_hub_name", "open_source", "split_validation"]
+__all__ = ["HubError", "Source", "each_source", "is_hub_name", "open_one", "open_source", "split_validation"]
 
 _VALIDATION_STREAM = 1
+_READERS = 16
+"""Threads that open files: the footers of a thousand files on a network file system are read side by side."""
+_TOLD = 5
+"""Most problems of one source that are reported at once."""
 
 
-class Source:
-    """A map-style sequence of documents; cheap to open again in another process.
-
-    `source[i]` is `{"row": row, "text": str}` or `{"row": row, "messages": [{"role": str, "content": str, …}, …]}`, the
-    latter with "tools" and "chat_template_kwargs" if the row has them (`Layout.document`). Rows are counted from 0 over
-    all files in order, and a part made by `select` keeps these numbers.
-
-    Args:
-        parts: the files and folders, each with the columns that are read.
-        layout: how their rows become documents.
-        paths: the files whose content enters the fingerprint.
-    """
-
-    def __init__(self, parts: Sequence[Part], *, layout: Layout, paths: Sequence[Path]):
-        self.parts, self.layout, self._paths = tuple(parts), layout, tuple(paths)
-        self._ends = np.cumsum([len(part.rows) for part in self.parts], dtype=np.int64)
-        self._rows: np.ndarray | None = None
-        self._selection = ""
-
-    @property
-    def kind(self) -> Kind:
-        """text | messages; also the documents' key."""
-        return self.layout.kind
-
-    def __len__(self) -> int:
-        return int(self._ends[-1]) if self._rows is None else len(self._rows)
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """Document `index` of this source, read and checked now; see the class for its form.
-
-        Its "row" is the number in the whole data, which differs from `index` in a part made by `select`.
-
-        Raises:
-            IndexError: an index below 0 or past the end.
-            DataError: a value that is not text or messages, or not UTF-8; names file and row.
-        """
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        row = int(index if self._rows is None else self._rows[index])
-        part_index = int(np.searchsorted(self._ends, row, side="right"))
-        part = self.parts[part_index]
-        row_in_part = row - (int(self._ends[part_index - 1]) if part_index else 0)
-
-        def at(column: str) -> str:
-            """Words for this row and a column of it."""
-            return f"{part.name}, column {column!r}, row {row_in_part}"
-
-        try:
-            values = part.rows[row_in_part]
-        except UnicodeDecodeError as error:
-            found = f"byte 0x{error.object[error.start]:02x} at {error.start}"
-            raise DataError(at(self.layout.key), "text is UTF-8", found) from error
-        return {"row": row, **self.layout.document(values, at)}
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 over the files' content (`content_hash`), format, column and selection of rows; not over paths."""
-        content, layout = content_hash(self._paths), self.layout
-        return hashlib.sha256(f"{content}\0{layout.format}\0{layout.key}\0{self._selection}".encode()).hexdigest()
-
-    def select(self, rows: np.ndarray, description: str) -> Source:
-        """The part made of `rows`; the files are shared, not copied.
-
-        Args:
-            rows: int64 indices into this source, in the order that the part is to have.
-            description: enters the fingerprint, so it must determine `rows`.
-        """
-        chosen = Source(self.parts, layout=self.layout, paths=self._paths)
-        chosen._rows = rows if self._rows is None else self._rows[rows]
-        chosen._selection = f"{self._selection}\0{description}"
-        return chosen
+def each_source(data: DataConfig) -> list[tuple[str, DataConfig]]:
+    """The setting that names each source (`data.path` or `data.sources.1.path`), and the settings that open it."""
+    if not data.sources:
+        return [("data.path", data)]
+    found = []
+    for i, source in enumerate(data.sources):
+        own = {
+            name: getattr(source, name)
+            for name in ("split", "subset", "revision", "format", "text_key", "messages_key", "tools_key")
+            if getattr(source, name) is not None
+        }
+        found.append((f"data.sources.{i}.path", replace(data, path=source.path, sources=[], **own)))
+    return found
 
 
-def open_source(data: DataConfig, *, split: Literal["train", "validation"] = "train") -> Source:
-    """Opens `data.path`, or `data.validation.path` for split "validation", and finds the columns to read.
+def names_of(data: DataConfig) -> list[str]:
+    """A short name per source, for metrics and messages: the end of its path, numbered if others have the same."""
+    ends = [source.path.rstrip("/").rpartition("/")[2] for source in data.sources]
+    ends = [end.replace("*", "") or "files" for end in ends]
+    return [end if ends.count(end) == 1 else f"{end}.{i}" for i, end in enumerate(ends)]
+
+
+def open_source(
+    data: DataConfig,
+    *,
+    split: Literal["train", "validation"] = "train",
+    cache: Cache = Cache(),  # noqa: B008
+) -> Source | Mixture:
+    """Opens `data.path` or all of `data.sources`, or `data.validation.path` for split "validation".
 
     If the data have splits, training reads `data.split`; validation reads "validation" if there is one, otherwise
-    `data.split`. With several files, the columns of the first decide between text and messages, and all must have the
-    same main column.
+    `data.split`.
+
+    Args:
+        cache: what may be written, and where lines for the user go.
 
     Raises:
         HubError: a hub name that cannot be reached.
-        DataError: missing path, no rows, no such column or split, rows that are not text or messages, damaged files.
+        DataError: what `open_one` finds wrong, of all sources at once; sources of different kinds.
     """
-    setting = "data.path" if split == "train" else "data.validation.path"
-    path = data.path if split == "train" else data.validation.path
+    if split == "validation":
+        return open_one("data.validation.path", data, data.validation.path, ("validation", data.split), cache=cache)
+    if not data.sources:
+        return open_one("data.path", data, cache=cache)
+    opened, problems = [], []
+    for key, settings in each_source(data):
+        try:
+            opened.append(open_one(key, settings, cache=cache))
+        except HubError:
+            raise
+        except DataError as error:
+            problems += [text if text.startswith(key) else f"{key}: {text}" for text in error.problems]
+    if problems:
+        raise DataError.many(problems)
+    return mixture_of(data, opened)
+
+
+def mixture_of(data: DataConfig, opened: Sequence[Source]) -> Mixture:
+    """The mixture of `data.sources`, once they are open. Raises DataError for a weight of 0 or less, or several kinds."""
+    return Mixture(opened, [source.weight for source in data.sources], names_of(data))
+
+
+def open_one(
+    key: str,
+    data: DataConfig,
+    path: str | None = None,
+    splits: Sequence[str] = (),
+    *,
+    cache: Cache = Cache(),  # noqa: B008
+) -> Source:
+    """Opens one source and finds the columns to read.
+
+    With several files, the columns of the first decide between text and messages, and all must have the same main
+    column.
+
+    Args:
+        key: the setting that names it, for messages.
+        data: its settings.
+        path, splits: in place of `data.path` and `data.split`.
+
+    Raises:
+        HubError: a hub name that cannot be reached.
+        DataError: missing path, no rows, no such column or split, rows that are not text or messages, damaged files; up
+            to `_TOLD` of these at once.
+    """
+    path = path or data.path
     if not path:
-        raise DataError(setting, "a path or a hub name", "nothing")
-    origins = locate(path, (data.split,) if split == "train" else ("validation", data.split), setting)
+        raise DataError(key, "a path or a hub name", "nothing")
+    origins = locate(path, splits or (data.split,), key, data)
     layout = choose_layout(origins[0].columns(), data, origins[0].name)
-    parts, paths = [], []
-    for origin in origins:
-        parts.append(origin.open(layout))
-        paths += origin.content
+    local = [origin.path for origin in origins if isinstance(origin, DataFile)]
+    size = sum(files.bytes_in_memory(path) for path in local)
+    access = files.Access(cache, BlockStore(), size < files.SMALL_BYTES, data.bad_rows == "fail", data.sample_by)
+    lines = sum(path.stat().st_size for path in local if path.suffix in (".jsonl", ".json", ".txt"))
+    if not access.small and lines > 1 << 30:
+        cache.say(f"counting   the lines of {path} ({size_text(lines)})")
+
+    def opened(origin: DataFile | Loaded) -> Part | DataError:
+        try:
+            return origin.open(layout, access)
+        except DataError as error:
+            return error
+
+    with ThreadPoolExecutor(_READERS if len(origins) > 1 else 1) as pool:
+        results = list(pool.map(opened, origins))
+    problems = [line for result in results if isinstance(result, DataError) for line in result.problems]
+    if problems:
+        more = [f"{key}: {len(problems) - _TOLD} further files have problems"] if len(problems) > _TOLD else []
+        raise DataError.many(problems[:_TOLD] + more)
+    parts = [result for result in results if isinstance(result, Part)]
     if not sum(len(part.rows) for part in parts):
-        raise DataError(setting, "at least one row", f"an empty data set at {path}")
-    return Source(parts, layout=layout, paths=paths)
+        raise DataError(key, "at least one row", f"an empty data set at {path}")
+    content = [file for origin in origins for file in origin.content]
+    return Source(parts, layout=layout, paths=content, store=access.store, large=not access.small)
 
 
-def split_validation(source: Source, data: DataConfig, seed: int) -> tuple[Source, Source | None]:
+def split_validation(
+    source: Source | Mixture,
+    data: DataConfig,
+    seed: int,
+    *,
+    cache: Cache = Cache(),  # noqa: B008
+) -> tuple[Source | Mixture, Source | Interleaved | None]:
     """The rows to train on, and the rows to validate on; None for the latter if validation is off.
 
-    Opens `data.validation.path` if it is set. Otherwise holds out the fraction `data.validation.fraction` of the rows,
-    at least one and never all; only `seed` decides which. Both parts keep the order of the source. A fraction of 0 or
-    less is off.
+    Opens `data.validation.path` if it is set. Otherwise holds out the fraction `data.validation.fraction` of the rows of
+    every source, at least one and never all; only `seed` decides which. Both parts keep the order of the source. A
+    fraction of 0 or less is off.
 
     Raises:
         DataError: chats to validate on beside texts to train on, or the reverse; a fraction of 1 or more, or fewer than
             two rows to divide; whatever `open_source` raises.
     """
     if data.validation.path:
-        validation = open_source(data, split="validation")
+        validation = open_source(data, split="validation", cache=cache)
+        assert isinstance(validation, Source)
         if validation.kind != source.kind:
             names = {"text": "rows of text", "messages": "chats"}
-            rule = f"{names[source.kind]}, as data.path has"
+            rule = f"{names[source.kind]}, as {'data.sources have' if data.sources else 'data.path has'}"
             found = f"{names[validation.kind]} in {data.validation.path}"
             raise DataError("data.validation.path", rule, found, "give both in the same form")
         return source, validation
-    fraction = data.validation.fraction
-    if fraction <= 0:
+    if data.validation.fraction <= 0:
         return source, None
+    if isinstance(source, Source):
+        return _hold_out(source, data.validation.fraction, seed)
+    parts = [_hold_out(part, data.validation.fraction, seed, name) for part, name in zip(source.sources, source.names)]
+    training = Mixture([part for part, _ in parts], source.weights, source.names)
+    return training, Interleaved(training, [part for _, part in parts], data.validation.max_documents)
+
+
+def _hold_out(source: Source, fraction: float, seed: int, name: str = "") -> tuple[Source, Source]:
+    """A source without some of its rows, and these.
+
+    Args:
+        name: of one of several sources, for messages.
+
+    Raises:
+        DataError: a fraction of 1 or more, or fewer than two rows.
+    """
     if len(source) < 2 or fraction >= 1:
-        raise DataError(
-            "data.validation.fraction", "a fraction below 1 of at least two rows", f"{fraction} of {len(source)} rows"
-        )
+        found = f"{fraction} of {len(source)} rows{f' of {name}' if name else ''}"
+        raise DataError("data.validation.fraction", "a fraction below 1 of at least two rows", found)
     count = min(max(round(fraction * len(source)), 1), len(source) - 1)
-    order = random_order(seed, (_VALIDATION_STREAM,), len(source))
+    rows = np.sort(random_order(seed, (_VALIDATION_STREAM,), len(source))[:count])
     description = f"seed {seed}, {count} rows held out"
-    held_out = source.select(np.sort(order[:count]), f"validation: {description}")
-    return source.select(np.sort(order[count:]), f"training: {description}"), held_out
+    return source.divide(rows, described=(f"training: {description}", f"validation: {description}"))

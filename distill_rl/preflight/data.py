@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from distill_rl.config.facts import Facts
-from distill_rl.config.schema import Config
+from distill_rl.config.facts import Facts, SourceFacts
+from distill_rl.config.schema import Config, DataConfig
 from distill_rl.config.walk import MISSING
 from distill_rl.errors import problem
 from distill_rl.preflight.chats import check_chats
@@ -13,53 +14,51 @@ from distill_rl.preflight.labels import check_labels
 from distill_rl.preflight.opened import Findings, Opened
 from distill_rl.preflight.pairs import check_alignment, template_problems
 
+if TYPE_CHECKING:
+    from distill_rl.data.mixture import Mixture
+    from distill_rl.data.source import Source
+
 SAMPLED_ROWS = 64
 """Number of rows read from the start; as many more are read evenly spaced over the data."""
+_PLACES = 8
+"""Of data that are read by blocks, the rows that are spaced are read at this many places."""
 
 
 def data_facts(config: Config, student: Opened, teachers: list[Opened], findings: Findings, *, download: bool) -> Facts:
-    """Opens the data as the loader will, reads a sample of rows, and counts the training documents.
+    """Opens the data as the loader will, reads a sample of rows of each source, and counts the training documents.
 
     Problems are added to `findings`: rows, too few documents, chats and their templates, `data.loss_on`, and, if there is
-    no problem of any kind yet, tokenizers that align on none of the documents. The facts hold `num_documents` and `data_kind`
-    alone, or nothing if the data could not be opened. Data with nothing to train on are a problem, too.
+    no problem of any kind yet, tokenizers that align on none of the documents. The facts hold `num_documents`, `data_kind`
+    and `sources` alone, or nothing if the data could not be opened. Data with nothing to train on are a problem, too.
 
     Args:
         student, teachers: as opened, the teachers with their `cross_tokenizer_loss` set.
-        download: download a hub data set; otherwise only its existence is checked.
+        download: download a hub data set, and convert what must be; otherwise nothing is written.
     """
-    from distill_rl.data.sources import HubError, is_hub_name, open_source, split_validation
-    from distill_rl.models.facts import find_data_set
-
+    opened = _open(config, findings, download=download)
+    sources = [source for _, source in opened if source is not None]
+    if not sources or len(sources) < len(opened):
+        for key, source in opened:
+            if source is not None:
+                _read_sample(config, key, source, findings)
+        return Facts()
+    divided = _divide(config, sources, findings, download=download)
+    if divided is None:
+        return Facts()
+    training, validation = divided
     data, problems = config.data, findings.problems
-    if data.path == MISSING or not data.path.strip():
-        return Facts()
-    if not download and is_hub_name(data.path):
-        missing, reason = find_data_set("data.path", data.path)
-        problems += filter(None, [missing])
-        findings.unreachable += filter(None, [reason])
-        return Facts()
-    try:
-        source = findings.attempt("data.path", lambda: open_source(data), let_pass=HubError)
-        if source is None:
-            return Facts()
-        parts = findings.attempt(
-            "data.validation", lambda: split_validation(source, data, config.run.seed), let_pass=HubError
-        )
-    except HubError as error:
-        findings.unreachable.append(str(error))
-        return Facts()
-    training, validation = parts or (source, None)
     num_problems = len(problems)
-    sampled = _check_rows("data.path", training, findings)
-    if validation is not None:
-        sampled += _check_rows("data.validation", validation, findings)
-    if source.kind == "messages" and len(problems) == num_problems:
-        check_chats(config, sampled, student, teachers, findings)
-    if len(training) < config.train.global_batch_size:
-        rule = f"{len(training)} training documents are fewer than one global batch of {config.train.global_batch_size}"
-        problems.append(problem("data.path", rule, data.path, "lower train.global_batch_size, or give more data"))
-    if source.kind == "text" and (data.loss_on == "assistant" or data.loss_roles):
+    main = "data.sources" if data.sources else "data.path"
+    documents = [
+        document
+        for (key, _), part in zip(opened, _parts(training))
+        for document in _read_sample(config, key, part, findings)
+    ]
+    held_out = [] if validation is None else _read_sample(config, "data.validation", validation, findings)
+    if training.kind == "messages" and len(problems) == num_problems:
+        check_chats(config, documents + held_out, student, teachers, findings)
+    problems += _count_problems(config, main, training, findings)
+    if training.kind == "text" and (data.loss_on == "assistant" or data.loss_roles):
         key = "data.loss_roles" if data.loss_roles else "data.loss_on"
         rule = (
             "turns are found in chat messages only"
@@ -68,34 +67,154 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
         )
         remedy = "use data.loss_on=all, or data that has messages"
         problems.append(problem(key, rule, "rows of text", remedy))
-    problems += template_problems(config, source.kind, student, teachers)
+    problems += template_problems(config, training.kind, student, teachers)
     if not any(text.startswith(("data.", "student")) for text in problems):
-        check_labels(config, "data.path", training, _sample(training), student, findings)
+        check_labels(config, main, documents, range(len(documents)), student, findings)
         if validation is not None:
-            check_labels(config, "data.validation", validation, _sample(validation), student, findings)
+            check_labels(config, "data.validation", held_out, range(len(held_out)), student, findings)
     if not problems:
-        check_alignment(config, training, student, teachers, findings)
-    return Facts(num_documents=len(training), data_kind=source.kind)
+        check_alignment(config, documents, student, teachers, findings)
+    return Facts(
+        num_documents=len(training) if training.exact else None,
+        data_kind=training.kind,
+        sources=tuple(source_facts(data, training)),
+    )
 
 
-def _check_rows(key: str, source: Any, findings: Findings) -> list[Any]:
-    """Reads SAMPLED_ROWS rows at the start and about as many evenly spaced ones; errors go to `findings`.
+def source_facts(data: DataConfig, training: Source | Mixture) -> Iterator[SourceFacts]:
+    """Yields what is worth saying of each source: of several, or of one whose format was recognised."""
+    from distill_rl.data.mixture import Mixture
+    from distill_rl.data.sources import each_source
 
-    It stops at the first row that is bad; nothing is added if none is. Returns the rows that it has read.
+    several = isinstance(training, Mixture)
+    names = training.names if isinstance(training, Mixture) else (data.path or "",)
+    weights = training.weights if isinstance(training, Mixture) else (1.0,)
+    for part, name, weight, (_, settings) in zip(_parts(training), names, weights, each_source(data)):
+        recognised = settings.format == "auto" and part.layout.format in ("sharegpt", "alpaca")
+        if several or recognised:
+            count = len(part) if part.exact else None
+            yield SourceFacts(name, part.layout.format, count, weight / sum(weights), recognised)
+
+
+def _open(config: Config, findings: Findings, *, download: bool) -> list[tuple[str, Source | None]]:
+    """Every source with the setting that names it; None for one that could not be opened, which `findings` say why."""
+    from distill_rl.data.cache import Cache
+    from distill_rl.data.sources import HubError, each_source, is_hub_name, open_one
+    from distill_rl.models.facts import find_data_set
+
+    opened: list[tuple[str, Source | None]] = []
+    for key, settings in each_source(config.data):
+        path, source = settings.path, None
+        if path is None or path == MISSING or not path.strip():
+            pass
+        elif not download and is_hub_name(path):
+            missing, reason = find_data_set(key, path)
+            findings.problems += filter(None, [missing])
+            findings.unreachable += filter(None, [reason])
+        else:
+            try:
+                source = findings.attempt(
+                    key,
+                    lambda: open_one(key, settings, cache=Cache(write=download)),  # noqa: B023 (called at once)
+                    let_pass=HubError,
+                )
+            except HubError as error:
+                findings.unreachable.append(str(error))
+        opened.append((key, source))
+    return opened
+
+
+def _divide(config: Config, sources: list[Source], findings: Findings, *, download: bool) -> Any:
+    """The documents to train on, and those to validate on or None; None alone if that is not possible."""
+    from distill_rl.data.cache import Cache
+    from distill_rl.data.sources import HubError, mixture_of, split_validation
+
+    data, cache = config.data, Cache(write=download)
+    source: Any = sources[0]
+    if data.sources:
+        if any(entry.weight <= 0 for entry in data.sources):  # reported as settings
+            return None
+        source = findings.attempt("data.sources", lambda: mixture_of(data, sources))
+        if source is None:
+            return None
+    try:
+        divided = findings.attempt(
+            "data.validation", lambda: split_validation(source, data, config.run.seed, cache=cache), let_pass=HubError
+        )
+    except HubError as error:
+        findings.unreachable.append(str(error))
+        return None
+    return divided or (source, None)
+
+
+def _parts(training: Any) -> tuple[Source, ...]:
+    """The sources of the training documents."""
+    return getattr(training, "sources", (training,))
+
+
+def _count_problems(config: Config, key: str, training: Any, findings: Findings) -> Iterator[str]:
+    """Yields a problem if there are fewer documents than a global batch has; notes if their number is not known.
+
+    Args:
+        key: the setting that names the data.
+    """
+    batch, path = config.train.global_batch_size, config.data.path
+    if not training.exact:
+        findings.notes.append(
+            f"{key}: compressed files are converted to Parquet when a run first reads them; until then the first rows are "
+            "checked, and the number of documents is not known"
+        )
+    elif len(training) < batch:
+        rule = f"{len(training)} training documents are fewer than one global batch of {batch}"
+        yield problem(key, rule, path, "lower train.global_batch_size, or give more data")
+
+
+def _read_sample(config: Config, key: str, source: Any, findings: Findings) -> list[Any]:
+    """The documents of a sample; with `data.bad_rows: fail` those before the first that is bad, which is a problem.
+
+    With `skip`, bad rows are noted, and are a problem if there are no others.
 
     Args:
         key: the setting with which the line about a bad row begins.
     """
-    rows: list[Any] = []
-    num_problems = len(findings.problems)
-    for row in _sample(source):
-        rows.append(findings.attempt(key, lambda row=row: source[row]))  # type: ignore[misc]
-        if len(findings.problems) > num_problems:
-            break
-    return rows
+    from distill_rl.data.loader import empty
+    from distill_rl.errors import DataError
+
+    documents: list[Any] = []
+    bad: list[str] = []
+    for row in sample(source):
+        if config.data.bad_rows == "fail":
+            num_problems = len(findings.problems)
+            documents.append(findings.attempt(key, lambda row=row: source[row]))  # type: ignore[misc]
+            if len(findings.problems) > num_problems:
+                break
+            continue
+        try:
+            document = source[row]
+            documents.append(document)
+            if reason := empty(document):
+                bad.append(f"row {document['row']}: {reason}")
+                documents.pop()
+        except DataError as error:
+            bad.append(str(error))
+    if bad and documents:
+        findings.notes.append(
+            f"{key}: {len(bad)} of {len(bad) + len(documents)} rows of a sample will be left out; the first: {bad[0]}"
+        )
+    elif bad:
+        findings.problems.append(problem(key, "some row must be readable", f"{len(bad)} bad rows; the first: {bad[0]}"))
+    return documents
 
 
-def _sample(source: Any) -> list[int]:
-    """The rows to read: SAMPLED_ROWS at the start, and about as many evenly spaced ones."""
+def sample(source: Any) -> list[int]:
+    """The rows to read: SAMPLED_ROWS at the start, and about as many evenly spaced ones.
+
+    Of data that are read by blocks, these lie at a few places, so that few blocks are read.
+    """
     count = len(source)
-    return sorted({*range(min(count, SAMPLED_ROWS)), *range(0, count, max(1, count // SAMPLED_ROWS))})
+    start = range(min(count, SAMPLED_ROWS))
+    if not getattr(source, "windowed", False):
+        return sorted({*start, *range(0, count, max(1, count // SAMPLED_ROWS))})
+    run = SAMPLED_ROWS // _PLACES
+    places = range(0, count - run, max(1, count // _PLACES))
+    return sorted({*start, *(place + i for place in places for i in range(run))})

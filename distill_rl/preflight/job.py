@@ -5,16 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from distill_rl.config.derive import cross_tokenizer_loss
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts, running_teachers
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
+from distill_rl.data.cache import Cache
 from distill_rl.data.collate import BatchPlan, pad_id
-from distill_rl.data.sources import Source, open_source, split_validation
+from distill_rl.data.mixture import Interleaved, Mixture
+from distill_rl.data.order import Order
+from distill_rl.data.source import Source
+from distill_rl.data.sources import open_source, split_validation
 from distill_rl.errors import ConfigError
 from distill_rl.models.facts import fingerprint_model, read_model_facts
 from distill_rl.models.hub import read_config, resolve, stops_of, tokenizer_hash, tokenizer_of, vocabulary_size
@@ -27,8 +31,8 @@ from distill_rl.types import CrossTokenizerSpec, RunPaths
 class Job:
     config: Config
     paths: RunPaths
-    train: Source
-    validation: Source | None
+    train: Source | Mixture
+    validation: Source | Interleaved | None
     plan: BatchPlan
     cross_tokenizer_specs: tuple[CrossTokenizerSpec | None, ...]
     """One per running teacher; None for a teacher with the student's tokenizer."""
@@ -42,17 +46,47 @@ class Job:
         """`text` or `messages`, as found in the data."""
         return self.train.kind
 
+    def going_on(self, saved: Mapping[str, str]) -> Job:
+        """This job in the order of the data of a checkpoint, given its fingerprints.
 
-def prepare(config: Config, paths: RunPaths) -> Job:
+        Checkpoints of large data from before these had an order of their own go on in the order of all rows, which is
+        slow for Parquet: a row group is read for almost every row.
+        """
+        former = _order_name(self.config, windowed=False)
+        if saved and saved.get(_ORDER, former) == former:
+            return replace(self, fingerprints=self.fingerprints | {_ORDER: former})
+        return self
+
+    @property
+    def order(self) -> Order:
+        """The global order of the training documents."""
+        windowed = self.fingerprints[_ORDER] != _order_name(self.config, windowed=False)
+        return self.train.order(self.config.run.seed, windowed=windowed)
+
+
+_ORDER = "order of the data"
+"""Name of the fingerprint of the order."""
+
+
+def _order_name(config: Config, *, windowed: bool) -> str:
+    """The order of the data, in words: that of all rows, or the first version of shuffled blocks (`data.order`)."""
+    return f"run.seed={config.run.seed}{', shuffled blocks, version 1' if windowed else ''}"
+
+
+def prepare(config: Config, paths: RunPaths, say: Callable[[str], None] = lambda _: None) -> Job:
     """Makes the job of a checked configuration: opens the data, computes fingerprints, builds missing projections.
 
     Downloads hub models and data, projections are kept in `run.dir/.projections`, and no weights are loaded.
 
+    Args:
+        say: called with a line before data are converted or counted.
+
     Raises:
         ConfigError: a projection that cannot be built, or tokenizers that the settings do not allow.
     """
-    source = open_source(config.data)
-    train, validation = split_validation(source, config.data, config.run.seed)
+    cache = Cache(say=say)
+    source = open_source(config.data, cache=cache)
+    train, validation = split_validation(source, config.data, config.run.seed, cache=cache)
     tokenizer = tokenizer_of(config.student)
     teachers = running_teachers(config)
     teacher_tokenizers = [tokenizer_of(teacher) for teacher in teachers]
@@ -102,7 +136,7 @@ def prepare(config: Config, paths: RunPaths) -> Job:
         ),
         fingerprints={
             "data": train.fingerprint,
-            "order of the data": f"run.seed={config.run.seed}",
+            _ORDER: _order_name(config, windowed=train.windowed),
             "tokenizer": tokenizer_hash(tokenizer),
             **({"compared ids": str(num_ids)} if num_ids < own_ids else {}),
             **_template_fingerprints(train, chat_tokenizers),
@@ -160,7 +194,7 @@ def _cross_tokenizer_spec(
         ) from error
 
 
-def _template_fingerprints(source: Source, tokenizers: Mapping[str, Any]) -> dict[str, str]:
+def _template_fingerprints(source: Source | Mixture, tokenizers: Mapping[str, Any]) -> dict[str, str]:
     """Fingerprint name → sha256 (hex) of the tokenizer's chat template; empty if the data are plain text.
 
     Args:

@@ -20,6 +20,7 @@ from distill_rl.config.facts import running_teachers
 from distill_rl.config.measured import is_suite_score
 from distill_rl.config.save import fingerprint
 from distill_rl.data.loader import Loader, validation_batches
+from distill_rl.data.mixture import Mixture
 from distill_rl.observe.log import say
 from distill_rl.observe.metrics import Metric, merge, values
 from distill_rl.observe.report.card import model_card
@@ -32,8 +33,9 @@ from distill_rl.run.async_save import Saver
 from distill_rl.run.checkpoints import Checkpoint, CheckpointStore, SavedState
 from distill_rl.run.learning import Learning
 from distill_rl.run.prefetch import Lookahead
+from distill_rl.run.skipped_rows import SkippedRows
 from distill_rl.system.signals import EXIT_PREEMPTED, Signals
-from distill_rl.types import TrainState
+from distill_rl.types import DocumentBatch, TrainState
 from distill_rl.workers.cluster.gauges import GaugeSink, write_targets
 from distill_rl.workers.evaluation.evaluations import Evaluations
 from distill_rl.workers.pipeline.sub_batch import PendingBatch
@@ -65,6 +67,7 @@ class Driver:
         self.began = self.state.step
         names = [teacher.name for teacher in running_teachers(self.config)]
         self.learning = Learning(names, learnt=saved.learnt)
+        self.skipped = SkippedRows(self.job.paths.bad_rows, self.config.data.max_bad_rows)
         self._saved_step = self.state.step if self.resumed else -1
         self._validated_step = self._saved_step if self.score is not None else -1
 
@@ -85,6 +88,8 @@ class Driver:
         store.clean_up()
         resumed = find_checkpoint(job, store)
         start = resumed.state.train if resumed else TrainState()
+        if resumed:
+            job = job.going_on(resumed.state.fingerprints)
         train, config = job.config.train, job.config
         loader = Loader(
             job.train,
@@ -93,6 +98,8 @@ class Driver:
             steps=train.steps,
             epochs=train.epochs,
             start=start,
+            order=job.order,
+            skip_bad_rows=config.data.bad_rows == "skip",
         )
         timer = StepTimer()
         with ExitStack() as stack:
@@ -143,7 +150,8 @@ class Driver:
                 self.state = TrainState(step=step, cursor=batch.documents.cursor)
                 for line in self.learning.note(step, trained, batch.metrics, batch.documents.row_numbers):
                     say(line)
-                self.observer.log(step, trained, batch.metrics, self.learning.metrics, self.timer.flush())
+                data = self.data_metrics(batch.documents)
+                self.observer.log(step, trained, batch.metrics, data, self.learning.metrics, self.timer.flush())
                 if self.due(self.config.evaluate.every):
                     self.validate()
                 self.evaluate()
@@ -152,6 +160,20 @@ class Driver:
                 if self.signals.preempted and not self.learning.last_skipped:
                     return self.preempt()
         return self.finish()
+
+    def data_metrics(self, batch: DocumentBatch) -> dict[str, Metric]:
+        """Lists the rows that a batch lacks, and returns how many they are and how many documents each source gave.
+
+        Raises:
+            DataError: more rows than `data.max_bad_rows` were left out.
+        """
+        metrics: dict[str, Metric] = {}
+        if self.config.data.bad_rows == "skip":
+            metrics["data/bad_rows"] = Metric(self.skipped.add(batch), "sum")
+        if isinstance(self.job.train, Mixture):
+            counts = self.job.train.count(batch.row_numbers)
+            metrics |= {f"data/documents/{name}": Metric(count, "sum") for name, count in counts.items()}
+        return metrics
 
     def measure_untrained(self) -> None:
         """Validates and evaluates step 0, the untrained student, if `evaluate.at_start`; not when a run is resumed.
@@ -191,10 +213,14 @@ class Driver:
         if self.job.validation is None or self._validated_step == self.state.step:
             return
         batches = validation_batches(
-            self.job.validation, self.config.train.global_batch_size, self.config.data.validation.max_documents
+            self.job.validation,
+            self.config.train.global_batch_size,
+            self.config.data.validation.max_documents,
+            skip_bad_rows=self.config.data.bad_rows == "skip",
         )
         parts: list[dict[str, Metric]] = []
         for batch in batches:
+            self.skipped.add(batch)
             pending = self.actors.pipeline.submit(batch)
             with pending.lease():
                 parts.append(self.student.evaluate(pending))
@@ -354,6 +380,8 @@ def find_checkpoint(job: Job, store: CheckpointStore) -> Checkpoint | None:
     """
     checkpoint = checkpoints.find(store, job.config.checkpoint.resume, lambda text: say(f"damaged   {text}"))
     if checkpoint:
-        checkpoints.require_same(checkpoint.state.fingerprints, job.fingerprints)
+        checkpoints.require_same(
+            checkpoint.state.fingerprints, job.going_on(checkpoint.state.fingerprints).fingerprints
+        )
         say(f"resuming  from {checkpoint.path}")
     return checkpoint

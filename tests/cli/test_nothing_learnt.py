@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from distill_rl.data.loader import permutation
+from distill_rl.data.order import permutation
 from tests.helpers.command import distill_rl, series
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.models import write_tiny_model

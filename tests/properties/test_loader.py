@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill_rl.data.loader import Loader, permutation
+from distill_rl.data.loader import Loader
+from distill_rl.data.order import permutation
 from distill_rl.types import Cursor, TrainState
 
 rows = st.integers(1, 40)

@@ -42,7 +42,7 @@ def model_card(
     table |= {f"Teacher {teacher.name}": model for teacher, model in zip(config.teachers, teachers)}
     table |= {
         "Optimizer steps": f"{step:,}",
-        "Training data": str(redact(config.data.path)),
+        "Training data": str(redact(_data(config))),
         "Data, sha256": data_fingerprint,
         "Loss": f"{config.loss.kd_weight:g} x KD ({config.loss.divergence}, top {config.loss.top_k}, "
         f"T = {config.loss.temperature:g}) + {config.loss.ce_weight:g} x CE",
@@ -60,6 +60,12 @@ def model_card(
         yaml=yaml,
         fence=_fence(yaml, 3),
     )
+
+
+def _data(config: Config) -> str:
+    """The path of the training data, or of every source with its weight."""
+    data = config.data
+    return ", ".join(f"{source.path} (weight {source.weight:g})" for source in data.sources) or str(data.path)
 
 
 def _header(config: Config) -> str:

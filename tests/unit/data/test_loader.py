@@ -6,7 +6,8 @@ import hashlib
 
 import pytest
 
-from distill_rl.data.loader import Loader, permutation, random_order, validation_batches
+from distill_rl.data.loader import Loader, validation_batches
+from distill_rl.data.order import permutation, random_order
 from distill_rl.errors import ConfigError, DataError
 from distill_rl.types import Cursor, TrainState
 

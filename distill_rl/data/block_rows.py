@@ -1,0 +1,198 @@
+"""Rows of files that are too large for memory: read a block at a time, when a row of it is asked for."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from distill_rl.data.layouts import Layout
+from distill_rl.data.lines import LineIndex
+from distill_rl.data.order import Blocks
+from distill_rl.data.records import PROBLEM, json_row, kind_of, text_row, with_columns
+from distill_rl.errors import DataError
+
+_KEPT = 4
+
+
+class BlockStore:
+    """The blocks of a source that are in memory: those of one window, or the last few that were read."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[Hashable, Any] = OrderedDict()
+        self._limit = _KEPT
+
+    def get(self, key: Hashable, read: Callable[[], Any]) -> Any:
+        """The block under a key, which is read if it is not in memory."""
+        if key in self._blocks:
+            self._blocks.move_to_end(key)
+            return self._blocks[key]
+        while len(self._blocks) >= self._limit:  # first make room, then read
+            self._blocks.popitem(last=False)
+        block = self._blocks[key] = read()
+        return block
+
+    def keep(self, keys: Collection[Hashable]) -> None:
+        """Drops all other blocks, and makes room for these."""
+        self._limit = max(len(keys), _KEPT)
+        for key in [key for key in self._blocks if key not in keys]:
+            del self._blocks[key]
+
+
+class BlockRows(Protocol):
+    """Rows that are read a block at a time."""
+
+    blocks: Blocks
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
+
+    def key(self, block: int) -> Hashable:
+        """The key of a block in the store."""
+
+
+class GroupRows:
+    """The rows of a Parquet file, by row groups.
+
+    Args:
+        metadata: the file's footer.
+        columns: those to read.
+        store: shared by the files of a source.
+        block_bytes: of every row group; 0: of each the bytes of the columns in the footer, uncompressed.
+    """
+
+    def __init__(
+        self, path: Path, metadata: pq.FileMetaData, columns: list[str], store: BlockStore, block_bytes: int = 0
+    ):
+        self._path, self._metadata, self._columns, self._store = path, metadata, columns, store
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        sizes = [block_bytes or _group_bytes(group, set(columns)) for group in groups]
+        ends = np.cumsum([group.num_rows for group in groups], dtype=np.int64)
+        self.blocks = Blocks(ends, np.array(sizes, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return int(self._metadata.num_rows)
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]:
+        """Row `index`, which is at least 0 and less than the length.
+
+        Raises:
+            DataError: its row group is damaged, or the row could not be read when the file was converted.
+        """
+        block = int(np.searchsorted(self.blocks.ends, index, side="right"))
+        columns = self._store.get(self.key(block), lambda: self._read(block))
+        first = int(self.blocks.ends[block - 1]) if block else 0
+        return raise_problem({name: column[index - first].as_py() for name, column in columns.items()})
+
+    def key(self, block: int) -> Hashable:
+        return (self._path, block)
+
+    def _read(self, block: int) -> dict[str, pa.Array]:
+        """The columns of a row group."""
+        try:
+            with pq.ParquetFile(self._path, metadata=self._metadata) as file:
+                table = file.read_row_group(block, columns=self._columns, use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            rule, found = f"row group {block} is readable", str(error)[:200]
+            raise DataError(str(self._path), rule, found, "the file may be damaged") from error
+        return {name: _one_chunk(table.column(name)) for name in table.column_names}
+
+
+def _group_bytes(group: Any, columns: set[str]) -> int:
+    """Uncompressed bytes of some columns of a row group, by the footer."""
+    parts = [group.column(i) for i in range(group.num_columns)]
+    return sum(part.total_uncompressed_size for part in parts if part.path_in_schema.split(".")[0] in columns)
+
+
+def _one_chunk(column: pa.ChunkedArray) -> Any:
+    """A column whose values are found without a search for their chunk, if it has one chunk only."""
+    return column.chunk(0) if column.num_chunks == 1 else column
+
+
+def raise_problem(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row, or raises the DataError that its PROBLEM holds."""
+    if problem := row.pop(PROBLEM, None):
+        raise DataError(problem)
+    return row
+
+
+class LineRows:
+    """The rows of a file of JSON lines, or of lines of text.
+
+    Args:
+        index: of the file's lines.
+        store: shared by the files of a source.
+    """
+
+    def __init__(self, path: Path, index: LineIndex, layout: Layout, store: BlockStore):
+        self._path, self._layout, self._store, self._index = path, layout, store, index
+        self._parse = text_row if kind_of(path) == ".txt" else json_row
+        self._names = (*layout.required, *layout.optional)
+        self.blocks = Blocks(index.rows[1:], np.diff(index.offsets))
+
+    def __len__(self) -> int:
+        return int(self._index.rows[-1])
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]:
+        """Row `index`, which is at least 0 and less than the length.
+
+        Raises:
+            DataError: the file was changed, cannot be read, or the line cannot.
+        """
+        block = int(np.searchsorted(self.blocks.ends, index, side="right"))
+        lines = self._store.get(self.key(block), lambda: self._read(block))
+        what = f"{self._path}: row {index}"
+        row = with_columns(self._parse(lines[index - int(self._index.rows[block])], what), self._layout, what)
+        return {name: row[name] for name in self._names if name in row}
+
+    def key(self, block: int) -> Hashable:
+        return (self._path, block)
+
+    def _read(self, block: int) -> list[bytes]:
+        """The lines of a block that are not blank."""
+        first, end = self._index.offsets[block : block + 2].tolist()
+        try:
+            with self._path.open("rb") as file:
+                file.seek(first)
+                text = file.read(end - first)
+        except OSError as error:
+            raise DataError(str(self._path), "is readable", str(error)) from error
+        lines = [line for line in text.split(b"\n") if line.strip()]
+        if len(lines) != self._index.rows[block + 1] - self._index.rows[block]:
+            rule = "has the lines that it had when it was opened"
+            raise DataError(str(self._path), rule, f"other lines from byte {first} on", "start again")
+        return lines
+
+
+class WholeFile:
+    """A text file as one row.
+
+    Args:
+        store: shared by the files of a source.
+    """
+
+    def __init__(self, path: Path, store: BlockStore):
+        self._path, self._store = path, store
+        self.blocks = Blocks(np.array([1], dtype=np.int64), np.array([path.stat().st_size], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]:
+        """The row. Raises DataError for a file that cannot be read or is not UTF-8."""
+        return dict(self._store.get(self.key(0), self._read))
+
+    def key(self, block: int) -> Hashable:
+        return (self._path, block)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            return text_row(self._path.read_bytes(), f"{self._path}: row 0")
+        except OSError as error:
+            raise DataError(str(self._path), "is readable", str(error)) from error

@@ -1,0 +1,62 @@
+"""The folder in which indices of lines and Parquet copies of compressed data are kept, by path, size and time of a file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 1 << 30
+
+
+def _silent(_: str) -> None:
+    """Says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """What opening data may write, and how it tells the user."""
+
+    write: bool = True
+    """False: what is in the cache is used, and nothing is added."""
+    say: Callable[[str], None] = _silent
+    """Called with one line before anything that takes long."""
+
+    @property
+    def folder(self) -> Path:
+        """`distill_rl` in the cache folder of `datasets`, which is found without importing that."""
+        home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+        hub = os.environ.get("HF_HOME") or Path(home, "huggingface")
+        return Path(os.environ.get("HF_DATASETS_CACHE") or Path(hub, "datasets")).expanduser() / "distill_rl"
+
+    def entry(self, path: Path, about: str, suffix: str) -> Path:
+        """Where something that is derived from a file is kept; an edited file has another entry.
+
+        Args:
+            about: what else it depends on.
+        """
+        status = path.stat()
+        name = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{about}"
+        return self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}{suffix}"
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Yields the path of a file to write, which becomes `target` when the block ends without an error."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_suffix(f".{os.getpid()}.tmp{target.suffix}")
+    try:
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def size_text(count: int) -> str:
+    """A number of bytes as `1.2 GiB`, or below a gibibyte `12.3 MiB`."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.1f} MiB"

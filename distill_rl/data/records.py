@@ -1,0 +1,210 @@
+"""Files that must be read from the start: JSON, JSON lines, CSV and text, compressed or not → rows, one after another."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import pyarrow as pa
+
+from distill_rl.data.layouts import Layout
+from distill_rl.data.rows import check_text
+from distill_rl.errors import DataError
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+PROBLEM = "distill_rl_problem"
+"""Column of converted data that says why a row could not be read; null in a good row."""
+
+Record = tuple[str, Callable[[], dict[str, Any]]]
+"""A row: its label for error messages, and a function that parses it or raises DataError."""
+SampleBy = Literal["line", "document"]
+
+
+def kind_of(path: Path) -> str:
+    """The suffix of a file without that of its compression: `.jsonl` of `a.jsonl.gz`."""
+    return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
+
+
+def open_bytes(path: Path) -> IO[bytes]:
+    """A file for reading, decompressed if its suffix says so."""
+    if path.suffix not in COMPRESSIONS:
+        return path.open("rb")
+    stream = pa.input_stream(str(path), compression=COMPRESSIONS[path.suffix])
+    return io.BufferedReader(stream, 1 << 20)  # type: ignore[arg-type]
+
+
+def records(path: Path, sample_by: SampleBy = "line") -> Iterator[Record]:
+    """Yields the rows of a file, not parsed yet. Blank lines are skipped.
+
+    Only a `.json` file may be one list of objects, which is parsed as a whole.
+
+    Args:
+        sample_by: what a row of a text file is.
+
+    Raises:
+        DataError: a list that is no valid JSON; a CSV file without a header.
+        OSError, pyarrow.ArrowException: a damaged file.
+    """
+    kind = kind_of(path)
+    with open_bytes(path) as file:
+        if kind == ".csv":
+            yield from _csv_records(path, file)
+        elif kind == ".txt" and sample_by == "document":
+            text = file.read()
+            if text.strip():
+                yield "row 0", partial(text_row, text, f"{path}: row 0")
+        elif kind == ".json" and _is_list(file):
+            for i, row in enumerate(_parse(file.read(), f"{path}: the JSON list")):
+                yield f"row {i}", partial(_object, row, f"{path}: row {i}")
+        else:
+            parse = text_row if kind == ".txt" else json_row
+            i = 0
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    label = f"row {i} (line {number})"
+                    yield label, partial(parse, line, f"{path}: {label}")
+                    i += 1
+
+
+def is_json_list(path: Path) -> bool:
+    """Whether a file is one JSON list, not JSON lines."""
+    if kind_of(path) != ".json":
+        return False
+    with open_bytes(path) as file:
+        return _is_list(file)
+
+
+def _is_list(file: Any) -> bool:
+    """Whether a file at its start begins with a list; does not move it."""
+    return bool(file.peek(64)[:64].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["))
+
+
+def first_columns(path: Path, sample_by: SampleBy) -> list[str] | None:
+    """The columns of the first row, or None for a file without rows.
+
+    Raises:
+        DataError: the row cannot be parsed.
+        OSError, pyarrow.ArrowException: a damaged file.
+    """
+    for _, parse in records(path, sample_by):
+        return list(parse())
+    return None
+
+
+def documents(
+    path: Path, layout: Layout, names: Sequence[str], sample_by: SampleBy, *, strict: bool
+) -> Iterator[dict[str, str | None]]:
+    """Yields the columns of a file, row by row: text as it is, anything else as its JSON text.
+
+    So a column can hold objects of different shapes, such as the arguments of different tools.
+
+    Args:
+        strict: check every row against the layout; otherwise a row that cannot be read has its reason in PROBLEM, and
+            other rows are not checked.
+
+    Raises:
+        DataError: with `strict`, a row that is not an object, lacks a column, or does not fit the layout.
+    """
+    for label, parse in records(path, sample_by):
+        what = f"{path}: {label}"
+        values: dict[str, str | None] = {}
+        problem = None
+        try:
+            row = with_columns(parse(), layout, what)
+            if strict:
+                layout.document(row, lambda column, what=what: f"{what}, column {column!r}")  # type: ignore[misc]
+            values = {name: _as_text(row.get(name), f"{what}, column {name!r}") for name in names if name in row}
+        except DataError as error:
+            if strict:
+                raise
+            problem = str(error)
+        yield values if strict else {**values, PROBLEM: problem}
+
+
+def _as_text(value: Any, what: str) -> str | None:
+    """Text and null as they are, anything else as its JSON text. Raises DataError for text that is not valid Unicode."""
+    if value is None:
+        return None
+    return check_text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), what)
+
+
+def with_columns(row: dict[str, Any], layout: Layout, what: str) -> dict[str, Any]:
+    """Returns a row that has the columns that the layout requires. Raises DataError for another one."""
+    for key in layout.required:
+        if key not in row:
+            raise DataError(what, f"has the column {key!r}, like the first row", sorted(row))
+    return row
+
+
+def text_row(text: bytes, what: str) -> dict[str, Any]:
+    """The row `{"text": …}` of a line, or of a whole file, without the line break at its end. Raises DataError unless UTF-8."""
+    try:
+        return {"text": text.decode("utf-8-sig").rstrip("\r\n")}
+    except UnicodeDecodeError as error:
+        raise _not_utf8(what, error) from error
+
+
+def json_row(line: bytes, what: str) -> dict[str, Any]:
+    """The row of a line of JSON. Raises DataError unless it is a JSON object in UTF-8."""
+    return _object(_parse(line, what), what)
+
+
+def _csv_records(path: Path, file: IO[bytes]) -> Iterator[Record]:
+    """Yields the rows of a CSV file, by the names in its header; a cell may hold line breaks in quotes."""
+    csv.field_size_limit(1 << 30)  # the default, 128 KiB, is shorter than documents
+    text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+    reader = csv.reader(text)
+    header = next(reader, None)
+    if header is None:
+        return
+    rows = (cells for cells in reader if cells)
+    for i, cells in enumerate(rows):
+        label = f"row {i} (to line {reader.line_num})"
+        yield label, partial(_csv_row, header, cells, f"{path}: {label}")
+
+
+def _csv_row(header: Sequence[str], cells: Sequence[str], what: str) -> dict[str, Any]:
+    """The row of the cells of one record. Raises DataError if there are more or fewer than in the header."""
+    if len(cells) != len(header):
+        remedy = "put cells with commas, quotes or line breaks in quotes"
+        raise DataError(what, f"has {len(header)} cells, as the header has", len(cells), remedy)
+    return dict(zip(header, cells))
+
+
+def _parse(text: bytes, what: str) -> Any:
+    """The value of a JSON text, with or without a byte-order mark.
+
+    Args:
+        what: file and row, for error messages.
+
+    Raises:
+        DataError: not UTF-8, or not complete, valid JSON.
+    """
+    try:
+        return json.loads(text.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise _not_utf8(what, error) from error
+    except (ValueError, RecursionError) as error:
+        found = getattr(error, "msg", str(error))
+        remedy = "the file may be truncated, or not JSON lines"
+        raise DataError(
+            what, "is complete, valid JSON", f"{found} at character {getattr(error, 'pos', 0)}", remedy
+        ) from error
+
+
+def _not_utf8(what: str, error: UnicodeDecodeError) -> DataError:
+    """The error for bytes that are not UTF-8, for the caller to raise."""
+    found = f"byte 0x{error.object[error.start]:02x} at byte {error.start}"
+    return DataError(what, "text is UTF-8", found, "convert the file to UTF-8")
+
+
+def _object(row: Any, what: str) -> dict[str, Any]:
+    """Returns a row that is a JSON object. Raises DataError for anything else."""
+    if not isinstance(row, dict):
+        raise DataError(what, "is a JSON object with the columns as its keys", type(row).__name__)
+    return row
