@@ -19,7 +19,7 @@ from distill_rl.config.effects import no_effect
 from distill_rl.config.facts import Facts, running_teachers, teacher_rows
 from distill_rl.config.measured import acceptance_note, best_metrics, is_suite_score, is_validated, unmeasured
 from distill_rl.config.schema import Config
-from distill_rl.config.walk import as_yaml, leaves, pattern_of, values
+from distill_rl.config.walk import MISSING, as_yaml, leaves, pattern_of, values
 from distill_rl.errors import problem
 
 NOT_AVAILABLE: tuple[tuple[str, Any], ...] = (("teachers[].backend", "hf"),)
@@ -373,7 +373,7 @@ def _others(config: Config) -> Iterator[str]:
     if data.path is None and not data.sources:
         remedy = "set it in the file or add data.path=PATH; or give data.sources"
         yield problem("data.path", "missing value", None, remedy)
-    if data.path is not None and data.sources:
+    if data.path not in (None, MISSING) and data.sources:
         remedy = "leave data.path out, or make it one of the sources"
         yield problem("data.path", "data.sources is given, too; a run has one or the other", data.path, remedy)
     if data.loss_roles and data.loss_on == "assistant" and "assistant" not in data.loss_roles:

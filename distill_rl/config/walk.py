@@ -151,7 +151,9 @@ def build(section: type, raw: Mapping[Any, Any], findings: Findings, path: str =
         key, kind = join(path, entry.name), hints(section)[entry.name]
         default = default_of(entry)
         value = raw.get(entry.name, default)
-        if isinstance(value, str) and value == MISSING:
+        if value == MISSING and raw.get(entry.metadata.get("unless")):
+            values[entry.name] = None
+        elif isinstance(value, str) and value == MISSING:
             findings.add(key, "missing value", remedy=f"set it in the file or add {key}={_example(kind, default)}")
             values[entry.name] = value
         elif is_dataclass(value):

@@ -106,6 +106,8 @@ class Mixture:
                 remedy = "convert one of them, or train on them one after the other"
                 raise DataError(f"data.sources.{i}.path", rule, kinds[source.kind], remedy)
         self.sources, self.weights, self.names = tuple(sources), tuple(weights), tuple(names)
+        for source in sources:
+            source.window_bytes = WINDOW_BYTES // len(sources)
         self._ends = np.cumsum([len(source) for source in sources], dtype=np.int64)
         self._row_ends = np.cumsum([source.rows_in_all for source in sources], dtype=np.int64)
 
@@ -158,11 +160,8 @@ class Mixture:
         Args:
             windowed: False: every source has a permutation of all of its rows, however large it is.
         """
-        schedule, room = Schedule(self.weights), WINDOW_BYTES // len(self.sources)
-        orders = [
-            source.order(seed, windowed=windowed, member=(i,), window_bytes=room)
-            for i, source in enumerate(self.sources)
-        ]
+        schedule = Schedule(self.weights)
+        orders = [source.order(seed, windowed=windowed, member=(i,)) for i, source in enumerate(self.sources)]
         firsts = [0, *self._ends.tolist()]
 
         def index(i: int) -> int:

@@ -50,6 +50,8 @@ class Source:
     def __init__(self, parts: Sequence[Part], *, layout: Layout, paths: Sequence[Path], store: BlockStore, large: bool):
         self.parts, self.layout, self._paths = tuple(parts), layout, tuple(paths)
         self._store, self._large = store, large
+        self.window_bytes = WINDOW_BYTES
+        """Most memory of the blocks of a window; one of several sources has a share of it."""
         self._ends = np.cumsum([len(part.rows) for part in self.parts], dtype=np.int64)
         self._selection: _Selection | None = None
         self._kept_documents: dict[int, Mapping[str, Any]] | None = None
@@ -138,6 +140,7 @@ class Source:
         parts = []
         for kept, description in zip((False, True), described):
             part = Source(self.parts, layout=self.layout, paths=self._paths, store=self._store, large=self._large)
+            part.window_bytes = self.window_bytes
             part._selection = _Selection(rows, kept, description)
             part._kept_documents = {} if kept else None
             parts.append(part)
@@ -153,17 +156,14 @@ class Source:
     @property
     def windowed(self) -> bool:
         """Whether the data are too large for a permutation of all rows."""
-        return self._large and self._blocks is not None and self._blocks.bytes > WINDOW_BYTES
+        return self._large and self._blocks is not None and self._blocks.bytes > self.window_bytes
 
-    def order(
-        self, seed: int, *, windowed: bool = True, member: tuple[int, ...] = (), window_bytes: int = WINDOW_BYTES
-    ) -> Order:
+    def order(self, seed: int, *, windowed: bool = True, member: tuple[int, ...] = ()) -> Order:
         """The global order of the documents, as indices into this source.
 
         Args:
             windowed: False: a permutation of all rows, even of data that are too large to have all blocks in memory.
             member: tells the orders of several sources apart.
-            window_bytes: of a windowed order.
         """
         blocks = self._blocks
         if blocks is None or not (windowed and self.windowed):
@@ -172,7 +172,7 @@ class Source:
             return FullOrder(seed, len(self), member)
         if self._selection is not None:
             blocks = blocks.without(self._selection.rows)
-        return WindowedOrder(seed, blocks, member, window_bytes=window_bytes, entered=self._enter)
+        return WindowedOrder(seed, blocks, member, window_bytes=self.window_bytes, entered=self._enter)
 
     def _enter(self, blocks: np.ndarray) -> None:
         """Keeps these blocks in memory once they are read, and drops the others."""

@@ -69,9 +69,9 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
         problems.append(problem(key, rule, "rows of text", remedy))
     problems += template_problems(config, training.kind, student, teachers)
     if not any(text.startswith(("data.", "student")) for text in problems):
-        check_labels(config, main, documents, range(len(documents)), student, findings)
+        check_labels(config, main, training.kind, documents, student, findings)
         if validation is not None:
-            check_labels(config, "data.validation", held_out, range(len(held_out)), student, findings)
+            check_labels(config, "data.validation", training.kind, held_out, student, findings)
     if not problems:
         check_alignment(config, documents, student, teachers, findings)
     return Facts(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,20 +13,21 @@ from distill_rl.preflight.opened import Findings, Opened
 
 
 def check_labels(
-    config: Config, key: str, source: Any, rows: Iterable[int], student: Opened, findings: Findings
+    config: Config, key: str, kind: str, documents: Sequence[Mapping[str, Any]], student: Opened, findings: Findings
 ) -> None:
-    """Tokenises sampled rows as the run will, up to the first with a label; adds what is wrong to the findings.
+    """Tokenises sampled documents as the run will, up to the first with a label; adds what is wrong to the findings.
 
     Args:
         key: the setting that names the data, for messages.
-        source: documents, indexed from 0; of a kind that `data.loss_on` allows.
-        rows: of the sample, by index.
+        kind: of the documents, `text` or `messages`; one that `data.loss_on` allows.
     """
     if student.tokenizer is not None:
-        findings.attempt(key, partial(_require_label, config, key, source, rows, student.tokenizer))
+        findings.attempt(key, partial(_require_label, config, key, kind, documents, student.tokenizer))
 
 
-def _require_label(config: Config, key: str, source: Any, rows: Iterable[int], tokenizer: Any) -> None:
+def _require_label(
+    config: Config, key: str, kind: str, documents: Sequence[Mapping[str, Any]], tokenizer: Any
+) -> None:
     """Checks that one row at least has a token to train on.
 
     A row of blank text has none, even if the tokenizer adds special tokens to it.
@@ -37,12 +38,11 @@ def _require_label(config: Config, key: str, source: Any, rows: Iterable[int], t
     """
     from distill_rl.data.collate import Tokenization
 
-    data, documents = config.data, []
+    data = config.data
     # What a template leaves out is checked with the chats (preflight/chats.py).
-    tokenization = Tokenization.of(tokenizer, replace(data, unrendered="warn"), format=source.kind)
-    for row in rows:
-        documents.append(source[row])
-        if not _is_blank(documents[-1]) and tokenization.encode(documents[-1]).has_labels:
+    tokenization = Tokenization.of(tokenizer, replace(data, unrendered="warn"), format=kind)
+    for document in documents:
+        if not _is_blank(document) and tokenization.encode(document).has_labels:
             return
     if all(_is_blank(document) for document in documents):
         value, remedy = "blank rows", "give rows with text"

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -174,6 +176,27 @@ def cramped(place: Place) -> Ended:
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
+def sources(place: Place) -> Ended:
+    """Five sources: a corrupt row group, a missing column and a missing file among them."""
+    folder = place.root / "parts"
+    folder.mkdir()
+    for name in ("good", "corrupt"):
+        pq.write_table(pa.table({"text": [f"{i} {name}" for i in range(64)]}), folder / f"{name}.parquet", row_group_size=8)
+    content = bytearray((folder / "corrupt.parquet").read_bytes())
+    start = pq.read_metadata(folder / "corrupt.parquet").row_group(5).column(0).data_page_offset
+    content[start : start + 30] = b"\xff" * 30
+    (folder / "corrupt.parquet").write_bytes(content)
+    (folder / "body.jsonl").write_text('{"body": "x"}\n' * 64)
+    parts = [
+        {"path": f"{folder}/good.parquet", "weight": 0.5},
+        {"path": f"{folder}/corrupt.parquet", "weight": -1},
+        {"path": f"{folder}/body.jsonl"},
+        {"path": f"{folder}/goods.parquet", "weight": 0},
+        {"path": f"{place.root}/corpus.jsonl", "wieght": 2},
+    ]
+    return distill_rl("check", "-c", place.config("sources", data={"sources": parts, "path": "corpus.jsonl"}))
+
+
 TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
     settings: {
         "unknown key": ("train.step:", "unknown key", "did you mean train.steps?"),
@@ -241,6 +264,15 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
         ),
         "key-value heads of a teacher": ("evaluate.parallel.tp: teacher big: 2 key-value heads ", "= 4: 2 = 0 * 4 + 2"),
     },
+    sources: {
+        "one source beside several": ("data.path:", "data.sources is given, too", "got corpus.jsonl", "leave data.path out"),
+        "a corrupt row group": ("data.sources.1.path:", "corrupt.parquet", "a readable, complete parquet file"),
+        "no such column in one of five": ("data.sources.2.path:", "body.jsonl", "'text'", "['body']"),
+        "a source that is not there": ("data.sources.3.path:", "goods.parquet", "did you mean", "good.parquet?"),
+        "a negative weight": ("data.sources.1.weight:", "must be greater than 0", "-1"),
+        "a weight of 0": ("data.sources.3.weight:", "must be greater than 0", "got 0.0"),
+        "a misspelt key of a source": ("data.sources.4.wieght:", "unknown key", "data.sources.4.weight?"),
+    },
     output: {
         "run directory in use": ("output/taken", "in use", "--resume", "--clean"),
         "more checkpoints than the disk holds": ("run.dir", "are free", "GiB", "lower checkpoint.keep_last"),
@@ -281,8 +313,8 @@ def test_all_problems_are_reported_at_once_and_nothing_is_written(answered, plac
     ended = answered(command)
     assert ended.errors == [line for line in ended.err.splitlines() if line.strip()]
     assert len(ended.errors) == len(TOGETHER[command]), ended.err
-    assert ended.out == ""
-    for name in ("settings", "models", "evaluation", "output", "cramped", "small"):
+    assert ended.out == "" or command is sources  # `check` prints the configuration
+    for name in ("settings", "sources", "models", "evaluation", "output", "cramped", "small"):
         assert not (place.root / name).exists()
 
 
@@ -364,14 +396,14 @@ def _chats(*last: dict, **columns: object) -> bytes:
          ("data.loss_roles=[user]", "data.loss_on=assistant")),
         (_rows(*GOOD), ("data.loss_roles", "rows of text", "data.loss_on=all"), ("data.loss_roles=[user]",)),
         (_rows(*[{"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "!"}]}] * 16),
-         ("'text'", "conversations", "set data.format=sharegpt"), ()),
+         ("'text'", "conversations", "set data.format=sharegpt"), ("data.format=text",)),
         (_rows(*[{"messages": [{"from": "human", "value": "?"}]}] * 16), ("row 0", "set data.format=sharegpt"), ()),
         (_rows(*[{"conversations": [{"from": "narrator", "value": "?"}]}] * 16),
          ("row 0", "turn 0, from", "human, user, gpt", "narrator"), ("data.format=sharegpt",)),
         (_rows(*[{"conversations": [USER, ASSISTANT]}] * 16),
          ("row 0", "from and value", "data.format=messages and data.messages_key='conversations'"), ("data.format=sharegpt",)),
         (_rows(*[{"instruction": "Add.", "input": "2 2", "output": "4"}] * 16),
-         ("'text'", "instruction", "set data.format=alpaca"), ()),
+         ("'text'", "instruction", "set data.format=alpaca"), ("data.format=text",)),
         (_rows(*[{"instruction": "Add.", "context": "2 2", "response": "4"}] * 16),
          ("'text'", "rename 'response' to 'output', and set data.format=alpaca"), ()),
         (_rows(*[{"prompt": "2 + 2?", "completion": "4"}] * 16),

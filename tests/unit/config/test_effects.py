@@ -27,6 +27,11 @@ def loss(method: str) -> tuple[str, ...]:
     return f"teachers.0.loss={method}", f"teachers.0.export={EXPORTS[method][0]}"
 
 
+def sources(*paths: str) -> tuple[str, ...]:
+    """Settings of several sources in place of data.path."""
+    return "data.path=null", *(f"data.sources.{i}.path={path}" for i, path in enumerate(paths))
+
+
 CASES: dict[tuple[str, str], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     # (setting, part of the reason): the setting with a value, where it has no effect, where it has one
     ("loss.divergence", "no teacher"): ("reverse_kl", ALONE, ()),
@@ -79,6 +84,14 @@ CASES: dict[tuple[str, str], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("data.text_key", "chats"): ("body", ("data.format=messages",), ("data.format=text",)),
     ("data.messages_key", "texts"): ("chat", ("data.format=text",), ("data.format=messages",)),
     ("data.split", "single file"): ("test", (f"data.path={FILE}",), (f"data.path={FOLDER}",)),
+    ("data.sources.0.split", "single file"): ("test", sources(FILE), sources(FOLDER)),
+    ("data.subset", "hub"): ("en", (f"data.path={FOLDER}",), ()),
+    ("data.revision", "hub"): ("v1", (f"data.path={FOLDER}",), ()),
+    ("data.sources.0.subset", "hub"): ("en", sources(FOLDER), sources("org/name")),
+    ("data.sources.0.revision", "hub"): ("v1", sources(FOLDER), sources("org/name")),
+    ("data.sources.0.weight", "one source"): ("2", sources("d"), sources("d", "e")),
+    ("data.sample_by", ".txt"): ("document", (f"data.path={FILE}",), (f"data.path={FOLDER}",)),
+    ("data.max_bad_rows", "not skipped"): ("5", (), ("data.bad_rows=skip",)),
     ("data.validation.fraction", "validation.path"): ("0.1", ("data.validation.path=v",), ()),
     ("data.validation.max_documents", "no validation data"): ("8", (), ("data.validation.fraction=0.1",)),
     ("schedule.min_lr_ratio", "constant"): ("0.1", ("schedule.kind=constant",), ()),

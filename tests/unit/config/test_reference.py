@@ -3,7 +3,7 @@ from pathlib import Path
 from distill_rl.config.foreign import FOREIGN, OUR_KEY
 from distill_rl.config.reference import field_documentation, reference
 from distill_rl.config.schema import Config
-from distill_rl.config.walk import kind_at, leaves
+from distill_rl.config.walk import kind_at, leaves, pattern_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -17,7 +17,7 @@ def test_every_setting_is_documented_on_the_page():
     page = reference()
     for key, _, _ in leaves(Config):
         row = next(
-            line for line in page.splitlines() if line.startswith(f"| `{key.replace('teachers.0.', 'teachers[].')}` |")
+            line for line in page.splitlines() if line.startswith(f"| `{pattern_of(key)}` |")
         )
         cells = row.replace("\\|", "").strip("| ").split(" | ")
         assert len(cells) == 4

@@ -3,7 +3,7 @@ import pytest
 from distill_rl.config.load import load_config
 from distill_rl.config.schema import Config, LossConfig
 from distill_rl.config.validate import NOT_AVAILABLE, RULES, notes, problems
-from distill_rl.config.walk import default_of, leaves, values
+from distill_rl.config.walk import default_of, leaves, pattern_of, values
 
 TEXT = """
 student: {model: s}
@@ -223,19 +223,19 @@ def test_defaults_obey_every_rule():
 
 @pytest.mark.parametrize(("key", "only"), NOT_AVAILABLE)
 def test_only_available_value_is_the_default(key, only):
-    defaults = {name.replace("teachers.0.", "teachers[]."): default_of(entry) for name, entry, _ in leaves(Config)}
+    defaults = {pattern_of(name): default_of(entry) for name, entry, _ in leaves(Config)}
     assert defaults[key] == only
 
 
 def test_every_rule_names_an_existing_key():
-    known = {name.replace("teachers.0.", "teachers[].") for name, _, _ in leaves(Config)}
+    known = {pattern_of(name) for name, _, _ in leaves(Config)}
     assert RULES.keys() | dict(NOT_AVAILABLE).keys() <= known
 
 
 def test_every_numeric_setting_has_a_rule():
     elsewhere = {"data.validation.fraction", "optimizer.betas"}  # checked by code of their own
     numbers = {
-        name.replace("teachers.0.", "teachers[].")
+        pattern_of(name)
         for name, _, kind in leaves(Config)
         if any(part in str(kind) for part in ("int", "float"))
     }

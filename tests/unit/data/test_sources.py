@@ -17,6 +17,7 @@ import pytest
 
 from distill_rl.config.schema import DataConfig, ValidationConfig
 from distill_rl.data import files, locate
+from distill_rl.data.cache import Cache
 from distill_rl.data.sources import HubError, is_hub_name, open_source, split_validation
 from distill_rl.errors import DataError
 from tests.helpers.corpus import FORMS, corpus_rows, write_corpus
@@ -122,23 +123,34 @@ class TestForms:
 
     @pytest.mark.parametrize("form", ["jsonl", "parquet"])
     @pytest.mark.parametrize("messages", [False, True])
-    def test_large_files_are_converted_to_arrow_once(self, tmp_path, monkeypatch, form, messages):
-        monkeypatch.setattr(files, "CACHE_FROM_BYTES", 0)
-        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    def test_large_files_are_read_in_place(self, tmp_path, monkeypatch, form, messages):
+        monkeypatch.setattr(files, "SMALL_BYTES", 0)
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
         path = write_corpus(tmp_path / f"c.{form}", rows=30, messages=messages, form=form)
         for _ in range(2):
             source = open_source(config(path))
             assert [source[row] for row in range(30)] == numbered(corpus_rows(30, 0, messages))
-        assert len(list((tmp_path / "cache" / "distill_rl").iterdir())) == 1
+        kept = list((tmp_path / "cache").rglob("*.*"))
+        assert sum(file.stat().st_size for file in kept) < 1000  # the index of the lines, or nothing
+        assert {file.suffix for file in kept} == ({".npy"} if form == "jsonl" else set())
         write_corpus(path, rows=31, seed=5, messages=messages, form=form)
         assert open_source(config(path))[30][source.kind] == corpus_rows(31, 5, messages)[30][source.kind]
 
-    def test_a_refused_large_file_leaves_no_cache_file(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(files, "CACHE_FROM_BYTES", 0)
-        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-        lines = [b'{"text": "a"}'] * 5000 + [b'{"text": 1}']
-        assert "row 5000" in problem(write_lines(tmp_path / "c.jsonl", lines))
-        assert list((tmp_path / "cache" / "distill_rl").iterdir()) == []
+    def test_bad_rows_of_large_files_are_named_when_read(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(files, "SMALL_BYTES", 0)
+        path = write_lines(tmp_path / "c.jsonl", [b'{"text": "a"}'] * 5000 + [b'{"text": 1}'])
+        source = open_source(config(path), cache=Cache(write=False))
+        assert source[4999] == {"row": 4999, "text": "a"}
+        with pytest.raises(DataError, match="row 5000: text; got int"):
+            source[5000]
+
+    def test_nothing_is_written_without_leave(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(files, "SMALL_BYTES", 0)
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+        for form in FORMS:
+            path = write_corpus(tmp_path / form / ("c" if form == "folder" else f"c.{form}"), rows=9, form=form)
+            assert len(open_source(config(path), cache=Cache(write=False))) == 9
+        assert not (tmp_path / "cache").exists()
 
     def test_fingerprint_is_the_same_in_another_process(self, tmp_path):
         path = write_corpus(tmp_path / "c.jsonl", rows=4)
@@ -254,13 +266,12 @@ class TestBadPaths:
         assert "a glob that matches" in problem(tmp_path / "*.parquet")
 
     def test_unknown_suffix(self, tmp_path):
-        (tmp_path / "a.csv").write_text("text\nx\n")
-        assert ".parquet" in problem(tmp_path / "a.csv")
+        (tmp_path / "a.tsv").write_text("text\nx\n")
+        assert ".parquet" in problem(tmp_path / "a.tsv")
 
-    def test_folder_of_plain_files_suggests_a_glob(self, tmp_path):
-        write_corpus(tmp_path / "data" / "a.parquet", form="parquet")
-        assert f"{tmp_path}/data/**/*.parquet" in problem(tmp_path / "data")
+    def test_folder_without_data(self, tmp_path):
         (tmp_path / "none").mkdir()
+        (tmp_path / "none" / "notes.md").write_text("no data")
         assert "it holds no data files" in problem(tmp_path / "none")
 
     def test_unreachable_hub_name_raises_hub_error(self, monkeypatch):
@@ -471,10 +482,11 @@ class TestChats:
         assert "tools" not in source[0]
         assert source[1] == {"row": 1, "messages": TOOL_CHAT, "tools": [CALL]}
 
-    def test_sharegpt(self, tmp_path):
+    @pytest.mark.parametrize("settings", [{"format": "sharegpt"}, {}])
+    def test_sharegpt(self, tmp_path, settings):
         turns = [("human", "2 + 2?"), ("function_call", '{"name": "add", "arguments": {"a": 2}}'), ("observation", "4")]
         row = {"conversations": [{"from": role, "value": text} for role, text in turns], "system": "Add."}
-        source = open_source(config(write_lines(tmp_path / "c.jsonl", [json.dumps(row).encode()]), format="sharegpt"))
+        source = open_source(config(write_lines(tmp_path / "c.jsonl", [json.dumps(row).encode()]), **settings))
         assert source[0]["messages"] == [
             {"role": "system", "content": "Add."},
             {"role": "user", "content": "2 + 2?"},
@@ -486,13 +498,14 @@ class TestChats:
             {"role": "tool", "content": "4"},
         ]
 
-    def test_alpaca(self, tmp_path):
+    @pytest.mark.parametrize("settings", [{"format": "alpaca"}, {}])
+    def test_alpaca(self, tmp_path, settings):
         rows = [
             {"instruction": "Add.", "input": "2 2", "output": "4"},
             {"instruction": "Hi", "input": "", "output": "Hello", "system": "Be kind.", "history": [["a", "b"]]},
         ]
         path = write_lines(tmp_path / "c.jsonl", [json.dumps(row).encode() for row in rows])
-        source = open_source(config(path, format="alpaca"))
+        source = open_source(config(path, **settings))
         assert [m["content"] for m in source[0]["messages"]] == ["Add.\n\n2 2", "4"]
         assert [(m["role"], m["content"]) for m in source[1]["messages"]] == [
             ("system", "Be kind."), ("user", "a"), ("assistant", "b"), ("user", "Hi"), ("assistant", "Hello"),

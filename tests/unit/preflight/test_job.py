@@ -7,6 +7,8 @@ import shutil
 import pytest
 
 from distill_rl.config.load import load_config
+from distill_rl.data import files, lines, source
+from distill_rl.data.order import permutation
 from distill_rl.errors import CheckpointError
 from distill_rl.preflight.job import prepare
 from distill_rl.run import checkpoints
@@ -81,3 +83,23 @@ def test_edited_file_is_refused_with_both_hashes(material, copy, data, change, n
     (line,) = caught.value.problems
     assert line.startswith(f"the {name} of this run: ")
     assert re.search(f"{current[name][:16]}, saved with {saved[name][:16]}", line)
+
+
+def test_a_checkpoint_of_the_former_order_goes_on_in_it(material, monkeypatch):
+    """Large data had one permutation of all rows; a run that was begun in it ends in it."""
+    former = fingerprints(material, "data.jsonl")
+    monkeypatch.setattr(files, "SMALL_BYTES", 0)
+    monkeypatch.setattr(source, "WINDOW_BYTES", 1)
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 256)
+    config = load_config(material / "run.yaml")
+    job = prepare(config, RunPaths(material / "runs" / "mine"))
+    assert job.fingerprints["order of the data"] == "run.seed=0, shuffled blocks, version 1"
+    rows = len(job.train)
+    assert [job.order(i) for i in range(rows)] != permutation(0, 0, rows).tolist()
+    resumed = job.going_on(former)
+    assert resumed.fingerprints == former
+    assert [resumed.order(i) for i in range(rows)] == permutation(0, 0, rows).tolist()
+    assert job.going_on(job.fingerprints) is job
+    assert job.going_on({}) is job
+    with pytest.raises(CheckpointError, match="order of the data"):
+        checkpoints.require_same(former | {"order of the data": "run.seed=1"}, resumed.fingerprints)

@@ -1,0 +1,62 @@
+"""A run on data as people have them: folders of compressed files and CSV with weights, with rows that cannot be read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.command import distill_rl
+from tests.helpers.corpus import corpus_rows
+
+pytestmark = pytest.mark.cli
+
+BAD = [b"no JSON", b'{"text": null}', b'{"text": " "}']
+
+
+def records(run: Path) -> dict[int, dict]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines if "train/loss" in line}
+
+
+def test_mixed_sources_skip_bad_rows_and_resume(material, cluster, tmp_path):
+    web = tmp_path / "web"
+    web.mkdir()
+    for i in range(2):
+        rows = [json.dumps(row).encode() for row in corpus_rows(10, seed=i)]
+        (web / f"train-{i}.jsonl.gz").write_bytes(gzip.compress(b"\n".join([*rows, *BAD])))
+    books = tmp_path / "books.csv"
+    books.write_text("text\n" + "".join(f'"{row["text"]}"\n' for row in corpus_rows(12, seed=9)))
+    config = tmp_path / "mixed.yaml"
+    config.write_text(
+        f"extends: {material.config(tmp_path)}\n"
+        f"data: {{path: null, sources: [{{path: {web}, weight: 3}}, {{path: {books}}}], bad_rows: skip}}\n"
+    )
+    settings = ("train.steps=6", "schedule.steps=6", "checkpoint.every=3", "data.validation.fraction=0.2")
+
+    checked = distill_rl("check", "-c", config, *settings)
+    assert checked.code == 0, checked.err
+    assert "# data       web: 21 rows, text, 75 % of the documents" in checked.out
+    assert "# data       books.csv: 10 rows, text, 25 % of the documents" in checked.out
+
+    ended = distill_rl("train", "-c", config, *settings, cluster=cluster)
+    assert ended.code == 0, ended.err
+    run = tmp_path / "runs" / "mixed"
+    straight = records(run)
+    for step, record in straight.items():
+        assert record["data/documents/web"] + record["data/bad_rows"] == 6, step
+        assert record["data/documents/books.csv"] == 2
+    listed = [json.loads(line) for line in (run / "bad_rows.jsonl").read_text().splitlines()]
+    assert {entry["row"] for entry in listed} <= {10, 11, 12, 23, 24, 25}
+    assert listed
+    assert all(entry["stage"] == "data" for entry in listed)
+
+    resume = f"checkpoint.resume={run}/checkpoints/step-3"
+    again = distill_rl("train", "-c", config, *settings, "run.name=again", resume, cluster=cluster)
+    assert again.code == 0, again.err
+    resumed = records(tmp_path / "runs" / "again")
+    assert {step: record["train/loss"] for step, record in resumed.items()} == {
+        step: straight[step]["train/loss"] for step in (4, 5, 6)
+    }

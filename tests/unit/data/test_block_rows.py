@@ -1,0 +1,165 @@
+"""Large data: rows are found through indices and footers, few blocks are in memory, and damage is named."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from distill_rl.config.schema import DataConfig, ValidationConfig
+from distill_rl.data import files, lines, order, source
+from distill_rl.data.block_rows import BlockStore
+from distill_rl.data.cache import Cache
+from distill_rl.data.lines import LineIndex
+from distill_rl.data.loader import Loader
+from distill_rl.data.sources import open_source, split_validation
+from distill_rl.errors import DataError
+from distill_rl.types import TrainState
+
+QUIET = Cache(write=False)
+
+
+@pytest.fixture(autouse=True)
+def tiny_blocks(monkeypatch):
+    """Everything is large: blocks of 256 bytes, windows of 2 KiB."""
+    monkeypatch.setattr(files, "SMALL_BYTES", 0)
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(source, "WINDOW_BYTES", 2048)
+
+
+def corpus(folder: Path, form: str, *, count: int = 3, rows: int = 100) -> DataConfig:
+    """Files of rows that are their numbers, in row groups of seven."""
+    folder.mkdir(exist_ok=True)
+    for i in range(count):
+        texts = [f"{number} {'x' * 30}" for number in range(i * rows, (i + 1) * rows)]
+        if form == "parquet":
+            pq.write_table(pa.table({"text": texts}), folder / f"{i}.parquet", row_group_size=7, use_dictionary=False)
+        else:
+            content = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+            (folder / f"{i}.jsonl").write_text(content)
+    return DataConfig(path=str(folder))
+
+
+def number(document) -> int:
+    return int(document["text"].split()[0])
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_an_epoch_reads_every_row_once_and_most_blocks_once(tmp_path, monkeypatch, form):
+    opened = open_source(corpus(tmp_path / "c", form), cache=QUIET)
+    assert opened.windowed
+    reads = []
+    get = BlockStore.get
+    monkeypatch.setattr(
+        BlockStore, "get", lambda self, key, read: get(self, key, lambda: (reads.append(key), read())[1])
+    )
+    order_of = opened.order(0)
+    numbers = [number(opened[order_of(i)]) for i in range(300)]
+    assert sorted(numbers) == list(range(300))
+    assert numbers != sorted(numbers)
+    assert len(reads) == len(set(reads))
+    assert [number(opened[order_of(i)]) for i in range(300, 600)] != numbers
+
+
+def test_memory_holds_the_blocks_of_one_window(tmp_path):
+    opened = open_source(corpus(tmp_path / "c", "parquet"), cache=QUIET)
+    order_of = opened.order(0)
+    for i in range(300):
+        opened[order_of(i)]
+        assert len(opened._store._blocks) <= 12  # 45 in all, of more than 200 bytes
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_held_out_rows_are_missing_from_the_order(tmp_path, form):
+    data = corpus(tmp_path / "c", form)
+    data.validation = ValidationConfig(fraction=0.2)
+    training, held_out = split_validation(open_source(data, cache=QUIET), data, 3)
+    order_of = training.order(3)
+    numbers = [number(training[order_of(i)]) for i in range(len(training))]
+    validation = [number(held_out[i]) for i in range(len(held_out))]
+    assert len(validation) == 60
+    assert sorted(numbers + validation) == list(range(300))
+
+
+def test_order_of_all_rows_is_that_of_small_data(tmp_path, monkeypatch):
+    """A checkpoint from before large data had an order of their own goes on where it was."""
+    data = corpus(tmp_path / "c", "parquet")
+    opened = open_source(data, cache=QUIET)
+    large = [number(opened[opened.order(5, windowed=False)(i)]) for i in range(40)]
+    monkeypatch.setattr(files, "SMALL_BYTES", 1 << 20)
+    small = open_source(data)
+    assert not small.windowed
+    assert large == [number(small[small.order(5)(i)]) for i in range(40)]
+
+
+def test_a_loader_resumes_inside_a_window(tmp_path):
+    opened = open_source(corpus(tmp_path / "c", "jsonl"), cache=QUIET)
+
+    def loader(start: TrainState) -> Loader:
+        return Loader(opened, batch_size=7, seed=1, steps=100, epochs=None, start=start, order=opened.order(1))
+
+    straight = list(loader(TrainState()))
+    for done in (1, 20, 43, 99):
+        assert list(loader(TrainState(done, straight[done - 1].cursor))) == straight[done:]
+
+
+def test_a_damaged_row_group_is_named(tmp_path):
+    data = corpus(tmp_path / "c", "parquet", count=1)
+    path = tmp_path / "c" / "0.parquet"
+    first = pq.read_metadata(path).row_group(9).column(0).data_page_offset
+    content = bytearray(path.read_bytes())
+    content[first : first + 40] = b"\xff" * 40
+    path.write_bytes(content)
+    opened = open_source(data, cache=QUIET)
+    assert number(opened[62]) == 62
+    with pytest.raises(DataError, match=r"0\.parquet: row group 9 is readable"):
+        opened[63]
+
+
+def test_a_file_that_changes_under_a_run_is_named(tmp_path):
+    data = corpus(tmp_path / "c", "jsonl", count=1)
+    opened = open_source(data, cache=QUIET)
+    (tmp_path / "c" / "0.jsonl").write_text('{"text": "other"}\n')
+    with pytest.raises(DataError, match="has the lines that it had when it was opened"):
+        opened[99]
+
+
+def test_several_bad_files_are_all_named(tmp_path):
+    data = corpus(tmp_path / "c", "parquet", count=3)
+    for i in (1, 2):
+        pq.write_table(pa.table({"body": ["x"]}), tmp_path / "c" / f"{i}.parquet")
+    with pytest.raises(DataError) as caught:
+        open_source(data, cache=QUIET)
+    assert [name in str(caught.value) for name in ("0.parquet", "1.parquet", "2.parquet")] == [False, True, True]
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_index_counts_lines_as_python_does(tmp_path, seed):
+    draw = random.Random(seed)
+    parts = [b"", b" ", b"\r", b"\t \r", b"x", b" x", b"y" * 300, b"z" * 700, b"a\rb"]
+    content = b"\n".join(draw.choice(parts) for _ in range(draw.randint(0, 200))) + draw.choice([b"", b"\n", b"end"])
+    path = tmp_path / "c.txt"
+    path.write_bytes(content)
+    index = LineIndex.of(path, QUIET)
+    assert index.rows[-1] == sum(bool(line.strip()) for line in content.split(b"\n"))
+    assert index.offsets[-1] == len(content)
+    for first, last, rows in zip(index.offsets, index.offsets[1:], np.diff(index.rows)):
+        block = content[first:last]
+        assert sum(bool(line.strip()) for line in block.split(b"\n")) == rows
+        assert block.endswith(b"\n") or last == len(content)
+
+
+def test_windows_of_the_order_have_a_bounded_size():
+    blocks = order.Blocks(np.arange(10, 1010, 10), np.random.default_rng(0).integers(1, 400, 100))
+    windows = []
+    windowed = order.WindowedOrder(0, blocks, window_bytes=1000, entered=windows.append)
+    rows = [windowed(i) for i in range(1000)]
+    assert sorted(rows) == list(range(1000))
+    assert sorted(np.concatenate(windows).tolist()) == list(range(100))
+    assert all(blocks.sizes[window].sum() <= 1000 or len(window) == 2 for window in windows)

@@ -1,0 +1,159 @@
+"""Files that are read from the start: text, CSV and compressed files, small and converted."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from distill_rl.config.schema import DataConfig
+from distill_rl.data import files
+from distill_rl.data.cache import Cache
+from distill_rl.data.sources import open_source
+from distill_rl.errors import DataError
+
+TEXTS = [f"{i}: ä line, \"quoted\"\nand more" for i in range(300)]
+JSONL = "".join(json.dumps({"text": text}) + "\n\n" for text in TEXTS).encode()
+
+
+def zstd(content: bytes) -> bytes:
+    return pa.compress(content, codec="zstd", asbytes=True)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def texts(path: Path, **settings: object) -> list[str]:
+    source = open_source(DataConfig(path=str(path), **settings))  # type: ignore[arg-type]
+    return [source[i]["text"] for i in range(len(source))]
+
+
+COMPRESSED = {
+    "c.jsonl.gz": gzip.compress(JSONL),
+    "parts.jsonl.gz": gzip.compress(JSONL[:9000]) + gzip.compress(JSONL[9000:]),
+    "c.jsonl.zst": zstd(JSONL),
+    "c.json.gz": gzip.compress(json.dumps([{"text": text} for text in TEXTS]).encode()),
+}
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_compressed_files_are_read(tmp_path, monkeypatch, cache, name, small):
+    if not small:
+        monkeypatch.setattr(files, "SMALL_BYTES", 0)
+        monkeypatch.setattr(files, "_GROUP_ROWS", 64)
+    (tmp_path / name).write_bytes(COMPRESSED[name])
+    assert texts(tmp_path / name) == TEXTS
+    kept = list(cache.rglob("*.parquet"))
+    assert len(kept) == (0 if small else 1)
+    assert texts(tmp_path / name) == TEXTS
+    assert list(cache.rglob("*.parquet")) == kept
+
+
+def test_conversion_is_announced_and_check_reads_the_first_rows(tmp_path, monkeypatch, cache):
+    monkeypatch.setattr(files, "SMALL_BYTES", 0)
+    path = tmp_path / "c.jsonl.gz"
+    path.write_bytes(COMPRESSED["c.jsonl.gz"])
+    lines: list[str] = []
+    head = open_source(DataConfig(path=str(path)), cache=Cache(write=False, say=lines.append))
+    assert (head.exact, len(head), lines) == (False, 128, [])
+    assert not cache.exists()
+    whole = open_source(DataConfig(path=str(path)), cache=Cache(say=lines.append))
+    assert (whole.exact, len(whole)) == (True, 300)
+    assert str(path) in lines[0]
+    assert str(cache / "distill_rl") in lines[0]
+    assert open_source(DataConfig(path=str(path)), cache=Cache(write=False)).exact  # converted by now
+
+
+def test_a_refused_conversion_leaves_no_file(tmp_path, monkeypatch, cache):
+    monkeypatch.setattr(files, "SMALL_BYTES", 0)
+    path = tmp_path / "c.jsonl.gz"
+    path.write_bytes(gzip.compress(JSONL + b'{"text": 1}\n'))
+    with pytest.raises(DataError, match=r"row 300 \(line 601\), column 'text': text; got int"):
+        texts(path)
+    assert not list(cache.rglob("*.*"))
+
+
+@pytest.mark.parametrize("name", ["c.jsonl.gz", "c.jsonl.zst"])
+def test_truncated_compressed_files_are_named(tmp_path, name):
+    (tmp_path / name).write_bytes(COMPRESSED[name][: len(COMPRESSED[name]) // 2])
+    with pytest.raises(DataError, match="readable, complete|complete, valid JSON") as caught:
+        texts(tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value)
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_text_has_a_row_per_line_or_per_file(tmp_path, monkeypatch, small):
+    if not small:
+        monkeypatch.setattr(files, "SMALL_BYTES", 0)
+    (tmp_path / "a.txt").write_bytes(b"one\r\n \ntwo\n\nthree")
+    (tmp_path / "b.txt").write_bytes(b"four\n")
+    assert texts(tmp_path) == ["one", "two", "three", "four"]
+    assert texts(tmp_path, sample_by="document") == ["one\r\n \ntwo\n\nthree", "four"]
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(DataError, match=r"b\.txt: row 0.*UTF-8"):
+        texts(tmp_path)
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_csv_has_columns_and_quoted_line_breaks(tmp_path, monkeypatch, small):
+    if not small:
+        monkeypatch.setattr(files, "SMALL_BYTES", 0)
+    long = "x" * 200_000
+    path = tmp_path / "c.csv"
+    path.write_text(f'\ufeffid,text\n1,"a ""b"",\nc"\n\n2,{long}\n', encoding="utf-8")
+    assert texts(path) == ['a "b",\nc', long]
+    path.write_text("id,text\n1,a\n2,b,c\n")
+    with pytest.raises(DataError, match=r"row 1 \(to line 3\): has 2 cells, as the header has; got 3"):
+        texts(path)
+
+
+def test_folders_are_read_by_split_and_without_notes(tmp_path):
+    for name, text in (("train-0", "a"), ("train-1", "b"), ("validation-0", "c"), ("dev-1", "d")):
+        (tmp_path / "data" / f"{name}.jsonl").parent.mkdir(exist_ok=True)
+        (tmp_path / "data" / f"{name}.jsonl").write_text(json.dumps({"text": text}))
+    (tmp_path / "README.txt").write_text("no data")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "train.jsonl").write_text('{"text": "hidden"}')
+    assert texts(tmp_path) == ["a", "b"]
+    assert texts(tmp_path, split="validation") == ["d", "c"]
+    with pytest.raises(DataError, match=r"has the split 'test'; got the splits \['train', 'validation'\]"):
+        texts(tmp_path, split="test")
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz", "c.json", "c.csv", "c.parquet"])
+def test_bad_rows_keep_their_places(tmp_path, monkeypatch, name, small):
+    """With `bad_rows: skip` the data are opened, and only the bad rows raise when they are read."""
+    if not small:
+        monkeypatch.setattr(files, "SMALL_BYTES", 0)
+    rows = [b'{"text": "a"}', b'{"text": null}', b'{"text": "b"']
+    if name == "c.json":
+        content, bad = b'[{"text": "a"}, {"text": null}, 3, {"text": "d"}]', {1, 2}
+    elif name == "c.csv":
+        content, bad = b"text,n\na,1\nb\nc,1,1\nd,1\n", {1, 2}
+    elif name == "c.parquet":
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.table({"text": ["a", None, "b", "d"]}), tmp_path / name)
+        content, bad = (tmp_path / name).read_bytes(), {1}
+    else:
+        content, bad = b"\n".join([*rows, b'{"text": "d"}']), {1, 2}
+        content = gzip.compress(content) if name.endswith(".gz") else content
+    (tmp_path / name).write_bytes(content)
+    source = open_source(DataConfig(path=str(tmp_path / name), bad_rows="skip"))
+    for i in range(4):
+        if i in bad:
+            with pytest.raises(DataError, match="row|text"):
+                source[i]
+        else:
+            assert source[i]["row"] == i
+    assert source[3]["text"] == "d"
+    with pytest.raises(DataError):
+        texts(tmp_path / name)
