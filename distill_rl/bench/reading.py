@@ -50,17 +50,15 @@ def read(folder: Path) -> dict[str, float]:
     """
     start = time.perf_counter()
     from distill_rl.config.schema import DataConfig
-    from distill_rl.data.cache import Cache
     from distill_rl.data.loader import Loader
+    from distill_rl.data.reading.cache import Cache
     from distill_rl.data.sources import open_source
     from distill_rl.types import TrainState
 
     before = _peak_mib()
     source = open_source(DataConfig(path=str(folder)), cache=Cache(write=False))
     _ = source.fingerprint
-    loader = Loader(
-        source, batch_size=256, seed=0, steps=None, epochs=1, start=TrainState(), order=source.order(0)
-    )
+    loader = Loader(source, batch_size=256, seed=0, steps=None, epochs=1, start=TrainState(), order=source.order(0))
     batches = iter(loader)
     seen = np.zeros(len(source), dtype=np.int8)
     np.add.at(seen, list(next(batches).row_numbers), 1)
@@ -107,7 +105,10 @@ def verdict(figures: dict[str, Any]) -> list[str]:
     return harness.missed(
         (figures["peak_mib"] >= MOST_MIB, f"missed: {figures['peak_mib']} MiB, the target is below {MOST_MIB}"),
         (figures["per_s"] < LEAST_PER_S, f"missed: {figures['per_s']} documents/s, the target is {LEAST_PER_S}"),
-        (figures["start_s"] >= START_S, f"missed: a start of {figures['start_s']} s, the target is below {START_S:g} s"),
+        (
+            figures["start_s"] >= START_S,
+            f"missed: a start of {figures['start_s']} s, the target is below {START_S:g} s",
+        ),
     )
 
 

@@ -140,8 +140,8 @@ def read_rows(data: DataConfig, limit: int) -> Rows:
     """
     from distill_rl.align.chat import Chat
     from distill_rl.align.chat_form import text_of
-    from distill_rl.data.cache import Cache
     from distill_rl.data.layouts import template_options
+    from distill_rl.data.reading.cache import Cache
     from distill_rl.data.sources import open_source
 
     source = open_source(data, cache=Cache(write=False))

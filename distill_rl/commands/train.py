@@ -48,7 +48,7 @@ def train(path: str, overrides: Sequence[str], *, clean: bool, dry_run: bool, gp
         return write_batch_script(path, overrides, gpus_per_node=gpus)
     setup_console()
     with status(f"checking  {path}"):
-        checked = gather(path, overrides, clean=clean)
+        checked = gather(path, overrides, clean=clean, say=lambda text: say(f"data      {text}"))
         config = checked.require_valid()
     for note in checked.notes:
         say(f"note      {note}")

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distill_rl.data.block_rows import BlockStore
-from distill_rl.data.files import HeadRows, content_hash
 from distill_rl.data.layouts import Kind, Layout
-from distill_rl.data.locate import Part
 from distill_rl.data.order import WINDOW_BYTES, Blocks, FullOrder, Order, WindowedOrder
+from distill_rl.data.reading.block_rows import BlockStore
+from distill_rl.data.reading.files import HeadRows, content_hash
+from distill_rl.data.reading.locate import Part
 from distill_rl.errors import DataError
 
 _MAPPED_ROWS = 4096

@@ -10,13 +10,13 @@ from typing import Literal
 import numpy as np
 
 from distill_rl.config.schema import DataConfig
-from distill_rl.data import files
-from distill_rl.data.block_rows import BlockStore
-from distill_rl.data.cache import Cache, size_text
 from distill_rl.data.layouts import choose_layout
-from distill_rl.data.locate import DataFile, HubError, Loaded, Part, is_hub_name, locate
 from distill_rl.data.mixture import Interleaved, Mixture
 from distill_rl.data.order import random_order
+from distill_rl.data.reading import files
+from distill_rl.data.reading.block_rows import BlockStore
+from distill_rl.data.reading.cache import Cache, size_text
+from distill_rl.data.reading.locate import DataFile, HubError, Loaded, Part, is_hub_name, locate
 from distill_rl.data.source import Source
 from distill_rl.errors import DataError
 

@@ -17,6 +17,7 @@ from distill_rl.config.facts import Facts
 from distill_rl.config.load import read_config
 from distill_rl.config.measured import unmeasured
 from distill_rl.config.schema import Config
+from distill_rl.data.reading.cache import Cache
 from distill_rl.errors import ConfigError, problem
 from distill_rl.models.facts import gpu_bytes, visible_gpus
 from distill_rl.preflight import run_directory
@@ -75,6 +76,7 @@ def gather(
     *,
     clean: bool = False,
     download: bool = True,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Checked:
     """Reads, validates and inspects a configuration and the run directory, so that a user sees every problem at once.
 
@@ -85,25 +87,27 @@ def gather(
     Args:
         source, overrides, settings: as for `read_config`.
         clean: whether the run directory may hold an earlier run, which the run will delete; nothing is deleted here.
-        download: as for `inspect`.
+        download, say: as for `inspect`.
     """
     config, invalid = read_config(source, overrides, settings)
     if config is None:
         return Checked(None, invalid.lines, [], Facts())
-    inspected = inspect(config, download=download)
+    inspected = inspect(config, download=download, say=say)
     later = [*validate.problems(config), *inspected.problems, *run_directory.problems(config, clean=clean)]
     lines = invalid.lines + [text for text in later if text.partition(":")[0] not in invalid.keys]
     return replace(inspected, problems=list(dict.fromkeys(lines)))
 
 
-def inspect(config: Config, *, download: bool = True) -> Checked:
+def inspect(config: Config, *, download: bool = True, say: Callable[[str], None] = lambda _: None) -> Checked:
     """Opens the models, tokenizers, data and suites of a configuration, and compares them with it and this machine.
 
     What is wrong raises nothing; it is listed in the result's `problems`. A hub name that cannot be reached is listed
     as `unreachable`. Neither the configuration's own rules nor the run directory are checked; see `gather`.
 
     Args:
-        download: download a hub data set to inspect it; otherwise only its existence is checked.
+        download: download a hub data set to inspect it, and convert data that must be; otherwise of the former only the
+            existence is checked, of the latter the first rows, and nothing is written.
+        say: called with a line before data are converted or counted.
     """
     findings = Findings()
     problems = findings.problems
@@ -112,7 +116,7 @@ def inspect(config: Config, *, download: bool = True) -> Checked:
     problems += _fit_problems(config, models)
     problems += vocabulary_problems(config, student, teachers)
     problems += projection_problems(config, student, teachers)
-    facts = data_facts(config, student, teachers, findings, download=download)
+    facts = data_facts(config, student, teachers, findings, Cache(write=download, say=say))
     facts = replace(
         facts,
         vocabulary_size=compared_ids(student, teachers),

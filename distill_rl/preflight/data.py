@@ -16,6 +16,7 @@ from distill_rl.preflight.pairs import check_alignment, template_problems
 
 if TYPE_CHECKING:
     from distill_rl.data.mixture import Mixture
+    from distill_rl.data.reading.cache import Cache
     from distill_rl.data.source import Source
 
 SAMPLED_ROWS = 64
@@ -24,7 +25,7 @@ _PLACES = 8
 """Of data that are read by blocks, the rows that are spaced are read at this many places."""
 
 
-def data_facts(config: Config, student: Opened, teachers: list[Opened], findings: Findings, *, download: bool) -> Facts:
+def data_facts(config: Config, student: Opened, teachers: list[Opened], findings: Findings, cache: Cache) -> Facts:
     """Opens the data as the loader will, reads a sample of rows of each source, and counts the training documents.
 
     Problems are added to `findings`: rows, too few documents, chats and their templates, `data.loss_on`, and, if there is
@@ -33,16 +34,16 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
 
     Args:
         student, teachers: as opened, the teachers with their `cross_tokenizer_loss` set.
-        download: download a hub data set, and convert what must be; otherwise nothing is written.
+        cache: if nothing may be written, hub data sets are not downloaded, and only their existence is checked.
     """
-    opened = _open(config, findings, download=download)
+    opened = _open(config, findings, cache)
     sources = [source for _, source in opened if source is not None]
     if not sources or len(sources) < len(opened):
         for key, source in opened:
             if source is not None:
                 _read_sample(config, key, source, findings)
         return Facts()
-    divided = _divide(config, sources, findings, download=download)
+    divided = _divide(config, sources, findings, cache)
     if divided is None:
         return Facts()
     training, validation = divided
@@ -96,9 +97,8 @@ def source_facts(data: DataConfig, training: Source | Mixture) -> Iterator[Sourc
             yield SourceFacts(name, part.layout.format, count, weight / sum(weights), recognised)
 
 
-def _open(config: Config, findings: Findings, *, download: bool) -> list[tuple[str, Source | None]]:
+def _open(config: Config, findings: Findings, cache: Cache) -> list[tuple[str, Source | None]]:
     """Every source with the setting that names it; None for one that could not be opened, which `findings` say why."""
-    from distill_rl.data.cache import Cache
     from distill_rl.data.sources import HubError, each_source, is_hub_name, open_one
     from distill_rl.models.facts import find_data_set
 
@@ -107,7 +107,7 @@ def _open(config: Config, findings: Findings, *, download: bool) -> list[tuple[s
         path, source = settings.path, None
         if path is None or path == MISSING or not path.strip():
             pass
-        elif not download and is_hub_name(path):
+        elif not cache.write and is_hub_name(path):
             missing, reason = find_data_set(key, path)
             findings.problems += filter(None, [missing])
             findings.unreachable += filter(None, [reason])
@@ -115,7 +115,7 @@ def _open(config: Config, findings: Findings, *, download: bool) -> list[tuple[s
             try:
                 source = findings.attempt(
                     key,
-                    lambda: open_one(key, settings, cache=Cache(write=download)),  # noqa: B023 (called at once)
+                    lambda: open_one(key, settings, cache=cache),  # noqa: B023 (called at once)
                     let_pass=HubError,
                 )
             except HubError as error:
@@ -124,12 +124,11 @@ def _open(config: Config, findings: Findings, *, download: bool) -> list[tuple[s
     return opened
 
 
-def _divide(config: Config, sources: list[Source], findings: Findings, *, download: bool) -> Any:
+def _divide(config: Config, sources: list[Source], findings: Findings, cache: Cache) -> Any:
     """The documents to train on, and those to validate on or None; None alone if that is not possible."""
-    from distill_rl.data.cache import Cache
     from distill_rl.data.sources import HubError, mixture_of, split_validation
 
-    data, cache = config.data, Cache(write=download)
+    data = config.data
     source: Any = sources[0]
     if data.sources:
         if any(entry.weight <= 0 for entry in data.sources):  # reported as settings

@@ -13,10 +13,10 @@ from typing import Any
 from distill_rl.config.derive import cross_tokenizer_loss
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts, running_teachers
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
-from distill_rl.data.cache import Cache
 from distill_rl.data.collate import BatchPlan, pad_id
 from distill_rl.data.mixture import Interleaved, Mixture
 from distill_rl.data.order import Order
+from distill_rl.data.reading.cache import Cache
 from distill_rl.data.source import Source
 from distill_rl.data.sources import open_source, split_validation
 from distill_rl.errors import ConfigError

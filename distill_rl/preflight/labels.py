@@ -25,9 +25,7 @@ def check_labels(
         findings.attempt(key, partial(_require_label, config, key, kind, documents, student.tokenizer))
 
 
-def _require_label(
-    config: Config, key: str, kind: str, documents: Sequence[Mapping[str, Any]], tokenizer: Any
-) -> None:
+def _require_label(config: Config, key: str, kind: str, documents: Sequence[Mapping[str, Any]], tokenizer: Any) -> None:
     """Checks that one row at least has a token to train on.
 
     A row of blank text has none, even if the tokenizer adds special tokens to it.

@@ -181,7 +181,9 @@ def sources(place: Place) -> Ended:
     folder = place.root / "parts"
     folder.mkdir()
     for name in ("good", "corrupt"):
-        pq.write_table(pa.table({"text": [f"{i} {name}" for i in range(64)]}), folder / f"{name}.parquet", row_group_size=8)
+        pq.write_table(
+            pa.table({"text": [f"{i} {name}" for i in range(64)]}), folder / f"{name}.parquet", row_group_size=8
+        )
     content = bytearray((folder / "corrupt.parquet").read_bytes())
     start = pq.read_metadata(folder / "corrupt.parquet").row_group(5).column(0).data_page_offset
     content[start : start + 30] = b"\xff" * 30
@@ -265,7 +267,12 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
         "key-value heads of a teacher": ("evaluate.parallel.tp: teacher big: 2 key-value heads ", "= 4: 2 = 0 * 4 + 2"),
     },
     sources: {
-        "one source beside several": ("data.path:", "data.sources is given, too", "got corpus.jsonl", "leave data.path out"),
+        "one source beside several": (
+            "data.path:",
+            "data.sources is given, too",
+            "got corpus.jsonl",
+            "leave data.path out",
+        ),
         "a corrupt row group": ("data.sources.1.path:", "corrupt.parquet", "a readable, complete parquet file"),
         "no such column in one of five": ("data.sources.2.path:", "body.jsonl", "'text'", "['body']"),
         "a source that is not there": ("data.sources.3.path:", "goods.parquet", "did you mean", "good.parquet?"),

@@ -43,6 +43,7 @@ def test_mixed_sources_skip_bad_rows_and_resume(material, cluster, tmp_path):
 
     ended = distill_rl("train", "-c", config, *settings, cluster=cluster)
     assert ended.code == 0, ended.err
+    assert "data      web: 21 rows, text, 75 % of the documents" in ended.out
     run = tmp_path / "runs" / "mixed"
     straight = records(run)
     for step, record in straight.items():

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from distill_rl.config.schema import DataConfig, ValidationConfig
-from distill_rl.data import files, locate
-from distill_rl.data.cache import Cache
+from distill_rl.data.reading import files, locate
+from distill_rl.data.reading.cache import Cache
 from distill_rl.data.sources import HubError, is_hub_name, open_source, split_validation
 from distill_rl.errors import DataError
 from tests.helpers.corpus import FORMS, corpus_rows, write_corpus

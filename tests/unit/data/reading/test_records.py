@@ -10,12 +10,12 @@ import pyarrow as pa
 import pytest
 
 from distill_rl.config.schema import DataConfig
-from distill_rl.data import files
-from distill_rl.data.cache import Cache
+from distill_rl.data.reading import files
+from distill_rl.data.reading.cache import Cache
 from distill_rl.data.sources import open_source
 from distill_rl.errors import DataError
 
-TEXTS = [f"{i}: ä line, \"quoted\"\nand more" for i in range(300)]
+TEXTS = [f'{i}: ä line, "quoted"\nand more' for i in range(300)]
 JSONL = "".join(json.dumps({"text": text}) + "\n\n" for text in TEXTS).encode()
 
 
@@ -83,7 +83,7 @@ def test_a_refused_conversion_leaves_no_file(tmp_path, monkeypatch, cache):
 @pytest.mark.parametrize("name", ["c.jsonl.gz", "c.jsonl.zst"])
 def test_truncated_compressed_files_are_named(tmp_path, name):
     (tmp_path / name).write_bytes(COMPRESSED[name][: len(COMPRESSED[name]) // 2])
-    with pytest.raises(DataError, match="readable, complete|complete, valid JSON") as caught:
+    with pytest.raises(DataError, match=r"readable, complete|complete, valid JSON") as caught:
         texts(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
 
@@ -150,7 +150,7 @@ def test_bad_rows_keep_their_places(tmp_path, monkeypatch, name, small):
     source = open_source(DataConfig(path=str(tmp_path / name), bad_rows="skip"))
     for i in range(4):
         if i in bad:
-            with pytest.raises(DataError, match="row|text"):
+            with pytest.raises(DataError, match=r"row|text"):
                 source[i]
         else:
             assert source[i]["row"] == i

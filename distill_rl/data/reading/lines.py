@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distill_rl.data.cache import Cache, replacing
+from distill_rl.data.reading.cache import Cache, replacing
 
 BLOCK_BYTES = 4 << 20
 """Bytes that a block has at least, but for the last of a file. The order of large data depends on it."""

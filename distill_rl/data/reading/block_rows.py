@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from distill_rl.data.layouts import Layout
-from distill_rl.data.lines import LineIndex
 from distill_rl.data.order import Blocks
-from distill_rl.data.records import PROBLEM, json_row, kind_of, text_row, with_columns
+from distill_rl.data.reading.lines import LineIndex
+from distill_rl.data.reading.records import PROBLEM, json_row, kind_of, text_row, with_columns
 from distill_rl.errors import DataError
 
 _KEPT = 4
