@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from glob import has_magic
 from typing import Literal
 
 import numpy as np
@@ -45,9 +46,9 @@ def each_source(data: DataConfig) -> list[tuple[str, DataConfig]]:
 
 
 def names_of(data: DataConfig) -> list[str]:
-    """A short name per source, for metrics and messages: the end of its path, numbered if others have the same."""
-    ends = [source.path.rstrip("/").rpartition("/")[2] for source in data.sources]
-    ends = [end.replace("*", "") or "files" for end in ends]
+    """A short name per source, for metrics and messages: the end of its path without a glob, numbered if others have it."""
+    fixed = [[part for part in source.path.split("/") if part and not has_magic(part)] for source in data.sources]
+    ends = [parts[-1] if parts else "files" for parts in fixed]
     return [end if ends.count(end) == 1 else f"{end}.{i}" for i, end in enumerate(ends)]
 
 

@@ -16,9 +16,7 @@ def test_page_in_docs_is_up_to_date():
 def test_every_setting_is_documented_on_the_page():
     page = reference()
     for key, _, _ in leaves(Config):
-        row = next(
-            line for line in page.splitlines() if line.startswith(f"| `{pattern_of(key)}` |")
-        )
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{pattern_of(key)}` |"))
         cells = row.replace("\\|", "").strip("| ").split(" | ")
         assert len(cells) == 4
         assert len(cells[3]) > 10

@@ -97,9 +97,9 @@ def test_chats_beside_texts_are_refused(tmp_path):
 
 
 def test_names_of_sources_are_unique():
-    paths = ["a/train.jsonl", "b/train.jsonl", "org/name", "c/*.parquet"]
+    paths = ["a/train.jsonl", "b/train.jsonl", "org/name", "/c/*.parquet", "*"]
     settings = DataConfig(sources=[SourceConfig(path=path) for path in paths])
-    assert names_of(settings) == ["train.jsonl.0", "train.jsonl.1", "name", ".parquet"]
+    assert names_of(settings) == ["train.jsonl.0", "train.jsonl.1", "name", "c", "files"]
 
 
 def test_skipped_rows_are_left_out_of_their_batch(tmp_path):
