@@ -71,7 +71,9 @@ def open_source(
         DataError: what `open_one` finds wrong, of all sources at once; sources of different kinds.
     """
     if split == "validation":
-        return open_one("data.validation.path", data, data.validation.path, ("validation", data.split), cache=cache)
+        path = data.validation.path
+        settings = data if path == data.path else replace(data, subset=None, revision=None)
+        return open_one("data.validation.path", settings, path, ("validation", data.split), cache=cache)
     if not data.sources:
         return open_one("data.path", data, cache=cache)
     opened, problems = [], []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from distill_rl.errors import DataError
 
 GIB = 1 << 30
 
@@ -45,16 +48,36 @@ class Cache:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Yields the path of a file to write, which becomes `target` when the block ends without an error."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    """Yields the path of a file to write, which becomes `target` when the block ends without an error.
+
+    Raises:
+        DataError: the folder cannot be made, or the disk is full.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(target.parent, error) from error
     partial = target.with_suffix(f".{os.getpid()}.tmp{target.suffix}")
     try:
         yield partial
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(target)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _unwritable(target.parent, error) from error
+        raise
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _unwritable(folder: Path, error: OSError) -> DataError:
+    """The error for a cache that cannot be written, for the caller to raise."""
+    rule, remedy = (
+        "is writable and has room for what is derived from the data",
+        "set HF_DATASETS_CACHE to another folder",
+    )
+    return DataError(str(folder), rule, str(error), remedy)
 
 
 def size_text(count: int) -> str:

@@ -172,7 +172,8 @@ def _open_parquet(path: Path, layout: Layout, access: Access) -> Rows:
         return GroupRows(path, metadata, columns, access.store)
     import datasets
 
-    table = pq.read_table(path, columns=columns, partitioning=None)
+    with pq.ParquetFile(path, metadata=metadata) as file:
+        table = file.read(columns=columns)
     check_columns(table, layout, f"{path}:")
     return datasets.Dataset(table)
 

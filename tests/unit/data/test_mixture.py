@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
+import numpy as np
 import pytest
 
 from distill_rl.config.schema import DataConfig, SourceConfig, ValidationConfig
@@ -33,8 +35,12 @@ def test_the_schedule_is_the_same_on_all_machines():
     """Checkpoints store a position in it, so these values must never change."""
     schedule = Schedule([0.5, 0.3, 0.2])
     assert [schedule(i) for i in range(12)] == EXPECTED
+    long = Schedule([1234.5, 333.25, 0.75])
+    places = np.array([long(i) for i in range(5000)], dtype="<i8")
+    assert hashlib.sha256(places.tobytes()).hexdigest() == SHA256
 
 
+SHA256 = "d2f69706fffe81448496e045dd41f87a5ee9222e8679fbfb24d68024715a7746"
 EXPECTED = [
     (0, 0), (1, 0), (0, 1), (2, 0), (0, 2), (1, 1), (0, 3), (1, 2), (0, 4), (2, 1), (0, 5), (1, 3),
 ]  # fmt: skip

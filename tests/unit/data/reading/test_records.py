@@ -80,6 +80,16 @@ def test_a_refused_conversion_leaves_no_file(tmp_path, monkeypatch, cache):
     assert not list(cache.rglob("*.*"))
 
 
+@pytest.mark.parametrize("name", ["c.jsonl.gz", "c.jsonl"])
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(files, "SMALL_BYTES", 0)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file"))
+    (tmp_path / name).write_bytes(COMPRESSED.get(name, JSONL))
+    with pytest.raises(DataError, match=r"file/distill_rl: is writable .* set HF_DATASETS_CACHE"):
+        texts(tmp_path / name)
+
+
 @pytest.mark.parametrize("name", ["c.jsonl.gz", "c.jsonl.zst"])
 def test_truncated_compressed_files_are_named(tmp_path, name):
     (tmp_path / name).write_bytes(COMPRESSED[name][: len(COMPRESSED[name]) // 2])
