@@ -17,8 +17,11 @@ pytestmark = pytest.mark.cli
 FILES = sorted((Path(__file__).parents[2] / "configs" / "features").glob("*.yaml"))
 STEPS = 3
 ELSEWHERE = {"trackers": "tests/monitoring/test_trackers.py, where W&B and MLflow are installed"}
-OVERRIDES = {"plain-text": ("data.path=corpus.jsonl",)}
-"""The path in the file is a placeholder."""
+OVERRIDES = {
+    "plain-text": ("data.path=corpus.jsonl",),
+    "several-sources": ("data.sources=[{path: corpus.jsonl, weight: 3}, {path: corpus.jsonl}]",),
+}
+"""The paths in these files are placeholders."""
 
 
 @pytest.fixture(scope="module")
