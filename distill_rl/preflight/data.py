@@ -57,7 +57,8 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
     if source.kind == "messages" and len(problems) == num_problems:
         check_chats(config, sampled, student, teachers, findings)
     if len(training) < config.train.global_batch_size:
-        rule = f"{len(training)} training documents are fewer than one global batch of {config.train.global_batch_size}"
+        documents = "1 training document is" if len(training) == 1 else f"{len(training)} training documents are"
+        rule = f"{documents} fewer than one global batch of {config.train.global_batch_size}"
         problems.append(problem("data.path", rule, data.path, "lower train.global_batch_size, or give more data"))
     if source.kind == "text" and (data.loss_on == "assistant" or data.loss_roles):
         key = "data.loss_roles" if data.loss_roles else "data.loss_on"
