@@ -14,7 +14,7 @@ from distill_rl.config.derive import ring_plan
 from distill_rl.config.facts import row_width, teacher_length, teacher_rows
 from distill_rl.config.schema import Config, DataConfig
 from distill_rl.data.chat import render_document, roles_to_train_on
-from distill_rl.data.packing import first_fit
+from distill_rl.data.packing import deal_by_length, first_fit
 from distill_rl.data.unrendered import TemplateCoverage
 from distill_rl.errors import DataError
 from distill_rl.types import IGNORE_INDEX, ChunkRows, RankBatch, TokenRows
@@ -261,6 +261,15 @@ class BatchPlan:
         """The smallest number of rows that the student and all teachers can divide evenly."""
         return math.lcm(self.student.rows, *(teacher.rows for teacher in self.teachers))
 
+    @property
+    def rows_per_width(self) -> int:
+        """Rows that share a width, counted from row 0: whole micro-batches of the student and of every teacher.
+
+        So targets have the width of the rows that they are for, whoever's micro-batch these are in.
+        """
+        sizes = (sharding.micro_batch_size for sharding in (self.student, *self.teachers))
+        return math.lcm(*sizes)
+
 
 def pad_id(tokenizer: Any, num_ids: int | None = None) -> int:
     """The id to fill rows with: the tokenizer's padding token, otherwise eos, otherwise 0.
@@ -275,10 +284,11 @@ def pad_id(tokenizer: Any, num_ids: int | None = None) -> int:
 
 
 def arrange(sides: Sequence[Sequence[Encoded]], capacities: Sequence[int], plan: BatchPlan) -> list[list[int]]:
-    """Which documents share a row: the indices of each row's documents, in their order.
+    """Which documents each row holds: their indices, in order. All sides lay out the same rows.
 
-    With packing first fit, over the lengths on all sides at once, so that every side can lay out the same rows;
-    otherwise one document per row.
+    With packing, first fit over the lengths on all sides at once. Otherwise a row holds one document, and rows of like
+    length are put together (`deal_by_length`), sub-batch by sub-batch. The number of rows is a multiple of
+    `plan.row_multiple`, at least that for no documents; rows that only fill the batch are empty.
 
     Args:
         sides: the same documents as each tokenizer reads them; empty ones are allowed.
@@ -287,10 +297,30 @@ def arrange(sides: Sequence[Sequence[Encoded]], capacities: Sequence[int], plan:
     Raises:
         ValueError: with packing, a document that is too long.
     """
-    if not plan.packing:
-        return [[i] for i in range(len(sides[0]))]
-    lengths = [[len(side[i].input_ids) for side in sides] for i in range(len(sides[0]))]
-    return first_fit(lengths, capacities)
+    lengths = np.array([[len(document.input_ids) for document in side] for side in sides], dtype=np.int64).T
+    rows = _in_order(lengths, capacities, plan)
+    if plan.packing:
+        return rows
+    fill = (lengths / np.asarray(capacities)).max(axis=1, initial=0)
+    arranged: list[list[int]] = []
+    step = plan.rows_per_sub_batch or len(rows)
+    by_length = sorted(rows, key=lambda row: -max((fill[i] for i in row), default=-1))
+    for first in range(0, len(rows), step):
+        part = by_length[first : first + step]
+        order = deal_by_length([fill[row[0]] if row else -1 for row in part], plan.rows_per_width, plan.student.dp)
+        arranged += [part[i] for i in order]
+    return arranged
+
+
+def _in_order(lengths: np.ndarray, capacities: Sequence[int], plan: BatchPlan) -> list[list[int]]:
+    """`arrange` without changing the order of rows that hold one document.
+
+    Args:
+        lengths: int [documents, sides].
+    """
+    rows = first_fit(lengths, capacities) if plan.packing else [[i] for i in range(len(lengths))]
+    num_rows = -(-max(len(rows), 1) // plan.row_multiple) * plan.row_multiple
+    return rows + [[] for _ in range(num_rows - len(rows))]
 
 
 def lay_out(
@@ -301,8 +331,8 @@ def lay_out(
 ) -> TokenRows:
     """Lays documents out as rows [R, S].
 
-    S is `row_width` of the fullest row; R is a multiple of `plan.row_multiple`, and at least that for no documents. The
-    label of a position is the next token, if that belongs to the same document and is trained on.
+    S is `row_width` of the fullest row. The label of a position is the next token, if that belongs to the same document
+    and is trained on.
 
     The rest of a row is padding without labels. It continues the last document, positions too: causal attention hides
     it from the tokens before it, and a row with one document is then plainly causal for the model, with no mask. A row
@@ -310,22 +340,23 @@ def lay_out(
 
     Args:
         encoded: the documents; empty ones are allowed.
-        members: the documents of each row, from `arrange`; None: arranged by `encoded` alone.
+        members: the documents of each row, from `arrange`; None: as `arrange` would for this side alone, but in the
+            order of the documents, and all rows have one width.
         pad_id: None: the plan's, which is the student's.
 
     Raises:
         ValueError: without `members` but with packing, a document longer than `plan.max_length`.
     """
-    if members is None:
-        members = arrange([encoded], [plan.max_length], plan)
     lengths = [len(document.input_ids) for document in encoded]
-    longest = max((sum(lengths[i] for i in row) for row in members), default=0)
-    num_rows = -(-max(len(members), 1) // plan.row_multiple) * plan.row_multiple
-    length = row_width(longest, on_gpu=plan.on_gpu)
-    shape = (num_rows, length)
+    one_width = members is None
+    if members is None:
+        members = _in_order(np.array(lengths, dtype=np.int64)[:, None], [plan.max_length], plan)
+    fill = [sum(lengths[i] for i in row) for row in members]
+    width = row_width(max(fill), on_gpu=plan.on_gpu)
+    shape = (len(members), width)
     input_ids = np.full(shape, plan.pad_id if pad_id is None else pad_id, dtype=np.int32)
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int32)
-    position_ids = np.tile(np.arange(length, dtype=np.int32), (num_rows, 1))
+    position_ids = np.tile(np.arange(width, dtype=np.int32), (shape[0], 1))
     for row, document_indices in enumerate(members):
         start = 0
         for i in document_indices:
@@ -334,11 +365,18 @@ def lay_out(
             document = encoded[i]
             stop = start + lengths[i]
             input_ids[row, start:stop] = document.input_ids
-            position_ids[row, start:] = np.arange(length - start)
+            position_ids[row, start:] = np.arange(width - start)
             # Position p predicts token p + 1; a document's last position predicts nothing.
             labels[row, start : stop - 1] = np.where(document.label_mask[1:], document.input_ids[1:], IGNORE_INDEX)
             start = stop
-    return TokenRows(input_ids, labels, position_ids)
+    return TokenRows(input_ids, labels, position_ids, None if one_width else _widths(fill, plan))
+
+
+def _widths(fill: Sequence[int], plan: BatchPlan) -> np.ndarray:
+    """`TokenRows.widths` of rows with so many tokens: as wide as the fullest row of `plan.rows_per_width` needs."""
+    rows, step = len(fill), plan.rows_per_width
+    widths = [row_width(max(fill[first : first + step]), on_gpu=plan.on_gpu) for first in range(0, rows, step)]
+    return np.repeat(np.array(widths, dtype=np.int32), step)[:rows]
 
 
 def divide(

@@ -112,6 +112,7 @@ class BatchBuilder:
             num_rows=rows.shape[0],
             num_tokens=sum(len(document.input_ids) for document in encoded),
             num_labels=num_labels,
+            num_positions=rows.num_positions,
             num_truncated=sum(document.truncated for document in encoded),
             seconds=time.perf_counter() - began,
             alignments=tuple(infos),
@@ -186,7 +187,10 @@ def _chunk_rows(
             first_chunk += document.num_chunks
             student_start += len(encoded[i].input_ids)
             teacher_start += len(document.teacher_ids)
+    assert student_rows.widths is not None
+    assert teacher_rows.widths is not None
     return ChunkRows(
+        widths=(student_rows.widths, teacher_rows.widths),
         student=student,
         teacher=teacher,
         num_chunks=sum(document.num_chunks for document in documents),
