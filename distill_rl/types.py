@@ -206,8 +206,6 @@ class BatchInfo:
     num_tokens: int
     """Document tokens after truncation, without padding."""
     num_labels: int
-    num_positions: int
-    """Positions that the student computes, padding included."""
     num_truncated: int
     """Documents cut at data.max_length."""
     seconds: float
@@ -223,6 +221,8 @@ class BatchInfo:
     """The most memory that the aligner has held so far."""
     num_unlabelled: int = 0
     """Documents without a label, those left out not counted."""
+    num_positions: int = 0
+    """Positions that the student computes, padding included."""
 
 
 @dataclass(frozen=True, slots=True)
