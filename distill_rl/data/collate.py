@@ -11,7 +11,7 @@ import numpy as np
 
 from distill_rl.align.chat import CharSpan
 from distill_rl.config.derive import ring_plan
-from distill_rl.config.facts import row_width, teacher_length, teacher_rows
+from distill_rl.config.facts import row_width, running_teachers, teacher_length, teacher_rows
 from distill_rl.config.schema import Config, DataConfig
 from distill_rl.data.chat import render_document, roles_to_train_on
 from distill_rl.data.packing import deal_by_length, first_fit
@@ -214,10 +214,9 @@ class BatchPlan:
     """Most document tokens in a row of the student, and of a teacher that reads the student's rows."""
     packing: bool
     pad_id: int
-    sub_batches: int = 1
-    """Parts that a batch is processed in, one after another, if its targets do not all fit into the teachers' rings."""
     rows_per_sub_batch: int | None = None
-    """A multiple of `row_multiple`; None: all rows are one sub-batch."""
+    """Most rows that are processed at once, because their targets must fit into the teachers' rings: a batch with more
+    is processed in several sub-batches. A multiple of `row_multiple`; None: all rows are one sub-batch."""
     num_ids: int | None = None
     """Ids from here on are not known to some teacher that reads the student's rows; None: all are."""
     teacher_lengths: tuple[int, ...] = ()
@@ -235,17 +234,16 @@ class BatchPlan:
             pad_id: see `pad_id`.
             num_ids: see the field.
         """
-        rings = ring_plan(config)
+        teachers = running_teachers(config)
         return cls(
             student=BatchSharding(config.student.parallel.dp, config.train.micro_batch_size),
-            teachers=tuple(BatchSharding(t.parallel.dp, teacher_rows(config, t)) for t in config.teachers),
+            teachers=tuple(BatchSharding(t.parallel.dp, teacher_rows(config, t)) for t in teachers),
             max_length=config.data.max_length,
             packing=config.data.packing,
             pad_id=pad_id,
             num_ids=num_ids,
-            sub_batches=rings.sub_batches,
-            rows_per_sub_batch=rings.rows_per_sub_batch if rings.sub_batches > 1 else None,
-            teacher_lengths=tuple(teacher_length(config, teacher) for teacher in config.teachers),
+            rows_per_sub_batch=ring_plan(config).rows_per_sub_batch,
+            teacher_lengths=tuple(teacher_length(config, teacher) for teacher in teachers),
         )
 
     def for_device(self, *, on_gpu: bool) -> BatchPlan:
@@ -386,29 +384,26 @@ def divide(
     index: int,
     num_labels: int,
     chunks: Sequence[ChunkRows | None] = (),
-) -> list[RankBatch]:
-    """Cuts rows into contiguous parts, sub-batch by sub-batch, one part per data-parallel rank.
-
-    The parts of a sub-batch have equal size; they are empty if earlier sub-batches took all rows. The number of rows
-    must be a multiple of `plan.row_multiple`, and the sub-batches must have room for all of them: others are dropped
-    silently.
+) -> list[list[RankBatch]]:
+    """Cuts rows into sub-batches and each of these into contiguous parts of equal size, one per data-parallel rank.
 
     Args:
+        rows: a multiple of `plan.row_multiple`.
         sharding: of the model whose parts these are.
         index: of the batch; each part carries it.
         num_labels: in the whole batch; each part carries it.
         chunks: one entry per teacher, cut like the rows; None for a teacher without chunks.
 
     Returns:
-        One part per sub-batch and rank, rank by rank within a sub-batch.
+        For each rank its parts, one per sub-batch.
     """
-    parts = []
-    total, step = rows.shape[0], plan.rows_per_sub_batch or rows.shape[0]
-    for start in range(0, plan.sub_batches * step, step):
-        first, stop = min(start, total), min(start + step, total)
-        size = (stop - first) // sharding.dp
-        for rank in range(sharding.dp):
+    total = rows.shape[0]
+    step = plan.rows_per_sub_batch or total
+    parts: list[list[RankBatch]] = [[] for _ in range(sharding.dp)]
+    for first in range(0, total, step):
+        size = (min(first + step, total) - first) // sharding.dp
+        for rank, of_rank in enumerate(parts):
             part = slice(first + rank * size, first + (rank + 1) * size)
             part_chunks = tuple(None if chunk_rows is None else chunk_rows[part] for chunk_rows in chunks)
-            parts.append(RankBatch(index, part.start, rows[part], num_labels, part_chunks))
+            of_rank.append(RankBatch(index, part.start, rows[part], num_labels, part_chunks))
     return parts

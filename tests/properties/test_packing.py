@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 from hypothesis import given, settings
@@ -109,13 +110,13 @@ def test_both_sides_hold_the_same_documents_in_each_row(data, encoded, plan):
 @settings(max_examples=200, deadline=None)
 def test_every_micro_batch_has_one_width_that_holds_its_labels(encoded, plan, units):
     if units is not None:
-        plan = replace(plan, rows_per_sub_batch=units * plan.row_multiple, sub_batches=len(encoded))
+        plan = replace(plan, rows_per_sub_batch=units * plan.row_multiple)
     members = arrange([encoded], [MAX_LENGTH], plan)
     assert sorted(i for row in members for i in row) == list(range(len(encoded)))
     rows = lay_out(encoded, plan, members)
     for sharding in (plan.student, *plan.teachers):
         labels = positions = 0
-        for part in divide(rows, sharding, plan, 0, 0):
+        for part in chain(*divide(rows, sharding, plan, 0, 0)):
             for _, micro_batch in micro_batches(part, sharding.micro_batch_size):
                 labels += np.count_nonzero(micro_batch.labels != IGNORE_INDEX)
                 positions += micro_batch.input_ids.size
