@@ -75,13 +75,27 @@ class TokenRows:
     """int32 [R, S], already shifted: position s predicts labels[s]. IGNORE_INDEX where nothing is trained."""
     position_ids: np.ndarray
     """int32 [R, S], from 0 in every document."""
+    widths: np.ndarray | None = None
+    """int32 [R]: the positions of each row that a model computes; beyond them is padding only. It is the same for the
+    rows of a micro-batch, of any model that reads the batch. None: all S."""
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.input_ids.shape  # type: ignore[return-value]
 
+    @property
+    def num_positions(self) -> int:
+        """Positions that a model computes."""
+        return self.input_ids.size if self.widths is None else int(self.widths.sum())
+
     def __getitem__(self, rows: slice) -> TokenRows:
-        return TokenRows(self.input_ids[rows], self.labels[rows], self.position_ids[rows])
+        widths = None if self.widths is None else self.widths[rows]
+        return TokenRows(self.input_ids[rows], self.labels[rows], self.position_ids[rows], widths)
+
+    def cut(self) -> TokenRows:
+        """The rows of a micro-batch, without the positions that no model computes."""
+        width = _common_width(self.widths)
+        return TokenRows(self.input_ids[:, :width], self.labels[:, :width], self.position_ids[:, :width])
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +117,25 @@ class ChunkRows:
     """Chunks of one token on both sides: the denominator of a loss that compares only those."""
     num_covered: int
     """Labelled student tokens inside a chunk, over the global batch."""
+    widths: tuple[np.ndarray, np.ndarray] | None = None
+    """`TokenRows.widths` of the student's and of the teacher's rows."""
 
     def __getitem__(self, rows: slice) -> ChunkRows:
-        return replace(self, student=self.student[rows], teacher=self.teacher[rows])
+        widths = self.widths and (self.widths[0][rows], self.widths[1][rows])
+        return replace(self, student=self.student[rows], teacher=self.teacher[rows], widths=widths)
+
+    def cut(self) -> ChunkRows:
+        """The chunks of a micro-batch, without the positions that no model computes."""
+        student, teacher = map(_common_width, self.widths or (None, None))
+        return replace(self, student=self.student[:, :student], teacher=self.teacher[:, :teacher], widths=None)
+
+
+def _common_width(widths: np.ndarray | None) -> int | None:
+    """The width that all rows of a micro-batch have; None: that of their arrays."""
+    if widths is None or not len(widths):
+        return None
+    assert (widths == widths[0]).all(), "rows of a micro-batch have one width"
+    return int(widths[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +223,8 @@ class BatchInfo:
     """The most memory that the aligner has held so far."""
     num_unlabelled: int = 0
     """Documents without a label, those left out not counted."""
+    num_positions: int = 0
+    """Positions that the student computes, padding included."""
 
 
 @dataclass(frozen=True, slots=True)

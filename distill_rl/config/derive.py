@@ -40,11 +40,11 @@ class RingPlan:
     """How the targets of a batch fit into the teachers' rings.
 
     A batch that does not fit as a whole is processed in *sub-batches*: consecutive rows whose number the student and
-    every teacher divide evenly. The number of sub-batches depends on the size of the rings, never on `prefetch.depth`.
+    every teacher divide evenly. Their size depends on the size of the rings, never on `prefetch.depth`.
     """
 
-    sub_batches: int
     rows_per_sub_batch: int
+    """Most rows of a sub-batch; a batch has as many sub-batches as its rows need."""
     slots: Mapping[str, int]
     """Slots in the ring of one rank, by teacher."""
     slots_per_sub_batch: Mapping[str, int]
@@ -132,7 +132,8 @@ def ring_plan(config: Config) -> RingPlan:
     2. Rows of a sub-batch. Half of the smallest limited ring, so that a teacher fills one half while the student reads
        the other, rounded down to a multiple of `rows_unit`, but at least one such unit. No limit, or a loss that needs
        the whole batch: one sub-batch.
-    3. Balance. The number of sub-batches is kept and their rows are evened out, so that the last is not much smaller.
+    3. Balance. The number of sub-batches of a batch with a document per row is kept and their rows are evened out, so
+       that the last is not much smaller.
     """
     batch, unit, configured = config.train.global_batch_size, rows_unit(config), config.prefetch.slots
     needs_whole_batch = wants_whole_batch(config)
@@ -152,7 +153,7 @@ def ring_plan(config: Config) -> RingPlan:
     per_sub_batch = {
         teacher.name: rows_per_sub_batch // rows_per_slot(config, teacher) for teacher in running_teachers(config)
     }
-    return RingPlan(sub_batches, rows_per_sub_batch, slots, per_sub_batch)
+    return RingPlan(rows_per_sub_batch, slots, per_sub_batch)
 
 
 def rows_per_slot(config: Config, teacher: TeacherConfig) -> int:

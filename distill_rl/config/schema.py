@@ -278,7 +278,7 @@ class AlignerConfig:
     num_gpus: float = field(default=0.0, metadata=NOT_NEGATIVE)
     """Fraction of a GPU for each aligner actor; needed by dp.backend cuda. 0: none."""
     deadline_s: float = field(default=120.0, metadata=POSITIVE)
-    """Seconds that an aligner may take for one batch and, after a batch has failed twice, for each of its rows."""
+    """Seconds that an aligner may take for its part of a batch, for the rows of a batch, and, after either has failed twice, for each document."""
     max_bad_rows: int = field(default=10, metadata=NOT_NEGATIVE)
     """Number of rows that a run may leave out because an aligner fails or hangs on them; one more ends the run. They are listed in bad_rows.jsonl."""
     fast_ids: bool = True

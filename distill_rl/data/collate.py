@@ -11,10 +11,10 @@ import numpy as np
 
 from distill_rl.align.chat import CharSpan
 from distill_rl.config.derive import ring_plan
-from distill_rl.config.facts import row_width, teacher_length, teacher_rows
+from distill_rl.config.facts import row_width, running_teachers, teacher_length, teacher_rows
 from distill_rl.config.schema import Config, DataConfig
 from distill_rl.data.chat import render_document, roles_to_train_on
-from distill_rl.data.packing import first_fit
+from distill_rl.data.packing import deal_by_length, first_fit
 from distill_rl.data.unrendered import TemplateCoverage
 from distill_rl.errors import DataError
 from distill_rl.types import IGNORE_INDEX, ChunkRows, RankBatch, TokenRows
@@ -214,10 +214,9 @@ class BatchPlan:
     """Most document tokens in a row of the student, and of a teacher that reads the student's rows."""
     packing: bool
     pad_id: int
-    sub_batches: int = 1
-    """Parts that a batch is processed in, one after another, if its targets do not all fit into the teachers' rings."""
     rows_per_sub_batch: int | None = None
-    """A multiple of `row_multiple`; None: all rows are one sub-batch."""
+    """Most rows that are processed at once, because their targets must fit into the teachers' rings: a batch with more
+    is processed in several sub-batches. A multiple of `row_multiple`; None: all rows are one sub-batch."""
     num_ids: int | None = None
     """Ids from here on are not known to some teacher that reads the student's rows; None: all are."""
     teacher_lengths: tuple[int, ...] = ()
@@ -235,17 +234,16 @@ class BatchPlan:
             pad_id: see `pad_id`.
             num_ids: see the field.
         """
-        rings = ring_plan(config)
+        teachers = running_teachers(config)
         return cls(
             student=BatchSharding(config.student.parallel.dp, config.train.micro_batch_size),
-            teachers=tuple(BatchSharding(t.parallel.dp, teacher_rows(config, t)) for t in config.teachers),
+            teachers=tuple(BatchSharding(t.parallel.dp, teacher_rows(config, t)) for t in teachers),
             max_length=config.data.max_length,
             packing=config.data.packing,
             pad_id=pad_id,
             num_ids=num_ids,
-            sub_batches=rings.sub_batches,
-            rows_per_sub_batch=rings.rows_per_sub_batch if rings.sub_batches > 1 else None,
-            teacher_lengths=tuple(teacher_length(config, teacher) for teacher in config.teachers),
+            rows_per_sub_batch=ring_plan(config).rows_per_sub_batch,
+            teacher_lengths=tuple(teacher_length(config, teacher) for teacher in teachers),
         )
 
     def for_device(self, *, on_gpu: bool) -> BatchPlan:
@@ -261,6 +259,15 @@ class BatchPlan:
         """The smallest number of rows that the student and all teachers can divide evenly."""
         return math.lcm(self.student.rows, *(teacher.rows for teacher in self.teachers))
 
+    @property
+    def rows_per_width(self) -> int:
+        """Rows that share a width, counted from row 0: whole micro-batches of the student and of every teacher.
+
+        So targets have the width of the rows that they are for, whoever's micro-batch these are in.
+        """
+        sizes = (sharding.micro_batch_size for sharding in (self.student, *self.teachers))
+        return math.lcm(*sizes)
+
 
 def pad_id(tokenizer: Any, num_ids: int | None = None) -> int:
     """The id to fill rows with: the tokenizer's padding token, otherwise eos, otherwise 0.
@@ -275,10 +282,11 @@ def pad_id(tokenizer: Any, num_ids: int | None = None) -> int:
 
 
 def arrange(sides: Sequence[Sequence[Encoded]], capacities: Sequence[int], plan: BatchPlan) -> list[list[int]]:
-    """Which documents share a row: the indices of each row's documents, in their order.
+    """Which documents each row holds: their indices, in order. All sides lay out the same rows.
 
-    With packing first fit, over the lengths on all sides at once, so that every side can lay out the same rows;
-    otherwise one document per row.
+    With packing, first fit over the lengths on all sides at once. Otherwise a row holds one document, and rows of like
+    length are put together (`deal_by_length`), sub-batch by sub-batch. The number of rows is a multiple of
+    `plan.row_multiple`, at least that for no documents; rows that only fill the batch are empty.
 
     Args:
         sides: the same documents as each tokenizer reads them; empty ones are allowed.
@@ -287,10 +295,30 @@ def arrange(sides: Sequence[Sequence[Encoded]], capacities: Sequence[int], plan:
     Raises:
         ValueError: with packing, a document that is too long.
     """
-    if not plan.packing:
-        return [[i] for i in range(len(sides[0]))]
-    lengths = [[len(side[i].input_ids) for side in sides] for i in range(len(sides[0]))]
-    return first_fit(lengths, capacities)
+    lengths = np.array([[len(document.input_ids) for document in side] for side in sides], dtype=np.int64).T
+    rows = _in_order(lengths, capacities, plan)
+    if plan.packing:
+        return rows
+    fill = (lengths / np.asarray(capacities)).max(axis=1, initial=0)
+    arranged: list[list[int]] = []
+    step = plan.rows_per_sub_batch or len(rows)
+    by_length = sorted(rows, key=lambda row: -max((fill[i] for i in row), default=-1))
+    for first in range(0, len(rows), step):
+        part = by_length[first : first + step]
+        order = deal_by_length([fill[row[0]] if row else -1 for row in part], plan.rows_per_width, plan.student.dp)
+        arranged += [part[i] for i in order]
+    return arranged
+
+
+def _in_order(lengths: np.ndarray, capacities: Sequence[int], plan: BatchPlan) -> list[list[int]]:
+    """`arrange` without changing the order of rows that hold one document.
+
+    Args:
+        lengths: int [documents, sides].
+    """
+    rows = first_fit(lengths, capacities) if plan.packing else [[i] for i in range(len(lengths))]
+    num_rows = -(-max(len(rows), 1) // plan.row_multiple) * plan.row_multiple
+    return rows + [[] for _ in range(num_rows - len(rows))]
 
 
 def lay_out(
@@ -301,8 +329,8 @@ def lay_out(
 ) -> TokenRows:
     """Lays documents out as rows [R, S].
 
-    S is `row_width` of the fullest row; R is a multiple of `plan.row_multiple`, and at least that for no documents. The
-    label of a position is the next token, if that belongs to the same document and is trained on.
+    S is `row_width` of the fullest row. The label of a position is the next token, if that belongs to the same document
+    and is trained on.
 
     The rest of a row is padding without labels. It continues the last document, positions too: causal attention hides
     it from the tokens before it, and a row with one document is then plainly causal for the model, with no mask. A row
@@ -310,22 +338,23 @@ def lay_out(
 
     Args:
         encoded: the documents; empty ones are allowed.
-        members: the documents of each row, from `arrange`; None: arranged by `encoded` alone.
+        members: the documents of each row, from `arrange`; None: as `arrange` would for this side alone, but in the
+            order of the documents, and all rows have one width.
         pad_id: None: the plan's, which is the student's.
 
     Raises:
         ValueError: without `members` but with packing, a document longer than `plan.max_length`.
     """
-    if members is None:
-        members = arrange([encoded], [plan.max_length], plan)
     lengths = [len(document.input_ids) for document in encoded]
-    longest = max((sum(lengths[i] for i in row) for row in members), default=0)
-    num_rows = -(-max(len(members), 1) // plan.row_multiple) * plan.row_multiple
-    length = row_width(longest, on_gpu=plan.on_gpu)
-    shape = (num_rows, length)
+    one_width = members is None
+    if members is None:
+        members = _in_order(np.array(lengths, dtype=np.int64)[:, None], [plan.max_length], plan)
+    fill = [sum(lengths[i] for i in row) for row in members]
+    width = row_width(max(fill), on_gpu=plan.on_gpu)
+    shape = (len(members), width)
     input_ids = np.full(shape, plan.pad_id if pad_id is None else pad_id, dtype=np.int32)
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int32)
-    position_ids = np.tile(np.arange(length, dtype=np.int32), (num_rows, 1))
+    position_ids = np.tile(np.arange(width, dtype=np.int32), (shape[0], 1))
     for row, document_indices in enumerate(members):
         start = 0
         for i in document_indices:
@@ -334,11 +363,18 @@ def lay_out(
             document = encoded[i]
             stop = start + lengths[i]
             input_ids[row, start:stop] = document.input_ids
-            position_ids[row, start:] = np.arange(length - start)
+            position_ids[row, start:] = np.arange(width - start)
             # Position p predicts token p + 1; a document's last position predicts nothing.
             labels[row, start : stop - 1] = np.where(document.label_mask[1:], document.input_ids[1:], IGNORE_INDEX)
             start = stop
-    return TokenRows(input_ids, labels, position_ids)
+    return TokenRows(input_ids, labels, position_ids, None if one_width else _widths(fill, plan))
+
+
+def _widths(fill: Sequence[int], plan: BatchPlan) -> np.ndarray:
+    """`TokenRows.widths` of rows with so many tokens: as wide as the fullest row of `plan.rows_per_width` needs."""
+    rows, step = len(fill), plan.rows_per_width
+    widths = [row_width(max(fill[first : first + step]), on_gpu=plan.on_gpu) for first in range(0, rows, step)]
+    return np.repeat(np.array(widths, dtype=np.int32), step)[:rows]
 
 
 def divide(
@@ -348,29 +384,26 @@ def divide(
     index: int,
     num_labels: int,
     chunks: Sequence[ChunkRows | None] = (),
-) -> list[RankBatch]:
-    """Cuts rows into contiguous parts, sub-batch by sub-batch, one part per data-parallel rank.
-
-    The parts of a sub-batch have equal size; they are empty if earlier sub-batches took all rows. The number of rows
-    must be a multiple of `plan.row_multiple`, and the sub-batches must have room for all of them: others are dropped
-    silently.
+) -> list[list[RankBatch]]:
+    """Cuts rows into sub-batches and each of these into contiguous parts of equal size, one per data-parallel rank.
 
     Args:
+        rows: a multiple of `plan.row_multiple`.
         sharding: of the model whose parts these are.
         index: of the batch; each part carries it.
         num_labels: in the whole batch; each part carries it.
         chunks: one entry per teacher, cut like the rows; None for a teacher without chunks.
 
     Returns:
-        One part per sub-batch and rank, rank by rank within a sub-batch.
+        For each rank its parts, one per sub-batch.
     """
-    parts = []
-    total, step = rows.shape[0], plan.rows_per_sub_batch or rows.shape[0]
-    for start in range(0, plan.sub_batches * step, step):
-        first, stop = min(start, total), min(start + step, total)
-        size = (stop - first) // sharding.dp
-        for rank in range(sharding.dp):
+    total = rows.shape[0]
+    step = plan.rows_per_sub_batch or total
+    parts: list[list[RankBatch]] = [[] for _ in range(sharding.dp)]
+    for first in range(0, total, step):
+        size = (min(first + step, total) - first) // sharding.dp
+        for rank, of_rank in enumerate(parts):
             part = slice(first + rank * size, first + (rank + 1) * size)
             part_chunks = tuple(None if chunk_rows is None else chunk_rows[part] for chunk_rows in chunks)
-            parts.append(RankBatch(index, part.start, rows[part], num_labels, part_chunks))
+            of_rank.append(RankBatch(index, part.start, rows[part], num_labels, part_chunks))
     return parts

@@ -1,7 +1,8 @@
 """One global batch of documents → rows for the student and the teachers, and the chunks that they share.
 
-With one tokenizer, `BatchBuilder.build` tokenises and lays out. With other tokenizers among the teachers, it works in
-five steps:
+`BatchBuilder.align` handles each document on its own, so that the documents of a batch can be divided among processes;
+`BatchBuilder.assemble` makes the rows of the batch from all of them. With one tokenizer, they tokenise and lay out. With
+other tokenizers among the teachers there are five steps, of which `align` does the first three:
 
 1. Tokenise: the same text with the student's tokenizer and with each teacher's.
 2. Align: `TokenAligner.pair` cuts both sides at the last boundary they share within `max_length`, and gives every token
@@ -24,18 +25,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
 from distill_rl.align import Alignment
 from distill_rl.data.collate import NO_TOKENS, BatchPlan, Encoded, Tokenization, arrange, divide, lay_out, pad_id
-from distill_rl.data.document_aligner import LEFT_OUT, AlignedDocuments, CrossTokenizerTeacher, DocumentAligner
+from distill_rl.data.document_aligner import AlignedDocuments, CrossTokenizerTeacher, DocumentAligner
 from distill_rl.types import (
     IGNORE_INDEX,
     AlignmentInfo,
     BatchInfo,
     ChunkRows,
+    Cursor,
     DocumentBatch,
     LeftOut,
     RankBatch,
@@ -61,28 +66,61 @@ class BatchBuilder:
     def build(
         self, batch: DocumentBatch, skip: Collection[int] = ()
     ) -> tuple[BatchInfo, list[RankBatch], list[list[RankBatch]]]:
-        """Tokenises, aligns, packs or pads, and divides one global batch; deterministic.
+        """Does `align` and `assemble` for a batch; for callers that have no processes to divide it among.
+
+        Returns:
+            As `assemble`, with the sub-batches of all ranks in one list per model, rank by rank.
+        """
+        began = time.perf_counter()
+        info, student, teachers = self.assemble(batch.index, batch.cursor, [self.align(batch.documents, skip)])
+        info = replace(info, seconds=time.perf_counter() - began)
+        return info, [*chain(*student)], [[*chain(*teacher)] for teacher in teachers]
+
+    def align(self, documents: Sequence[Mapping[str, Any]], skip: Collection[int] = ()) -> AlignedDocuments:
+        """Tokenises documents and, if any teacher has its own tokenizer, aligns them (steps 1 to 3); deterministic.
 
         If any teacher has its own tokenizer, a document that fails for another reason than a DataError is left out and
-        reported in `BatchInfo.bad_rows`; otherwise its error is raised.
+        reported in `bad_rows`; otherwise its error is raised.
 
         Args:
             skip: row numbers of documents to leave out; they count as empty.
-
-        Returns:
-            A summary for the driver; the student's parts, sub-batch by sub-batch and one per data-parallel rank; the
-            same for each teacher. The student's parts carry the chunks. All parts of a sub-batch are contiguous runs of
-            equal size, cut from the same rows; a teacher with its own tokenizer has its own rows, which hold the same
-            documents.
 
         Raises:
             DataError: a document that the user has to fix; names its row.
             ValueError: a document with a token that some teacher which reads the student's rows does not know.
         """
+        if self._teachers:
+            lengths = {i: self._plan.length_of(i) for i in self._teachers}
+            aligned = DocumentAligner(self._tokenization, self._teachers, lengths).align(documents, skip)
+        else:
+            rows = [int(document["row"]) for document in documents]
+            present = [row not in skip for row in rows]
+            encode = self._tokenization.encode
+            encoded = [encode(document) if kept else NO_TOKENS for document, kept in zip(documents, present)]
+            aligned = AlignedDocuments(rows, encoded, {}, present)
+        self._require_known_ids(aligned)
+        return aligned
+
+    def assemble(
+        self, index: int, cursor: Cursor, parts: Sequence[AlignedDocuments]
+    ) -> tuple[BatchInfo, list[list[RankBatch]], list[list[list[RankBatch]]]]:
+        """Packs or pads the documents of one global batch and divides the rows (steps 4 and 5); deterministic.
+
+        The result depends on the documents alone, and not on how they are divided into parts.
+
+        Args:
+            index, cursor: of the batch.
+            parts: its documents in order, in one part or several.
+
+        Returns:
+            A summary for the driver; the student's rows as a list of sub-batches for each data-parallel rank; the same
+            for each teacher. The student's parts carry the chunks. The parts of a sub-batch are contiguous runs of
+            equal size, cut from the same rows; a teacher with its own tokenizer has its own rows, which hold the same
+            documents.
+        """
         began = time.perf_counter()
-        documents = self._documents(batch, skip)
+        documents = AlignedDocuments.joined(parts)
         encoded = documents.encoded
-        self._require_known_ids(batch, encoded)
         # Only tokens in chunks are labelled for a teacher: it computes nothing for the others.
         theirs = {
             i: [Encoded(alignment.teacher_ids, alignment.teacher_chunk >= 0) for alignment in alignments]
@@ -94,7 +132,7 @@ class BatchBuilder:
         num_labels = _count_labels(rows)
         chunks: list[ChunkRows | None] = [None] * self._num_teachers if self._teachers else []
         infos: list[AlignmentInfo] = []
-        teacher_parts: list[list[RankBatch]] = []
+        teacher_parts: list[list[list[RankBatch]]] = []
         for i, sharding in enumerate(self._plan.teachers):
             teacher_rows, teacher_labels = rows, num_labels
             if i in self._teachers:
@@ -102,56 +140,47 @@ class BatchBuilder:
                 chunk_rows = _chunk_rows(documents.alignments[i], encoded, members, rows, teacher_rows)
                 teacher_labels = _count_labels(teacher_rows)
                 chunks[i] = chunk_rows
-                infos.append(_describe(self._teachers[i], documents.alignments[i], chunk_rows))
-            teacher_parts.append(divide(teacher_rows, sharding, self._plan, batch.index, teacher_labels))
-        student_parts = divide(rows, self._plan.student, self._plan, batch.index, num_labels, chunks)
+                infos.append(_describe(self._teachers[i], documents, i, chunk_rows))
+            teacher_parts.append(divide(teacher_rows, sharding, self._plan, index, teacher_labels))
+        student_parts = divide(rows, self._plan.student, self._plan, index, num_labels, chunks)
         info = BatchInfo(
-            index=batch.index,
-            cursor=batch.cursor,
+            index=index,
+            cursor=cursor,
             num_documents=len(encoded),
             num_rows=rows.shape[0],
             num_tokens=sum(len(document.input_ids) for document in encoded),
             num_labels=num_labels,
+            num_positions=rows.num_positions,
             num_truncated=sum(document.truncated for document in encoded),
             seconds=time.perf_counter() - began,
             alignments=tuple(infos),
             bad_rows=tuple(documents.bad_rows),
-            left_out=_count_left_out(batch, encoded),
+            left_out=_count_left_out(documents),
             num_incomplete=sum(bool(document.left_out) for document in encoded),
-            num_unlabelled=sum(not document.has_labels for document in encoded if document is not NO_TOKENS),
+            num_unlabelled=sum(kept and not doc.has_labels for doc, kept in zip(encoded, documents.present)),
         )
         return info, student_parts, teacher_parts
 
-    def _documents(self, batch: DocumentBatch, skip: Collection[int]) -> AlignedDocuments:
-        """The documents' tokens and, if any teacher has its own tokenizer, their alignments (steps 1 to 3)."""
-        if self._teachers:
-            lengths = {i: self._plan.length_of(i) for i in self._teachers}
-            return DocumentAligner(self._tokenization, self._teachers, lengths).align(batch.documents, skip)
-        encode = self._tokenization.encode
-        return AlignedDocuments(
-            [NO_TOKENS if document["row"] in skip else encode(document) for document in batch.documents], {}
-        )
-
-    def _require_known_ids(self, batch: DocumentBatch, encoded: Sequence[Encoded]) -> None:
+    def _require_known_ids(self, documents: AlignedDocuments) -> None:
         """Raises ValueError for a document with an id from `plan.num_ids` on, for which a teacher has no row."""
         limit = self._plan.num_ids
         if limit is None:
             return
-        for document, tokens in zip(batch.documents, encoded):
+        for row, tokens in zip(documents.rows, documents.encoded):
             unknown = tokens.input_ids[tokens.input_ids >= limit]
             if len(unknown):
                 token = self._tokenization.tokenizer.convert_ids_to_tokens(int(unknown[0]))
                 rule = f"has the token {token}, which a teacher that reads the student's tokens does not know"
-                raise ValueError(f"row {document['row']} {rule}; set teachers[].loss=hybrid if your texts contain it")
+                raise ValueError(f"row {row} {rule}; set teachers[].loss=hybrid if your texts contain it")
 
 
-def _count_left_out(batch: DocumentBatch, encoded: Sequence[Encoded]) -> tuple[LeftOut, ...]:
+def _count_left_out(documents: AlignedDocuments) -> tuple[LeftOut, ...]:
     """What chat templates left out of a batch's documents: each part once, with its number of documents."""
     first: dict[str, int] = {}
     counts: Counter[str] = Counter()
-    for document, tokens in zip(batch.documents, encoded):
+    for row, tokens in zip(documents.rows, documents.encoded):
         for what in tokens.left_out:
-            first.setdefault(what, int(document["row"]))
+            first.setdefault(what, row)
             counts[what] += 1
     return tuple(LeftOut(what, counts[what], row) for what, row in first.items())
 
@@ -186,7 +215,10 @@ def _chunk_rows(
             first_chunk += document.num_chunks
             student_start += len(encoded[i].input_ids)
             teacher_start += len(document.teacher_ids)
+    assert student_rows.widths is not None
+    assert teacher_rows.widths is not None
     return ChunkRows(
+        widths=(student_rows.widths, teacher_rows.widths),
         student=student,
         teacher=teacher,
         num_chunks=sum(document.num_chunks for document in documents),
@@ -200,12 +232,12 @@ def _count_labels(rows: TokenRows) -> int:
     return int(np.count_nonzero(rows.labels != IGNORE_INDEX))
 
 
-def _describe(teacher: CrossTokenizerTeacher, documents: Sequence[Alignment], chunks: ChunkRows) -> AlignmentInfo:
-    """The statistics of one teacher's alignments in a batch: chunks, exact documents, and documents by method.
+def _describe(teacher: CrossTokenizerTeacher, documents: AlignedDocuments, i: int, chunks: ChunkRows) -> AlignmentInfo:
+    """The statistics of teacher `i`'s alignments in a batch: chunks, exact documents, and documents by method.
 
     Documents that were left out do not count. The method "dp" is reported with its backend.
     """
-    present = [document for document in documents if document is not LEFT_OUT]
+    present = [pair for pair, kept in zip(documents.alignments[i], documents.present) if kept]
     name_of_dp = f"dp/{teacher.aligner.backend}"
     methods = Counter(name_of_dp if document.method == "dp" else document.method for document in present)
     return AlignmentInfo(

@@ -84,17 +84,32 @@ LEFT_OUT = Alignment(_EMPTY, _EMPTY, _EMPTY, _EMPTY, 0, "none", exact=False)
 
 @dataclass(frozen=True, slots=True)
 class AlignedDocuments:
-    """Documents after step 3. Each list has an entry per document, in order.
+    """Documents after step 3. Each list but `bad_rows` has an entry per document, in order.
 
-    A document that is skipped or failed is empty (`NO_TOKENS`, `LEFT_OUT`).
+    A document that was skipped or failed is empty (`NO_TOKENS`, `LEFT_OUT`).
     """
 
+    rows: list[int]
+    """Row numbers in the data."""
     encoded: list[Encoded]
     """The student's tokens."""
     alignments: dict[int, list[Alignment]]
     """By index of the teacher; only teachers with their own tokenizer. They hold only chunks that can be trained on."""
+    present: list[bool]
+    """False for a document that was skipped or failed."""
     bad_rows: list[BadRow] = field(default_factory=list)
     """Documents that failed."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[AlignedDocuments]) -> AlignedDocuments:
+        """The documents of all parts (at least one), in order."""
+        return cls(
+            rows=[row for part in parts for row in part.rows],
+            encoded=[document for part in parts for document in part.encoded],
+            alignments={i: [pair for part in parts for pair in part.alignments[i]] for i in parts[0].alignments},
+            present=[is_present for part in parts for is_present in part.present],
+            bad_rows=[bad for part in parts for bad in part.bad_rows],
+        )
 
 
 class DocumentAligner:
@@ -138,17 +153,19 @@ class DocumentAligner:
             # A GPU aligner works on all documents at once; this changes no result.
             teacher.aligner.solve_ahead((tokens.student, tokens.teachers[i]) for tokens in present)
 
-        encoded: list[Encoded] = []
-        aligned: dict[int, list[Alignment]] = {i: [] for i in self._teachers}
+        aligned = AlignedDocuments([], [], {i: [] for i in self._teachers}, [], bad_rows)
         for document, tokens in zip(documents, tokenized):
-            student, pairs = NO_TOKENS, dict.fromkeys(self._teachers, LEFT_OUT)
+            student, pairs, is_present = NO_TOKENS, dict.fromkeys(self._teachers, LEFT_OUT), False
             if tokens is not None:
                 with _recording_failure(document, bad_rows):
                     student, pairs = self._align_one(tokens)
-            encoded.append(student)
+                    is_present = True
+            aligned.rows.append(int(document["row"]))
+            aligned.encoded.append(student)
+            aligned.present.append(is_present)
             for i, pair in pairs.items():
-                aligned[i].append(pair)
-        return AlignedDocuments(encoded, aligned, bad_rows)
+                aligned.alignments[i].append(pair)
+        return aligned
 
     def _tokenize(self, document: Mapping[str, Any]) -> TokenizedDocument:
         """Step 1: all tokens of a document on every side, not cut to `max_length`.

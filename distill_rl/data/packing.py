@@ -1,4 +1,4 @@
-"""Packing: which documents share a row."""
+"""Which documents share a row, and in which order rows follow each other."""
 
 from __future__ import annotations
 
@@ -46,3 +46,23 @@ def first_fit(lengths: ArrayLike, capacity: int | Sequence[int]) -> list[list[in
         rows[row].append(document)
         room[row] -= size
     return rows
+
+
+def deal_by_length(lengths: Sequence[float], group: int, ranks: int) -> list[int]:
+    """An order of documents, longest first, in which groups of like length alternate between the ranks.
+
+    Rank r of `ranks` gets the r-th of as many equal parts. Its groups, of `group` documents each, have about the lengths
+    of the other ranks' groups at the same place, so no rank waits for another. The longest come first, so that a lack
+    of memory shows at once. Documents of equal length keep their order.
+
+    Args:
+        lengths: in any unit. If they are not as many as `group * ranks` divides, there is one part only.
+
+    Returns:
+        The indices of the documents.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    if len(order) % (group * ranks):
+        return order
+    groups = [order[start : start + group] for start in range(0, len(order), group)]
+    return [i for rank in range(ranks) for part in groups[rank::ranks] for i in part]

@@ -15,9 +15,12 @@ PINNED_BYTES = 64 * 2**20
 
 
 def micro_batches(batch: RankBatch, size: int) -> Iterator[tuple[int, TokenRows]]:
-    """Yields the batch in order, `size` rows at a time: the global index of the first row, and the rows."""
+    """Yields the batch in order, `size` rows at a time: the global index of the first row, and the rows.
+
+    Each micro-batch is as wide as its rows need, so the widths differ.
+    """
     for start in range(0, batch.rows.shape[0], size):
-        yield batch.first_row + start, batch.rows[start : start + size]
+        yield batch.first_row + start, batch.rows[start : start + size].cut()
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

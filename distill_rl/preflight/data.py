@@ -164,7 +164,8 @@ def _count_problems(config: Config, key: str, training: Any, findings: Findings)
             "checked, and the number of documents is not known"
         )
     elif len(training) < batch:
-        rule = f"{len(training)} training documents are fewer than one global batch of {batch}"
+        documents = "1 training document is" if len(training) == 1 else f"{len(training)} training documents are"
+        rule = f"{documents} fewer than one global batch of {batch}"
         yield problem(key, rule, path, "lower train.global_batch_size, or give more data")
 
 

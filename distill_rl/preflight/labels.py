@@ -40,24 +40,37 @@ def _require_label(config: Config, key: str, kind: str, documents: Sequence[Mapp
     # What a template leaves out is checked with the chats (preflight/chats.py).
     tokenization = Tokenization.of(tokenizer, replace(data, unrendered="warn"), format=kind)
     for document in documents:
-        if not _is_blank(document) and tokenization.encode(document).has_labels:
+        if not _is_blank(document, tokenization.roles) and tokenization.encode(document).has_labels:
             return
-    if all(_is_blank(document) for document in documents):
-        value, remedy = "blank rows", "give rows with text"
-    elif tokenization.roles and not any(_has_turn(document, tokenization.roles) for document in documents):
+    turns = " or ".join(tokenization.roles)
+    if tokenization.roles and not any(_turns(document, tokenization.roles) for document in documents):
         setting = "data.loss_roles=[]" if data.loss_roles else "data.loss_on=all"
-        value = f"chats without a turn of {' or '.join(tokenization.roles)}"
+        value = f"chats without a turn of {turns}"
         remedy = f"give chats with such turns, or set {setting}"
+    elif all(_is_blank(document, tokenization.roles) for document in documents):
+        value, remedy = "blank rows", "give rows with text"
+        if kind == "messages":
+            value, remedy = f"turns of {turns or 'all roles'} with nothing in them", "give turns with a content"
     else:
         value, remedy = f"none within data.max_length={data.max_length}", "raise data.max_length, or give longer rows"
     rule = f"a row must have a token to train on; none of the {len(documents)} that were read has"
     raise ConfigError(key, rule, value, remedy)
 
 
-def _is_blank(document: Mapping[str, Any]) -> bool:
-    return not document.get("text", "chat").strip()
+def _is_blank(document: Mapping[str, Any], roles: Collection[str]) -> bool:
+    """Whether a text is blank, or all turns of a chat that are trained on are: only their ends would be learnt."""
+    if "text" in document:
+        return not document["text"].strip()
+    return all(
+        message.keys() == {"role", "content"} and _is_blank_content(message) for message in _turns(document, roles)
+    )
 
 
-def _has_turn(document: Mapping[str, Any], roles: Collection[str]) -> bool:
-    """Whether a chat has a turn of one of the roles."""
-    return any(message["role"] in roles for message in document["messages"])
+def _is_blank_content(message: Mapping[str, Any]) -> bool:
+    content = message["content"]
+    return not content or (isinstance(content, str) and not content.strip())
+
+
+def _turns(document: Mapping[str, Any], roles: Collection[str]) -> list[Mapping[str, Any]]:
+    """The turns of a chat that are trained on; without roles, all of them."""
+    return [message for message in document["messages"] if not roles or message["role"] in roles]

@@ -33,7 +33,7 @@ from distill_rl.run.checkpoint_files import (
     read_score,
     sealed,
 )
-from distill_rl.run.scores import ScoreFile
+from distill_rl.run.scores import VALIDATION_KD, ScoreFile
 from distill_rl.system import ownership
 from distill_rl.system.files import size_of, sync, sync_tree, write_json
 
@@ -42,7 +42,6 @@ _VALID = "needs a valid checkpoint in the run directory"
 _AFRESH = "start afresh with --clean"
 _BLOCK = 4096
 """Bytes. With less than one block free, a failed write is blamed on lack of space."""
-_VALIDATION_LOSS = "validation/kl_loss"
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class CheckpointStore:
         *,
         keep_last: int,
         keep_best: int,
-        best_by: str = _VALIDATION_LOSS,
+        best_by: str = VALIDATION_KD,
         scores: Path | None = None,
         about: Mapping[str, Any] = MappingProxyType({}),
     ):
@@ -235,7 +234,7 @@ class CheckpointStore:
     def _score(self, path: Path) -> float | None:
         """Returns the score of a checkpoint; None if it has none. Older versions kept the validation loss in it only."""
         score = self.scores.get(_step(path), self._best_by)
-        return read_score(path) if score is None and self._best_by == _VALIDATION_LOSS else score
+        return read_score(path) if score is None and self._best_by == VALIDATION_KD else score
 
 
 def steps(root: Path) -> list[int]:

@@ -7,7 +7,6 @@ checkpoints follow between two steps.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -33,6 +32,7 @@ from distill_rl.run.async_save import Saver
 from distill_rl.run.checkpoints import Checkpoint, CheckpointStore, SavedState
 from distill_rl.run.learning import Learning
 from distill_rl.run.prefetch import Lookahead
+from distill_rl.run.scores import VALIDATION_KD
 from distill_rl.run.skipped_rows import SkippedRows
 from distill_rl.system.signals import EXIT_PREEMPTED, Signals
 from distill_rl.types import DocumentBatch, TrainState
@@ -63,13 +63,15 @@ class Driver:
         """Takes step, cursor and score from the checkpoint that is resumed from, or starts at step 0."""
         self.config, self.student = self.job.config, self.actors.student
         saved = self.resumed.state if self.resumed else SavedState(TrainState(), learnt=False)
-        self.state, self.score = saved.train, saved.score
+        self.state = saved.train
         self.began = self.state.step
         names = [teacher.name for teacher in running_teachers(self.config)]
         self.learning = Learning(names, learnt=saved.learnt)
         self.skipped = SkippedRows(self.job.paths.bad_rows, self.config.data.max_bad_rows)
         self._saved_step = self.state.step if self.resumed else -1
-        self._validated_step = self._saved_step if self.score is not None else -1
+        self._validated_step = self._saved_step if saved.score is not None else -1
+        if saved.score is not None:  # the file of scores may be missing beside a checkpoint that was copied
+            self.store.scores.add(self.state.step, {VALIDATION_KD: saved.score})
 
     @classmethod
     @contextmanager
@@ -204,11 +206,15 @@ class Driver:
         """Returns whether the present step is a multiple of `every`; False if that is 0."""
         return every > 0 and self.state.step % every == 0
 
+    @property
+    def score(self) -> float | None:
+        """The KD on held-out text when it was last measured; None if it was not, or is not finite."""
+        return self.store.scores.get(self._validated_step, VALIDATION_KD)
+
     def validate(self) -> None:
         """Measures and records KD and CE on held-out text, at most once per step; does nothing if the run has none.
 
-        Sets `score` to the KD, or to None if that was not measured or is not finite. They are a record of their own;
-        pending metrics are written before it.
+        They are a record of their own; pending metrics are written before it.
         """
         if self.job.validation is None or self._validated_step == self.state.step:
             return
@@ -225,9 +231,6 @@ class Driver:
             with pending.lease():
                 parts.append(self.student.evaluate(pending))
         metrics = merge(parts)
-        self.score = None
-        if "validation/kl_loss" in metrics and math.isfinite(metrics["validation/kl_loss"].value):
-            self.score = metrics["validation/kl_loss"].value
         self._validated_step = self.state.step
         self.store.scores.add(self.state.step, values(metrics))
         self.observer.flush()  # a separate record: it is of this step alone, whatever observe.every is
@@ -302,7 +305,7 @@ class Driver:
         Args:
             scores: of evaluations, by metric, to add to the validation loss; None: none.
         """
-        measured = {} if self.score is None else {"validation/kl_loss": self.score}
+        measured = {} if self.score is None else {VALIDATION_KD: self.score}
         return model_card(
             self.config,
             step=self.state.step,

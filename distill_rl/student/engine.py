@@ -350,7 +350,7 @@ class StudentEngine:
             if backward:
                 self._reduction.before_micro_batch(last and first_row + rows.shape[0] == end)
             start = first_row - batch.first_row
-            chunks = [part and part[start : start + rows.shape[0]] for part in batch.chunks]
+            chunks = [part and part[start : start + rows.shape[0]].cut() for part in batch.chunks]
             with gpu_phase("forward"), targets(first_row, rows.shape[0]) as fetched:
                 output = self.forward_pass(rows, fetched, batch.num_labels, chunks, blend, with_agreement)
                 if backward:

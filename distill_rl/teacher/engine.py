@@ -63,8 +63,8 @@ class TeacherEngine:
     def forward(self, batch: RankBatch) -> Iterator[tuple[Layout, dict[str, Tensor]]]:
         """Yields the targets of this rank's part of a global batch. A micro-batch is computed when it is requested.
 
-        Rows that only fill the batch are computed like any other, so that all slots have one shape. `score` is set
-        when the iterator is exhausted; an iterator that is left before its end does not change it.
+        Rows that only fill the batch are computed like any other. `score` is set when the iterator is exhausted; an
+        iterator that is left before its end does not change it.
 
         Yields:
             The rows covered, and their TopKLogprobs, HiddenStates or DenseLogits as tensors in the wire dtype, on this

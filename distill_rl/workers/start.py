@@ -38,7 +38,8 @@ from distill_rl.workers.cluster.placement import (
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor, keep_logs
 from distill_rl.workers.cluster.session import describe, nodes, ray_session
 from distill_rl.workers.cluster.timeline import write_timeline
-from distill_rl.workers.pipeline.aligner_pool import AlignerPool, BadRows
+from distill_rl.workers.pipeline.aligner_pool import AlignerPool
+from distill_rl.workers.pipeline.bad_rows import BadRows
 from distill_rl.workers.pipeline.connect import Connector
 from distill_rl.workers.pipeline.pipeline import Pipeline
 from distill_rl.workers.pipeline.student_group import StudentGroup
@@ -209,7 +210,7 @@ def _pool(job: Job, group: WorkerGroup, calls: Calls) -> AlignerPool:
         calls,
         job.config,
         local=local,
-        num_parts=job.plan.sub_batches * sum(sharding.dp for sharding in (job.plan.student, *job.plan.teachers)),
+        num_ranks=sum(sharding.dp for sharding in (job.plan.student, *job.plan.teachers)),
         bad_rows=BadRows(job.paths.bad_rows, job.config.aligner.max_bad_rows),
     )
 

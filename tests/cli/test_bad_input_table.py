@@ -451,6 +451,11 @@ QUESTION, ANSWER = {"role": "user", "content": "why " * 60}, {"role": "assistant
     [
         ([{"text": ""}, {"text": " \n"}] * 8, (), ("data.path", "none of the 16", "blank rows", "give rows with text")),
         (
+            [{"messages": [{"role": "user", "content": "kalo"}, {"role": "assistant", "content": " "}]}] * 8,
+            ("data.loss_on=assistant",),
+            ("data.path", "none of the 8", "turns of assistant with nothing in them", "give turns with a content"),
+        ),
+        (
             [{"messages": [QUESTION]}] * 16,
             ("data.loss_on=assistant",),
             ("data.path", "none of the 16", "without a turn of assistant", "set data.loss_on=all"),
@@ -466,7 +471,7 @@ QUESTION, ANSWER = {"role": "user", "content": "why " * 60}, {"role": "assistant
             ("data.path", "none within data.max_length=64", "raise data.max_length"),
         ),
     ],
-    ids=["blank text", "no answers", "no tool results", "answers cut off"],
+    ids=["blank text", "empty answers", "no answers", "no tool results", "answers cut off"],
 )
 def test_data_with_nothing_to_train_on_is_refused(place, refused, capsys, tmp_path, rows, settings, words):
     data = tmp_path / "data.jsonl"

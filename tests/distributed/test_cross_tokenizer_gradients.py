@@ -88,9 +88,7 @@ def engine_for(
 
 
 def source_of(targets: dict, batch: RankBatch, temperature: float):
-    return fixed_targets(
-        [targets], batch.chunks[0].teacher.shape[1], first_row=batch.first_row, temperature=temperature
-    )
+    return fixed_targets([targets], batch.chunks[0].widths[1], first_row=batch.first_row, temperature=temperature)
 
 
 def gradients(dp: int, tp: int, folders: dict[str, Path], packing: bool) -> dict:

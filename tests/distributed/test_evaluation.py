@@ -47,15 +47,16 @@ def in_world() -> World:
 def evaluate(folders: list[str]) -> list[list[list[Output]]] | None:
     """The outputs of every model, on the first rank; the other one follows."""
     world, settings = in_world(), replace(SETTINGS, tensor_parallel=2)
-    results = None
-    if world.rank == 0:
+    try:
+        if world.rank:
+            follow(LocalExecutor(world), world)
+            return None
         executor = LeadingExecutor(LocalExecutor(world), world)
         results = [outputs(executor, folder, settings) for folder in folders]
         executor.close()
-    else:
-        follow(LocalExecutor(world), world)
-    close_world(world)
-    return results
+        return results
+    finally:
+        close_world(world)
 
 
 def test_two_ranks_give_the_completions_and_scores_of_one(tmp_path: Path) -> None:

@@ -70,14 +70,20 @@ def no_targets(first_row: int, num_rows: int) -> Iterator[list[Any]]:
 
 
 def fixed_targets(
-    teachers: Sequence[dict[str, Tensor]], width: int, *, first_row: int = 0, temperature: float = 1.0
+    teachers: Sequence[dict[str, Tensor]], width: int | np.ndarray, *, first_row: int = 0, temperature: float = 1.0
 ) -> Any:
-    """A target source over tensors [rows·S, …] that begin at global row `first_row`, one dict per teacher."""
+    """A target source over tensors [N, …] that begin at global row `first_row`, one dict per teacher.
+
+    `width` is that of all rows, or of each row.
+    """
     from distill_rl.losses.targets import target_of
+
+    def start(row: int) -> int:
+        return row * width if isinstance(width, int) else int(width[:row].sum())
 
     @contextmanager
     def source(row: int, num_rows: int) -> Iterator[list[Any]]:
-        part = slice((row - first_row) * width, (row - first_row + num_rows) * width)
+        part = slice(start(row - first_row), start(row - first_row + num_rows))
         yield [target_of({n: t[part] for n, t in one.items()}, temperature) for one in teachers]
 
     return source

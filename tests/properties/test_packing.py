@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill_rl.config.facts import row_width
-from distill_rl.data.collate import BatchPlan, BatchSharding, Encoded, arrange, lay_out
-from distill_rl.data.packing import first_fit
+from distill_rl.data.collate import BatchPlan, BatchSharding, Encoded, arrange, divide, lay_out
+from distill_rl.data.packing import deal_by_length, first_fit
+from distill_rl.models.inputs import micro_batches
 from distill_rl.types import IGNORE_INDEX, TokenRows
 
 MAX_LENGTH = 24
@@ -101,6 +104,35 @@ def test_both_sides_hold_the_same_documents_in_each_row(data, encoded, plan):
         assert set(ours.input_ids[row, len(mine) :]) <= {PAD}
         found = list(dict.fromkeys(theirs.input_ids[row].tolist()))
         assert [id for id in found if id != PAD] == [i + 1 for i in indices if lengths[i]]
+
+
+@given(documents(), plans(), st.one_of(st.none(), st.integers(1, 3)))
+@settings(max_examples=200, deadline=None)
+def test_every_micro_batch_has_one_width_that_holds_its_labels(encoded, plan, units):
+    if units is not None:
+        plan = replace(plan, rows_per_sub_batch=units * plan.row_multiple)
+    members = arrange([encoded], [MAX_LENGTH], plan)
+    assert sorted(i for row in members for i in row) == list(range(len(encoded)))
+    rows = lay_out(encoded, plan, members)
+    for sharding in (plan.student, *plan.teachers):
+        labels = positions = 0
+        for part in chain(*divide(rows, sharding, plan, 0, 0)):
+            for _, micro_batch in micro_batches(part, sharding.micro_batch_size):
+                labels += np.count_nonzero(micro_batch.labels != IGNORE_INDEX)
+                positions += micro_batch.input_ids.size
+        assert labels == np.count_nonzero(rows.labels != IGNORE_INDEX)
+        assert positions == rows.num_positions <= rows.input_ids.size
+
+
+@given(st.lists(st.integers(0, 30), max_size=40), st.integers(1, 4), st.integers(1, 4))
+def test_dealing_by_length_balances_the_ranks(lengths, group, ranks):
+    dealt = [lengths[i] for i in deal_by_length(lengths, group, ranks)]
+    assert sorted(dealt) == sorted(lengths)
+    if len(lengths) % (group * ranks) == 0 and lengths:
+        parts = np.array(dealt).reshape(ranks, -1, group)
+        widths = parts.max(axis=2)  # of rank and place
+        assert (widths[:, :-1] >= widths[:, 1:]).all()
+        assert (widths[:, 1:].max(axis=0, initial=0) <= widths[:, :-1].min(axis=0, initial=31)).all()
 
 
 @given(documents(), plans())

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -32,6 +33,10 @@ class Worker:
     def hang(self):
         signal.pause()
 
+    def wait_for(self, path):
+        until(Path(path).exists, "the file")
+        return Path(path).name
+
     def after(self, ignored):
         return "ran"
 
@@ -58,6 +63,27 @@ def test_results_keep_the_order_of_the_calls(workers):
     assert calls.gather(
         [student.echo.remote(1), teacher.echo.remote(2), student.echo.remote(3)], what="x", timeout_s=60
     ) == [1, 2, 3]
+
+
+def test_a_wait_is_interrupted_for_other_calls(workers, tmp_path):
+    """A chain of calls, each made after the one before it has ended, takes no poll interval (0.25 s) per call."""
+    calls, student, teacher = workers
+    chain = [teacher.echo.remote(0)]
+
+    def make_the_next_call():
+        if len(chain) == 100:
+            (tmp_path / "done").touch()
+        elif calls.outcomes({chain[-1]: "big/dp0-tp0"}, what="y", timeout_s=60)[chain[-1]] == len(chain) - 1:
+            chain.append(teacher.echo.remote(len(chain)))
+
+    waiting = student.wait_for.remote(str(tmp_path / "done"))
+    assert calls.gather(
+        [waiting],
+        what="x",
+        timeout_s=12,
+        meanwhile=make_the_next_call,
+        also=lambda: chain[-1:] if len(chain) < 100 else [],
+    ) == ["done"]
 
 
 def test_gpu_out_of_memory_names_actor_phase_and_setting(workers):

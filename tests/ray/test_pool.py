@@ -1,4 +1,4 @@
-"""The aligner pool on real actors: equal rows for any pool size, and rows that cannot be aligned.
+"""The aligner pool on real actors: equal rows for any pool size, and rows and batches that cannot be aligned.
 
 Processes that are killed or hang: tests/faults/test_aligner_pool.py.
 """
@@ -14,15 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distill_rl.config.schema import Config, StudentConfig
+from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.collate import BatchPlan, BatchSharding
-from distill_rl.errors import AlignmentError, DataError
+from distill_rl.data.partition import LEAST_BYTES
+from distill_rl.errors import AlignmentError, DataError, WorkerError
 from distill_rl.types import BadRow, Cursor, DocumentBatch
 from distill_rl.workers.actors.aligner import AlignerWorker
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
 from distill_rl.workers.cluster.placement import place_actors, reserve
-from distill_rl.workers.pipeline.aligner_pool import AlignerPool, BadRows
+from distill_rl.workers.pipeline.aligner_pool import AlignerPool
+from distill_rl.workers.pipeline.bad_rows import BadRows
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.tokenizers import tiny_tokenizer
 
@@ -34,14 +36,25 @@ LENGTH = 64
 class Fragile(AlignerWorker):
     """An aligner with faults: the text of a document may tell the process that reads it to fail."""
 
-    def build(self, batch, skip=()):
-        for document in batch.documents:
+    def align(self, documents, skip=()):
+        if "log" in documents[0]:
+            with Path(documents[0]["log"]).open("a") as log:
+                log.write(f"{[document['row'] for document in documents]}\n")
+        self._spoilt = False
+        for document in documents:
             if document["row"] not in skip:
                 self._maybe_fail(document)
-        return super().build(batch, skip)
+        return super().align(documents, skip)
+
+    def assemble(self, index, cursor, *parts):
+        if self._spoilt:
+            raise RuntimeError("this batch cannot be assembled")
+        return super().assemble(index, cursor, *parts)
 
     def try_row(self, document):
         self._maybe_fail(document)
+        if document["text"] == "SPOILS":
+            raise RuntimeError("no batch with this row can be assembled")
         super().try_row(document)
 
     def _maybe_fail(self, document):
@@ -55,13 +68,19 @@ class Fragile(AlignerWorker):
         if word == "ONCE" and not Path(marker).exists():
             Path(marker).touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        if word.startswith("SPOILS"):
+            self._spoilt = True
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Config:
     folder = tmp_path_factory.mktemp("tokenizer")
-    tiny_tokenizer().save_pretrained(folder)
-    config = Config(student=StudentConfig(model=str(folder)))
+    tiny_tokenizer().save_pretrained(folder / "student")
+    tiny_tokenizer(600, seed=7).save_pretrained(folder / "teacher")
+    config = Config(
+        student=StudentConfig(model=str(folder / "student")),
+        teachers=[TeacherConfig(name="big", model=str(folder / "teacher"))],
+    )
     config.data.max_length = LENGTH
     return config
 
@@ -82,9 +101,10 @@ def open_pool(ray_cluster, config, tmp_path):
     groups, placements = [], []
 
     def open_pool(size: int, *, deadline_s: float = 60.0, budget: int = 2, data_format: str = "text") -> Opened:
-        plan = BatchPlan(BatchSharding(2, 1), (), LENGTH, packing=True, pad_id=2)
+        shardings = BatchSharding(2, 1), (BatchSharding(1, 2),)
+        plan = BatchPlan(*shardings, LENGTH, packing=True, pad_id=2, rows_per_sub_batch=2)
         calls = Calls(interrupted=lambda: None)
-        placing = place_actors(config, max(size, 1), gpus=False)
+        placing = place_actors(Config(student=config.student), max(size, 1), gpus=False)
         placement = reserve(placing, timeout_s=60, interrupted=lambda: None)
         placements.append(placement)
         group = WorkerGroup(
@@ -96,6 +116,7 @@ def open_pool(ray_cluster, config, tmp_path):
             config,
             data_format,
             plan,
+            (True,),
         )
         groups.append(group)
         if size:
@@ -103,12 +124,12 @@ def open_pool(ray_cluster, config, tmp_path):
             group.call("start", what="starting", timeout_s=60)
         local = None
         if not size:
-            local = Fragile(0, config, data_format, plan)
+            local = Fragile(0, config, data_format, plan, (True,))
             local.start()
         listed = tmp_path / "bad_rows.jsonl"
         settings = deepcopy(config)
         settings.aligner.deadline_s, settings.ray.start_timeout_s = deadline_s, 60.0
-        pool = AlignerPool(group, calls, settings, local=local, num_parts=2, bad_rows=BadRows(listed, budget))
+        pool = AlignerPool(group, calls, settings, local=local, num_ranks=3, bad_rows=BadRows(listed, budget))
         return Opened(pool, group, listed)
 
     yield open_pool
@@ -118,28 +139,36 @@ def open_pool(ray_cluster, config, tmp_path):
         placement.__exit__(None, None, None)
 
 
-def batch(index: int, texts: dict[int, str] | None = None) -> DocumentBatch:
-    """A batch of eight documents. `texts` replaces the text of some rows."""
+def batch(index: int, texts: dict[int, str] | None = None, **more: str) -> DocumentBatch:
+    """A batch of eight documents, large enough to be cut into eight parts. `texts` replaces the text of some rows."""
     rows = [(8 * index + i, row["text"]) for i, row in enumerate(corpus_rows(8, seed=index))]
-    documents = tuple({"row": row, "text": (texts or {}).get(row, text)} for row, text in rows)
+    size = {"not read": "x" * LEAST_BYTES} | more
+    documents = tuple({"row": row, "text": (texts or {}).get(row, text)} | size for row, text in rows)
     return DocumentBatch(index, documents, Cursor(0, 8 * index + 8))
 
 
 def settled(opened: Opened, *batches: DocumentBatch):
-    """(BatchInfo, parts) of each batch; all batches are submitted before the first is awaited."""
+    """(BatchInfo, rows of every rank) of each batch; all batches are submitted before the first is awaited."""
     import ray
 
     pending = [opened.pool.submit(batch) for batch in batches]
-    return [(opened.pool.settle(alignment)[0], ray.get(alignment.parts, timeout=60)) for alignment in pending]
+    return [(opened.pool.settle(alignment), ray.get(alignment.rows, timeout=60)) for alignment in pending]
 
 
 def assert_same(results, wanted) -> None:
     assert len(results) == len(wanted)
-    for (info, parts), (other, others) in zip(results, wanted):
-        assert (info.index, info.num_labels, info.num_tokens) == (other.index, other.num_labels, other.num_tokens)
-        for part, same in zip(parts, others, strict=True):
-            for name in ("input_ids", "labels", "position_ids"):
-                assert np.array_equal(getattr(part.rows, name), getattr(same.rows, name))
+    for (info, ranks), (other, others) in zip(results, wanted):
+        assert replace(info, seconds=0.0, peak_gib=0.0) == replace(other, seconds=0.0, peak_gib=0.0)
+        assert len(ranks) == len(others) == 3
+        for rank, same_rank in zip(ranks, others):
+            for part, same in zip(rank, same_rank, strict=True):
+                assert (part.index, part.first_row, part.num_labels) == (same.index, same.first_row, same.num_labels)
+                for name in ("input_ids", "labels", "position_ids"):
+                    assert np.array_equal(getattr(part.rows, name), getattr(same.rows, name))
+                for chunks, same_chunks in zip(part.chunks, same.chunks, strict=True):
+                    assert np.array_equal(chunks.student, same_chunks.student)
+                    assert np.array_equal(chunks.teacher, same_chunks.teacher)
+                    assert chunks.num_chunks == same_chunks.num_chunks > 0
 
 
 @pytest.fixture
@@ -147,9 +176,44 @@ def wanted(open_pool):
     return settled(open_pool(0), *(batch(index) for index in range(5)))
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 5])
 def test_pool_size_changes_no_row(open_pool, wanted, size):
-    assert_same(settled(open_pool(size), *(batch(index) for index in range(5))), wanted)
+    opened = open_pool(size)
+    assert_same(settled(opened, *(batch(index) for index in range(5))), wanted)
+    assert opened.pool.queue == 0
+    assert opened.pool.awaited() == []
+
+
+def test_a_batch_is_cut_over_all_aligners(open_pool, tmp_path):
+    settled(open_pool(3), batch(0, log=str(tmp_path / "log")))
+    assert sorted((tmp_path / "log").read_text().splitlines()) == ["[0, 1, 2]", "[3, 4]", "[5, 6, 7]"]
+
+
+def test_a_killed_aligner_costs_only_its_part(open_pool, tmp_path):
+    texts = {3: f"ONCE {tmp_path / 'marker'}"}
+    opened = open_pool(3)
+    before = pids(opened.group)
+    settled(opened, batch(0, texts, log=str(tmp_path / "log")))
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert sorted(lines) == ["[0, 1, 2]", "[3, 4]", "[3, 4]", "[5, 6, 7]"]
+    assert len(set(pids(opened.group)) & set(before)) == 3, "one has gone; pids() lists it still"
+    assert opened.pool.restarts == 1
+
+
+def test_a_row_that_spoils_its_batch_is_left_out(open_pool):
+    opened = open_pool(1)
+    results = settled(opened, batch(0, {5: "SPOILS"}), batch(1))
+    assert opened.listed.read_text().count("no batch with this row") == 1
+    assert_same(results, settled(open_pool(0), batch(0, {5: "SPOILS"}), batch(1)))
+
+
+def test_a_batch_that_fails_ends_the_run_after_those_before_it(open_pool):
+    opened = open_pool(1)
+    pending = [opened.pool.submit(each) for each in (batch(0), batch(1, {9: "SPOILS always"}), batch(2))]
+    infos = [opened.pool.settle(each) for each in (pending[0], pending[2])]
+    assert [info.index for info in infos] == [0, 2]
+    with pytest.raises(WorkerError, match="assembling batch 2 failed; got RuntimeError: this batch cannot"):
+        opened.pool.settle(pending[1])
 
 
 @pytest.mark.parametrize("size", [0, 1])

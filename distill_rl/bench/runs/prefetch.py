@@ -1,14 +1,18 @@
-"""What prefetching saves: how long a step waits for alignment at prefetch.depth 0 and 1.
+"""What prefetching and more aligners save: how long a step waits for alignment.
+
+At prefetch.depth 0 and 1 with one aligner; and with 1, 2 and 4 aligners, which share the work on each batch, at depth 0,
+where nothing else hides it. More aligners than free cores save nothing.
 
 Trains two tokenizers and writes two random models to a temporary folder, with documents of random words, numbers and
 punctuation. Like web pages, the documents are several times longer than `data.max_length`: a whole document is
 tokenised and aligned on both sides, but only its beginning is trained on. The real command line trains on them once per
-depth, and the waits are read from the metrics of the runs.
+case, and the waits are read from the metrics of the runs.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,6 +21,7 @@ from distill_rl.bench import harness
 from distill_rl.bench.material import train_tokenizer, write_config, write_llama, write_texts
 
 DEPTHS = (0, 1)
+WORKERS = (1, 2, 4)
 LEAST_AT_0, MOST_AT_1 = 0.20, 0.02
 """Smallest share of a step spent waiting for alignment at depth 0, and largest share at depth 1."""
 WARM_UP = 5
@@ -39,23 +44,33 @@ def write_material(root: Path, *, rows: int, words_per_row: int, length: int) ->
         tokenizer.save_pretrained(root / name)
 
 
-def configuration(root: Path, depth: int, **sizes: Any) -> Path:
+def configuration(root: Path, depth: int, workers: int = 1, **sizes: Any) -> Path:
     """Writes the configuration of a run with prefetch.depth = `depth` and returns its path.
 
     Args:
+        workers: aligners.
         sizes: `steps`, `batch` and `length`; a micro-batch is the whole batch.
     """
-    return write_config(root, f"depth-{depth}", micro_batch=sizes["batch"], **sizes, prefetch={"depth": depth})
+    name = f"depth-{depth}-workers-{workers}"
+    return write_config(
+        root,
+        name,
+        micro_batch=sizes["batch"],
+        **sizes,
+        prefetch={"depth": depth},
+        aligner={"workers": workers},
+    )
 
 
-def run(root: Path, depth: int, **sizes: int) -> dict[str, Any]:
-    """Trains at one depth; returns what `waits` reads from its metrics. Raises SystemExit if the run fails.
+def run(root: Path, depth: int, workers: int = 1, **sizes: int) -> dict[str, Any]:
+    """Trains in one case; returns what `waits` reads from its metrics. Raises SystemExit if the run fails.
 
     Args:
-        sizes: as in `configuration`.
+        depth, workers, sizes: as in `configuration`.
     """
-    folder = root / "runs" / f"depth-{depth}"
-    harness.train(configuration(root, depth, **sizes), folder, environment=harness.ONE_THREAD)
+    path = configuration(root, depth, workers, **sizes)
+    folder = root / "runs" / path.stem
+    harness.train(path, folder, environment=harness.ONE_THREAD)
     return waits(folder / "metrics.jsonl")
 
 
@@ -78,21 +93,34 @@ def waits(metrics: Path) -> dict[str, Any]:
     }
 
 
-def measure(folder: Path, *, steps: int = 60, batch: int = 16, length: int = 128, words: int = 1500) -> dict[str, Any]:
-    """Run both depths on the same material; `same_losses` says whether their losses are equal bit for bit.
+def measure(
+    folder: Path, *, steps: int = 60, batch: int = 16, length: int = 128, words: int = 1500, long_words: int = 2700
+) -> dict[str, Any]:
+    """Runs all cases; `same_losses` says whether the losses on the same material are equal bit for bit.
 
     Args:
         steps: optimizer steps per run.
         batch: documents per step.
         length: tokens trained on per document.
-        words: words per document.
+        words: words per document at the two depths.
+        long_words: words per document for 1, 2 and 4 aligners; 2700 are about 4,000 tokens.
     """
     sizes = {"steps": steps, "batch": batch, "length": length}
-    write_material(folder, rows=4 * batch, words_per_row=words, length=length)
-    depths = {str(depth): run(folder, depth, **sizes) for depth in DEPTHS}
-    losses = [figures.pop("losses") for figures in depths.values()]
-    workload = sizes | {"words_per_document": words}
-    return {"depths": depths, "same_losses": losses[0] == losses[1], "workload": workload}
+    depths = _compare(folder / "depths", {str(depth): (depth, 1) for depth in DEPTHS}, words, sizes)
+    workers = _compare(folder / "workers", {str(count): (0, count) for count in WORKERS}, long_words, sizes)
+    losses = [[figures.pop("losses") for figures in cases.values()] for cases in (depths, workers)]
+    same_losses = all(run_losses == cases[0] for cases in losses for run_losses in cases)
+    workload = sizes | {"words_per_document": words, "words_per_long_document": long_words}
+    return {"depths": depths, "workers": workers, "same_losses": same_losses, "workload": workload}
+
+
+def _compare(
+    root: Path, cases: Mapping[str, tuple[int, int]], words: int, sizes: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
+    """Runs all cases, each a depth and a number of aligners, on documents of `words` words; returns what `run` does."""
+    root.mkdir()
+    write_material(root, rows=4 * sizes["batch"], words_per_row=words, length=sizes["length"])
+    return {name: run(root, depth, workers, **sizes) for name, (depth, workers) in cases.items()}
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:
@@ -104,7 +132,7 @@ def verdict(figures: dict[str, Any]) -> list[str]:
             f"depth 0 waits {at_0:.1%} of a step for alignment; must be at least {LEAST_AT_0:.0%} to show a difference",
         ),
         (at_1 >= MOST_AT_1, f"depth 1 waits {at_1:.1%} of a step for alignment; must be below {MOST_AT_1:.0%}"),
-        (not figures["same_losses"], "the losses of the two depths differ"),
+        (not figures["same_losses"], "the losses depend on depth or workers"),
     )
 
 

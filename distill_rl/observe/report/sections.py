@@ -40,6 +40,7 @@ TITLES = {
     "transport/teacher_wait": "Share of the step spent waiting for teachers",
     "transport/slot_occupancy": "Share of the teachers' slots in use",
     "align/labelled": "Share of tokens with a label",
+    "align/efficiency": "Share of positions that hold a token",
     "align/tokens": "Tokens per step",
     "align/queue": "Batches waiting for an aligner",
 }
@@ -55,7 +56,8 @@ CAPTIONS = {
 LINEAR = {
     *("Learning rate", "Tokens per second", ALIGNMENT, SCORE, CUT, "Faults (cumulative)"),
     *(SPLITS["top1_agreement"], SPLITS["acceptance"], TITLES["transport/teacher_wait"]),
-    *(TITLES["transport/slot_occupancy"], TITLES["align/labelled"], *WORKERS.values()),
+    *(TITLES["transport/slot_occupancy"], TITLES["align/labelled"], TITLES["align/efficiency"]),
+    *WORKERS.values(),
 }
 EXACT = (
     "validation/",

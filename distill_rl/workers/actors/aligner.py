@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import replace
-from typing import Any
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -18,11 +19,24 @@ from distill_rl.types import Cursor, DocumentBatch
 from distill_rl.workers.actors.rank import Worker
 from distill_rl.workers.cluster.gauges import Gauges
 
+if TYPE_CHECKING:
+    from distill_rl.data.document_aligner import AlignedDocuments
+
+
+@dataclass(frozen=True, slots=True)
+class AlignerUse:
+    """What a call of `align` took."""
+
+    seconds: float
+    peak_gib: float
+    """The most memory that the aligner has held so far."""
+
 
 class AlignerWorker(Worker):
     """Tokenises documents, aligns them with teachers of another tokenizer, and lays them out in rows.
 
-    Its only state is tokenizers, so any aligner gives the same rows for a batch.
+    `align` does the documents of a part of a batch, `assemble` the rows of the batch from all of its parts. Its only
+    state is tokenizers, so any aligner gives the same.
 
     Args:
         config: the run's settings.
@@ -38,7 +52,7 @@ class AlignerWorker(Worker):
         self._gauges = Gauges(config.run.name)
 
     def start(self) -> None:
-        """Loads the tokenizers and prepares the aligners; called once, before `build` and `try_row`.
+        """Loads the tokenizers and prepares the aligners; called once, before all else.
 
         In an actor to which Ray assigned a GPU, sets CUDA_VISIBLE_DEVICES to that GPU alone.
 
@@ -75,31 +89,47 @@ class AlignerWorker(Worker):
             teachers.append(teacher)
         self._builder = BatchBuilder(tokenization, self._plan, teachers)
 
-    def build(self, batch: DocumentBatch, skip: Collection[int] = ()) -> tuple[Any, ...]:
-        """Tokenises a batch, aligns it with teachers of other tokenizers, and lays it out as token rows for every rank.
-
-        Also updates this actor's gauges. Needs `start`.
+    def align(
+        self, documents: Sequence[Mapping[str, Any]], skip: Collection[int] = ()
+    ) -> tuple[AlignerUse, AlignedDocuments]:
+        """Tokenises documents and aligns them with teachers of other tokenizers. Needs `start`.
 
         Args:
+            documents: of a batch, or of a part of one.
             skip: row numbers in the data set of documents to leave out; they count as empty.
 
         Returns:
-            The BatchInfo (a summary, with the documents that could not be aligned); then the student's RankBatches,
-            sub-batch by sub-batch with one per data-parallel rank; then the same for each running teacher in turn.
+            What it took, for the driver; the documents, for `assemble`.
 
         Raises:
             DataError: a document that the user has to fix.
         """
-        info, student, teachers = self._builder.build(batch, skip)
-        self._gauges.set("aligner_seconds", info.seconds)
+        began = time.perf_counter()
+        aligned = self._builder.align(documents, skip)
+        seconds = time.perf_counter() - began
+        self._gauges.set("aligner_seconds", seconds)
+        self._gauges.add("aligner_tokens", sum(len(document.input_ids) for document in aligned.encoded))
+        return AlignerUse(seconds, peak_gib()), aligned
+
+    def assemble(self, index: int, cursor: Cursor, *parts: AlignedDocuments) -> tuple[Any, ...]:
+        """Lays a batch out as token rows for every rank. Needs `start`.
+
+        Args:
+            index, cursor: of the batch.
+            parts: what `align` returned for all of its documents, in order.
+
+        Returns:
+            The BatchInfo (a summary, with the documents that could not be aligned); then for each data-parallel rank of
+            the student its RankBatches, one per sub-batch; then the same for each running teacher in turn.
+        """
+        info, student, teachers = self._builder.assemble(index, cursor, parts)
         self._gauges.add("aligner_rows", info.num_rows)
-        self._gauges.add("aligner_tokens", info.num_tokens)
-        return replace(info, peak_gib=peak_gib()), *student, *(part for teacher in teachers for part in teacher)
+        return replace(info, peak_gib=peak_gib()), *student, *(rank for teacher in teachers for rank in teacher)
 
     def try_row(self, document: Mapping[str, Any]) -> None:
-        """Builds a batch of this document alone and discards it, to test whether the document makes `build` fail.
+        """Builds a batch of this document alone and discards it, to test whether it makes `align` or `assemble` fail.
 
-        Returns normally if it does not; otherwise raises, dies or hangs as `build` does.
+        Returns normally if it does not; otherwise raises, dies or hangs as they do.
         """
         self._builder.build(DocumentBatch(0, (document,), Cursor()))
 

@@ -105,7 +105,7 @@ class StudentWorker(RankWorker):
                 raise TransportError(f"transport {handle.transport}", "the probe must arrive as it was sent")
 
     def train(
-        self, batch: RankBatch, sub_batch: int, last: bool, teacher_sizes: Sequence[int], *published: Published
+        self, rows: Sequence[RankBatch], sub_batch: int, last: bool, teacher_sizes: Sequence[int], *published: Published
     ) -> dict[str, Metric] | Retryable:
         """Accumulates the gradient of one sub-batch, and takes the optimizer step after the last one.
 
@@ -113,8 +113,8 @@ class StudentWorker(RankWorker):
         a teacher that dies later does no harm, and one that died earlier leaves all ranks unchanged.
 
         Args:
-            batch: this rank's rows of the sub-batch.
-            sub_batch: counted from 0. It is not run unless it follows the last one that was run.
+            rows: this rank's, of all sub-batches.
+            sub_batch: index of the one to train on. It is not run unless it follows the last one that was run.
             last: whether it is the last sub-batch of the batch.
             teacher_sizes: how many of `published` belong to each teacher; 0 for a teacher that was lost.
             published: what all teachers published, one entry per replica, teacher by teacher.
@@ -124,6 +124,7 @@ class StudentWorker(RankWorker):
             a Retryable if nothing was done, because the sub-batch is not the one that is due or a rank cannot read its
             targets.
         """
+        batch = rows[sub_batch]
         if sub_batch != self._next_sub_batch:
             return Retryable(
                 f"sub-batch {sub_batch} of batch {batch.index} came when sub-batch {self._next_sub_batch} was due"
@@ -179,14 +180,15 @@ class StudentWorker(RankWorker):
         return measured
 
     def evaluate(
-        self, batch: RankBatch, sub_batch: int, last: bool, teacher_sizes: Sequence[int], *published: Published
+        self, rows: Sequence[RankBatch], sub_batch: int, last: bool, teacher_sizes: Sequence[int], *published: Published
     ) -> dict[str, Metric] | Retryable:
         """Returns the validation losses (KD and CE) of a sub-batch, computed without a gradient.
 
         A Retryable if a rank cannot read its targets.
 
-        The arguments are those of `train`; `sub_batch` and `last` are ignored.
+        The arguments are those of `train`; `last` is ignored.
         """
+        batch = rows[sub_batch]
         targets = self._fetched_targets(teacher_sizes, published)
         with ExitStack() as opened:
             if problem := self._open(targets, batch, opened):

@@ -110,13 +110,15 @@ class TeacherWorker(RankWorker):
         """
         return self._ring.publish(Slot(0, FIRST_GENERATION), probe_tensors(self._world.device), PROBE_LAYOUT)
 
-    def forward(self, batch: RankBatch, slots: Sequence[Slot]) -> Published:
+    def forward(self, rows: Sequence[RankBatch], sub_batch: int, slots: Sequence[Slot]) -> Published:
         """Computes the targets of this replica's rows of a sub-batch, and publishes each micro-batch in a slot.
 
         All ranks of a replica must be called with the same arguments; only the first one publishes.
 
         Args:
-            slots: at least as many as `batch` has micro-batches; no reader may still use them.
+            rows: this replica's, of all sub-batches.
+            sub_batch: the index of the one to compute.
+            slots: at least as many as it has micro-batches; no reader may still use them.
 
         Returns:
             On the first rank the handles, times, sizes and the sum of scores; on the others an empty Published.
@@ -124,16 +126,17 @@ class TeacherWorker(RankWorker):
         import torch
 
         start = time.perf_counter()
+        batch = rows[sub_batch]
         replica, size = self._rank // self._teacher.parallel.tp, batch.rows.shape[0]
         # First row and number of rows of the whole sub-batch, of which every replica has `size` rows.
-        sub_batch = (batch.first_row - replica * size, size * self._teacher.parallel.dp)
+        whole = (batch.first_row - replica * size, size * self._teacher.parallel.dp)
         handles, publish_s = [], 0.0
         for i, (layout, tensors) in enumerate(self._engine.forward(batch)):
             if self._world.tp_rank:
                 continue
             began = time.perf_counter()
             parallel = self._config.student.parallel
-            readers = readers_of(layout, *sub_batch, dp=parallel.dp, tp=parallel.tp)
+            readers = readers_of(layout, *whole, dp=parallel.dp, tp=parallel.tp)
             handles.append(self._ring.publish(slots[i], tensors, replace(layout, readers=readers)))
             publish_s += time.perf_counter() - began
         if self._world.device.type == "cuda":  # otherwise only the launch would be timed

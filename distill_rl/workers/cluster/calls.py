@@ -75,7 +75,8 @@ class Calls:
         *,
         what: str,
         timeout_s: float,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[], object] | None = None,
+        also: Callable[[], Sequence[ray.ObjectRef]] = tuple,
     ) -> list[Any]:
         """Waits for calls and returns their results in order; fails at the first call that fails.
 
@@ -86,6 +87,8 @@ class Calls:
             what: what is waited for, for messages (`step 12`).
             timeout_s: for all calls together, in seconds; time spent in `meanwhile` does not count.
             meanwhile: called at every poll; an exception from it ends the wait.
+            also: returns further calls, the end of which brings the next poll forward. `meanwhile` must handle those
+                that have ended, so that they are not returned again.
 
         Raises:
             Overdue: some have not finished within `timeout_s`.
@@ -94,7 +97,7 @@ class Calls:
                 called.
         """
         names = calls if isinstance(calls, Mapping) else dict.fromkeys(calls, "")
-        for done, pending in self._until_done(names, what, timeout_s, meanwhile):
+        for done, pending in self._until_done(names, what, timeout_s, meanwhile, also):
             if errors := _errors_of(done):
                 raise self._blame(errors | self._errors_within_grace(pending), names, what)
         return ray.get(list(names), timeout=max(timeout_s, _FETCH_S))
@@ -115,7 +118,8 @@ class Calls:
         names: Mapping[ray.ObjectRef, str],
         what: str,
         timeout_s: float,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[], object] | None = None,
+        also: Callable[[], Sequence[ray.ObjectRef]] = tuple,
     ) -> Iterator[tuple[Sequence[ray.ObjectRef], Sequence[ray.ObjectRef]]]:
         """Yields, at every poll, the calls that have ended since the last poll and those that have not, until all have.
 
@@ -127,7 +131,11 @@ class Calls:
         pending, start = list(names), time.monotonic()
         reported = start
         while pending:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S, fetch_local=False)
+            others, timeout = also(), _POLL_S
+            if others:
+                ray.wait([*pending, *others], num_returns=1, timeout=timeout, fetch_local=False)
+                timeout = 0
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=timeout, fetch_local=False)
             self.interrupted()
             yield done, pending
             if not pending:
@@ -143,6 +151,35 @@ class Calls:
                 if now - reported > self.report_after_s:
                     reported = now
                     self.monitor.report(waited_for, what, now - start, timeout_s)
+
+    def until(
+        self,
+        finished: Callable[[], bool],
+        meanwhile: Callable[[], object],
+        also: Callable[[], Sequence[ray.ObjectRef]],
+        *,
+        what: str,
+        actors: Collection[str],
+        timeout_s: float,
+    ) -> None:
+        """Calls `meanwhile` at every poll until `finished` returns True; the rest is as for `gather`, without a deadline.
+
+        Args:
+            actors: names of those that work on it, for the log.
+            timeout_s: the deadline of each of their calls, for the log; `meanwhile` has to enforce it.
+        """
+        start = reported = time.monotonic()
+        while not finished():
+            if calls := also():
+                ray.wait(list(calls), num_returns=1, timeout=_POLL_S, fetch_local=False)
+            else:
+                time.sleep(_POLL_S)
+            self.poll()
+            meanwhile()
+            now = time.monotonic()
+            if self.monitor is not None and now - reported > self.report_after_s:
+                reported = now
+                self.monitor.report(actors, what, now - start, timeout_s)
 
     def poll(self) -> None:
         """Polls signals and worker health, for callers with their own wait loop."""

@@ -1,12 +1,17 @@
-"""The aligner actors as one pool: they take batches in turn, results keep their order, and no single row ends a run.
+"""The aligner actors as one pool: all of them work on one batch, results keep their order, and no row ends a run.
 
-`submit` returns references at once. `settle` waits for a batch and retries what fails, in this order:
+A batch is cut into contiguous parts of about as much text, one per aligner (`data.partition.cut`). Each part is one
+call, `align`; once all parts of a batch are aligned, one more call lays out its rows, `assemble`. Which aligner makes a
+call depends on the load, but its result does not, so that a batch has the same rows for any number of aligners.
 
-1. The batch is aligned. Batch t belongs to aligner t mod N, whatever the depth or the load.
-2. If the aligner raises, dies or overruns its deadline, the batch is aligned once more. An aligner that died or hangs
-   is replaced first; one that merely raised is kept.
-3. If that fails too, its rows are tried one by one. Rows that fail on their own are recorded as bad, within
-   `aligner.max_bad_rows`, and the batch is aligned without them.
+An aligner has one call at a time, and the others wait here, earlier batches first. So a call's deadline counts from when
+it was made, and an aligner that dies or hangs takes nothing with it but its call:
+
+1. If a call raises, dies or overruns its deadline, it is made once more, by whichever aligner is free. An aligner that
+   died or hangs is replaced first; one that merely raised is kept.
+2. If it fails again, its rows are tried one by one. Rows that fail on their own are recorded as bad, within
+   `aligner.max_bad_rows`, and the call is made without them; before an `assemble`, all parts are aligned again.
+3. If it fails a third time, so does the batch.
 
 Without actors the driver aligns in its own process, in the same order; deaths and deadlines cannot be handled there.
 
@@ -15,98 +20,73 @@ Consumes: batches. Waits for: the aligners, in `settle`. Unblocked by: their res
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections import Counter
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
 
 from distill_rl.config.schema import Config
-from distill_rl.errors import AlignmentError, DistillError, WorkerError
+from distill_rl.data.partition import cut
+from distill_rl.errors import DistillError
 from distill_rl.types import BadRow, BatchInfo, DocumentBatch
+from distill_rl.workers.actors.aligner import AlignerUse
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
+from distill_rl.workers.pipeline.aligner_recovery import AlignerRecovery
+from distill_rl.workers.pipeline.bad_rows import BadRows, LeftOutLog
 from distill_rl.workers.pipeline.sub_batch import PendingBatch
 
 log = logging.getLogger(__name__)
 
 
-class BadRows:
-    """Rows left out of the run: listed in a file, and never more of them than the budget.
+@dataclass(eq=False)
+class _Task:
+    """Work on a batch that one call of an aligner does: `align` for a part of the batch, or `assemble` for all of it."""
 
-    Raises:
-        AlignmentError: an earlier part of the run has listed more than the budget.
-    """
+    batch: _Alignment
+    documents: Sequence[Mapping[str, Any]]
+    is_part: bool
+    failures: int = 0
+    use: AlignerUse | None = None
+    """What the part took, once it is aligned."""
+    aligned: Any = None
+    """Reference to the aligned documents of the part."""
 
-    def __init__(self, path: Path, budget: int):
-        """Reads the rows that earlier parts of the run have listed in `path`, if it exists.
-
-        Args:
-            path: JSON lines with source, row and reason; rows are appended to it.
-            budget: most rows that may be listed.
-
-        Raises:
-            AlignmentError: more than the budget are listed already.
-        """
-        self._path, self._budget = path, budget
-        self.rows: set[tuple[str, int]] = set()
-        """(`train` or `validation`, row)"""
-        for line in path.read_text("utf-8").splitlines(keepends=True) if path.exists() else ():
-            if line.endswith("\n"):  # a line that a kill cut off is ignored: its row will be found and listed again
-                entry = json.loads(line)
-                if "stage" not in entry:  # rows that the data left out have a budget of their own
-                    self.rows.add((entry["source"], entry["row"]))
-        self._check("see there")
-
-    def of(self, batch: DocumentBatch) -> tuple[int, ...]:
-        """Returns the row numbers of this batch that are known to be bad, sorted."""
-        return tuple(sorted({row for source, row in self.rows if source == batch.source} & set(batch.row_numbers)))
-
-    def add(self, source: str, bad: BadRow) -> None:
-        """Lists a row as left out, in the file and in memory, and logs why. Does nothing if it is listed already.
-
-        Args:
-            source: `train` or `validation`.
-
-        Raises:
-            AlignmentError: more rows than the budget are now listed. The row is listed all the same.
-        """
-        if (source, bad.row) in self.rows:
-            return
-        self.rows.add((source, bad.row))
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"source": source, "row": bad.row, "reason": bad.reason[:500]}) + "\n")
-        log.warning("row %d (%s) is left out: %s", bad.row, source, bad.reason)
-        self._check(f"the last: {bad.reason}")
-
-    def _check(self, detail: str) -> None:
-        """Raises an AlignmentError if more rows are listed than the budget allows; `detail` ends its message."""
-        if len(self.rows) > self._budget:
-            rule = f"no more than aligner.max_bad_rows={self._budget} may be left out"
-            remedy = f"fix or remove the rows listed in {self._path}, or raise aligner.max_bad_rows"
-            raise AlignmentError("data rows that cannot be aligned", rule, f"{len(self.rows)}, {detail}", remedy)
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"{'aligning' if self.is_part else 'assembling'} batch {self.batch.pending.documents.index + 1}"
 
 
-class LeftOutLog:
-    """Says what chat templates leave out of the documents: once per part, and again each time it is ten times as many."""
+class _Alignment:
+    """The work on a batch that is to be aligned, in as many parts as `parts` has slices of its documents."""
 
-    def __init__(self) -> None:
-        self._documents: Counter[str] = Counter()
+    def __init__(self, pending: PendingBatch, order: int, parts: Sequence[slice]):
+        documents = pending.documents.documents
+        self.pending, self.order, self.closed = pending, order, False
+        """`order` counts batches as they are submitted; `closed` is True once the batch is aligned or has failed."""
+        self.parts = [_Task(self, documents[part], is_part=True) for part in parts]
+        self.assembly: _Task | None = _Task(self, documents, is_part=False)
 
-    def add(self, source: str, info: BatchInfo) -> None:
-        """Counts what was left out of one batch of `train` or `validation` documents, and logs what is due."""
-        for part in info.left_out:
-            before = self._documents[part.what]
-            self._documents[part.what] = count = before + part.documents
-            if not before:
-                log.warning("chats are read without %s, for instance row %d (%s)", part.what, part.row, source)
-            elif len(str(count)) > len(str(before)):
-                log.warning("chats are read without %s: %d so far", part.what, count)
+    def close(self, error: DistillError | None) -> None:
+        """Notes that the batch is aligned, or failed with `error`, and drops the references to its parts."""
+        self.closed, self.pending.error = True, error
+        self.parts, self.assembly = [], None  # tasks refer to this object: the circle would live until Python finds it
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call that an aligner is making: the only one it has."""
+
+    task: _Task
+    results: Sequence[ray.ObjectRef]
+    """What the driver reads comes first."""
+    since: float
+    """`time.monotonic()` of the call."""
 
 
 class AlignerPool:
@@ -115,110 +95,189 @@ class AlignerPool:
     Args:
         group: the actors. If it is empty, `local` does the work in this process.
         local: an object with the methods of `AlignerWorker`, for an empty group.
-        num_parts: number of values that `build` returns besides its BatchInfo.
+        num_ranks: data-parallel ranks of the student and of all teachers together.
     """
 
     def __init__(
-        self, group: WorkerGroup, calls: Calls, config: Config, *, local: Any = None, num_parts: int, bad_rows: BadRows
+        self, group: WorkerGroup, calls: Calls, config: Config, *, local: Any = None, num_ranks: int, bad_rows: BadRows
     ):
         self._group, self._calls, self._config, self._local = group, calls, config, local
-        self._num_parts, self._bad_rows, self.restarts = num_parts, bad_rows, 0
-        self._left_out = LeftOutLog()
+        self._num_ranks, self._bad_rows, self._left_out = num_ranks, bad_rows, LeftOutLog()
+        self._recovery = AlignerRecovery(group, calls, config, bad_rows)
         self._deadline_s = config.aligner.deadline_s
-        self.unsettled: list[PendingBatch] = []
-        """Batches whose alignment nobody has waited for yet, in the order of submission."""
+        self._submitted = 0
+        self._unfinished: list[_Alignment] = []
+        self._tasks: list[_Task] = []
+        """Not called yet."""
+        self._running: dict[int, _Call] = {}
+        """By rank of the aligner."""
+        self._idle = deque(range(len(group.actors)))
+        """Ranks of the aligners without a call, the one that has been idle for longest first."""
+        self._aligned: list[PendingBatch] = []
+        """Batches that `advance` has not returned yet."""
 
     @property
-    def names(self) -> list[str]:
-        return self._group.names or ["driver"]
+    def restarts(self) -> int:
+        """Number of aligners that were replaced."""
+        return self._recovery.restarts
+
+    @property
+    def queue(self) -> int:
+        """Number of batches that the aligners have not finished."""
+        return len(self._unfinished)
+
+    def awaited(self) -> list[ray.ObjectRef]:
+        """Returns the calls that aligners are making; `advance` handles one when it has ended."""
+        return [call.results[0] for call in self._running.values()]
 
     def submit(self, batch: DocumentBatch) -> PendingBatch:
-        """Hands a batch to its aligner and returns at once, with references to the results.
+        """Hands a batch to the aligners and returns at once; its references appear when it is aligned.
 
-        `settle` must be called for it later. An empty pool does the work in this process before it returns, and
+        `advance` has to be called until then. An empty pool does the work in this process before it returns, and
         records rows that fail.
 
         Raises:
             DistillError: in an empty pool, the data need a fix by the user, or too many rows are bad.
         """
-        pending = PendingBatch(batch, batch.index % len(self.names), None, [])
-        self._build(pending)
-        self.unsettled.append(pending)
+        pending = PendingBatch(batch)
+        if not self._group.actors:
+            self._build_here(pending)
+            return pending
+        alignment = _Alignment(pending, self._submitted, cut(batch.documents, len(self._group.actors)))
+        self._submitted += 1
+        self._unfinished.append(alignment)
+        self._tasks += alignment.parts
+        self._hand_out()
         return pending
 
-    def overdue(self, pending: PendingBatch) -> bool:
-        """Returns whether a batch has been first in its aligner's queue, unfinished, for too long.
+    def advance(self) -> list[PendingBatch]:
+        """Takes in the calls that have ended or are late, recovers from failures, and gives idle aligners work.
 
-        That is longer than `aligner.deadline_s`.
-
-        The time counts from the first call that sees it there. For a batch that has been submitted and not settled;
-        False in an empty pool.
-        """
-        if not self._group.actors or _outcome(pending.info) != "unknown":
-            return False
-        for earlier in self.unsettled:
-            if earlier is pending:
-                break
-            if earlier.aligner == pending.aligner and _outcome(earlier.info) == "unknown":
-                return False  # the aligner has not come to this batch yet
-        if pending.first_in_line_since is None:
-            pending.first_in_line_since = time.monotonic()
-        return time.monotonic() - pending.first_in_line_since > self._deadline_s
-
-    @property
-    def queue(self) -> int:
-        """Number of batches that the aligners have not finished."""
-        infos = [pending.info for pending in self.unsettled]
-        return len(ray.wait(infos, num_returns=len(infos), timeout=0)[1]) if infos else 0
-
-    def settle(self, pending: PendingBatch) -> tuple[BatchInfo, bool]:
-        """Waits until a batch is aligned; after failures repeats it, and then leaves out the rows that fail.
-
-        The order is that at the top of this module.
-
-        New bad rows are recorded. Aligners that died or hang are replaced.
+        Does not wait, unless an aligner has to be replaced or rows have to be tried one by one. An error is not raised
+        here but by `settle` for its batch, because earlier batches can still be trained on.
 
         Returns:
-            The BatchInfo, and whether `pending.info` and `pending.parts` were replaced on the way, so that calls that
-            were given the old ones must be made again.
+            The batches that are aligned now and were not at the last call.
+        """
+        calls = self.awaited()
+        ended = set(ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)[0]) if calls else set()
+        for rank, call in list(self._running.items()):
+            late = time.monotonic() - call.since > self._deadline_s
+            if call.results[0] in ended or late:
+                del self._running[rank]
+                self._take_in(rank, call, ended=call.results[0] in ended)
+                self._idle.append(rank)
+        self._hand_out()
+        aligned, self._aligned = self._aligned, []
+        return aligned
+
+    def settle(self, pending: PendingBatch, advance: Callable[[], object] | None = None) -> BatchInfo:
+        """Waits until a batch is aligned, records its bad rows, and returns its BatchInfo.
+
+        Args:
+            advance: what to call in place of the method of that name, which it must call.
 
         Raises:
             DistillError: the data need a fix by the user, more rows are bad than the budget allows, or more aligners
                 were replaced than `faults.aligner_restarts`.
         """
-        what = f"aligning batch {pending.documents.index + 1}"
-        self.unsettled = [other for other in self.unsettled if other is not pending]
-        first_info = pending.info
-        info = self._attempt(pending, what)
-        if info is None:
-            log.warning("%s is tried once more", what)
-            self._build(pending)
-            info = self._attempt(pending, what)
-        if info is None:
-            log.warning("%s failed twice; its rows are tried one by one", what)
-            self._find_bad_rows(pending)
-            self._build(pending)
-            info = self._wait(pending, what)
-        for row in info.bad_rows:
-            self._bad_rows.add(pending.documents.source, row)
-        self._left_out.add(pending.documents.source, info)
-        return info, pending.info is not first_info
+        batch = pending.documents
+        self._calls.until(
+            lambda: bool(pending.info or pending.error or self._recovery.failure),
+            advance or self.advance,
+            self.awaited,
+            what=f"aligning batch {batch.index + 1}",
+            actors=self._group.names,
+            timeout_s=self._deadline_s,
+        )
+        if pending.info is None:
+            raise pending.error or self._recovery.failure or AssertionError(pending)
+        for row in pending.info.bad_rows:
+            self._bad_rows.add(batch.source, row)
+        self._left_out.add(batch.source, pending.info)
+        return pending.info
 
-    def _build(self, pending: PendingBatch) -> None:
-        """Calls the batch's aligner, without its known bad rows, and stores the new references in `pending`.
+    def _hand_out(self) -> None:
+        """Gives idle aligners the tasks that wait, those of earlier batches first."""
+        self._tasks.sort(key=lambda task: task.batch.order)  # stable: parts of a batch stay in order
+        while self._tasks and self._idle and self._recovery.failure is None:
+            self._call(self._idle.popleft(), self._tasks.pop(0))
 
-        In an empty pool the work is done here, and the references are to finished results.
-        """
-        batch, pending.first_in_line_since = pending.documents, None
-        if not self._group.actors:
-            pending.info, *pending.parts = [ray.put(part) for part in self._build_here(batch)]
+    def _call(self, rank: int, task: _Task) -> None:
+        """Calls an idle aligner on a task, without the rows that are known to be bad."""
+        actor, batch = self._group.actors[rank], task.batch.pending.documents
+        if task.is_part:
+            skip = self._bad_rows.of(batch.source, task.documents)
+            results = actor.align.options(num_returns=2).remote(task.documents, skip)
+        else:
+            parts = [part.aligned for part in task.batch.parts]
+            assemble = actor.assemble.options(num_returns=1 + self._num_ranks)
+            results = assemble.remote(batch.index, batch.cursor, *parts)
+        self._running[rank] = _Call(task, results, time.monotonic())
+
+    def _take_in(self, rank: int, call: _Call, *, ended: bool) -> None:
+        """Takes in the call of an aligner that has ended, or is late if not `ended`."""
+        task, name = call.task, self._group.names[rank]
+        try:
+            if not ended:
+                raise self._calls.late([name], task.what, self._deadline_s)
+            read = self._calls.gather({call.results[0]: name}, what=task.what, timeout_s=0.0)[0]
+        except DistillError as error:
+            self._fail(rank, call, error)
             return
-        pending.actor = self._group.actors[pending.aligner]
-        build = pending.actor.build.options(num_returns=1 + self._num_parts)
-        pending.info, *pending.parts = build.remote(batch, self._bad_rows.of(batch))
+        alignment = task.batch
+        if alignment.closed:
+            return  # another part has failed for good
+        if not task.is_part:
+            info = _total(read, [part.use for part in alignment.parts if part.use is not None])
+            self._close(alignment)
+            self._finish(alignment.pending, info, call.results[1:])
+            return
+        task.use, task.aligned = read, call.results[1]
+        if alignment.assembly is not None and all(part.aligned is not None for part in alignment.parts):
+            self._tasks.append(alignment.assembly)
 
-    def _build_here(self, batch: DocumentBatch) -> tuple[Any, ...]:
-        """Aligns a batch in this process and returns what `AlignerWorker.build` does.
+    def _fail(self, rank: int, call: _Call, error: DistillError) -> None:
+        """Recovers from a call that failed with `error`, so that the aligner works again; see the top of this module.
+
+        If that is not possible, the batch has failed.
+        """
+        task = call.task
+        try:
+            self._recovery.recover(rank, call.results[0], error)
+            if task.batch.closed:
+                return
+            task.failures += 1
+            if task.failures == 1:
+                log.warning("%s is tried once more", task.what)
+                self._tasks.append(task)
+            elif task.failures == 2:
+                log.warning("%s failed twice; its rows are tried one by one", task.what)
+                self._recovery.find_bad_rows(rank, task.batch.pending.documents.source, task.documents)
+                again = [task] if task.is_part else task.batch.parts
+                for part in again:
+                    part.aligned = None
+                self._tasks += again
+            else:
+                raise error
+        except DistillError as final:
+            self._close(task.batch, final)
+
+    def _close(self, alignment: _Alignment, error: DistillError | None = None) -> None:
+        """Ends the work on a batch: it is aligned, or failed with `error`, of several errors the first."""
+        if alignment.closed:
+            return
+        alignment.close(error)
+        self._unfinished.remove(alignment)
+        self._tasks = [task for task in self._tasks if task.batch is not alignment]
+
+    def _finish(self, pending: PendingBatch, info: BatchInfo, rows: Sequence[ray.ObjectRef]) -> None:
+        """Notes that a batch is aligned, with the references to the rows of every rank."""
+        pending.info, pending.rows = info, list(rows)
+        self._aligned.append(pending)
+
+    def _build_here(self, pending: PendingBatch) -> None:
+        """Aligns a batch in this process.
 
         If that fails, each row is tried alone, those that fail are recorded as bad, and the batch is aligned without
         them.
@@ -226,108 +285,31 @@ class AlignerPool:
         Raises:
             DistillError: the data need a fix by the user, or too many rows are bad.
         """
+        batch = pending.documents
         try:
-            return self._local.build(batch, self._bad_rows.of(batch))
+            return self._build_once(pending)
         except DistillError:
             raise
         except Exception as error:
             log.warning("aligning batch %d: %s: %s", batch.index + 1, type(error).__name__, error)
-        for document in self._not_known_bad(batch):
+        for document in self._bad_rows.others(batch.source, batch.documents):
             try:
                 self._local.try_row(document)
             except DistillError:
                 raise
             except Exception as error:
                 self._bad_rows.add(batch.source, BadRow(int(document["row"]), f"{type(error).__name__}: {error}"))
-        return self._local.build(batch, self._bad_rows.of(batch))
+        self._build_once(pending)
 
-    def _attempt(self, pending: PendingBatch, what: str) -> BatchInfo | None:
-        """Waits for a batch until its deadline. Returns its BatchInfo, or None after a failure that may be retried.
-
-        After None the aligner at the batch's index has been replaced if it died or hangs, so that it can work again.
-
-        Raises:
-            DistillError: a retry cannot help.
-        """
-        try:
-            return self._wait(pending, what)
-        except DistillError as error:
-            if _outcome(pending.info) == "done":  # it finished between the deadline and now
-                return ray.get(pending.info)
-            self._recover(pending, pending.info, error)
-            return None
-
-    def _wait(self, pending: PendingBatch, what: str) -> BatchInfo:
-        """Waits for a batch's BatchInfo and returns it.
-
-        The deadline counts from when `overdue` first saw the batch at the head of its aligner's queue, otherwise from
-        now.
-
-        Raises:
-            DistillError: the aligner raised, died or is late.
-        """
-        since = pending.first_in_line_since
-        waited_s = 0.0 if since is None else time.monotonic() - since
-        names = {pending.info: self.names[pending.aligner]}
-        return self._calls.gather(names, what=what, timeout_s=max(0.0, self._deadline_s - waited_s))[0]
-
-    def _recover(self, pending: PendingBatch, call: ray.ObjectRef, error: DistillError) -> None:
-        """Replaces the batch's aligner after `error` if it died or does not answer; otherwise does nothing.
-
-        Args:
-            call: the call that failed.
-
-        Raises:
-            DistillError: `error`, if the user has to fix its cause.
-            WorkerError: more aligners were replaced than `faults.aligner_restarts`.
-        """
-        if error.exit_code == 2:
-            raise error
-        log.warning("%s: %s; got %s", error.what, error.rule, error.value)
-        if _outcome(call) != "unknown" or self._group.actors[pending.aligner] is not pending.actor:
-            return  # it answered, so it is alive; or it has been replaced already
-        name = self._group.names[pending.aligner]
-        budget = f"faults.aligner_restarts={self._config.faults.aligner_restarts}"
-        if self.restarts >= self._config.faults.aligner_restarts:
-            rule = f"aligners may be replaced {budget} times"
-            raise WorkerError(name, rule, str(error), "fix what ends them, or raise it") from error
-        self.restarts += 1
-        log.warning("%s is replaced (%d of %s)", name, self.restarts, budget)
-        self._group.replace(pending.aligner, timeout_s=self._config.ray.start_timeout_s)
-
-    def _find_bad_rows(self, pending: PendingBatch) -> None:
-        """Tries each row that is not known to be bad on its own, and records those that fail.
-
-        Aligners that die or hang are replaced.
-
-        Raises:
-            DistillError: as for `settle`.
-        """
-        for document in self._not_known_bad(pending.documents):
-            row = int(document["row"])
-            calls = self._group.submit("try_row", document, ranks=[pending.aligner])
-            try:
-                self._calls.gather(calls, what=f"aligning row {row}", timeout_s=self._deadline_s)
-            except DistillError as error:
-                pending.actor = self._group.actors[pending.aligner]
-                self._recover(pending, next(iter(calls)), error)
-                self._bad_rows.add(pending.documents.source, BadRow(row, str(error)))
-
-    def _not_known_bad(self, batch: DocumentBatch) -> list[Mapping[str, Any]]:
-        """The batch's documents without rows that could not be aligned before."""
-        bad = self._bad_rows.of(batch)
-        return [document for document in batch.documents if int(document["row"]) not in bad]
+    def _build_once(self, pending: PendingBatch) -> None:
+        """Aligns a batch in this process, without rows that are known to be bad; raises what the aligner raises."""
+        batch = pending.documents
+        use, aligned = self._local.align(batch.documents, self._bad_rows.of(batch.source, batch.documents))
+        info, *rows = self._local.assemble(batch.index, batch.cursor, aligned)
+        self._finish(pending, _total(info, [use]), [ray.put(of_rank) for of_rank in rows])
 
 
-def _outcome(call: ray.ObjectRef) -> Literal["done", "raised", "unknown"]:
-    """Returns how a call ended, without waiting; `unknown` if it has not ended or its actor died.
-
-    After `done` or `raised`, the actor that was called is alive and free.
-    """
-    try:
-        ray.get(call, timeout=0)
-    except RayTaskError:
-        return "raised"
-    except (RayError, TimeoutError):
-        return "unknown"
-    return "done"
+def _total(info: BatchInfo, uses: Sequence[AlignerUse]) -> BatchInfo:
+    """The summary of a batch whose rows were made as `info` says, after its parts were aligned as `uses` say."""
+    seconds = info.seconds + sum(use.seconds for use in uses)
+    return replace(info, seconds=seconds, peak_gib=max([info.peak_gib, *(use.peak_gib for use in uses)]))

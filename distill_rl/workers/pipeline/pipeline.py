@@ -1,17 +1,18 @@
-"""Aligners → teachers → student, as chained Ray references. The driver moves references and never waits between stages.
+"""Aligners → teachers → student. The driver moves references, and calls a stage once it knows that the one before is done.
 
-Ray resolves a call's arguments before it runs the call, and a synchronous actor runs its calls in the order of
-submission. So look-ahead needs no threads: the driver submits a batch to the aligners and to the teachers while the
-student still trains on an earlier one, and only ever waits for the student.
+So look-ahead needs no threads: the driver waits for the student alone, and whenever aligners finish something meanwhile,
+its wait is interrupted for `advance`, which gives the next stage its work.
 
 How one batch moves (`SubBatch` lists the states):
 
-1. `submit` hands the batch to an aligner, cuts the references to its results into sub-batches and queues them.
-2. `_advance` takes queued sub-batches in order. As soon as every teacher's ring has room, it assigns slots and calls
-   the teachers. No call ever waits for a slot, so a full ring cannot deadlock a forward pass.
-3. `settle` makes the batch the current one and waits for its alignment. The current batch comes first in the queue.
-4. The student group calls the student on each sub-batch whose teachers have been called, and waits for it.
-5. `finish` gives the slots back: every reader has returned, so they can be overwritten. That makes room for step 2.
+1. `submit` hands the batch to the aligners.
+2. `advance` takes batches that are aligned and queues their sub-batches: as many as their rows need.
+3. It takes queued sub-batches in order. As soon as every teacher's ring has room, it assigns slots and calls the
+   teachers. No call ever waits for a slot, so a full ring cannot deadlock a forward pass.
+4. `settle` makes the batch the current one and waits for its alignment. The current batch comes first in the queue.
+5. The student group calls the student on each sub-batch whose teachers have been called, and waits for it. Ray runs the
+   call once the targets exist.
+6. `finish` gives the slots back: every reader has returned, so they can be overwritten. That makes room for step 3.
 """
 
 from __future__ import annotations
@@ -51,46 +52,48 @@ class Pipeline:
         """Teachers that the run continues without."""
 
     def submit(self, batch: DocumentBatch) -> PendingBatch:
-        """Hands a batch to an aligner and, as far as their rings have room, to the teachers. Does not wait for them.
+        """Hands a batch to the aligners, and to the teachers as soon as `advance` finds it aligned. Does not wait.
 
         The caller must release the returned batch in the end (`PendingBatch.lease`).
         """
         pending = self.aligners.submit(batch)
-        self._split(pending)
-        self._advance()
+        self.advance()
         return pending
 
     def settle(self, pending: PendingBatch) -> BatchInfo:
         """Makes a batch the current one, which goes first from now on, and waits for its alignment.
 
-        If the alignment had to be repeated, the teachers are called again with the new rows. Sub-batches without rows
-        are dropped from `pending`.
-
         Raises:
             DistillError: as for `AlignerPool.settle`.
         """
         self._current = pending
-        self._advance()
-        return self._wait_for_alignment(pending)
+        self.advance()
+        return self.aligners.settle(pending, self.advance)
 
-    def check_aligners(self) -> None:
-        """Settles the batches whose alignment is overdue, which replaces an aligner that hangs.
+    def awaited(self) -> Sequence[ray.ObjectRef]:
+        """Returns the calls after which there is something to do for `advance`."""
+        return self.aligners.awaited()
 
-        Call it during every long wait.
+    def advance(self) -> None:
+        """Calls the teachers on what is aligned, as far as their rings have room, and lets the aligners go on.
 
-        Otherwise teachers called on such a batch, although a later one, would be blocked behind it.
+        Call it in every long wait, at intervals and when one of `awaited` has ended: it also finds aligners that hang.
         """
-        for pending in list(self.aligners.unsettled):
-            if self.aligners.overdue(pending):
-                self._wait_for_alignment(pending)
+        for pending in self.aligners.advance():
+            self._split(pending)
+        self._queue.sort(key=lambda entry: entry[0] is not self._current)  # current batch first; the sort is stable
+        while self._queue and self._has_room(self._queue[0][0]):
+            self._call_teachers(self._queue.pop(0)[1])
 
     def finish(self, sub_batch: SubBatch) -> None:
         """Gives back the slots of a sub-batch whose readers have all returned, and drops its references.
 
         Then calls the teachers on queued sub-batches that there is room for.
         """
-        self._release([sub_batch])
-        self._advance()
+        self._open = [other for other in self._open if other is not sub_batch]
+        for name, slots in sub_batch.release().items():
+            self._ledgers[name].give_back(slots)
+        self.advance()
 
     def resubmit(self, name: str, replica: int) -> None:
         """Calls the replacement of a teacher's replica on every open sub-batch that the student is not done with.
@@ -121,50 +124,23 @@ class Pipeline:
             if sub_batch.state is not State.DONE:
                 sub_batch.teacher_calls[t] = []
             self._ledgers[name].give_back(sub_batch.slots.pop(name, ()))
-        self._advance()
+        self.advance()
 
     def occupancy(self) -> dict[str, float]:
         """Returns, by teacher, the largest share (0 to 1) of its ring in use since the last call."""
         return {name: ledger.occupancy() for name, ledger in self._ledgers.items()}
 
-    def _wait_for_alignment(self, pending: PendingBatch) -> BatchInfo:
-        """Waits for a batch's alignment, drops sub-batches without rows, and calls teachers on what there is room for.
-
-        If the alignment was repeated, the sub-batches are made anew and queued again.
-        """
-        info, replaced = self.aligners.settle(pending)
-        if replaced:  # the first references failed, and so did the calls that were given them
-            self._release(pending.sub_batches)
-            self._split(pending)
-        needed = -(-info.num_rows // self._rings.rows_per_sub_batch)  # packing may fill fewer rows than planned
-        self._release(pending.sub_batches[needed:])
-        del pending.sub_batches[needed:]
-        self._advance()
-        return info
-
     def _split(self, pending: PendingBatch) -> None:
-        """Makes the sub-batches of a batch from the references in `pending.parts`, and queues them.
-
-        They replace those that the batch had.
-        """
-        parts = iter(pending.parts)
-        plan = self._plan
-
-        def take(dp: int) -> list[list[ray.ObjectRef]]:
-            return [[next(parts) for _ in range(dp)] for _ in range(plan.sub_batches)]
-
-        student = take(plan.student.dp)
-        teachers = [take(sharding.dp) for sharding in plan.teachers]
-        pending.sub_batches[:] = [
-            SubBatch(i, student[i], [teacher[i] for teacher in teachers]) for i in range(plan.sub_batches)
+        """Makes the sub-batches of a batch that is aligned, and queues them."""
+        assert pending.info is not None
+        rows = iter(pending.rows)
+        student = [next(rows) for _ in range(self._plan.student.dp)]
+        teachers = [[next(rows) for _ in range(sharding.dp)] for sharding in self._plan.teachers]
+        pending.sub_batches = [
+            SubBatch(i, list(student), [list(replicas) for replicas in teachers])
+            for i in range(-(-pending.info.num_rows // self._rings.rows_per_sub_batch))
         ]
         self._queue += [(pending, sub_batch) for sub_batch in pending.sub_batches]
-
-    def _advance(self) -> None:
-        """Calls the teachers on every queued sub-batch that there is room for."""
-        self._queue.sort(key=lambda entry: entry[0] is not self._current)  # current batch first; the sort is stable
-        while self._queue and self._has_room(self._queue[0][0]):
-            self._call_teachers(self._queue.pop(0)[1])
 
     def _has_room(self, pending: PendingBatch) -> bool:
         """Returns whether every ring has free slots for one more sub-batch of this batch.
@@ -205,16 +181,7 @@ class Pipeline:
         """Calls `forward` on the ranks of one replica of teacher `t`, without waiting. Returns the calls by rank."""
         teacher, group = self._teachers[t]
         ranks = range(replica * teacher.parallel.tp, (replica + 1) * teacher.parallel.tp)
-        return group.submit("forward", sub_batch.teachers[t][replica], slots, ranks=ranks)
-
-    def _release(self, sub_batches: Sequence[SubBatch]) -> None:
-        """Removes sub-batches from the queue and the open ones, gives back their slots and drops their references."""
-        gone = {id(sub_batch) for sub_batch in sub_batches}
-        self._queue = [entry for entry in self._queue if id(entry[1]) not in gone]
-        self._open = [sub_batch for sub_batch in self._open if id(sub_batch) not in gone]
-        for sub_batch in sub_batches:
-            for name, slots in sub_batch.release().items():
-                self._ledgers[name].give_back(slots)
+        return group.submit("forward", sub_batch.teachers[t][replica], sub_batch.index, slots, ranks=ranks)
 
     def _index(self, name: str) -> int:
         return [teacher.name for teacher, _ in self._teachers].index(name)

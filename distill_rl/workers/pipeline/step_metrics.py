@@ -56,7 +56,7 @@ def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
     """Returns the metrics of one batch about its alignment, by name.
 
     These are counts of documents, of those truncated, incompletely rendered, left out and without labels, of tokens and
-    rows, the share of tokens with a label, the queue, seconds, the aligner's peak memory in GiB, and per teacher with another tokenizer
+    rows, the shares of positions that hold a token and of tokens with a label, the queue, seconds, the aligner's peak memory in GiB, and per teacher with another tokenizer
     those about its chunks.
 
     Args:
@@ -69,6 +69,7 @@ def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
         "align/tokens": Metric(info.num_tokens, "sum"),
         "align/rows": Metric(info.num_rows, "sum"),
         "align/bad_rows": Metric(len(info.bad_rows), "sum"),
+        "align/efficiency": Metric(info.num_tokens / max(info.num_positions, 1), "mean", info.num_positions),
         "align/labelled": Metric(info.num_labels / max(info.num_tokens, 1), "mean", info.num_tokens),
         "align/queue": Metric(queue, "max"),
         "timing/aligner/align": Metric(info.seconds, "max"),

@@ -80,7 +80,7 @@ class StudentGroup:
         Raises:
             DistillError: a rank failed, died or is late.
         """
-        return self._group.call(method, *arguments, what=what, timeout_s=self._config.ray.step_timeout_s)
+        return self._gather(self._group.submit(method, *arguments), what)
 
     def _run(self, progress: _Progress, batch: PendingBatch) -> dict[str, Metric]:
         """Waits for a batch's alignment, calls the student on every sub-batch as its teachers are called, and waits.
@@ -205,7 +205,8 @@ class StudentGroup:
         return list(self._calls.outcomes(calls, what=what, timeout_s=timeout_s).values())
 
     def _gather(self, calls: Refs, what: str) -> list[Any]:
-        """Waits for calls, replacing aligners that hang meanwhile, and returns their results in order."""
+        """Waits for calls while the pipeline goes on with later batches, and returns their results in order."""
+        timeout_s, pipeline = self._config.ray.step_timeout_s, self._pipeline
         return self._calls.gather(
-            calls, what=what, timeout_s=self._config.ray.step_timeout_s, meanwhile=self._pipeline.check_aligners
+            calls, what=what, timeout_s=timeout_s, meanwhile=pipeline.advance, also=pipeline.awaited
         )

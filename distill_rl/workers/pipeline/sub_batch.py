@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 import ray
 
 from distill_rl.config.schema import TeacherConfig
+from distill_rl.errors import DistillError
 from distill_rl.observe.metrics import Metric
 from distill_rl.transport.base import Slot
-from distill_rl.types import DocumentBatch
+from distill_rl.types import BatchInfo, DocumentBatch
 from distill_rl.workers.cluster.group import WorkerGroup
 
 Refs = dict[ray.ObjectRef, str]
@@ -44,9 +44,9 @@ class SubBatch:
 
     index: int
     student: list[ray.ObjectRef]
-    """Rows for each data-parallel rank of the student."""
+    """Rows for each data-parallel rank of the student: those of all sub-batches, of which this is the one at `index`."""
     teachers: list[list[ray.ObjectRef]]
-    """Rows for each replica of each teacher."""
+    """The same for each replica of each teacher."""
     state: State = State.QUEUED
     slots: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
     """Slots held, by teacher; every replica uses the same ones in its own ring."""
@@ -95,16 +95,12 @@ class PendingBatch:
     """A submitted batch. `release` drops every reference it holds."""
 
     documents: DocumentBatch
-    aligner: int
-    """Index of the aligner in the pool."""
-    info: Any
-    """Reference to the BatchInfo."""
-    parts: list[ray.ObjectRef]
-    """References to the rows of every rank of the student and of each teacher, by sub-batch."""
-    actor: Any = None
-    """The aligner that was called; a replacement may have taken its index since."""
-    first_in_line_since: float | None = None
-    """When `AlignerPool.overdue` first saw this batch at the head of its aligner's queue."""
+    info: BatchInfo | None = None
+    """Set once the batch is aligned."""
+    rows: list[ray.ObjectRef] = field(default_factory=list)
+    """Set with `info`: a reference for every rank of the student, then of each teacher, to its rows by sub-batch."""
+    error: DistillError | None = None
+    """Why the batch cannot be aligned."""
     sub_batches: list[SubBatch] = field(default_factory=list)
     metrics: dict[str, Metric] = field(default_factory=dict)
 
@@ -121,6 +117,6 @@ class PendingBatch:
 
         Slots that sub-batches still held are not given back to their ledgers.
         """
-        self.parts.clear()
+        self.rows.clear()
         for sub_batch in self.sub_batches:
             sub_batch.release()

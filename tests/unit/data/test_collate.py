@@ -238,7 +238,7 @@ class TestBuildBatch:
     def test_plan_follows_the_config(self):
         config = Config()
         config.student.parallel = ParallelConfig(dp=2, tp=2)
-        config.train.micro_batch_size = 3
+        config.train.micro_batch_size, config.train.global_batch_size = 3, 420
         config.teachers = [
             TeacherConfig(model="a"),
             TeacherConfig(model="b", parallel=ParallelConfig(dp=5), micro_batch_size=7, max_length=192),
@@ -246,6 +246,14 @@ class TestBuildBatch:
         config.data.max_length, config.data.packing = 128, False
         built = BatchPlan.from_config(config, 9)
         assert built == BatchPlan(
-            BatchSharding(2, 3), (BatchSharding(1, 3), BatchSharding(5, 7)), 128, False, 9, teacher_lengths=(128, 192)
+            BatchSharding(2, 3),
+            (BatchSharding(1, 3), BatchSharding(5, 7)),
+            128,
+            False,
+            9,
+            rows_per_sub_batch=420,
+            teacher_lengths=(128, 192),
         )
         assert built.row_multiple == 210
+        config.loss.kd_weight = 0.0
+        assert BatchPlan.from_config(config, 9).teachers == (), "no teacher runs"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distill_rl.data.packing import first_fit
+from distill_rl.data.packing import deal_by_length, first_fit
 
 
 def test_documents_go_into_the_first_row_with_room():
@@ -32,3 +32,17 @@ def test_lengths_outside_the_capacity_are_refused(length):
         first_fit([1, length], 4)
     with pytest.raises(ValueError, match=f"document 1 has {length} tokens, a row holds 4"):
         first_fit([(1, 1), (1, length)], (9, 4))
+
+
+def test_groups_of_like_length_alternate_between_ranks():
+    lengths = [3, 9, 5, 1, 8, 4, 7, 2]
+    dealt = [lengths[i] for i in deal_by_length(lengths, group=2, ranks=2)]
+    assert dealt == [9, 8, 4, 3, 7, 5, 2, 1]
+
+
+def test_groups_that_do_not_divide_evenly_stay_with_one_rank():
+    assert deal_by_length([1, 3, 2], group=1, ranks=2) == [1, 2, 0]
+
+
+def test_documents_of_equal_length_keep_their_order():
+    assert deal_by_length([4, 4, 4, 4], group=1, ranks=1) == [0, 1, 2, 3]

@@ -15,8 +15,9 @@ from distill_rl.system.child_process import call_in_child
 
 @pytest.fixture(autouse=True)
 def nothing_left():
+    before = set(multiprocessing.active_children())  # other tests keep ranks
     yield
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
 
 
 def _pid_and(*values: int) -> tuple[int, ...]:

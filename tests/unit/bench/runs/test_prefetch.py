@@ -44,7 +44,13 @@ def test_documents_are_several_times_longer_than_a_row_on_both_sides(material: P
 def test_the_configuration_is_one_that_could_run(material: Path, depth: int) -> None:
     config = load_config(prefetch.configuration(material, depth, steps=3, batch=4, length=64))
     assert problems(config) == []
-    assert config.prefetch.depth == depth
+    assert (config.prefetch.depth, config.aligner.workers) == (depth, 1)
+
+
+def test_the_number_of_aligners_is_that_of_the_case(material: Path) -> None:
+    configs = [load_config(prefetch.configuration(material, 0, n, steps=3, batch=4, length=64)) for n in (1, 4)]
+    assert [config.aligner.workers for config in configs] == [1, 4]
+    assert configs[0].run.name != configs[1].run.name
 
 
 def test_waits_are_medians_after_the_warm_up_and_shares_of_their_own_step(tmp_path: Path) -> None:
@@ -67,7 +73,7 @@ def test_waits_are_medians_after_the_warm_up_and_shares_of_their_own_step(tmp_pa
     [
         (figures(0.19, 0.0), "at least 20%"),
         (figures(0.3, 0.02), "below 2%"),
-        (figures(0.3, 0.0, same=False), "differ"),
+        (figures(0.3, 0.0, same=False), "depend on"),
     ],
 )
 def test_a_broken_promise_is_told(figures: dict[str, Any], word: str) -> None:

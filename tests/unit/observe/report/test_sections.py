@@ -39,6 +39,7 @@ def titles(found: list[Section]) -> dict[str, list[str]]:
         ("memory/student", "Memory and utilisation", "Peak memory of workers, GiB", "student"),
         ("busy/big", "Memory and utilisation", "Share of the step in which workers were busy", "big"),
         ("align/labelled", "Coverage and data", "Share of tokens with a label", "labelled"),
+        ("align/efficiency", "Coverage and data", "Share of positions that hold a token", "efficiency"),
         ("transport/slot_occupancy", "Memory and utilisation", "Share of the teachers' slots in use", "slot_occupancy"),
         ("transport/bytes", "Transport", "transport/bytes", "bytes"),
         ("faults/skipped_steps", "Faults", "Faults (cumulative)", "steps skipped"),

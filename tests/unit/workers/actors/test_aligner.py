@@ -16,7 +16,7 @@ import sys
 
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.collate import BatchPlan, BatchSharding
-from distill_rl.types import Cursor, DocumentBatch
+from distill_rl.types import Cursor
 from distill_rl.workers.actors.aligner import AlignerWorker
 
 student, teacher, other_tokenizer = sys.argv[1], sys.argv[2], sys.argv[1] != sys.argv[2]
@@ -25,8 +25,9 @@ config.data.max_length = 64
 plan = BatchPlan(BatchSharding(1, 1), (BatchSharding(1, 1),), 64, packing=not other_tokenizer, pad_id=2)
 worker = AlignerWorker(0, config, "text", plan, (other_tokenizer,))
 worker.start()
-info, *parts = worker.build(DocumentBatch(0, ({"row": 0, "text": "kalomi ter"},), Cursor()))
-assert info.num_documents == 1 and len(parts) == 2, (info, parts)
+_, documents = worker.align([{"row": 0, "text": "kalomi ter"}])
+info, *ranks = worker.assemble(0, Cursor(), documents)
+assert info.num_documents == 1 and len(ranks) == 2, (info, ranks)
 print(" ".join(sorted({"torch", "datasets"} & sys.modules.keys())))
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,30 +23,36 @@ from distill_rl.workers.pipeline.sub_batch import PendingBatch, State, SubBatch
 
 @dataclass
 class Aligners:
-    """Every batch fills `rows` rows; the batches in `repeated` have to be aligned twice."""
+    """Every batch fills `rows` rows, and is aligned at once, except those in `slow`."""
 
-    num_parts: int
+    num_ranks: int
     rows: int
-    repeated: set[int] = field(default_factory=set)
-    hanging: set[int] = field(default_factory=set)
-    """Batches on which an aligner hangs."""
+    slow: set[int] = field(default_factory=set)
+    """Batches that are aligned only when they are waited for."""
     restarts: int = 0
-    unsettled: list[PendingBatch] = field(default_factory=list)
-
-    def overdue(self, pending: PendingBatch) -> bool:
-        return pending.documents.index in self.hanging
+    aligned: list[PendingBatch] = field(default_factory=list)
 
     def submit(self, batch: DocumentBatch) -> PendingBatch:
-        parts = [f"batch {batch.index} part {part}" for part in range(self.num_parts)]
-        self.unsettled.append(PendingBatch(batch, 0, "info", parts))
-        return self.unsettled[-1]
+        pending = PendingBatch(batch)
+        if batch.index not in self.slow:
+            self.finish(pending)
+        return pending
 
-    def settle(self, pending: PendingBatch) -> tuple[BatchInfo, bool]:
-        self.unsettled = [other for other in self.unsettled if other is not pending]
-        failed = pending.documents.index in self.repeated
-        if failed:
-            pending.parts[:] = [f"repeated {part}" for part in pending.parts]
-        return BatchInfo(pending.documents.index, Cursor(), 0, self.rows, 0, 0, 0, 0.0), failed
+    def advance(self) -> list[PendingBatch]:
+        aligned, self.aligned = self.aligned, []
+        return aligned
+
+    def settle(self, pending: PendingBatch, advance: Callable[[], None]) -> BatchInfo:
+        if pending.info is None:
+            self.finish(pending)
+        advance()
+        return pending.info
+
+    def finish(self, pending: PendingBatch) -> None:
+        index = pending.documents.index
+        pending.info = BatchInfo(index, Cursor(), 0, self.rows, 0, 0, 0, 0.0)
+        pending.rows = [f"batch {index} rank {rank}" for rank in range(self.num_ranks)]
+        self.aligned.append(pending)
 
 
 @dataclass
@@ -58,8 +64,9 @@ class Teacher:
 
     def submit(self, method: str, *arguments: Any, ranks: range) -> dict[str, str]:
         assert method == "forward"
-        self.calls.append(arguments)
-        part, slots = arguments
+        rows, sub_batch, slots = arguments
+        part = _part(rows, sub_batch)
+        self.calls.append((part, slots))
         for slot in slots:
             assert (ranks[0], slot.index) not in self.unread, f"slot {slot.index} was handed out before it was read"
             self.unread[ranks[0], slot.index] = part
@@ -86,10 +93,10 @@ def config(*, batch=8, micro=2, depth=1, slots=None, teachers=({},)) -> Config:
     return settings
 
 
-def build(settings: Config, *, rows: int | None = None, repeated=()) -> tuple[Pipeline, list[Teacher]]:
+def build(settings: Config, *, rows: int | None = None, slow=()) -> tuple[Pipeline, list[Teacher]]:
     plan, rings = BatchPlan.from_config(settings, 0), ring_plan(settings)
-    parts = plan.sub_batches * (plan.student.dp + sum(sharding.dp for sharding in plan.teachers))
-    aligners = Aligners(parts, rows or settings.train.global_batch_size, set(repeated))
+    num_ranks = plan.student.dp + sum(sharding.dp for sharding in plan.teachers)
+    aligners = Aligners(num_ranks, rows or settings.train.global_batch_size, set(slow))
     teachers = [Teacher(teacher.name) for teacher in settings.teachers]
     return Pipeline(aligners, list(zip(settings.teachers, teachers)), plan, rings), teachers
 
@@ -100,11 +107,7 @@ def documents(index: int) -> DocumentBatch:
 
 def train(pipeline: Pipeline, teachers: Sequence[Teacher], batch: PendingBatch) -> None:
     """Does what StudentGroup does: calls a sub-batch after its teachers, and waits for the oldest one."""
-    submitted = [(sub_batch, [list(parts) for parts in sub_batch.teachers]) for sub_batch in batch.sub_batches]
     pipeline.settle(batch)
-    for sub_batch, parts in submitted:
-        if sub_batch.state is State.RELEASED:  # it had no rows, or was aligned again
-            _read(teachers, parts)
     running = deque()
     for sub_batch in batch.sub_batches:
         while sub_batch.state is State.QUEUED:
@@ -115,21 +118,21 @@ def train(pipeline: Pipeline, teachers: Sequence[Teacher], batch: PendingBatch) 
 
 
 def _finish(pipeline: Pipeline, teachers: Sequence[Teacher], sub_batch: SubBatch) -> None:
-    _read(teachers, sub_batch.teachers)
+    for teacher, replicas in zip(teachers, sub_batch.teachers):
+        teacher.read([_part(rows, sub_batch.index) for rows in replicas])
     pipeline.finish(sub_batch)
     assert sub_batch.published == [], "a reference would keep the content of the slots alive"
 
 
-def _read(teachers: Sequence[Teacher], parts_by_teacher: Sequence[Sequence[str]]) -> None:
-    for teacher, parts in zip(teachers, parts_by_teacher):
-        teacher.read(parts)
+def _part(rows: str, sub_batch: int) -> str:
+    return f"{rows} sub-batch {sub_batch}"
 
 
 def test_teachers_are_called_depth_batches_ahead():
     pipeline, (teacher,) = build(config(depth=2))
     batches = [pipeline.submit(documents(index)) for index in range(3)]
     pipeline.settle(batches[0])
-    assert [part for part, _ in teacher.calls] == [f"batch {index} part 1" for index in range(3)]
+    assert [part for part, _ in teacher.calls] == [f"batch {index} rank 1 sub-batch 0" for index in range(3)]
     held = [slot.index for _, slots in teacher.calls for slot in slots]
     assert sorted(held) == list(range(12))
 
@@ -152,10 +155,10 @@ def test_small_ring_takes_sub_batches_with_validation_between():
     train(pipeline, teachers, pipeline.submit(documents(77)))
     train(pipeline, teachers, second)
     assert [part for part, _ in teacher.calls] == [
-        *(f"batch 0 part {4 + sub_batch}" for sub_batch in range(4)),
-        "batch 1 part 4",
-        *(f"batch 77 part {4 + sub_batch}" for sub_batch in range(4)),
-        *(f"batch 1 part {4 + sub_batch}" for sub_batch in range(1, 4)),
+        *(f"batch 0 rank 1 sub-batch {i}" for i in range(4)),
+        "batch 1 rank 1 sub-batch 0",
+        *(f"batch 77 rank 1 sub-batch {i}" for i in range(4)),
+        *(f"batch 1 rank 1 sub-batch {i}" for i in range(1, 4)),
     ]
 
 
@@ -164,31 +167,32 @@ def test_finished_sub_batch_makes_room_for_the_next():
     batch = pipeline.submit(documents(0))
     pipeline.settle(batch)
     assert [sub_batch.state is not State.QUEUED for sub_batch in batch.sub_batches] == [True, True, False, False]
-    teacher.read(batch.sub_batches[0].teachers[0])
-    pipeline.finish(batch.sub_batches[0])
+    _finish(pipeline, [teacher], batch.sub_batches[0])
     assert [sub_batch.state is not State.QUEUED for sub_batch in batch.sub_batches] == [True, True, True, False]
 
 
-def test_repeated_alignment_calls_teachers_again_in_free_slots():
-    pipeline, (teacher,) = build(config(), repeated=[0])
-    batch = pipeline.submit(documents(0))
-    failed = {slot.index: slot.generation for _, slots in teacher.calls for slot in slots}
-    teacher.unread.clear()  # a call whose argument failed has written nothing
-    pipeline.settle(batch)
-    part, again = teacher.calls[-1]
-    assert part == "repeated batch 0 part 1"
-    assert len(teacher.calls) == 2
-    for slot in again:
-        assert slot.generation == failed.get(slot.index, 2) + 2
+def test_teachers_are_not_called_before_the_alignment_has_ended():
+    pipeline, (teacher,) = build(config(depth=2), slow=[1])
+    first, second, third = (pipeline.submit(documents(index)) for index in range(3))
+    pipeline.settle(first)
+    assert [part for part, _ in teacher.calls] == ["batch 0 rank 1 sub-batch 0", "batch 2 rank 1 sub-batch 0"]
+    assert (second.sub_batches, len(third.sub_batches)) == ([], 1)
+    pipeline.aligners.finish(second)
+    pipeline.advance()
+    assert teacher.calls[-1][0] == "batch 1 rank 1 sub-batch 0"
+    pipeline.advance()
+    assert len(teacher.calls) == 3, "once is enough"
 
 
-def test_sub_batches_without_rows_release_their_slots():
-    pipeline, teachers = build(config(depth=0, slots=2), rows=2)
+@pytest.mark.parametrize("rows", [2, 8, 14])
+def test_a_batch_has_as_many_sub_batches_as_its_rows_need(rows):
+    pipeline, teachers = build(config(depth=0, slots=2), rows=rows)
     for index in range(3):
         batch = pipeline.submit(documents(index))
         train(pipeline, teachers, batch)
-        assert len(batch.sub_batches) == 1
-    assert pipeline.occupancy() == {"t0": 1.0}
+        assert len(batch.sub_batches) == rows // 2
+    assert len(teachers[0].calls) == 3 * rows // 2
+    assert pipeline.occupancy() == {"t0": 1.0 if rows > 2 else 0.5}
     assert pipeline.occupancy() == {"t0": 0.0}
 
 
@@ -201,7 +205,7 @@ def test_replacement_is_resubmitted_open_sub_batches_in_order():
     teachers[0].unread.clear()  # the new ring is empty
     pipeline.resubmit("t0", 1)
     assert teachers[0].calls[len(calls) :] == [
-        call for call in calls if call[0] in ("batch 1 part 2", "batch 2 part 2")
+        call for call in calls if call[0].startswith(("batch 1 rank 2 ", "batch 2 rank 2 "))
     ]
     assert teachers[1].calls == other
     for batch, before in zip(batches[1:], kept):
@@ -221,7 +225,7 @@ def test_finished_sub_batch_is_not_resubmitted():
     teacher.unread.clear()
     called = len(teacher.calls)
     pipeline.resubmit("t0", 0)
-    assert [part for part, _ in teacher.calls[called:]] == [second.sub_batches[0].teachers[0][0]]
+    assert [part for part, _ in teacher.calls[called:]] == [_part(second.sub_batches[0].teachers[0][0], 0)]
     assert list(sub_batch.all_teacher_calls) == [leader]
 
 
@@ -242,20 +246,6 @@ def test_lost_teacher_is_not_called_and_blocks_nothing():
     assert pipeline.lost == {"t0"}
 
 
-def test_check_aligners_repeats_a_later_batch_that_hangs():
-    pipeline, (teacher,) = build(config(), repeated=[1])
-    first, second = pipeline.submit(documents(0)), pipeline.submit(documents(1))
-    pipeline.settle(first)
-    pipeline.check_aligners()
-    assert len(teacher.calls) == 2, "no aligner hangs"
-    pipeline.aligners.hanging.add(1)
-    teacher.read(second.sub_batches[0].teachers[0])  # a call whose argument failed has written nothing
-    pipeline.check_aligners()
-    assert [part for part, _ in teacher.calls] == ["batch 0 part 1", "batch 1 part 1", "repeated batch 1 part 1"]
-    pipeline.check_aligners()
-    assert len(teacher.calls) == 3, "once is enough"
-
-
 @st.composite
 def runs(draw):
     teachers = draw(
@@ -274,13 +264,14 @@ def runs(draw):
     settings = config(batch=16, micro=draw(st.sampled_from([1, 2])), depth=draw(st.integers(0, 3)), teachers=teachers)
     least = max(8 // (teacher["parallel"][0] * teacher["micro"]) for teacher in teachers)
     settings.prefetch.slots = draw(st.none() | st.integers(least, 40))
-    return settings, draw(st.lists(st.booleans(), min_size=1, max_size=6))
+    validates = draw(st.lists(st.booleans(), min_size=1, max_size=6))
+    return settings, validates, 8 * draw(st.integers(1, 4)), draw(st.sets(st.integers(0, 5)))
 
 
 @given(runs())
 def test_no_ring_blocks_a_run_or_hands_out_a_slot_twice(case):
-    settings, validates = case
-    pipeline, teachers = build(settings)
+    settings, validates, rows, slow = case
+    pipeline, teachers = build(settings, rows=rows, slow=slow)
     jobs = (documents(index) for index in range(len(validates)))
     with closing(Lookahead(jobs, pipeline.submit, PendingBatch.release, settings.prefetch.depth)) as items:
         for batch, validate in zip(items, validates):

@@ -10,9 +10,10 @@ from distill_rl.workers.pipeline.step_metrics import describe_alignment, describ
 
 
 def test_batches_report_supervised_tokens_and_rows_left_out():
-    info = BatchInfo(0, Cursor(), 8, 4, 200, 50, 1, 0.5, bad_rows=(BadRow(3, "why"),), peak_gib=1.5)
+    info = BatchInfo(0, Cursor(), 8, 4, 200, 50, 1, 0.5, bad_rows=(BadRow(3, "why"),), peak_gib=1.5, num_positions=250)
     found = describe_alignment(info)
     assert (found["align/labelled"].value, found["align/labelled"].weight) == (0.25, 200)
+    assert (found["align/efficiency"].value, found["align/efficiency"].weight) == (0.8, 250)
     assert (found["align/bad_rows"].value, found["memory/aligner"].value) == (1, 1.5)
     empty = BatchInfo(0, Cursor(), 0, 0, 0, 0, 0, 0.0)
     assert describe_alignment(empty)["align/labelled"].value == 0
