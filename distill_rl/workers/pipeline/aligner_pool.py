@@ -166,7 +166,8 @@ class AlignerPool:
             if call.results[0] in ended or late:
                 del self._running[rank]
                 self._take_in(rank, call, ended=call.results[0] in ended)
-                self._idle.append(rank)
+                if rank not in self._running:
+                    self._idle.append(rank)
         self._hand_out()
         aligned, self._aligned = self._aligned, []
         return aligned
@@ -235,7 +236,7 @@ class AlignerPool:
             return
         task.use, task.aligned = read, call.results[1]
         if alignment.assembly is not None and all(part.aligned is not None for part in alignment.parts):
-            self._tasks.append(alignment.assembly)
+            self._call(rank, alignment.assembly)  # before any other task, and where the last part is already
 
     def _fail(self, rank: int, call: _Call, error: DistillError) -> None:
         """Recovers from a call that failed with `error`, so that the aligner works again; see the top of this module.
