@@ -159,13 +159,12 @@ class AlignerPool:
         Returns:
             The batches that are aligned now and were not at the last call.
         """
-        calls = self.awaited()
-        ended = set(ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)[0]) if calls else set()
         for rank, call in list(self._running.items()):
-            late = time.monotonic() - call.since > self._deadline_s
-            if call.results[0] in ended or late:
+            # Asked of each call anew: what is done for one may take long.
+            ended = bool(ray.wait([call.results[0]], timeout=0, fetch_local=False)[0])
+            if ended or time.monotonic() - call.since > self._deadline_s:
                 del self._running[rank]
-                self._take_in(rank, call, ended=call.results[0] in ended)
+                self._take_in(rank, call, ended=ended)
                 if rank not in self._running:
                     self._idle.append(rank)
         self._hand_out()
