@@ -144,7 +144,7 @@ def overlap(some: list[tuple[float, float]], others: list[tuple[float, float]]) 
 def test_the_timeline_and_the_time_table_show_the_workers(straight):
     student, teacher = boxes(straight, "train", "student-dp0-tp0"), boxes(straight, "forward", "big/dp0-tp0")
     assert (len(student), len(teacher)) == (8, 8 + 2)
-    assert len(boxes(straight, "build", "aligner-0")) == 8 + 2
+    assert [len(boxes(straight, call, "aligner-0")) for call in ("align", "assemble")] == [8 + 2, 8 + 2]
     assert overlap(student, teacher), "the teacher never worked while the student did"
     log = (straight / "logs" / "latest" / "driver.log").read_text()
     assert "where the time went, steps 1 to 4" in log

@@ -185,8 +185,12 @@ def test_pool_size_changes_no_row(open_pool, wanted, size):
 
 
 def test_a_batch_is_cut_over_all_aligners(open_pool, tmp_path):
-    settled(open_pool(3), batch(0, log=str(tmp_path / "log")))
-    assert sorted((tmp_path / "log").read_text().splitlines()) == ["[0, 1, 2]", "[3, 4]", "[5, 6, 7]"]
+    opened, log = open_pool(3), tmp_path / "log"
+    settled(opened, batch(0, log=str(log)))
+    assert sorted(log.read_text().splitlines()) == ["[0, 1, 2]", "[3, 4]", "[5, 6, 7]"]
+    log.unlink()
+    settled(opened, batch(0, log=str(log), **{"not read": ""}))
+    assert log.read_text().splitlines() == ["[0, 1, 2, 3, 4, 5, 6, 7]"], "there is too little text for several calls"
 
 
 def test_a_killed_aligner_costs_only_its_part(open_pool, tmp_path):

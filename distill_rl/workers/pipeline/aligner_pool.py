@@ -159,14 +159,14 @@ class AlignerPool:
         Returns:
             The batches that are aligned now and were not at the last call.
         """
-        calls = self.awaited()
-        ended = set(ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)[0]) if calls else set()
         for rank, call in list(self._running.items()):
-            late = time.monotonic() - call.since > self._deadline_s
-            if call.results[0] in ended or late:
+            # Asked of each call anew: what is done for one may take long.
+            ended = bool(ray.wait([call.results[0]], timeout=0, fetch_local=False)[0])
+            if ended or time.monotonic() - call.since > self._deadline_s:
                 del self._running[rank]
-                self._take_in(rank, call, ended=call.results[0] in ended)
-                self._idle.append(rank)
+                self._take_in(rank, call, ended=ended)
+                if rank not in self._running:
+                    self._idle.append(rank)
         self._hand_out()
         aligned, self._aligned = self._aligned, []
         return aligned
@@ -235,7 +235,7 @@ class AlignerPool:
             return
         task.use, task.aligned = read, call.results[1]
         if alignment.assembly is not None and all(part.aligned is not None for part in alignment.parts):
-            self._tasks.append(alignment.assembly)
+            self._call(rank, alignment.assembly)  # before any other task, and where the last part is already
 
     def _fail(self, rank: int, call: _Call, error: DistillError) -> None:
         """Recovers from a call that failed with `error`, so that the aligner works again; see the top of this module.
