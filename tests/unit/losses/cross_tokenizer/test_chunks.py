@@ -71,8 +71,10 @@ def test_they_are_the_chunks_that_a_run_compares() -> None:
     other = CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())
     _, (ours,), _ = BatchBuilder(tokenization, plan, [other]).build(DocumentBatch(0, documents, Cursor()))
     of_run = ours.chunks[0]
+    alignments = [TokenAligner(student, teacher).align_messages(chat) for chat in CHATS]
+    alignments.sort(key=lambda each: -max(len(each.student_ids), len(each.teacher_ids)))  # as the rows of a run
     found = Chunks.from_alignment(
-        *(TokenAligner(student, teacher).align_messages(chat) for chat in CHATS),
+        *alignments,
         student_length=of_run.student.shape[1],
         teacher_length=of_run.teacher.shape[1],
     )
