@@ -29,8 +29,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from distill_rl.align import Alignment
-from distill_rl.data.collate import NO_TOKENS, BatchPlan, Encoded, Tokenization, arrange, divide, lay_out, pad_id
+from distill_rl.data.collate import BatchPlan, arrange, divide, lay_out, pad_id
 from distill_rl.data.document_aligner import LEFT_OUT, AlignedDocuments, CrossTokenizerTeacher, DocumentAligner
+from distill_rl.data.tokenization import NO_TOKENS, Encoded, Tokenization
 from distill_rl.types import (
     IGNORE_INDEX,
     AlignmentInfo,

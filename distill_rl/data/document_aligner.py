@@ -16,8 +16,8 @@ import numpy as np
 from distill_rl.align import Alignment, TokenAligner, Tokenized
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.chat import render_document
-from distill_rl.data.collate import NO_TOKENS, Encoded, Tokenization, starts_within
 from distill_rl.data.layouts import template_options
+from distill_rl.data.tokenization import NO_TOKENS, Encoded, Tokenization, starts_within
 from distill_rl.data.unrendered import TemplateCoverage
 from distill_rl.errors import DataError
 from distill_rl.types import BadRow
