@@ -84,11 +84,7 @@ class BatchBuilder:
         documents = self._documents(batch, skip)
         encoded = documents.encoded
         self._require_known_ids(batch, encoded)
-        # Only tokens in chunks are labelled for a teacher: it computes nothing for the others.
-        theirs = {
-            i: [Encoded(alignment.teacher_ids, alignment.teacher_chunk >= 0) for alignment in alignments]
-            for i, alignments in documents.alignments.items()
-        }
+        theirs = documents.of_teachers()
         capacities = [self._plan.max_length, *(self._plan.length_of(i) for i in theirs)]
         members = arrange([encoded, *theirs.values()], capacities, self._plan)
         rows = lay_out(encoded, self._plan, members)
@@ -106,22 +102,7 @@ class BatchBuilder:
                 infos.append(_describe(self._teachers[i], documents.alignments[i], chunk_rows))
             teacher_parts.append(divide(teacher_rows, sharding, self._plan, batch.index, teacher_labels))
         student_parts = divide(rows, self._plan.student, self._plan, batch.index, num_labels, chunks)
-        info = BatchInfo(
-            index=batch.index,
-            cursor=batch.cursor,
-            num_documents=len(encoded),
-            num_rows=rows.shape[0],
-            num_tokens=sum(len(document.input_ids) for document in encoded),
-            num_labels=num_labels,
-            num_positions=rows.num_positions,
-            num_truncated=sum(document.truncated for document in encoded),
-            seconds=time.perf_counter() - began,
-            alignments=tuple(infos),
-            bad_rows=tuple(documents.bad_rows),
-            left_out=_count_left_out(batch, encoded),
-            num_incomplete=sum(bool(document.left_out) for document in encoded),
-            num_unlabelled=sum(not document.has_labels for document in encoded if document is not NO_TOKENS),
-        )
+        info = _summary(batch, documents, rows, num_labels, infos, time.perf_counter() - began)
         return info, student_parts, teacher_parts
 
     def _documents(self, batch: DocumentBatch, skip: Collection[int]) -> AlignedDocuments:
@@ -145,6 +126,40 @@ class BatchBuilder:
                 token = self._tokenization.tokenizer.convert_ids_to_tokens(int(unknown[0]))
                 rule = f"has the token {token}, which a teacher that reads the student's tokens does not know"
                 raise ValueError(f"row {document['row']} {rule}; set teachers[].loss=hybrid if your texts contain it")
+
+
+def _summary(
+    batch: DocumentBatch,
+    documents: AlignedDocuments,
+    rows: TokenRows,
+    num_labels: int,
+    alignments: Sequence[AlignmentInfo],
+    seconds: float,
+) -> BatchInfo:
+    """The summary of a batch for the driver.
+
+    Args:
+        rows: the student's.
+        num_labels: in these rows.
+        seconds: that making the batch took.
+    """
+    encoded = documents.encoded
+    return BatchInfo(
+        index=batch.index,
+        cursor=batch.cursor,
+        num_documents=len(encoded),
+        num_rows=rows.shape[0],
+        num_tokens=sum(len(document.input_ids) for document in encoded),
+        num_labels=num_labels,
+        num_positions=rows.num_positions,
+        num_truncated=sum(document.truncated for document in encoded),
+        seconds=seconds,
+        alignments=tuple(alignments),
+        bad_rows=tuple(documents.bad_rows),
+        left_out=_count_left_out(batch, encoded),
+        num_incomplete=sum(bool(document.left_out) for document in encoded),
+        num_unlabelled=sum(not document.has_labels for document in encoded if document is not NO_TOKENS),
+    )
 
 
 def _count_left_out(batch: DocumentBatch, encoded: Sequence[Encoded]) -> tuple[LeftOut, ...]:

@@ -96,6 +96,13 @@ class AlignedDocuments:
     bad_rows: list[BadRow] = field(default_factory=list)
     """Documents that failed."""
 
+    def of_teachers(self) -> dict[int, list[Encoded]]:
+        """Each teacher's tokens. Only those in chunks are labelled: it computes nothing for the others."""
+        return {
+            i: [Encoded(alignment.teacher_ids, alignment.teacher_chunk >= 0) for alignment in alignments]
+            for i, alignments in self.alignments.items()
+        }
+
 
 class DocumentAligner:
     """Tokenises documents for the student and for teachers with tokenizers of their own, and aligns the results.
