@@ -32,8 +32,9 @@ from distill_rl.config.schema import (
     TeacherConfig,
     TrainConfig,
 )
-from distill_rl.data.collate import BatchPlan, BatchSharding, Tokenization, pad_id
+from distill_rl.data.collate import BatchPlan, BatchSharding, pad_id
 from distill_rl.data.cross_tokenizer_batch import BatchBuilder, CrossTokenizerTeacher
+from distill_rl.data.tokenization import Tokenization
 from distill_rl.types import BatchInfo, Cursor, DocumentBatch, RankBatch
 
 POSITIONS_TARGET, SPEED_TARGET, OCCUPANCY_TARGET = 1.1, 0.85, 0.94
@@ -224,7 +225,7 @@ def _steps(
 
     Args:
         folder: of the models; the vocabulary projection is kept there.
-        num_ours, num_theirs: ids of the tokenizers; the teacher is the student's model if they are equal.
+        num_ours, num_theirs: ids of the tokenizers. Without chunks in `ours` the teacher is the student's model.
     """
     from transformers import AutoTokenizer
 
@@ -234,7 +235,7 @@ def _steps(
     from distill_rl.teacher.engine import TeacherEngine
     from distill_rl.types import CrossTokenizerSpec
 
-    crosses = num_ours != num_theirs
+    crosses = bool(ours.chunks)
     alone = Config(
         student=StudentConfig(model=str(folder / "student"), dtype="fp32"),
         data=DataConfig(max_length=corpus.max_length),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
-from distill_rl.config.derive import gpus_of_ranks
+from distill_rl.config.derive import gpus_of_run
 from distill_rl.config.save import require_no_secret, save_config
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError, problems_of
@@ -88,9 +88,7 @@ def layout(config: Config, gpus_per_node: int) -> tuple[int, int]:
     """
     if gpus_per_node < 1:
         return 1, 0
-    needed, tp = gpus_of_ranks(config), config.evaluate.parallel.tp
-    if config.evaluate.suites and tp > 1:
-        needed = needed + tp if config.evaluate.backend == "vllm" else max(needed, tp)
+    needed = gpus_of_run(config)
     return ceil(needed / gpus_per_node), min(needed, gpus_per_node)
 
 

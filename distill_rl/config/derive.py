@@ -270,6 +270,15 @@ def gpus_of_ranks(config: Config) -> int:
     return sum(ranks) if config.ray.placement == "disaggregated" else max(ranks)
 
 
+def gpus_of_run(config: Config) -> int:
+    """Number of GPUs that the run uses. The evaluator shares those of the ranks, but vllm's tensor parallelism cannot."""
+    ranks, evaluate = gpus_of_ranks(config), config.evaluate
+    tp = evaluate.parallel.tp if evaluate.suites else 1
+    if tp == 1:
+        return ranks
+    return ranks + tp if evaluate.backend == "vllm" else max(ranks, tp)
+
+
 def evaluator_ranks(backend: str, tp: int) -> int:
     """Number of actors that hold one copy of an evaluated model: vllm splits it in processes of its own."""
     return tp if backend == "hf" else 1
@@ -294,7 +303,7 @@ def evaluator_problem(config: Config, gpus: float) -> str | None:
     key, remedy = "evaluate.parallel.tp", "lower it"
     if gpus < tp:
         return problem(key, f"{tp} GPUs are asked, there are {gpus:g}", None, remedy)
-    if evaluate.backend == "vllm" and gpus - used < tp:
+    if evaluate.backend == "vllm" and gpus < gpus_of_run(config):
         rule = f"vllm needs {tp} free GPUs; student and teachers use {used} of {gpus:g}"
         return problem(key, rule, None, f"{remedy}, or set evaluate.backend=hf")
     return None

@@ -33,8 +33,9 @@ from typing import Any
 import numpy as np
 
 from distill_rl.align import Alignment
-from distill_rl.data.collate import NO_TOKENS, BatchPlan, Encoded, Tokenization, arrange, divide, lay_out, pad_id
+from distill_rl.data.collate import BatchPlan, arrange, divide, lay_out, pad_id
 from distill_rl.data.document_aligner import AlignedDocuments, CrossTokenizerTeacher, DocumentAligner
+from distill_rl.data.tokenization import NO_TOKENS, Encoded, Tokenization
 from distill_rl.types import (
     IGNORE_INDEX,
     AlignmentInfo,
@@ -121,11 +122,7 @@ class BatchBuilder:
         began = time.perf_counter()
         documents = AlignedDocuments.joined(parts)
         encoded = documents.encoded
-        # Only tokens in chunks are labelled for a teacher: it computes nothing for the others.
-        theirs = {
-            i: [Encoded(alignment.teacher_ids, alignment.teacher_chunk >= 0) for alignment in alignments]
-            for i, alignments in documents.alignments.items()
-        }
+        theirs = documents.of_teachers()
         capacities = [self._plan.max_length, *(self._plan.length_of(i) for i in theirs)]
         members = arrange([encoded, *theirs.values()], capacities, self._plan)
         rows = lay_out(encoded, self._plan, members)
@@ -143,22 +140,7 @@ class BatchBuilder:
                 infos.append(_describe(self._teachers[i], documents, i, chunk_rows))
             teacher_parts.append(divide(teacher_rows, sharding, self._plan, index, teacher_labels))
         student_parts = divide(rows, self._plan.student, self._plan, index, num_labels, chunks)
-        info = BatchInfo(
-            index=index,
-            cursor=cursor,
-            num_documents=len(encoded),
-            num_rows=rows.shape[0],
-            num_tokens=sum(len(document.input_ids) for document in encoded),
-            num_labels=num_labels,
-            num_positions=rows.num_positions,
-            num_truncated=sum(document.truncated for document in encoded),
-            seconds=time.perf_counter() - began,
-            alignments=tuple(infos),
-            bad_rows=tuple(documents.bad_rows),
-            left_out=_count_left_out(documents),
-            num_incomplete=sum(bool(document.left_out) for document in encoded),
-            num_unlabelled=sum(kept and not doc.has_labels for doc, kept in zip(encoded, documents.present)),
-        )
+        info = _summary(index, cursor, documents, rows, num_labels, infos, time.perf_counter() - began)
         return info, student_parts, teacher_parts
 
     def _require_known_ids(self, documents: AlignedDocuments) -> None:
@@ -172,6 +154,42 @@ class BatchBuilder:
                 token = self._tokenization.tokenizer.convert_ids_to_tokens(int(unknown[0]))
                 rule = f"has the token {token}, which a teacher that reads the student's tokens does not know"
                 raise ValueError(f"row {row} {rule}; set teachers[].loss=hybrid if your texts contain it")
+
+
+def _summary(
+    index: int,
+    cursor: Cursor,
+    documents: AlignedDocuments,
+    rows: TokenRows,
+    num_labels: int,
+    alignments: Sequence[AlignmentInfo],
+    seconds: float,
+) -> BatchInfo:
+    """The summary of a batch for the driver.
+
+    Args:
+        index, cursor: of the batch.
+        rows: the student's.
+        num_labels: in these rows.
+        seconds: that making the batch took.
+    """
+    encoded = documents.encoded
+    return BatchInfo(
+        index=index,
+        cursor=cursor,
+        num_documents=len(encoded),
+        num_rows=rows.shape[0],
+        num_tokens=sum(len(document.input_ids) for document in encoded),
+        num_labels=num_labels,
+        num_positions=rows.num_positions,
+        num_truncated=sum(document.truncated for document in encoded),
+        seconds=seconds,
+        alignments=tuple(alignments),
+        bad_rows=tuple(documents.bad_rows),
+        left_out=_count_left_out(documents),
+        num_incomplete=sum(bool(document.left_out) for document in encoded),
+        num_unlabelled=sum(kept and not doc.has_labels for doc, kept in zip(encoded, documents.present)),
+    )
 
 
 def _count_left_out(documents: AlignedDocuments) -> tuple[LeftOut, ...]:

@@ -16,8 +16,8 @@ import numpy as np
 from distill_rl.align import Alignment, TokenAligner, Tokenized
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.chat import render_document
-from distill_rl.data.collate import NO_TOKENS, Encoded, Tokenization, starts_within
 from distill_rl.data.layouts import template_options
+from distill_rl.data.tokenization import NO_TOKENS, Encoded, Tokenization, starts_within
 from distill_rl.data.unrendered import TemplateCoverage
 from distill_rl.errors import DataError
 from distill_rl.types import BadRow
@@ -110,6 +110,13 @@ class AlignedDocuments:
             present=[is_present for part in parts for is_present in part.present],
             bad_rows=[bad for part in parts for bad in part.bad_rows],
         )
+
+    def of_teachers(self) -> dict[int, list[Encoded]]:
+        """Each teacher's tokens. Only those in chunks are labelled: it computes nothing for the others."""
+        return {
+            i: [Encoded(alignment.teacher_ids, alignment.teacher_chunk >= 0) for alignment in alignments]
+            for i, alignments in self.alignments.items()
+        }
 
 
 class DocumentAligner:

@@ -48,21 +48,28 @@ def first_fit(lengths: ArrayLike, capacity: int | Sequence[int]) -> list[list[in
     return rows
 
 
-def deal_by_length(lengths: Sequence[float], group: int, ranks: int) -> list[int]:
+def deal_by_length(lengths: Sequence[float], group: int, ranks: int, per_sub_batch: int | None = None) -> list[int]:
     """An order of documents, longest first, in which groups of like length alternate between the ranks.
 
-    Rank r of `ranks` gets the r-th of as many equal parts. Its groups, of `group` documents each, have about the lengths
-    of the other ranks' groups at the same place, so no rank waits for another. The longest come first, so that a lack
-    of memory shows at once. Documents of equal length keep their order.
+    Of every sub-batch, rank r of `ranks` gets the r-th of as many equal parts. Its groups, of `group` documents each,
+    have about the lengths of the other ranks' groups at the same place, so no rank waits for another. The longest come
+    first, so that a lack of memory shows at once. Documents of equal length keep their order.
 
     Args:
-        lengths: in any unit. If they are not as many as `group * ranks` divides, there is one part only.
+        lengths: in any unit.
+        group: documents of a group. A sub-batch that does not consist of `ranks` times as many whole groups is not
+            dealt out, only sorted.
+        per_sub_batch: documents of a sub-batch; None: all.
 
     Returns:
         The indices of the documents.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    if len(order) % (group * ranks):
-        return order
-    groups = [order[start : start + group] for start in range(0, len(order), group)]
-    return [i for rank in range(ranks) for part in groups[rank::ranks] for i in part]
+    step, dealt = per_sub_batch or max(len(order), 1), []
+    for first in range(0, len(order), step):
+        part = order[first : first + step]
+        if len(part) % (group * ranks) == 0:
+            groups = [part[start : start + group] for start in range(0, len(part), group)]
+            part = [i for rank in range(ranks) for each in groups[rank::ranks] for i in each]
+        dealt += part
+    return dealt

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distill_rl.evals.backends.base import BackendName, Output, Settings
 from distill_rl.evals.executor import LocalExecutor, Task, chunks
@@ -33,29 +33,23 @@ class LeadingExecutor:
 
     def load(self, folder: Path, backend: BackendName, settings: Settings) -> None:
         """Loads every rank's part of the model in `folder`, as `LocalExecutor.load`, and sets `device`."""
-        from distill_rl.parallel.mesh import broadcast_from_first
-
-        broadcast_from_first(self._world, ("load", folder, backend, settings))
+        _broadcast(self._world, ("load", folder, backend, settings))
         self._local.load(folder, backend, settings)
         self._loaded = backend, settings.batch_size
         self.device = self._local.device
 
     def run(self, task: Task, items: Sequence[Item]) -> Iterator[list[tuple[int, Output]]]:
         """Runs items on all ranks, chunk by chunk, as `LocalExecutor.run`."""
-        from distill_rl.parallel.mesh import broadcast_from_first
-
         assert self._loaded is not None
         for chunk in chunks(items, task, *self._loaded):
             part = [items[index] for index in chunk]
-            broadcast_from_first(self._world, ("outputs", task, part))
+            _broadcast(self._world, ("outputs", task, part))
             yield [(chunk[i], output) for i, output in self._local.outputs(task, part)]
 
     def close(self) -> None:
         """Frees this rank's part of the model, and makes the other ranks return from `follow`."""
-        from distill_rl.parallel.mesh import broadcast_from_first
-
         self._local.close()
-        broadcast_from_first(self._world, None)
+        _broadcast(self._world, None)
 
 
 def follow(local: LocalExecutor, world: World) -> None:
@@ -65,10 +59,8 @@ def follow(local: LocalExecutor, world: World) -> None:
         DistillError: as the call that failed.
         RuntimeError: the first rank has died, or has sent nothing for as long as the process group waits.
     """
-    from distill_rl.parallel.mesh import broadcast_from_first
-
     try:
-        while (message := broadcast_from_first(world)) is not None:
+        while (message := _broadcast(world)) is not None:
             call, *arguments = message
             if call == "load":
                 local.load(*arguments)
@@ -77,3 +69,10 @@ def follow(local: LocalExecutor, world: World) -> None:
                     pass
     finally:
         local.close()
+
+
+def _broadcast(world: World, message: object = None) -> Any:
+    """`broadcast_from_first`. It needs torch, which what imports this module does without until a model is split."""
+    from distill_rl.parallel.mesh import broadcast_from_first
+
+    return broadcast_from_first(world, message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from distill_rl.data.sources import open_source, split_validation
 from distill_rl.errors import ConfigError
 from distill_rl.models.facts import fingerprint_model, read_model_facts
 from distill_rl.models.hub import read_config, resolve, stops_of, tokenizer_hash, tokenizer_of, vocabulary_size
-from distill_rl.preflight.shared_vocabulary import shared_vocabulary
+from distill_rl.preflight.shared_vocabulary import SharedVocabulary, shared_vocabulary
 from distill_rl.system.files import sha256
 from distill_rl.types import CrossTokenizerSpec, RunPaths
 
@@ -103,45 +103,35 @@ def prepare(config: Config, paths: RunPaths, say: Callable[[str], None] = lambda
     token_by_token = [vocabulary if spec is None else None for vocabulary, spec in zip(shared, specs)]
     own_ids = vocabulary_size(tokenizer)
     num_ids = min([own_ids, *(vocabulary.size for vocabulary in token_by_token if vocabulary is not None)])
+    limit = num_ids if num_ids < own_ids else None
+    crossing = [
+        (t.name, other, spec) for t, other, spec in zip(teachers, teacher_tokenizers, specs) if spec is not None
+    ]
     chat_tokenizers = {"chat template": tokenizer}
-    pairs: dict[str, str] = {}
-    for teacher, teacher_tokenizer, spec in zip(teachers, teacher_tokenizers, specs):
-        if spec is not None:
-            chat_tokenizers[f"chat template of teacher {teacher.name}"] = teacher_tokenizer
-            pair = f"tokenizer {tokenizer_hash(teacher_tokenizer)}, loss {spec.method}"
-            pair += f", projection {sha256(spec.projection)}"
-            if config.projection.learnable:
-                pair += ", learnt"
-            pairs[f"tokenizer pair with teacher {teacher.name}"] = pair
+    chat_tokenizers |= {f"chat template of teacher {name}": other for name, other, _ in crossing}
     return Job(
         config,
         paths,
         train,
         validation,
-        BatchPlan.from_config(
-            config,
-            pad_id(tokenizer, num_ids),
-            num_ids=num_ids if num_ids < own_ids else None,
-        ),
+        BatchPlan.from_config(config, pad_id(tokenizer, num_ids), num_ids=limit),
         cross_tokenizer_specs=specs,
         facts=Facts(
             vocabulary_size=num_ids,
             student=_model_facts(config.student),
             teachers=tuple(
-                TeacherFacts(_model_facts(teacher), vocabulary_size(other), spec.method)
-                if spec is not None
-                else TeacherFacts(_model_facts(teacher), num_ids, tokens_apart=str(vocabulary))
-                for teacher, other, spec, vocabulary in zip(teachers, teacher_tokenizers, specs, token_by_token)
+                _teacher_facts(*of_teacher, num_ids)
+                for of_teacher in zip(teachers, teacher_tokenizers, specs, token_by_token)
             ),
         ),
         fingerprints={
             "data": train.fingerprint,
             _ORDER: _order_name(config, windowed=train.windowed),
             "tokenizer": tokenizer_hash(tokenizer),
-            **({"compared ids": str(num_ids)} if num_ids < own_ids else {}),
+            **({} if limit is None else {"compared ids": str(limit)}),
             **_template_fingerprints(train, chat_tokenizers),
             **models,
-            **pairs,
+            **_pair_fingerprints(config, crossing),
         },
     )
 
@@ -151,6 +141,23 @@ def _model_facts(model: StudentConfig | TeacherConfig) -> ModelFacts:
     return read_model_facts(
         resolve(model.model, model.revision, weights=True), read_config(model.model, model.revision)
     )
+
+
+def _teacher_facts(
+    teacher: TeacherConfig,
+    tokenizer: Any,
+    spec: CrossTokenizerSpec | None,
+    shared: SharedVocabulary | None,
+    num_ids: int,
+) -> TeacherFacts:
+    """What the files of a teacher contain.
+
+    Args:
+        spec: how it is compared over chunks of text; None: token by token, over the `num_ids` ids of `shared`.
+    """
+    if spec is not None:
+        return TeacherFacts(_model_facts(teacher), vocabulary_size(tokenizer), spec.method)
+    return TeacherFacts(_model_facts(teacher), num_ids, tokens_apart=str(shared))
 
 
 def _cross_tokenizer_spec(
@@ -192,6 +199,21 @@ def _cross_tokenizer_spec(
         raise ConfigError(
             f"teacher {teacher.name}", "must have a projection from the student's vocabulary", str(error)
         ) from error
+
+
+def _pair_fingerprints(config: Config, crossing: Sequence[tuple[str, Any, CrossTokenizerSpec]]) -> dict[str, str]:
+    """What must be unchanged of each teacher's tokenizer, and of how it is compared.
+
+    Args:
+        crossing: name, tokenizer and comparison of each teacher that is compared over chunks of text.
+    """
+    learnt = ", learnt" if config.projection.learnable else ""
+    return {
+        f"tokenizer pair with teacher {name}": (
+            f"tokenizer {tokenizer_hash(tokenizer)}, loss {spec.method}, projection {sha256(spec.projection)}{learnt}"
+        )
+        for name, tokenizer, spec in crossing
+    }
 
 
 def _template_fingerprints(source: Source | Mixture, tokenizers: Mapping[str, Any]) -> dict[str, str]:

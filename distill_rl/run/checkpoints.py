@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from distill_rl.config.measured import higher_is_better
+from distill_rl.config.measured import KD, higher_is_better
 from distill_rl.errors import CheckpointError
 from distill_rl.run.checkpoint_files import (
     MANIFEST,
@@ -33,7 +33,7 @@ from distill_rl.run.checkpoint_files import (
     read_score,
     sealed,
 )
-from distill_rl.run.scores import VALIDATION_KD, ScoreFile
+from distill_rl.run.scores import ScoreFile
 from distill_rl.system import ownership
 from distill_rl.system.files import size_of, sync, sync_tree, write_json
 
@@ -84,7 +84,7 @@ class CheckpointStore:
         *,
         keep_last: int,
         keep_best: int,
-        best_by: str = VALIDATION_KD,
+        best_by: str = KD,
         scores: Path | None = None,
         about: Mapping[str, Any] = MappingProxyType({}),
     ):
@@ -234,7 +234,7 @@ class CheckpointStore:
     def _score(self, path: Path) -> float | None:
         """Returns the score of a checkpoint; None if it has none. Older versions kept the validation loss in it only."""
         score = self.scores.get(_step(path), self._best_by)
-        return read_score(path) if score is None and self._best_by == VALIDATION_KD else score
+        return read_score(path) if score is None and self._best_by == KD else score
 
 
 def steps(root: Path) -> list[int]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from distill_rl.config.derive import suites_every, warmup_note
 from distill_rl.config.facts import running_teachers
-from distill_rl.config.measured import is_suite_score
+from distill_rl.config.measured import KD, is_suite_score
 from distill_rl.config.save import fingerprint
 from distill_rl.data.loader import Loader, validation_batches
 from distill_rl.data.mixture import Mixture
@@ -32,7 +32,6 @@ from distill_rl.run.async_save import Saver
 from distill_rl.run.checkpoints import Checkpoint, CheckpointStore, SavedState
 from distill_rl.run.learning import Learning
 from distill_rl.run.prefetch import Lookahead
-from distill_rl.run.scores import VALIDATION_KD
 from distill_rl.run.skipped_rows import SkippedRows
 from distill_rl.system.signals import EXIT_PREEMPTED, Signals
 from distill_rl.types import DocumentBatch, TrainState
@@ -71,7 +70,7 @@ class Driver:
         self._saved_step = self.state.step if self.resumed else -1
         self._validated_step = self._saved_step if saved.score is not None else -1
         if saved.score is not None:  # the file of scores may be missing beside a checkpoint that was copied
-            self.store.scores.add(self.state.step, {VALIDATION_KD: saved.score})
+            self.store.scores.add(self.state.step, {KD: saved.score})
 
     @classmethod
     @contextmanager
@@ -209,7 +208,7 @@ class Driver:
     @property
     def score(self) -> float | None:
         """The KD on held-out text when it was last measured; None if it was not, or is not finite."""
-        return self.store.scores.get(self._validated_step, VALIDATION_KD)
+        return self.store.scores.get(self._validated_step, KD)
 
     def validate(self) -> None:
         """Measures and records KD and CE on held-out text, at most once per step; does nothing if the run has none.
@@ -305,7 +304,7 @@ class Driver:
         Args:
             scores: of evaluations, by metric, to add to the validation loss; None: none.
         """
-        measured = {} if self.score is None else {VALIDATION_KD: self.score}
+        measured = {} if self.score is None else {KD: self.score}
         return model_card(
             self.config,
             step=self.state.step,

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from distill_rl.system.files import write_json
 
-VALIDATION_KD = "validation/kl_loss"
-
 
 class ScoreFile:
     """The file `scores.json`: step → metric → value. One process writes it; other threads may read the object.

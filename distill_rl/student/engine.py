@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distill_rl.config.facts import running_teachers
+from distill_rl.config.measured import is_validated
 from distill_rl.config.memory import fused_loss, reduces_once_per_step
 from distill_rl.config.schema import Config
 from distill_rl.models import forward
@@ -62,8 +63,6 @@ TargetSource = Callable[[int, int], AbstractContextManager[Sequence[Target | Non
 the config, each flattened to [num_rows·S, …], on any device, read-only and valid inside the block. None for a teacher that
 the run has lost; an empty list without teachers."""
 
-_VALIDATED = ("kl_loss", "nll_loss", "top1_agreement", "acceptance")
-"""What a validation pass reports, without its prefix."""
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +237,7 @@ class StudentEngine:
             reshard(self.model)
             self.model.train()
         report = self._metrics("validation", batch, sums, blend)
-        return {name: metric for name, metric in report.items() if name.split("/")[1] in _VALIDATED}
+        return {name: metric for name, metric in report.items() if is_validated(name)}
 
     @gpu_phase("checkpoint copy")
     def save(self, directory: str | Path, marker: str | Path | None = None) -> None:

@@ -78,10 +78,7 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
     config = job.config
     local_aligners = aligner_workers(config, gpus=visible_gpus(), cpus=len(os.sched_getaffinity(0)))
     num_cpus = sum(compute_groups(config)) + local_aligners + evaluators(config)
-    stored = 0
-    if config.transport not in ("shared_memory", "cuda_ipc"):
-        stored = stored_targets(config, replace(job.facts, gpus=visible_gpus()))
-    with ray_session(config.ray, num_cpus=num_cpus, target_bytes=stored, started=signals.install_again):
+    with ray_session(config.ray, num_cpus=num_cpus, target_bytes=_target_bytes(job), started=signals.install_again):
         cluster, this_node = ray.cluster_resources(), ray.get_runtime_context().get_node_id()
         gpus, cpus = cluster.get("GPU", 0.0), cluster.get("CPU", 0.0)
         write_json(job.paths.environment, environment() | {"nodes": [describe(node) for node in nodes()]})
@@ -99,16 +96,9 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
             say(f"starting  {', '.join(name for group in actors.groups for name in group.names)}")
             try:
                 _start(job, actors, calls)
-                rings = ring_plan(config)
-                connector = Connector(config, actors.teachers, actors.student, rings, calls)
-                connector.connect()
+                running = _connect(job, actors, calls, timer)
                 calls.interrupted = signals.raise_if_interrupted  # from now on a stop can wait for the step and a save
-                pipeline = Pipeline(_pool(job, actors.aligners, calls), actors.teachers, job.plan, rings)
-                recovery = TeacherRecovery(
-                    config, actors.teachers, set(actors.student.names), calls, connector, pipeline
-                )
-                student = StudentGroup(actors.student, config, calls, timer, pipeline, recovery)
-                yield RunActors(pipeline, student, actors.evaluator, calls)
+                yield running
                 if config.observe.timeline:
                     ids = {worker: name for group in actors.groups for worker, name in group.worker_ids.items()}
                     write_timeline(job.paths.logs / "timeline.json", ids)
@@ -126,6 +116,22 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
                     group.kill()
                 calls.monitor.close()
                 _remove_torch_counters(process.pid for process in processes if process.node_id == this_node)
+
+
+def _connect(job: Job, actors: _Actors, calls: Calls, timer: StepTimer) -> RunActors:
+    """Opens the teachers' rings, and makes what moves batches between the actors.
+
+    Raises:
+        ConfigError: a transport that was requested by name does not work.
+        WorkerError: an actor failed.
+    """
+    config, rings = job.config, ring_plan(job.config)
+    connector = Connector(config, actors.teachers, actors.student, rings, calls)
+    connector.connect()
+    pipeline = Pipeline(_pool(job, actors.aligners, calls), actors.teachers, job.plan, rings)
+    recovery = TeacherRecovery(config, actors.teachers, set(actors.student.names), calls, connector, pipeline)
+    student = StudentGroup(actors.student, config, calls, timer, pipeline, recovery)
+    return RunActors(pipeline, student, actors.evaluator, calls)
 
 
 def _remove_torch_counters(pids: Iterable[int]) -> None:
@@ -228,6 +234,13 @@ def _memory_needs(job: Job, gpus: int) -> dict[str, float] | None:
     if not (gpus and job.config.evaluate.suites):
         return None
     return {worker.worker: float(worker.total) for worker in sizes(job.config, replace(job.facts, gpus=gpus)).memory}
+
+
+def _target_bytes(job: Job) -> int:
+    """Returns the bytes of targets in the object store at a time; 0 if they certainly take another transport."""
+    if job.config.transport in ("shared_memory", "cuda_ipc"):
+        return 0
+    return stored_targets(job.config, replace(job.facts, gpus=visible_gpus()))
 
 
 def _start(job: Job, actors: _Actors, calls: Calls) -> None:

@@ -73,13 +73,17 @@ def train(folder: Path, *, seed: int = 0, steps: int = 300) -> Path:
 
 
 def _batch(tokenizer: Any, draw: random.Random) -> tuple[Any, Any]:
-    """Ids [R, S] and labels [R, S] of 16 questions; only answers and their end-of-text tokens have labels."""
+    """Ids [R, S] and labels [R, S] of 16 questions; only answers and their end-of-text tokens have labels.
+
+    All come after the same number of worked examples, as in the tests: without these, what the model answers after
+    examples would be left to chance, and so to the machine.
+    """
     import torch
 
-    rows = []
+    rows, shots = [], draw.choice((0, 0, 0, 0, 0, 1, 1, 5))
     for _ in range(16):
         question, letter, reason = _question(draw)
-        prompt = tokenizer(question)["input_ids"]
+        prompt = tokenizer(_shots(draw.choice(SUBJECTS), shots) + question)["input_ids"]
         answer = tokenizer(f" {letter}{reason}{tokenizer.eos_token}")["input_ids"]
         rows.append((prompt + answer, [-100] * len(prompt) + answer))
     longest = max(len(ids) for ids, _ in rows)

@@ -76,7 +76,7 @@ def test_the_same_letters_as_hf(
         print(
             f"\n{shots} shots: letters {counts}; right {right} of {len(letters)}; differ from hf: {different or 'none'}"
         )
-    assert max(histogram.values()) <= 0.8 * len(letters), "the letters differ"
+    assert max(histogram.values()) <= 0.6 * len(letters)
     assert right > 0.5 * len(letters), "the model has learned something"
     assert len(different) <= 0.01 * len(letters)
     for left, right in zip(ours, theirs):

@@ -3,8 +3,8 @@
 For each seed, four students are trained with the same steps, data and order:
 
 1. and 2. The two runs of the quickstart with `--cross`: `hybrid`, and the control without a teacher.
-3. `hybrid` with only 1:1 chunks: `loss.alm_tau` is so high that the likelihoods of all longer chunks become 1, and
-   these chunks have no gradient.
+3. `hybrid` with only 1:1 chunks: `loss.alm_tau` is so high that the likelihoods of all longer chunks are almost 1, and
+   the gradient of these chunks is a millionth of what it would be.
 4. `hybrid` with a teacher that uses different stop tokens for turns and for texts.
 """
 
@@ -21,7 +21,7 @@ from distill_rl.quickstart.material import make_material
 from distill_rl.quickstart.recipe import CROSS, TURNS
 
 SEEDS = (0, 1, 2)
-ONLY_ONE_TO_ONE = "loss.alm_tau=1e9"
+ONLY_ONE_TO_ONE = "loss.alm_tau=1e6"
 CONFIG = record.ROOT / "configs" / "quickstart-cross.yaml"
 COLUMNS = {
     "hybrid": "student_after",

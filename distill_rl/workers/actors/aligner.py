@@ -64,9 +64,9 @@ class AlignerWorker(Worker):
             os.environ["CUDA_VISIBLE_DEVICES"] = str(ray.get_gpu_ids()[0])
         if any(self._other_tokenizer) and self._config.aligner.dp.backend == "cuda":
             _require_cuda()
-        from distill_rl.data.collate import Tokenization
         from distill_rl.data.cross_tokenizer_batch import BatchBuilder
         from distill_rl.data.document_aligner import CrossTokenizerTeacher
+        from distill_rl.data.tokenization import Tokenization
         from distill_rl.models.hub import stops_of, tokenizer_of
 
         data = self._config.data

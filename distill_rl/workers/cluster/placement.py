@@ -114,12 +114,7 @@ def place_actors(
     else:
         ranks_by_bundle = _colocated(groups)
     aligner_share = config.aligner.num_gpus if gpus else 0.0
-    if too_few := evaluator_problem(config, gpus):
-        raise ConfigError.many([too_few])
-    evaluator = evaluator_names(EVALUATOR, evaluators(config)) if config.evaluate.suites else []
-    gpus_each = config.evaluate.parallel.tp / max(1, len(evaluator)) if gpus else 0.0
-    are_guests = 0 < gpus < len(ranks_by_bundle) + gpus_each * len(evaluator)
-    evaluator_guests = evaluator[: len(ranks_by_bundle)] if are_guests else []
+    evaluator_guests, other_evaluators = _place_evaluators(config, gpus, len(ranks_by_bundle))
 
     bundles: list[dict[str, float]] = []
     placements: dict[str, ActorPlacement] = {}
@@ -140,8 +135,7 @@ def place_actors(
         for name, share in guests.items():
             placements[name] = ActorPlacement(i, share)
 
-    others = dict.fromkeys([] if aligner_share else aligners, 0.0)
-    others |= dict.fromkeys(evaluator[len(evaluator_guests) :], gpus_each)
+    others = dict.fromkeys([] if aligner_share else aligners, 0.0) | other_evaluators
     for name, num_gpus in others.items():
         placements[name] = ActorPlacement(len(bundles), num_gpus)
         bundles.append(_bundle(1, num_gpus))
@@ -150,6 +144,25 @@ def place_actors(
     if not pinned:
         return PlacementPlan(tuple(bundles), placements)
     return PlacementPlan(tuple(bundles), placements, (*pinned, *[None] * (len(bundles) - len(pinned))))
+
+
+def _place_evaluators(config: Config, gpus: float, num_bundles: int) -> tuple[list[str], dict[str, float]]:
+    """Returns the evaluators that are guests of the first bundles, and the others with their numbers of GPUs.
+
+    Args:
+        gpus: in the cluster.
+        num_bundles: of the ranks, each with a GPU if there are any.
+
+    Raises:
+        ConfigError: the cluster has too few GPUs for `evaluate.parallel.tp`.
+    """
+    if too_few := evaluator_problem(config, gpus):
+        raise ConfigError.many([too_few])
+    names = evaluator_names(EVALUATOR, evaluators(config)) if config.evaluate.suites else []
+    gpus_each = config.evaluate.parallel.tp / max(1, len(names)) if gpus else 0.0
+    are_guests = 0 < gpus < num_bundles + gpus_each * len(names)
+    guests = names[:num_bundles] if are_guests else []
+    return guests, dict.fromkeys(names[len(guests) :], gpus_each)
 
 
 def _colocated(groups: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -56,8 +56,8 @@ def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
     """Returns the metrics of one batch about its alignment, by name.
 
     These are counts of documents, of those truncated, incompletely rendered, left out and without labels, of tokens and
-    rows, the shares of positions that hold a token and of tokens with a label, the queue, seconds, the aligner's peak memory in GiB, and per teacher with another tokenizer
-    those about its chunks.
+    rows, the shares of positions that hold a token and of tokens with a label, the queue, seconds, the aligner's peak
+    memory in GiB, and per teacher with another tokenizer those about its chunks.
 
     Args:
         queue: batches that the aligners had not finished when the student was ready for this one.

@@ -14,7 +14,7 @@ from distill_rl.commands.evaluate import (
     require_valid,
     warn_about_too_long_items,
 )
-from distill_rl.errors import ConfigError
+from distill_rl.errors import ConfigError, problems_of
 from distill_rl.evals.backends.base import Settings
 from distill_rl.evals.options import Options
 from distill_rl.evals.results.result import OUTCOMES
@@ -35,7 +35,7 @@ def request_of(where: ExecutorOptions, backend: str = "hf", tensor_parallel: int
     ],
 )
 def test_valid_settings_are_accepted(where: ExecutorOptions) -> None:
-    require_valid(request_of(where))
+    assert problems_of(lambda: require_valid(request_of(where))) == []
 
 
 @pytest.mark.parametrize(

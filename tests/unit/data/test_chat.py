@@ -9,7 +9,7 @@ import pytest
 from distill_rl.align import TokenAligner
 from distill_rl.align.chat import render as render_for_alignment
 from distill_rl.data.chat import render, render_document
-from distill_rl.data.collate import Tokenization
+from distill_rl.data.tokenization import Tokenization
 from distill_rl.errors import DataError
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.tokenizers import tiny_tokenizer

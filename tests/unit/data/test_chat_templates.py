@@ -11,9 +11,10 @@ from transformers import AutoTokenizer
 
 from distill_rl.align import TokenAligner
 from distill_rl.config.schema import AlignerConfig
-from distill_rl.data.collate import BatchPlan, BatchSharding, Tokenization
+from distill_rl.data.collate import BatchPlan, BatchSharding
 from distill_rl.data.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.document_aligner import CrossTokenizerTeacher
+from distill_rl.data.tokenization import Tokenization
 from distill_rl.errors import DataError
 from distill_rl.types import IGNORE_INDEX, Cursor, DocumentBatch
 from tests.helpers.chat_templates import (

@@ -7,9 +7,10 @@ import pytest
 
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.chat import render
-from distill_rl.data.collate import BatchPlan, BatchSharding, Tokenization
+from distill_rl.data.collate import BatchPlan, BatchSharding
 from distill_rl.data.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.document_aligner import CrossTokenizerTeacher
+from distill_rl.data.tokenization import Tokenization
 from distill_rl.errors import DataError
 from distill_rl.types import IGNORE_INDEX, Cursor, DocumentBatch, TokenRows
 from tests.helpers.align import family

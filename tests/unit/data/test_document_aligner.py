@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from distill_rl.config.schema import AlignerConfig
-from distill_rl.data.collate import Tokenization
 from distill_rl.data.document_aligner import CrossTokenizerTeacher, DocumentAligner
+from distill_rl.data.tokenization import Tokenization
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.tokenizers import tiny_tokenizer
 

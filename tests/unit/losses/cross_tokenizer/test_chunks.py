@@ -9,9 +9,10 @@ import torch
 from distill_rl.align import Alignment, TokenAligner
 from distill_rl.align.projection import build_projection
 from distill_rl.config.schema import AlignerConfig
-from distill_rl.data.collate import BatchPlan, BatchSharding, Tokenization
+from distill_rl.data.collate import BatchPlan, BatchSharding
 from distill_rl.data.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.document_aligner import CrossTokenizerTeacher
+from distill_rl.data.tokenization import Tokenization
 from distill_rl.losses import Chunks, VocabularyProjection
 from distill_rl.types import Cursor, DocumentBatch
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -71,8 +72,10 @@ def test_they_are_the_chunks_that_a_run_compares() -> None:
     other = CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())
     _, (ours,), _ = BatchBuilder(tokenization, plan, [other]).build(DocumentBatch(0, documents, Cursor()))
     of_run = ours.chunks[0]
+    alignments = [TokenAligner(student, teacher).align_messages(chat) for chat in CHATS]
+    alignments.sort(key=lambda each: -max(len(each.student_ids), len(each.teacher_ids)))  # as the rows of a run
     found = Chunks.from_alignment(
-        *(TokenAligner(student, teacher).align_messages(chat) for chat in CHATS),
+        *alignments,
         student_length=of_run.student.shape[1],
         teacher_length=of_run.teacher.shape[1],
     )
