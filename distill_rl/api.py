@@ -123,7 +123,7 @@ def distill(
             checked = found.require_valid()
             paths = paths_of(checked)
             paths = type(paths)(paths.root.absolute())
-            code = run_config(checked, Signals(embedded=True), clean=clean)
+            code = run_config(checked, Signals(embedded=True), found.facts, clean=clean)
     finally:
         _one_at_a_time.release()
     if code == EXIT_PREEMPTED:

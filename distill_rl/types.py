@@ -44,7 +44,8 @@ class DocumentBatch:
 
     `index` counts global batches from 0 over the whole run; batch i is trained on by step i + 1.
     `cursor` is the position after this batch, the one to resume from once it has been trained on.
-    Each document is a row of the data set, reduced to its text or its chat, with the row number under `"row"`.
+    Each document is a row of the data set, reduced to its text or its chat, with the row number under `"row"`; or
+    several rows whose texts are joined, with their numbers under `"rows"`, too.
     """
 
     index: int
@@ -57,7 +58,8 @@ class DocumentBatch:
 
     @property
     def row_numbers(self) -> tuple[int, ...]:
-        return tuple(int(document["row"]) for document in self.documents)
+        """Of all rows; a joined text (`data.concatenate`) has several."""
+        return tuple(row for document in self.documents for row in document.get("rows", (int(document["row"]),)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +211,7 @@ class BatchInfo:
     """Document tokens after truncation, without padding."""
     num_labels: int
     num_truncated: int
-    """Documents cut at data.max_length."""
+    """Documents of which tokens are left out because a row is shorter."""
     seconds: float
     alignments: tuple[AlignmentInfo, ...] = ()
     """One per teacher with another tokenizer."""
@@ -221,6 +223,8 @@ class BatchInfo:
     """Documents of which a chat template left something out."""
     peak_gib: float = 0.0
     """The most memory that the aligner has held so far."""
+    num_split: int = 0
+    """Documents that became several pieces because they are longer than a row."""
     num_unlabelled: int = 0
     """Documents without a label, those left out not counted."""
     num_positions: int = 0

@@ -71,13 +71,12 @@ class Alignment:
         return dict(zip(COUNTS, (one_to_one, one_to_many, many_to_one, many_to_many)))
 
     def cut(self, num_student_tokens: int, num_teacher_tokens: int | None = None) -> Alignment:
-        """The beginning of both sides, up to their last common boundary within the limits.
+        """The beginning of both sides, up to their last common boundary (`boundaries`) within the limits.
 
-        The alignment itself if it fits. Common boundaries are the ends of chunks, of lossy stretches and of paired
-        special tokens. If a row is not exact, and on every side that is too long the last such boundary leaves more
-        than half of the limit unused, each side is cut at its own limit instead: the student can still learn from text
-        that the teacher's tokens do not match. A chunk that the cut divides becomes no chunk. What is cut off is
-        counted in `dropped`; `exact`, `method` and `lossy` stay those of the whole row.
+        The alignment itself if it fits. If a row is not exact, and on every side that is too long the last such boundary
+        leaves more than half of the limit unused, each side is cut at its own limit instead: the student can still
+        learn from text that the teacher's tokens do not match. A chunk that the cut divides becomes no chunk. What is
+        cut off is counted in `dropped`; `exact`, `method` and `lossy` stay those of the whole row.
 
         Args:
             num_student_tokens, num_teacher_tokens: most tokens of each side; None: no limit for the teacher.
@@ -85,49 +84,91 @@ class Alignment:
         Raises:
             ValueError: a negative limit.
         """
-        limits = num_student_tokens, len(self.teacher_ids) if num_teacher_tokens is None else num_teacher_tokens
+        sizes = len(self.student_ids), len(self.teacher_ids)
+        limits = num_student_tokens, sizes[1] if num_teacher_tokens is None else num_teacher_tokens
         if min(limits) < 0:
             raise ValueError(f"a limit of tokens must be at least 0, got {min(limits)}; leave it out for no limit")
-        if len(self.student_ids) <= limits[0] and len(self.teacher_ids) <= limits[1]:
+        if sizes[0] <= limits[0] and sizes[1] <= limits[1]:
             return self
-        sides = self.student_chunk, self.teacher_chunk
-        ends = np.stack([chunk_bounds(side, self.num_chunks)[1] for side in sides], axis=1)
-        student, teacher = self._where_to_cut(limits, ends)
-        kept = int(np.count_nonzero(_within(ends, (student, teacher))))
-        return replace(
-            self,
-            student_ids=self.student_ids[:student],
-            teacher_ids=self.teacher_ids[:teacher],
-            student_chunk=_first_chunks(self.student_chunk[:student], kept),
-            teacher_chunk=_first_chunks(self.teacher_chunk[:teacher], kept),
-            num_chunks=kept,
-            lossy_ends=self.lossy_ends[_within(self.lossy_ends, (student, teacher))],
-            dropped=(
-                self.dropped[0] + len(self.student_ids) - student,
-                self.dropped[1] + len(self.teacher_ids) - teacher,
-            ),
-            stop_pairs=[pair for pair in self.stop_pairs if pair[0] < student and pair[1] < teacher],
-        )
+        stop = self._where_to_cut(limits)
+        dropped = (self.dropped[0] + sizes[0] - stop[0], self.dropped[1] + sizes[1] - stop[1])
+        return replace(self.part((0, 0), stop), dropped=dropped)
 
-    def _where_to_cut(self, limits: tuple[int, int], chunk_ends: np.ndarray) -> tuple[int, int]:
+    def _where_to_cut(self, limits: tuple[int, int]) -> tuple[int, int]:
         """Number of tokens (student, teacher) to keep so that both limits hold; the rule is that of `cut`.
 
         Args:
             limits: most tokens (student, teacher).
-            chunk_ends: int64 [num_chunks, 2]: number of tokens (student, teacher) up to the end of each chunk.
         """
-        stop_ends = np.array(self.stop_pairs, np.int64).reshape(-1, 2) + 1
-        boundary = 0, 0
-        for ends in (chunk_ends, self.lossy_ends, stop_ends):
-            within = ends[_within(ends, limits)]
-            if len(within):
-                boundary = max(boundary, (int(within[-1, 0]), int(within[-1, 1])))
+        within = self.boundaries[_within(self.boundaries, limits)]
+        boundary = (int(within[-1, 0]), int(within[-1, 1])) if len(within) else (0, 0)
         sizes = len(self.student_ids), len(self.teacher_ids)
         # Only a side that exceeds its limit counts: one that fits would lose tokens however close the boundary is.
         near = any(size > limit <= 2 * kept for size, limit, kept in zip(sizes, limits, boundary))
         if self.exact or near:
             return boundary
         return min(limits[0], sizes[0]), min(limits[1], sizes[1])
+
+    @cached_property
+    def boundaries(self) -> np.ndarray:
+        """int64 [k, 2], ascending: the places where both sides can be cut without dividing what belongs together.
+
+        A place is the number of tokens (student, teacher) before it. These are the ends of chunks, of lossy stretches
+        and of paired special tokens.
+        """
+        stop_ends = np.array(self.stop_pairs, np.int64).reshape(-1, 2) + 1
+        places = np.concatenate([self._chunk_bounds[1], self.lossy_ends, stop_ends])
+        return places[np.lexsort((places[:, 1], places[:, 0]))]
+
+    @cached_property
+    def _chunk_bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [num_chunks, 2] each: numbers of tokens (student, teacher) before every chunk, and up to its end."""
+        sides = [chunk_bounds(side, self.num_chunks) for side in (self.student_chunk, self.teacher_chunk)]
+        return np.stack([starts for starts, _ in sides], axis=1), np.stack([stops for _, stops in sides], axis=1)
+
+    def part(self, start: tuple[int, int], stop: tuple[int, int]) -> Alignment:
+        """The tokens from one place to another; places are as in `boundaries`, but may be any.
+
+        A chunk that a place divides becomes no chunk, the others are numbered from 0. All else stays that of the whole
+        row: `exact`, `method`, `lossy` and `dropped`.
+        """
+        starts, stops = self._chunk_bounds
+        first = max(int(starts[:, side].searchsorted(start[side])) for side in (0, 1))
+        end = max(first, min(int(stops[:, side].searchsorted(stop[side], "right")) for side in (0, 1)))
+        ends = self.lossy_ends - np.array(start, np.int64)
+        return replace(
+            self,
+            student_ids=self.student_ids[start[0] : stop[0]],
+            teacher_ids=self.teacher_ids[start[1] : stop[1]],
+            student_chunk=_renumbered(self.student_chunk[start[0] : stop[0]], first, end),
+            teacher_chunk=_renumbered(self.teacher_chunk[start[1] : stop[1]], first, end),
+            num_chunks=end - first,
+            lossy_ends=ends[_within(ends, (stop[0] - start[0], stop[1] - start[1])) & (ends >= 0).all(axis=1)],
+            stop_pairs=[
+                (student - start[0], teacher - start[1])
+                for student, teacher in self.stop_pairs
+                if start[0] <= student < stop[0] and start[1] <= teacher < stop[1]
+            ],
+        )
+
+    def preceded_by(self, student_ids: np.ndarray, teacher_ids: np.ndarray) -> Alignment:
+        """The alignment with further tokens before those of each side; they are in no chunk.
+
+        Args:
+            student_ids, teacher_ids: int32 [a], [b]
+        """
+        if not len(student_ids) and not len(teacher_ids):
+            return self
+        shift = len(student_ids), len(teacher_ids)
+        return replace(
+            self,
+            student_ids=np.concatenate([student_ids, self.student_ids]),
+            teacher_ids=np.concatenate([teacher_ids, self.teacher_ids]),
+            student_chunk=np.pad(self.student_chunk, (shift[0], 0), constant_values=-1),
+            teacher_chunk=np.pad(self.teacher_chunk, (shift[1], 0), constant_values=-1),
+            lossy_ends=self.lossy_ends + np.array(shift, np.int64),
+            stop_pairs=[(student + shift[0], teacher + shift[1]) for student, teacher in self.stop_pairs],
+        )
 
     def trainable(self, trained: np.ndarray | None = None, *, stops: bool = True) -> Alignment:
         """The alignment with the chunks that a student can be trained on, renumbered from 0, and without stop pairs.
@@ -193,9 +234,11 @@ def _within(ends: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     return (ends[:, 0] <= limits[0]) & (ends[:, 1] <= limits[1])
 
 
-def _first_chunks(chunk: np.ndarray, count: int) -> np.ndarray:
-    """int32 [n]: chunk indices below `count`; −1 in place of higher ones."""
-    return chunk if chunk.max(initial=-1) < count else np.where(chunk < count, chunk, np.int32(-1))
+def _renumbered(chunk: np.ndarray, first: int, end: int) -> np.ndarray:
+    """int32 [n]: chunk indices from `first` up to, not including, `end`, less `first`; −1 in place of others."""
+    if not first and chunk.max(initial=-1) < end:
+        return chunk
+    return np.where((chunk >= first) & (chunk < end), chunk - np.int32(first), np.int32(-1))
 
 
 def outside_of_chunks(places: np.ndarray, student_chunk: np.ndarray, teacher_chunk: np.ndarray) -> np.ndarray:

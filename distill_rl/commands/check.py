@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-from distill_rl.config.derive import GIB, DerivedSizes, sizes
+from distill_rl.config.derive import GIB, DerivedSizes, sizes, splits_documents
 from distill_rl.config.facts import Facts, ModelFacts
 from distill_rl.config.memory import fused_chunk, fused_loss, micro_batch_logits, teacher_logits
 from distill_rl.config.save import to_yaml
@@ -49,11 +49,12 @@ def summary(config: Config, facts: Facts) -> list[str]:
 
     For a configuration without problems of its own. What is not known is left out or called unknown.
     """
-    derived, documents = sizes(config, facts), config.train.global_batch_size
+    derived = sizes(config, facts)
     lines = [
-        f"batch      {documents} documents in at most {derived.micro_batches} micro-batches per rank, at most {documents * config.data.max_length:,} tokens",
+        f"batch      {_batch(config, facts, derived)}",
         f"run        {_steps(derived)} over {_count(facts.num_documents)} documents",
         *(f"data       {printable(source)}" for source in facts.sources),
+        *([] if facts.step is None else [f"rows       {facts.step}"]),
         *(f"actors     {role}: {layout}" for role, layout in derived.world.items()),
         f"transport  {_transport(config, facts)}",
     ]
@@ -83,6 +84,15 @@ def summary(config: Config, facts: Facts) -> list[str]:
             f"disk       about {_bytes(derived.checkpoint_bytes)} per checkpoint, {config.checkpoint.keep_last} kept"
         )
     return lines + [f"note       {printable(note)}" for note in notes(config, facts)]
+
+
+def _batch(config: Config, facts: Facts, derived: DerivedSizes) -> str:
+    """The documents of a step and what they become, in words."""
+    documents = config.train.global_batch_size
+    if facts.data_kind is not None and splits_documents(config, facts.data_kind):
+        return f"{documents} documents; those longer than a row of {config.data.max_length:,} tokens are split"
+    tokens = documents * config.data.max_length
+    return f"{documents} documents in at most {derived.micro_batches} micro-batches per rank, at most {tokens:,} tokens"
 
 
 def _transport(config: Config, facts: Facts) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from distill_rl.commands.dry_run import write_batch_script
 from distill_rl.commands.options import GPUS_PER_NODE
+from distill_rl.config.facts import Facts
 from distill_rl.config.paths import absolute
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError
@@ -52,14 +53,16 @@ def train(path: str, overrides: Sequence[str], *, clean: bool, dry_run: bool, gp
         config = checked.require_valid()
     for note in checked.notes:
         say(f"note      {note}")
-    return run_config(config, Signals(), clean=clean, command=stop.command_line(path, overrides))
+    command = stop.command_line(path, overrides)
+    return run_config(config, Signals(), checked.facts, clean=clean, command=command)
 
 
-def run_config(config: Config, signals: Signals, *, clean: bool, command: Sequence[str] = ()) -> int:
+def run_config(config: Config, signals: Signals, facts: Facts, *, clean: bool, command: Sequence[str] = ()) -> int:
     """Runs a checked configuration, as `train` does after its checks; returns and raises as that does.
 
     Args:
         signals: not entered yet.
+        facts: what the checks found.
         command: that started this process, to print how a stopped run goes on. Empty: one with the run's config.yaml.
     """
     if config.ray.address is not None:  # workers on an existing cluster have other working directories
@@ -67,7 +70,7 @@ def run_config(config: Config, signals: Signals, *, clean: bool, command: Sequen
     with run_directory.occupy(config, clean=clean) as paths, log_file(paths.logs / "driver.log"), signals:
         command = command or stop.command_line(str(paths.config), [])
         try:
-            return _run(config, paths, signals, command)
+            return _run(config, paths, signals, facts, command)
         except Preempted:
             say("stopped outside of training")
             say(f"go on     {stop.again_with(command, 'auto')}")
@@ -83,7 +86,7 @@ def run_config(config: Config, signals: Signals, *, clean: bool, command: Sequen
             raise
 
 
-def _run(config: Config, paths: RunPaths, signals: Signals, command: Sequence[str]) -> int:
+def _run(config: Config, paths: RunPaths, signals: Signals, facts: Facts, command: Sequence[str]) -> int:
     """Opens models and data, trains and, after the last step, scores the export on the suites; then writes the report.
 
     Returns the driver's exit code: 0 at the end of the run. The report is also written if the run was stopped before
@@ -91,6 +94,7 @@ def _run(config: Config, paths: RunPaths, signals: Signals, command: Sequence[st
 
     Args:
         signals: entered handlers of this process.
+        facts: what the checks found.
         command: that started this process, to print how a stopped run goes on.
 
     Raises:
@@ -100,7 +104,6 @@ def _run(config: Config, paths: RunPaths, signals: Signals, command: Sequence[st
     say("opening   models and data")
     from distill_rl.evals.results.compare import of_run
     from distill_rl.observe.report.report import write_report
-    from distill_rl.preflight.data import source_facts
     from distill_rl.preflight.job import prepare
     from distill_rl.run.driver import Driver
 
@@ -108,8 +111,10 @@ def _run(config: Config, paths: RunPaths, signals: Signals, command: Sequence[st
     try:
         with signals.at_once():
             job = prepare(config, paths, lambda text: say(f"data      {text}"))
-        for source in source_facts(config.data, job.train):
+        for source in facts.sources:
             say(f"data      {source}")
+        if facts.step is not None:
+            say(f"rows      {facts.step}")
         for teacher, known in job.facts.by_teacher(config):
             if known.cross_tokenizer_loss is not None:
                 say(

@@ -117,6 +117,17 @@ def wants_whole_batch(config: Config) -> bool:
     return config.loss.dynamic_scale != "off" or any(teacher.score != "static" for teacher in running_teachers(config))
 
 
+def splits_documents(config: Config, kind: str) -> bool:
+    """Whether documents that are longer than a row become several pieces; otherwise they are cut.
+
+    Args:
+        kind: of the data, `text` or `messages`.
+    """
+    if config.data.long_documents == "auto":
+        return kind == "text" and not wants_whole_batch(config)
+    return config.data.long_documents == "split"
+
+
 def rows_unit(config: Config) -> int:
     """Smallest number of rows that the student and every running teacher divide evenly over ranks and micro-batches."""
     shares = [config.student.parallel.dp * config.train.micro_batch_size]

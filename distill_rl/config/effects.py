@@ -193,6 +193,11 @@ TABLE: tuple[NoEffect, ...] = (
     NoEffect(("data.sources[].weight",), lambda run: len(run.config.data.sources) == 1, "there is one source only"),
     NoEffect(("data.max_bad_rows",), lambda run: run.config.data.bad_rows == "fail", "bad rows are not skipped"),
     NoEffect(
+        ("data.separator", "data.characters_per_sample"),
+        lambda run: not run.config.data.concatenate,
+        "data.concatenate is false",
+    ),
+    NoEffect(
         ("data.validation.fraction",),
         lambda run: run.config.data.validation.path is not None,
         "data.validation.path gives the validation data",

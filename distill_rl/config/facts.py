@@ -51,6 +51,37 @@ class TeacherFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class SampleFacts:
+    """What a sample of a source's documents says of all of them."""
+
+    tokens_per_document: float
+    """Of the student's tokenizer, before anything is cut off."""
+    too_long: float
+    """Share of the documents that are longer than a row, from 0 to 1; of joined texts, if texts are joined."""
+    split: bool
+    """Whether these are split; otherwise they are cut."""
+    padding: float
+    """Share of positions that are padding in steps of this source alone."""
+
+    def __str__(self) -> str:
+        long = f"{100 * self.too_long:.3g} % of the documents {'split' if self.split else 'cut'}"
+        return f"{long}, {100 * self.padding:.2g} % padding"
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What an optimizer step is expected to compute."""
+
+    positions: int
+    """Of the student, padding included."""
+    used: float
+    """Share of them that hold a token."""
+
+    def __str__(self) -> str:
+        return f"about {self.positions:,} positions per step, {100 * self.used:.3g} % of them with a token"
+
+
+@dataclass(frozen=True, slots=True)
 class SourceFacts:
     """What one source of the data holds."""
 
@@ -63,12 +94,26 @@ class SourceFacts:
     """Of all documents that the run reads, from 0 to 1."""
     recognised: bool = False
     """Whether `data.format` left the format open."""
+    sample: SampleFacts | None = None
 
     def __str__(self) -> str:
         rows = f"{'an unknown number of' if self.documents is None else f'{self.documents:,}'} rows"
         chats = {"sharegpt": "chats in ShareGPT's form", "alpaca": "chats in Alpaca's form", "messages": "chats"}
         how = " (data.format=auto)" if self.recognised else ""
-        return f"{self.name}: {rows}, {chats.get(self.format, 'text')}{how}, {100 * self.share:.4g} % of the documents"
+        parts = [rows, f"{chats.get(self.format, 'text')}{how}", f"{100 * self.share:.4g} % of the documents"]
+        if self.sample is not None:
+            tokens = self.sample.tokens_per_document
+            whole = "" if self.documents is None else f"about {_rounded(tokens * self.documents)} tokens, "
+            parts.append(f"{whole}{tokens:,.0f} per document; of a sample: {self.sample}")
+        return f"{self.name}: {', '.join(parts)}"
+
+
+def _rounded(count: float) -> str:
+    """A large number in words, with three digits."""
+    for size, unit in ((1e12, " trillion"), (1e9, " billion"), (1e6, " million"), (1e3, " thousand")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.0f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +129,7 @@ class Facts:
     """`text` or `messages`, as found in the data."""
     sources: tuple[SourceFacts, ...] = ()
     """Of the training data."""
+    step: StepFacts | None = None
     total_steps: int | None = None
     student: ModelFacts | None = None
     teachers: tuple[TeacherFacts, ...] = ()

@@ -98,7 +98,7 @@ FOREIGN: tuple[tuple[str, str, str], ...] = (
     ("teachers[].aligner.pseudo_target_path", "", "not needed: derived from the two tokenizers"),
     ("data.arrow_files", "data.path", "a file, a folder or a glob"),
     ("data.train.data_files", "data.path", "a file, a folder or a glob"),
-    ("data.train.characters_per_sample", "", "a document is a row of the data, truncated to data.max_length"),
+    ("data.train.characters_per_sample", "data.characters_per_sample", "with `data.concatenate: true`"),
     ("data.collator_mode", "data.format", "`text` or `messages`; `auto` detects it"),
     ("data.num_packed_rows", "data.packing", "first fit; `true` packs"),
     ("data.dataset_name", "data.path", "the format is detected"),

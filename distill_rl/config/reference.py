@@ -1,6 +1,6 @@
 """Writes docs/configuration.md: `python -m distill_rl.config.reference [FILE]`.
 
-Without FILE the page is printed. The documentation of a setting is the string under its field in schema.py.
+Without FILE the page is printed. The documentation of a setting is the string under its field in the schema.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from inspect import getsource
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from distill_rl.config import schema
+from distill_rl.config import data_schema, schema
 from distill_rl.config.foreign import FOREIGN
 from distill_rl.config.interpolate import ENVIRONMENT
 from distill_rl.config.schema import Config
@@ -69,9 +69,9 @@ def reference() -> str:
 
 
 def field_documentation() -> dict[tuple[str, str], str]:
-    """(class, field) → the string under the field in schema.py, on one line; fields without one are left out."""
+    """(class, field) → the string under the field in the schema, on one line; fields without one are left out."""
     texts = {}
-    for node in ast.parse(getsource(schema)).body:
+    for node in (*ast.parse(getsource(schema)).body, *ast.parse(getsource(data_schema)).body):
         if not isinstance(node, ast.ClassDef):
             continue
         for statement, following in zip(node.body, node.body[1:]):

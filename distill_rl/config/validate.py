@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from math import lcm
 from typing import Any
 
+from distill_rl.config.data_rules import data_problems
 from distill_rl.config.derive import (
     has_validation,
     rows_per_slot,
@@ -19,7 +20,7 @@ from distill_rl.config.effects import no_effect
 from distill_rl.config.facts import Facts, running_teachers, teacher_rows
 from distill_rl.config.measured import acceptance_note, best_metrics, is_suite_score, is_validated, unmeasured
 from distill_rl.config.schema import Config
-from distill_rl.config.walk import MISSING, as_yaml, leaves, pattern_of, values
+from distill_rl.config.walk import as_yaml, leaves, pattern_of, values
 from distill_rl.errors import problem
 
 NOT_AVAILABLE: tuple[tuple[str, Any], ...] = (("teachers[].backend", "hf"),)
@@ -50,6 +51,7 @@ def problems(config: Config) -> list[str]:
         *_optimizer(config),
         *_checkpoints(config),
         *_evaluation(config),
+        *data_problems(config),
         *_others(config),
         *_not_available(config),
     ]
@@ -361,7 +363,7 @@ def _evaluation(config: Config) -> Iterator[str]:
 def _others(config: Config) -> Iterator[str]:
     """Problems that belong to no group, one line each.
 
-    No length of the run, liger with tensor parallelism, roles that contradict `data.loss_on`, transport `local`.
+    No length of the run, liger with tensor parallelism, transport `local`.
     """
     if config.train.steps is None and config.train.epochs is None:
         yield problem("train.steps", "the length of the run must be given", None, "set train.steps or train.epochs")
@@ -369,18 +371,6 @@ def _others(config: Config) -> Iterator[str]:
     if student.kernels == "liger" and student.parallel.tp > 1:
         rule = f"liger needs whole layers on every rank; student.parallel.tp is {student.parallel.tp}"
         yield problem("student.kernels", rule, remedy="set student.kernels=torch, or student.parallel.tp=1")
-    data = config.data
-    if data.path is None and not data.sources:
-        remedy = "set it in the file or add data.path=PATH; or give data.sources"
-        yield problem("data.path", "missing value", None, remedy)
-    if data.path not in (None, MISSING) and data.sources:
-        remedy = "leave data.path out, or make it one of the sources"
-        yield problem("data.path", "data.sources is given, too; a run has one or the other", data.path, remedy)
-    if data.loss_roles and data.loss_on == "assistant" and "assistant" not in data.loss_roles:
-        rule = "must have assistant, as data.loss_on is assistant"
-        yield problem("data.loss_roles", rule, data.loss_roles, "add assistant, or leave data.loss_on out")
-    if not all(role.strip() for role in data.loss_roles):
-        yield problem("data.loss_roles", "must be names of roles", data.loss_roles, "[] lets data.loss_on decide")
     if config.transport == "local":
         rule = "local passes tensors within one process, for tests and notebooks; workers are processes"
         yield problem("transport", rule, "local", "use transport=auto")

@@ -6,6 +6,7 @@ OmegaConf's own merge stops at the first error and loses list indices, so it is 
 from __future__ import annotations
 
 import difflib
+import json
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT
@@ -300,6 +301,8 @@ def as_yaml(value: Any) -> str:
     """A default or a single value, as it is written in a YAML file."""
     if value is None:
         return "null"
+    if isinstance(value, str) and not value.isprintable():
+        return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

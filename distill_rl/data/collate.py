@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from distill_rl.config.derive import ring_plan
 from distill_rl.config.facts import row_width, running_teachers, teacher_length, teacher_rows
@@ -47,18 +48,20 @@ class BatchPlan:
     """Ids from here on are not known to some teacher that reads the student's rows; None: all are."""
     teacher_lengths: tuple[int, ...] = ()
     """Most document tokens in a row of each teacher that has its own tokenizer; empty: `max_length` for all."""
+    split: bool = False
+    """Whether documents that are too long for a row become several pieces; otherwise they are cut."""
     on_gpu: bool = False
     """Whether the rows go to GPUs; decides how wide they are (`row_width`)."""
 
     @classmethod
-    def from_config(cls, config: Config, pad_id: int, *, num_ids: int | None = None) -> BatchPlan:
+    def from_config(cls, config: Config, pad_id: int, *, num_ids: int | None = None, split: bool = False) -> BatchPlan:
         """The plan for a run, with sub-batches if its targets do not all fit into the teachers' rings.
 
         `on_gpu` is False until `for_device` sets it.
 
         Args:
             pad_id: see `pad_id`.
-            num_ids: see the field.
+            num_ids, split: see the fields.
         """
         teachers = running_teachers(config)
         return cls(
@@ -70,6 +73,7 @@ class BatchPlan:
             num_ids=num_ids,
             rows_per_sub_batch=ring_plan(config).rows_per_sub_batch,
             teacher_lengths=tuple(teacher_length(config, teacher) for teacher in teachers),
+            split=split,
         )
 
     def for_device(self, *, on_gpu: bool) -> BatchPlan:
@@ -122,6 +126,11 @@ def arrange(sides: Sequence[Sequence[Encoded]], capacities: Sequence[int], plan:
         ValueError: with packing, a document that is too long.
     """
     lengths = np.array([[len(document.input_ids) for document in side] for side in sides], dtype=np.int64).T
+    return arrange_lengths(lengths, capacities, plan)
+
+
+def arrange_lengths(lengths: np.ndarray, capacities: ArrayLike, plan: BatchPlan) -> list[list[int]]:
+    """As `arrange`, for documents of which only the lengths are known, int64 [documents, sides]."""
     rows = _in_order(lengths, capacities, plan)
     if plan.packing:
         return rows
@@ -131,7 +140,7 @@ def arrange(sides: Sequence[Sequence[Encoded]], capacities: Sequence[int], plan:
     return [rows[i] for i in order]
 
 
-def _in_order(lengths: np.ndarray, capacities: Sequence[int], plan: BatchPlan) -> list[list[int]]:
+def _in_order(lengths: np.ndarray, capacities: ArrayLike, plan: BatchPlan) -> list[list[int]]:
     """`arrange` without changing the order of rows that hold one document.
 
     Args:
@@ -188,14 +197,14 @@ def lay_out(
             # Position p predicts token p + 1; a document's last position predicts nothing.
             labels[row, start : stop - 1] = np.where(document.label_mask[1:], document.input_ids[1:], IGNORE_INDEX)
             start = stop
-    return TokenRows(input_ids, labels, position_ids, None if one_width else _widths(fill, plan))
+    return TokenRows(input_ids, labels, position_ids, None if one_width else widths(fill, plan))
 
 
-def _widths(fill: Sequence[int], plan: BatchPlan) -> np.ndarray:
+def widths(fill: Sequence[int], plan: BatchPlan) -> np.ndarray:
     """`TokenRows.widths` of rows with so many tokens: as wide as the fullest row of `plan.rows_per_width` needs."""
     rows, step = len(fill), plan.rows_per_width
-    widths = [row_width(max(fill[first : first + step]), on_gpu=plan.on_gpu) for first in range(0, rows, step)]
-    return np.repeat(np.array(widths, dtype=np.int32), step)[:rows]
+    of_groups = [row_width(max(fill[first : first + step]), on_gpu=plan.on_gpu) for first in range(0, rows, step)]
+    return np.repeat(np.array(of_groups, dtype=np.int32), step)[:rows]
 
 
 def divide(

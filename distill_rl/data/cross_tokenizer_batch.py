@@ -7,7 +7,9 @@ other tokenizers among the teachers there are five steps, of which `align` does 
 1. Tokenise: the same text with the student's tokenizer and with each teacher's.
 2. Align: `TokenAligner.pair` cuts both sides at the last boundary they share within `max_length`, and gives every token
    the number of its chunk, a stretch of text that both sides spell. The student has one row for all teachers, so it is
-   cut to the shortest of these results, and each teacher's side is cut again to match (`Alignment.cut`).
+   cut to the shortest of these results, and each teacher's side is cut again to match (`Alignment.cut`). If long
+   documents are to be split, all tokens are aligned, and cut into pieces at boundaries that all sides share
+   (`pieces.py`); each piece is then handled like a document.
 3. Select: chunks that cannot be trained on are dropped, paired stop tokens become chunks of one token each, and what is
    left is numbered from 0 in each document (`Alignment.trainable`). A number still belongs to a *token*.
 4. Lay out: `collate.arrange` decides which documents share a row, so that they fit on every side. Row i of a teacher
@@ -35,7 +37,8 @@ import numpy as np
 from distill_rl.align import Alignment
 from distill_rl.data.collate import BatchPlan, arrange, divide, lay_out, pad_id
 from distill_rl.data.document_aligner import AlignedDocuments, CrossTokenizerTeacher, DocumentAligner
-from distill_rl.data.tokenization import NO_TOKENS, Encoded, Tokenization
+from distill_rl.data.pieces import Piece, splitter_of
+from distill_rl.data.tokenization import Encoded, Tokenization
 from distill_rl.types import (
     IGNORE_INDEX,
     AlignmentInfo,
@@ -92,15 +95,21 @@ class BatchBuilder:
         """
         if self._teachers:
             lengths = {i: self._plan.length_of(i) for i in self._teachers}
-            aligned = DocumentAligner(self._tokenization, self._teachers, lengths).align(documents, skip)
+            aligner = DocumentAligner(self._tokenization, self._teachers, lengths, split=self._plan.split)
+            aligned = aligner.align(documents, skip)
         else:
-            rows = [int(document["row"]) for document in documents]
-            present = [row not in skip for row in rows]
-            encode = self._tokenization.encode
-            encoded = [encode(document) if kept else NO_TOKENS for document, kept in zip(documents, present)]
-            aligned = AlignedDocuments(rows, encoded, {}, present)
+            aligned = AlignedDocuments({})
+            for document in documents:
+                aligned.add(int(document["row"]), None if document["row"] in skip else self._pieces(document))
         self._require_known_ids(aligned)
         return aligned
+
+    def _pieces(self, document: Mapping[str, Any]) -> list[Piece]:
+        """What rows hold of a document if no teacher has its own tokenizer."""
+        if not self._plan.split:
+            return [(self._tokenization.encode(document), {})]
+        splitter = splitter_of(self._tokenization.tokenizer, self._tokenization.max_length, {})
+        return splitter.split(self._tokenization.encode_all(document), {})
 
     def assemble(
         self, index: int, cursor: Cursor, parts: Sequence[AlignedDocuments]
@@ -148,7 +157,7 @@ class BatchBuilder:
         limit = self._plan.num_ids
         if limit is None:
             return
-        for row, tokens in zip(documents.rows, documents.encoded):
+        for row, tokens in zip(np.repeat(documents.rows, documents.num_pieces), documents.encoded):
             unknown = tokens.input_ids[tokens.input_ids >= limit]
             if len(unknown):
                 token = self._tokenization.tokenizer.convert_ids_to_tokens(int(unknown[0]))
@@ -173,22 +182,27 @@ def _summary(
         num_labels: in these rows.
         seconds: that making the batch took.
     """
-    encoded = documents.encoded
+    encoded, by_document = documents.encoded, documents.by_document
+    firsts = [encoded[pieces[0]] for pieces in by_document]
     return BatchInfo(
         index=index,
         cursor=cursor,
-        num_documents=len(encoded),
+        num_documents=len(by_document),
         num_rows=rows.shape[0],
         num_tokens=sum(len(document.input_ids) for document in encoded),
         num_labels=num_labels,
         num_positions=rows.num_positions,
-        num_truncated=sum(document.truncated for document in encoded),
+        num_truncated=sum(document.truncated for document in firsts),
+        num_split=sum(number > 1 for number in documents.num_pieces),
         seconds=seconds,
         alignments=tuple(alignments),
         bad_rows=tuple(documents.bad_rows),
         left_out=_count_left_out(documents),
-        num_incomplete=sum(bool(document.left_out) for document in encoded),
-        num_unlabelled=sum(kept and not doc.has_labels for doc, kept in zip(encoded, documents.present)),
+        num_incomplete=sum(bool(document.left_out) for document in firsts),
+        num_unlabelled=sum(
+            kept and not any(encoded[i].has_labels for i in pieces)
+            for pieces, kept in zip(by_document, documents.present)
+        ),
     )
 
 
@@ -196,8 +210,8 @@ def _count_left_out(documents: AlignedDocuments) -> tuple[LeftOut, ...]:
     """What chat templates left out of a batch's documents: each part once, with its number of documents."""
     first: dict[str, int] = {}
     counts: Counter[str] = Counter()
-    for row, tokens in zip(documents.rows, documents.encoded):
-        for what in tokens.left_out:
+    for row, pieces in zip(documents.rows, documents.by_document):
+        for what in documents.encoded[pieces[0]].left_out:
             first.setdefault(what, row)
             counts[what] += 1
     return tuple(LeftOut(what, counts[what], row) for what, row in first.items())
@@ -255,7 +269,8 @@ def _describe(teacher: CrossTokenizerTeacher, documents: AlignedDocuments, i: in
 
     Documents that were left out do not count. The method "dp" is reported with its backend.
     """
-    present = [pair for pair, kept in zip(documents.alignments[i], documents.present) if kept]
+    pairs = documents.alignments[i]
+    present = [pairs[pieces[0]] for pieces, kept in zip(documents.by_document, documents.present) if kept]
     name_of_dp = f"dp/{teacher.aligner.backend}"
     methods = Counter(name_of_dp if document.method == "dp" else document.method for document in present)
     return AlignmentInfo(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ from distill_rl.align import Alignment, TokenAligner, Tokenized
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.chat import render_document
 from distill_rl.data.layouts import template_options
+from distill_rl.data.pieces import Piece, splitter_of
 from distill_rl.data.tokenization import NO_TOKENS, Encoded, Tokenization, starts_within
 from distill_rl.data.unrendered import TemplateCoverage
 from distill_rl.errors import DataError
@@ -84,29 +86,51 @@ LEFT_OUT = Alignment(_EMPTY, _EMPTY, _EMPTY, _EMPTY, 0, "none", exact=False)
 
 @dataclass(frozen=True, slots=True)
 class AlignedDocuments:
-    """Documents after step 3. Each list but `bad_rows` has an entry per document, in order.
+    """Documents after step 3, in order; each in one piece, or in several (`pieces.py`).
 
-    A document that was skipped or failed is empty (`NO_TOKENS`, `LEFT_OUT`).
+    A document that was skipped or failed is one empty piece (`NO_TOKENS`, `LEFT_OUT`).
     """
 
-    rows: list[int]
-    """Row numbers in the data."""
-    encoded: list[Encoded]
-    """The student's tokens."""
     alignments: dict[int, list[Alignment]]
-    """By index of the teacher; only teachers with their own tokenizer. They hold only chunks that can be trained on."""
-    present: list[bool]
-    """False for a document that was skipped or failed."""
+    """One per piece, by index of the teacher; only teachers with their own tokenizer. They hold only chunks that can be
+    trained on."""
+    encoded: list[Encoded] = field(default_factory=list)
+    """The student's tokens, one per piece."""
+    rows: list[int] = field(default_factory=list)
+    """Row numbers in the data, one per document."""
+    num_pieces: list[int] = field(default_factory=list)
+    """One per document."""
+    present: list[bool] = field(default_factory=list)
+    """One per document; False for one that was skipped or failed."""
     bad_rows: list[BadRow] = field(default_factory=list)
     """Documents that failed."""
+
+    def add(self, row: int, pieces: Sequence[Piece] | None) -> None:
+        """Adds a document; `pieces` is None for one that was skipped or failed."""
+        self.rows.append(row)
+        self.present.append(pieces is not None)
+        if pieces is None:
+            pieces = [(NO_TOKENS, dict.fromkeys(self.alignments, LEFT_OUT))]
+        self.num_pieces.append(len(pieces))
+        for encoded, pairs in pieces:
+            self.encoded.append(encoded)
+            for i, pair in pairs.items():
+                self.alignments[i].append(pair)
+
+    @property
+    def by_document(self) -> list[list[int]]:
+        """The indices of every document's pieces."""
+        ends = list(accumulate(self.num_pieces, initial=0))
+        return [list(range(first, end)) for first, end in pairwise(ends)]
 
     @classmethod
     def joined(cls, parts: Sequence[AlignedDocuments]) -> AlignedDocuments:
         """The documents of all parts (at least one), in order."""
         return cls(
-            rows=[row for part in parts for row in part.rows],
-            encoded=[document for part in parts for document in part.encoded],
             alignments={i: [pair for part in parts for pair in part.alignments[i]] for i in parts[0].alignments},
+            encoded=[piece for part in parts for piece in part.encoded],
+            rows=[row for part in parts for row in part.rows],
+            num_pieces=[number for part in parts for number in part.num_pieces],
             present=[is_present for part in parts for is_present in part.present],
             bad_rows=[bad for part in parts for bad in part.bad_rows],
         )
@@ -125,7 +149,8 @@ class DocumentAligner:
     Args:
         tokenization: the student's.
         teachers: at least one, by index of the teacher.
-        max_lengths: most tokens of a document for each of them.
+        max_lengths: most tokens in a row of each of them.
+        split: whether documents that are too long for a row become several pieces; otherwise they are cut.
     """
 
     def __init__(
@@ -133,11 +158,15 @@ class DocumentAligner:
         tokenization: Tokenization,
         teachers: Mapping[int, CrossTokenizerTeacher],
         max_lengths: Mapping[int, int],
+        *,
+        split: bool = False,
     ):
         self._tokenization, self._teachers, self._max_lengths = tokenization, teachers, max_lengths
+        tokenizers = {i: (teacher.tokenizer, max_lengths[i]) for i, teacher in teachers.items()}
+        self._splitter = splitter_of(tokenization.tokenizer, tokenization.max_length, tokenizers) if split else None
 
     def align(self, documents: Sequence[Mapping[str, Any]], skip: Collection[int] = ()) -> AlignedDocuments:
-        """Tokenises, cuts and aligns documents.
+        """Tokenises and aligns documents, and cuts or splits them.
 
         A document that fails for another reason than a DataError is left out and reported in `bad_rows`.
 
@@ -160,18 +189,13 @@ class DocumentAligner:
             # A GPU aligner works on all documents at once; this changes no result.
             teacher.aligner.solve_ahead((tokens.student, tokens.teachers[i]) for tokens in present)
 
-        aligned = AlignedDocuments([], [], {i: [] for i in self._teachers}, [], bad_rows)
+        aligned = AlignedDocuments({i: [] for i in self._teachers}, bad_rows=bad_rows)
         for document, tokens in zip(documents, tokenized):
-            student, pairs, is_present = NO_TOKENS, dict.fromkeys(self._teachers, LEFT_OUT), False
+            pieces = None
             if tokens is not None:
                 with _recording_failure(document, bad_rows):
-                    student, pairs = self._align_one(tokens)
-                    is_present = True
-            aligned.rows.append(int(document["row"]))
-            aligned.encoded.append(student)
-            aligned.present.append(is_present)
-            for i, pair in pairs.items():
-                aligned.alignments[i].append(pair)
+                    pieces = self._split(tokens) if self._splitter else [self._cut(tokens)]
+            aligned.add(int(document["row"]), pieces)
         return aligned
 
     def _tokenize(self, document: Mapping[str, Any]) -> TokenizedDocument:
@@ -229,11 +253,10 @@ class DocumentAligner:
         """For the student's side, which is the same in all aligners."""
         return next(iter(self._teachers.values())).aligner
 
-    def _align_one(self, document: TokenizedDocument) -> tuple[Encoded, dict[int, Alignment]]:
-        """Steps 2 and 3: the student's tokens, and each teacher's alignment by the teacher's index.
+    def _cut(self, document: TokenizedDocument) -> Piece:
+        """Steps 2 and 3: the beginning of a document, up to the last boundary shared with every teacher.
 
-        The student's tokens go up to the last boundary shared with every teacher. Both sides have at most their
-        `max_length` tokens; the alignments hold only chunks that can be trained on.
+        All sides have at most their `max_length` tokens; the alignments hold only chunks that can be trained on.
         """
         alignments = {
             i: teacher.aligner.pair(
@@ -249,6 +272,17 @@ class DocumentAligner:
         # Another teacher may have cut the student's row shorter than this alignment.
         cut = {i: alignment.cut(len(mask)) for i, alignment in alignments.items()}
         return encoded, {i: alignment.trainable(mask[: len(alignment.student_ids)]) for i, alignment in cut.items()}
+
+    def _split(self, document: TokenizedDocument) -> list[Piece]:
+        """Steps 2 and 3: all of a document, in pieces whose alignments hold only chunks that can be trained on."""
+        assert self._splitter is not None
+        alignments = {
+            i: teacher.aligner.pair(document.student, document.teachers[i]) for i, teacher in self._teachers.items()
+        }
+        return [
+            (encoded, {i: pair.trainable(encoded.label_mask) for i, pair in pairs.items()})
+            for encoded, pairs in self._splitter.split(document.encoded, alignments)
+        ]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
+from distill_rl.data.joining import Joining
 from distill_rl.data.order import FullOrder, Order
 from distill_rl.errors import ConfigError, DataError
 from distill_rl.types import BadRow, Cursor, DocumentBatch, TrainState
@@ -39,6 +40,7 @@ class Loader:
         order: of the documents; None: a permutation of all rows per epoch.
         skip_bad_rows: leave out rows that cannot be read or are empty. They keep their places, so batches with such
             rows have fewer documents.
+        joining: how the texts of a batch are joined; None: they are not. The batch size counts them before.
 
     Raises:
         ConfigError: neither `steps` nor `epochs`.
@@ -56,6 +58,7 @@ class Loader:
         start: TrainState,
         order: Order | None = None,
         skip_bad_rows: bool = False,
+        joining: Joining | None = None,
     ):
         rows = len(source)
         if steps is None and epochs is None:
@@ -65,7 +68,7 @@ class Loader:
         if not 0 <= start.cursor.position <= rows:
             raise DataError("checkpoint", "the cursor lies inside the data", f"row {start.cursor.position} of {rows}")
         self._source, self._batch_size, self._start = source, batch_size, start
-        self._order, self._skip = order or FullOrder(seed, rows), skip_bad_rows
+        self._order, self._skip, self._joining = order or FullOrder(seed, rows), skip_bad_rows, joining
         self._first = start.cursor.epoch * rows + start.cursor.position
         self._end = None if epochs is None else max(round(epochs * rows), 1)
         totals = [] if steps is None else [steps]
@@ -89,25 +92,32 @@ class Loader:
             if self._end is not None:
                 stop = min(stop, self._end)
             documents, bad = _read(self._source, map(self._order, range(position, stop)), self._skip)
+            documents = self._joining.join(documents) if self._joining else documents
             position = stop
             cursor = Cursor(*divmod(stop, len(self._source)))
             yield DocumentBatch(index=index, documents=documents, cursor=cursor, bad_rows=bad)
 
 
 def validation_batches(
-    source: Rows, batch_size: int, max_documents: int, *, skip_bad_rows: bool = False
+    source: Rows,
+    batch_size: int,
+    max_documents: int,
+    *,
+    skip_bad_rows: bool = False,
+    joining: Joining | None = None,
 ) -> Iterator[DocumentBatch]:
     """Yields the first `max_documents` documents in source order, or all if there are fewer, in batches from index 0.
 
     The last batch may be short. Batches are marked with the source "validation".
 
     Args:
-        skip_bad_rows: as for `Loader`.
+        skip_bad_rows, joining: as for `Loader`.
     """
     end = min(len(source), max_documents)
     for index, first in enumerate(range(0, end, batch_size)):
         stop = min(first + batch_size, end)
         documents, bad = _read(source, range(first, stop), skip_bad_rows)
+        documents = joining.join(documents) if joining else documents
         cursor = Cursor(0, stop)
         yield DocumentBatch(index=index, documents=documents, cursor=cursor, source="validation", bad_rows=bad)
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 
-def first_fit(lengths: ArrayLike, capacity: int | Sequence[int]) -> list[list[int]]:
+def first_fit(lengths: ArrayLike, capacity: ArrayLike) -> list[list[int]]:
     """Puts each document, in order, into the first row that has room for it; opens a new row if none has.
 
     A document may have several lengths, one for each tokenizer that reads it. It then needs room on every side, and the

@@ -24,7 +24,7 @@ class Encoded:
     label_mask: np.ndarray
     """bool [n]; True if token j is trained on, as the label of position j - 1"""
     truncated: bool = False
-    """Whether tokens were cut off at the end."""
+    """Whether tokens of the document are left out."""
     left_out: tuple[str, ...] = ()
     """Words for the parts of a chat that a chat template does not write."""
 
@@ -32,6 +32,16 @@ class Encoded:
     def has_labels(self) -> bool:
         """Whether any token but the first, which nothing predicts, is trained on."""
         return bool(self.label_mask[1:].any())
+
+    def part(self, start: int, stop: int, prefix: np.ndarray) -> Encoded:
+        """The tokens from `start` up to `stop`, behind a prefix that is not trained on.
+
+        Args:
+            prefix: int32 [k]
+        """
+        ids = np.concatenate([prefix, self.input_ids[start:stop]])
+        mask = np.concatenate([np.zeros(len(prefix), dtype=bool), self.label_mask[start:stop]])
+        return replace(self, input_ids=ids, label_mask=mask)
 
     def cut(self, length: int) -> Encoded:
         """The first `length` tokens; `truncated` if any were cut off, now or before."""
@@ -45,15 +55,14 @@ class Tokenization:
     """Turns documents into tokens with one tokenizer.
 
     Text gets the special tokens that the tokenizer adds, and an end-of-text token if the tokenizer has one. Chat
-    messages are rendered by the tokenizer's chat template, which writes its own special tokens. Documents longer than
-    `max_length` are cut at the end.
+    messages are rendered by the tokenizer's chat template, which writes its own special tokens.
 
     Args:
         tokenizer: a fast transformers tokenizer.
         format: `data.format`. Only "text" matters here, which does not go with `loss_on` "assistant"; each document is
             then read by what it holds.
         loss_on: "all", or "assistant" to train only on the assistant's turns, including their end-of-turn tokens.
-        max_length: tokens per document.
+        max_length: most tokens of a document, for `encode`.
         loss_roles: roles to train on in place of `loss_on`; empty: `loss_on` decides.
         unrendered: `data.unrendered`.
 
@@ -98,26 +107,34 @@ class Tokenization:
         )
 
     def encode(self, document: Mapping[str, Any]) -> Encoded:
+        """The tokens of one document (`encode_all`), cut at `max_length`.
+
+        Raises:
+            DataError: as for `encode_all`.
+        """
+        return self.encode_all(document).cut(self.max_length)
+
+    def encode_all(self, document: Mapping[str, Any]) -> Encoded:
         """Tokenises one document: `{"row": int, "text": str}`, or a chat (`Layout.document`).
 
-        Text gets eos unless it ends in it already or there is none. Cut at `max_length` tokens; `label_mask` is True
-        for all tokens or, if only some turns are trained on, for theirs.
+        Text gets eos unless it ends in it already or there is none. `label_mask` is True for all tokens or, if only some
+        turns are trained on, for theirs.
 
         Raises:
             DataError: text although only some turns are trained on; a chat that cannot be rendered in full, or whose
                 turns cannot be found; names the document's row.
         """
         if "messages" in document:
-            return self._encode_chat(document).cut(self.max_length)
+            return self._encode_chat(document)
         self.require_text_allowed(document)
         ids = self.tokenizer(document["text"], return_attention_mask=False, verbose=False)["input_ids"]
         end = self.tokenizer.eos_token_id
         if end is not None and (not ids or ids[-1] != end):
             ids = [*ids, end]
-        return _encoded(ids).cut(self.max_length)
+        return _encoded(ids)
 
     def _encode_chat(self, document: Mapping[str, Any]) -> Encoded:
-        """All tokens of a chat, not cut to `max_length`, with the mask of those to train on.
+        """The tokens of a chat, with the mask of those to train on.
 
         Raises:
             DataError: a chat that cannot be rendered, or whose assistant turns cannot be found; names the row.

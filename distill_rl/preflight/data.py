@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.config.facts import Facts, SourceFacts
-from distill_rl.config.schema import Config, DataConfig
+from distill_rl.config import validate
+from distill_rl.config.data_rules import concatenation_problem
+from distill_rl.config.facts import Facts
+from distill_rl.config.schema import Config
 from distill_rl.config.walk import MISSING
 from distill_rl.errors import problem
+from distill_rl.models.facts import visible_gpus
 from distill_rl.preflight.chats import check_chats
+from distill_rl.preflight.expected import expect, source_facts
 from distill_rl.preflight.labels import check_labels
 from distill_rl.preflight.opened import Findings, Opened
 from distill_rl.preflight.pairs import check_alignment, template_problems
 
 if TYPE_CHECKING:
-    from distill_rl.data.mixture import Mixture
     from distill_rl.data.reading.cache import Cache
     from distill_rl.data.source import Source
 
@@ -29,8 +34,9 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
     """Opens the data as the loader will, reads a sample of rows of each source, and counts the training documents.
 
     Problems are added to `findings`: rows, too few documents, chats and their templates, `data.loss_on`, and, if there is
-    no problem of any kind yet, tokenizers that align on none of the documents. The facts hold `num_documents`, `data_kind`
-    and `sources` alone, or nothing if the data could not be opened. Data with nothing to train on are a problem, too.
+    no problem of any kind yet, tokenizers that align on none of the documents. The facts hold `num_documents`, `data_kind`,
+    `sources` and `step` alone, or nothing if the data could not be opened; what is found in a sample is left out if there
+    is a problem. Data with nothing to train on are a problem, too.
 
     Args:
         student, teachers: as opened, the teachers with their `cross_tokenizer_loss` set.
@@ -50,11 +56,8 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
     data, problems = config.data, findings.problems
     num_problems = len(problems)
     main = "data.sources" if data.sources else "data.path"
-    documents = [
-        document
-        for (key, _), part in zip(opened, _parts(training))
-        for document in _read_sample(config, key, part, findings)
-    ]
+    samples = [_read_sample(config, key, part, findings) for (key, _), part in zip(opened, _parts(training))]
+    documents = [*chain(*samples)]
     held_out = [] if validation is None else _read_sample(config, "data.validation", validation, findings)
     if training.kind == "messages" and len(problems) == num_problems:
         check_chats(config, documents + held_out, student, teachers, findings)
@@ -68,6 +71,8 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
         )
         remedy = "use data.loss_on=all, or data that has messages"
         problems.append(problem(key, rule, "rows of text", remedy))
+    if training.kind == "messages" and data.concatenate and data.format == "auto":
+        problems.append(concatenation_problem("chats"))
     problems += template_problems(config, training.kind, student, teachers)
     if not any(text.startswith(("data.", "student")) for text in problems):
         check_labels(config, main, training.kind, documents, student, findings)
@@ -75,26 +80,15 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
             check_labels(config, "data.validation", training.kind, held_out, student, findings)
     if not problems:
         check_alignment(config, documents, student, teachers, findings)
-    return Facts(
+    facts = Facts(
         num_documents=len(training) if training.exact else None,
         data_kind=training.kind,
         sources=tuple(source_facts(data, training)),
     )
-
-
-def source_facts(data: DataConfig, training: Source | Mixture) -> Iterator[SourceFacts]:
-    """Yields what is worth saying of each source: of several, or of one whose format was recognised."""
-    from distill_rl.data.mixture import Mixture
-    from distill_rl.data.sources import each_source
-
-    several = isinstance(training, Mixture)
-    names = training.names if isinstance(training, Mixture) else (data.path or "",)
-    weights = training.weights if isinstance(training, Mixture) else (1.0,)
-    for part, name, weight, (_, settings) in zip(_parts(training), names, weights, each_source(data)):
-        recognised = settings.format == "auto" and part.layout.format in ("sharegpt", "alpaca")
-        if several or recognised:
-            count = len(part) if part.exact else None
-            yield SourceFacts(name, part.layout.format, count, weight / sum(weights), recognised)
+    if problems or validate.problems(config):
+        return facts
+    found, step = expect(config, training.kind, facts.sources, samples, student, teachers, on_gpu=visible_gpus() > 0)
+    return replace(facts, sources=found, step=step)
 
 
 def _open(config: Config, findings: Findings, cache: Cache) -> list[tuple[str, Source | None]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from distill_rl.config.derive import cross_tokenizer_loss
+from distill_rl.config.derive import cross_tokenizer_loss, splits_documents
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts, running_teachers
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.collate import BatchPlan, pad_id
@@ -114,7 +114,9 @@ def prepare(config: Config, paths: RunPaths, say: Callable[[str], None] = lambda
         paths,
         train,
         validation,
-        BatchPlan.from_config(config, pad_id(tokenizer, num_ids), num_ids=limit),
+        BatchPlan.from_config(
+            config, pad_id(tokenizer, num_ids), num_ids=limit, split=splits_documents(config, train.kind)
+        ),
         cross_tokenizer_specs=specs,
         facts=Facts(
             vocabulary_size=num_ids,

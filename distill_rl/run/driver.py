@@ -18,6 +18,7 @@ from distill_rl.config.derive import suites_every, warmup_note
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.measured import KD, is_suite_score
 from distill_rl.config.save import fingerprint
+from distill_rl.data.joining import Joining
 from distill_rl.data.loader import Loader, validation_batches
 from distill_rl.data.mixture import Mixture
 from distill_rl.observe.log import say
@@ -101,6 +102,7 @@ class Driver:
             start=start,
             order=job.order,
             skip_bad_rows=config.data.bad_rows == "skip",
+            joining=Joining.of(config.data),
         )
         timer = StepTimer()
         with ExitStack() as stack:
@@ -222,6 +224,7 @@ class Driver:
             self.config.train.global_batch_size,
             self.config.data.validation.max_documents,
             skip_bad_rows=self.config.data.bad_rows == "skip",
+            joining=Joining.of(self.config.data),
         )
         parts: list[dict[str, Metric]] = []
         for batch in batches:

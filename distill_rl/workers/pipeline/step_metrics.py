@@ -55,7 +55,7 @@ def describe_transport(
 def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
     """Returns the metrics of one batch about its alignment, by name.
 
-    These are counts of documents, of those truncated, incompletely rendered, left out and without labels, of tokens and
+    These are counts of documents, of those truncated, split, incompletely rendered, left out and without labels, of tokens and
     rows, the shares of positions that hold a token and of tokens with a label, the queue, seconds, the aligner's peak
     memory in GiB, and per teacher with another tokenizer those about its chunks.
 
@@ -65,6 +65,7 @@ def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
     metrics = {
         "align/documents": Metric(info.num_documents, "sum"),
         "align/truncated": Metric(info.num_truncated, "sum"),
+        "align/split": Metric(info.num_split, "sum"),
         "align/unlabelled": Metric(info.num_unlabelled, "sum"),
         "align/tokens": Metric(info.num_tokens, "sum"),
         "align/rows": Metric(info.num_rows, "sum"),

@@ -92,6 +92,8 @@ CASES: dict[tuple[str, str], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("data.sources.0.weight", "one source"): ("2", sources("d"), sources("d", "e")),
     ("data.sample_by", ".txt"): ("document", (f"data.path={FILE}",), (f"data.path={FOLDER}",)),
     ("data.max_bad_rows", "not skipped"): ("5", (), ("data.bad_rows=skip",)),
+    ("data.separator", "concatenate is false"): ("x", (), ("data.concatenate=true",)),
+    ("data.characters_per_sample", "concatenate is false"): ("5", (), ("data.concatenate=true",)),
     ("data.validation.fraction", "validation.path"): ("0.1", ("data.validation.path=v",), ()),
     ("data.validation.max_documents", "no validation data"): ("8", (), ("data.validation.fraction=0.1",)),
     ("schedule.min_lr_ratio", "constant"): ("0.1", ("schedule.kind=constant",), ()),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.chat import render
@@ -42,10 +45,13 @@ def builder(
     max_length: int = LENGTH,
     packing: bool = False,
     teacher_lengths: tuple[int, ...] = (),
+    split: bool = False,
 ) -> BatchBuilder:
     """`teachers`: tokenizers; None for a teacher that reads the student's rows."""
     shardings = tuple(BatchSharding(1, 2) for _ in teachers)
-    plan = BatchPlan(BatchSharding(dp, 1), shardings, max_length, packing, pad_id=2, teacher_lengths=teacher_lengths)
+    plan = BatchPlan(
+        BatchSharding(dp, 1), shardings, max_length, packing, pad_id=2, teacher_lengths=teacher_lengths, split=split
+    )
     tokenization = Tokenization(student, format="auto", loss_on=loss_on, max_length=max_length)
     teachers = [
         tokenizer and CrossTokenizerTeacher.of(f"t{i}", student, tokenizer, AlignerConfig())
@@ -351,3 +357,70 @@ def test_template_errors_name_the_tokenizer(student):
         builder(student, bare).build(documents([{"messages": chat}]))
     with pytest.raises(DataError, match=r"row 0: .*template of the student's tokenizer.*System role not supported"):
         builder(strict, student).build(documents([{"messages": chat}]))
+
+
+def with_bos(tokenizer):
+    """A copy that begins every text with bos."""
+    tokenizer = copy.deepcopy(tokenizer)
+    bos = tokenizer.bos_token, tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    return tokenizer
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("bos", [False, True])
+def test_long_documents_are_split_on_all_sides(student, teacher, packing, bos):
+    third = tiny_tokenizer(420, seed=9)
+    if bos:
+        student, teacher, third = map(with_bos, (student, teacher, third))
+    rows = [{"text": " ".join(row["text"] for row in corpus_rows(5, seed=i))} for i in range(6)]
+    batch = documents([*rows, {"text": "short"}])
+    build = builder(student, teacher, None, third, packing=packing, split=True)
+    info, (part,), ((first,), (same,), (last,)) = build.build(batch)
+    whole, *_ = builder(student, teacher, None, third, max_length=4096, packing=packing).build(batch)
+    assert (info.num_documents, info.num_split, info.num_truncated) == (7, 6, 0)
+    # With bos, every piece has one, and no label is lost; without, nothing predicts the first token of a piece.
+    num_added = info.num_tokens - whole.num_tokens if bos else whole.num_labels - info.num_labels
+    num_pieces = 7 + num_added
+    assert num_pieces > 6 * 3
+    assert (info.num_tokens - whole.num_tokens, whole.num_labels - info.num_labels) == (
+        (num_added, 0) if bos else (0, num_added)
+    )
+    for ours, all_of_it in zip(info.alignments, whole.alignments):
+        assert ours.num_chunks == all_of_it.num_chunks - (0 if bos else num_added), "no chunk is divided"
+        assert ours.num_exact == 7
+        assert sum(ours.methods.values()) == 7
+    wanted = [text for row in documents_of(part.rows, student) for text in row if text]
+    assert len(wanted) == num_pieces
+    for other, tokenizer in ((first, teacher), (same, student), (last, third)):
+        assert [text for row in documents_of(other.rows, tokenizer) for text in row if text] == wanted
+        assert other.rows.shape[1] <= LENGTH
+    assert np.count_nonzero(part.rows.input_ids == student.bos_token_id) == (num_pieces if bos else 0)
+
+
+def test_a_batch_of_pieces_does_not_depend_on_the_parts_it_was_aligned_in(student, teacher):
+    batch = documents([{"text": " ".join(row["text"] for row in corpus_rows(4, seed=i))} for i in range(6)])
+    build = builder(student, teacher, packing=True, split=True)
+    at_once = build.assemble(0, batch.cursor, [build.align(batch.documents)])
+    in_parts = build.assemble(0, batch.cursor, [build.align(batch.documents[:1]), build.align(batch.documents[1:])])
+    for left, right in zip(at_once[1][0], in_parts[1][0]):
+        assert np.array_equal(left.rows.input_ids, right.rows.input_ids)
+        assert np.array_equal(left.chunks[0].student, right.chunks[0].student)
+    assert at_once[0].alignments == in_parts[0].alignments
+
+
+def test_a_document_is_split_with_one_tokenizer_too(student):
+    text = " ".join(row["text"] for row in corpus_rows(8, seed=1))
+    build = builder(student, None, split=True)
+    info, (part,), _ = build.build(documents([{"text": text}, {"text": "short"}]))
+    tokens = [*student(text)["input_ids"], *student("short")["input_ids"]]
+    kept = part.rows.input_ids[part.rows.input_ids > 2]  # without padding and eos
+    assert (info.num_split, info.num_truncated, info.num_unlabelled) == (1, 0, 0)
+    assert sorted(kept.tolist()) == sorted(tokens)
+
+
+def test_a_skipped_document_is_one_empty_piece(student, teacher):
+    batch = documents([{"text": " ".join(row["text"] for row in corpus_rows(6, seed=1))}, {"text": "short"}])
+    info, _, _ = builder(student, teacher, split=True).build(batch, skip={0})
+    assert (info.num_documents, info.num_split) == (2, 0)
+    assert sum(info.alignments[0].methods.values()) == 1
