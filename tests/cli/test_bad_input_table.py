@@ -111,6 +111,7 @@ def settings(place: Place) -> Ended:
     return distill_rl("train", "-c", config, "train.step=3", "train.epochs=many", "teachers.0.parallel={dp: 3, replicas: 3}",
                       "student.parallel.replicas=2", "loss.divergence=skewed_reverse_kl", "loss.beta=1",
                       "loss.temperature=1e-6", "loss.alm_tau=1e-9", "teachers.0.max_length=8",
+                      "data.long_documents=split", "loss.dynamic_scale=on", "data.concatenate=true", "data.format=messages",
                       "schedule.steps=5", "schedule.warmup_steps=6")  # fmt: skip
 
 
@@ -216,6 +217,14 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
         "a temperature at which nothing is left": ("loss.temperature", "must lie in [0.01, 100]", "1e-06"),
         "chunks that are all impossible": ("loss.alm_tau", "must lie in [0.01, 1e+06]", "1e-09"),
         "rows of a teacher shorter than the student's": ("teachers.0.max_length", "at least data.max_length", "got 8"),
+        "pieces where a loss needs the whole batch": (
+            "data.long_documents",
+            "loss.dynamic_scale",
+            "all of a batch at once",
+            "got split",
+            "use data.long_documents=cut",
+        ),
+        "chats that are joined": ("data.concatenate", "only texts can be joined", "got data.format=messages"),
         "replicas of a teacher": ("teachers.0.parallel.replicas", "applies to the student only", "3", "leave it at 1"),
     },
     models_and_files: {
@@ -399,6 +408,7 @@ def _chats(*last: dict, **columns: object) -> bytes:
         (_chats(chat_template_kwargs={"tokenize": True}), ("row 0", "variables of the chat template", "tokenize"), ()),
         (_chats(), ("data.loss_roles", "no message of 16 rows", "asistant", "did you mean assistant?"),
          ("data.loss_roles=[asistant]",)),
+        (_chats(), ("data.concatenate", "only texts can be joined, not chats", "data.packing"), ("data.concatenate=true",)),
         (_chats(), ("data.loss_roles", "must have assistant", "['user']", "add assistant"),
          ("data.loss_roles=[user]", "data.loss_on=assistant")),
         (_rows(*GOOD), ("data.loss_roles", "rows of text", "data.loss_on=all"), ("data.loss_roles=[user]",)),

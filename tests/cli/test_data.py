@@ -1,9 +1,10 @@
-"""A run on data as people have them: folders of compressed files and CSV with weights, with rows that cannot be read."""
+"""Runs on data as people have them: folders of compressed files, weights, rows that cannot be read, long documents."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,47 @@ def test_mixed_sources_skip_bad_rows_and_resume(material, cluster, tmp_path):
     assert {entry["row"] for entry in listed} <= {10, 11, 12, 23, 24, 25}
     assert listed
     assert all(entry["stage"] == "data" for entry in listed)
+
+    resume = f"checkpoint.resume={run}/checkpoints/step-3"
+    again = distill_rl("train", "-c", config, *settings, "run.name=again", resume, cluster=cluster)
+    assert again.code == 0, again.err
+    resumed = records(tmp_path / "runs" / "again")
+    assert {step: record["train/loss"] for step, record in resumed.items()} == {
+        step: straight[step]["train/loss"] for step in (4, 5, 6)
+    }
+
+
+def test_a_folder_of_compressed_texts_is_packed_and_split_across_tokenizers(material, cluster, tmp_path):
+    """Every fourth text is longer than a row. The configuration sets paths, and nothing about rows."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(2):
+        texts = [row["text"] for row in corpus_rows(40, seed=20 + i)]
+        texts[::4] = [" ".join(texts[first : first + 6]) for first in range(0, 40, 4)]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / f"part-{i}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    config = tmp_path / "split.yaml"
+    config.write_text(f"extends: {material.config(tmp_path, 'foreign')}\ndata: {{path: {folder}}}\n")
+    settings = ("checkpoint.every=3", "train.steps=6", "schedule.steps=6")
+
+    checked = distill_rl("check", "-c", config, *settings)
+    assert checked.code == 0, checked.err
+    said = re.search(r"# data       texts: 72 rows, text, .* of a sample: (\d+) % of the documents split", checked.out)
+    assert said, checked.out
+    assert 15 <= int(said[1]) <= 60
+    assert re.search(r"# rows       about [\d,]+ positions per step, \d\d.* % of them with a token", checked.out)
+
+    ended = distill_rl("train", "-c", config, *settings, cluster=cluster)
+    assert ended.code == 0, ended.err
+    assert said[0].removeprefix("# data       ") in ended.out
+    run = tmp_path / "runs" / "split"
+    straight = records(run)
+    assert sum(record["align/split"] for record in straight.values()) > 6
+    assert all(record["align/truncated"] == 0 for record in straight.values())
+    assert all(record["align/documents"] == 8 for record in straight.values())
+    assert len({record["align/rows"] for record in straight.values()}) > 1, "as many rows as the documents need"
+    assert all(record["align/exact"] == 1 for record in straight.values())
+    assert "Share of positions that hold a token" in (run / "report.html").read_text()
 
     resume = f"checkpoint.resume={run}/checkpoints/step-3"
     again = distill_rl("train", "-c", config, *settings, "run.name=again", resume, cluster=cluster)

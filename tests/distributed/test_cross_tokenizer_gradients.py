@@ -39,7 +39,9 @@ from tests.helpers.tokenizers import tiny_tokenizer
 
 pytestmark = pytest.mark.ranks
 
-OURS, THEIRS, COLUMNS, TOP, CE_WEIGHT = 320, 600, 507, 16, 0.5
+OURS, COLUMNS, TOP, CE_WEIGHT = 320, 507, 16, 0.5
+THEIRS = (600, 420)
+"""Ids of the teachers' tokenizers; most tests have the first teacher only."""
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 # (method, teacher's export) → (loss settings, micro-batch sizes)
 CASES = {
@@ -55,49 +57,68 @@ CASES = {
 }
 
 
-def build(dp: int, teacher_dp: int = 1, *, packing: bool = False) -> tuple[list[RankBatch], list[RankBatch]]:
-    """Sixteen documents as batches of the student's ranks and of the teacher's ranks. Four fill a row each."""
-    student, teacher = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
-    plan = BatchPlan(BatchSharding(dp, 4), (BatchSharding(teacher_dp, 4),), 40, packing, pad_id=7)
-    other = CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())
+def tokenizers() -> tuple:
+    """The student's, and those of both teachers."""
+    return tiny_tokenizer(OURS), tuple(tiny_tokenizer(size, seed=7 + i) for i, size in enumerate(THEIRS))
+
+
+def build(
+    dp: int, teacher_dp: int = 1, *, packing: bool = False, num_teachers: int = 1
+) -> tuple[list[RankBatch], list[list[RankBatch]]]:
+    """Sixteen documents as batches of the student's ranks and of each teacher's ranks. Four fill a row each."""
+    student, others = tokenizers()
+    plan = BatchPlan(BatchSharding(dp, 4), (BatchSharding(teacher_dp, 4),) * num_teachers, 40, packing, pad_id=7)
+    teachers = [
+        CrossTokenizerTeacher.of(f"t{i}", student, other, AlignerConfig())
+        for i, other in enumerate(others[:num_teachers])
+    ]
     texts = [row["text"] for row in corpus_rows(16, seed=2)]
     short = [" ".join(text.split()[: 1 + i % 4]) for i, text in enumerate(texts)]
     documents = tuple({"row": i, "text": texts[i] if i % 4 == 0 else short[i]} for i in range(16))
     tokenization = Tokenization(student, format="text", loss_on="all", max_length=40)
-    _, ours, (theirs,) = BatchBuilder(tokenization, plan, [other]).build(DocumentBatch(0, documents, Cursor()))
+    _, ours, theirs = BatchBuilder(tokenization, plan, teachers).build(DocumentBatch(0, documents, Cursor()))
     return ours, theirs
 
 
 def engine_for(
-    method: str, export: str, world: World, folders: dict[str, Path], *, packing: bool = False, **settings
-) -> tuple[StudentEngine, dict, RankBatch]:
-    """The student's engine, the teacher's targets for this rank's part of the batch, and that part."""
+    method: str,
+    export: str,
+    world: World,
+    folders: dict[str, Path],
+    *,
+    packing: bool = False,
+    num_teachers: int = 1,
+    **settings,
+) -> tuple[StudentEngine, list[dict], RankBatch]:
+    """The student's engine, each teacher's targets for this rank's part of the batch, and that part."""
     loss, _ = CASES[method, export]
-    ours, theirs = build(world.dp, world.dp, packing=packing)
-    batch, their_batch = ours[world.dp_rank], theirs[world.dp_rank]
+    ours, theirs = build(world.dp, world.dp, packing=packing, num_teachers=num_teachers)
     config = engine_config(
-        folders["student"], [folders["teacher"]], loss__ce_weight=CE_WEIGHT, loss__top_k=TOP,
+        folders["student"], [folders[f"teacher{i}"] for i in range(num_teachers)], loss__ce_weight=CE_WEIGHT, loss__top_k=TOP,
         **{f"loss__{name}": value for name, value in loss.items()}, **settings,
     )  # fmt: skip
-    config.teachers[0].export = export
-    teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=THEIRS)
-    cross_tokenizer_specs = [CrossTokenizerSpec(method, str(folders["projection"]))]
-    engine = StudentEngine(
-        config, world, vocabulary_size=OURS, total_steps=4, cross_tokenizer_specs=cross_tokenizer_specs
-    )
-    return engine, engine_targets(teacher, their_batch), batch
+    targets = []
+    for teacher, size, parts in zip(config.teachers, THEIRS, theirs):
+        teacher.export = export
+        targets.append(
+            engine_targets(TeacherEngine(config, teacher, world, vocabulary_size=size), parts[world.dp_rank])
+        )
+    specs = [CrossTokenizerSpec(method, str(folders[f"projection{i}"])) for i in range(num_teachers)]
+    engine = StudentEngine(config, world, vocabulary_size=OURS, total_steps=4, cross_tokenizer_specs=specs)
+    return engine, targets, ours[world.dp_rank]
 
 
-def source_of(targets: dict, batch: RankBatch, temperature: float):
-    return fixed_targets([targets], batch.chunks[0].widths[1], first_row=batch.first_row, temperature=temperature)
+def source_of(targets: list[dict], batch: RankBatch, temperature: float):
+    widths = [chunks.widths[1] for chunks in batch.chunks]
+    return fixed_targets(targets, widths, first_row=batch.first_row, temperature=temperature)
 
 
-def gradients(dp: int, tp: int, folders: dict[str, Path], packing: bool) -> dict:
+def gradients(dp: int, tp: int, folders: dict[str, Path], packing: bool, num_teachers: int) -> dict:
     """Runs on a rank. The whole gradient per method, export and micro-batch size."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     results = {}
     for (method, export), (_, sizes) in CASES.items():
-        engine, targets, batch = engine_for(method, export, world, folders, packing=packing)
+        engine, targets, batch = engine_for(method, export, world, folders, packing=packing, num_teachers=num_teachers)
         source = source_of(targets, batch, engine.config.loss.temperature)
         for size in sizes:
             engine.config.train.micro_batch_size = size
@@ -111,12 +132,16 @@ def gradients(dp: int, tp: int, folders: dict[str, Path], packing: bool) -> dict
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("cross")
-    ours, theirs = tiny_tokenizer(OURS), tiny_tokenizer(THEIRS, seed=7)
+    ours, others = tokenizers()
     # On two ranks an odd number of columns gives shards of unequal size, one of them mostly padding.
     student = write_tiny_model(root / "student", "qwen2", seed=20, vocab_size=COLUMNS, tie=True, tokenizer=ours)
-    teacher = write_tiny_model(root / "teacher", "llama", seed=30, hidden=48, vocab_size=640, tokenizer=theirs)
-    projection = cached_projection(root, ours, theirs, student_columns=COLUMNS, teacher_columns=640)
-    return {"student": student, "teacher": teacher, "projection": projection}
+    made = {"student": student}
+    for i, theirs in enumerate(others):
+        made[f"teacher{i}"] = write_tiny_model(
+            root / f"teacher{i}", "llama", seed=30 + i, hidden=48, vocab_size=640, tokenizer=theirs
+        )
+        made[f"projection{i}"] = cached_projection(root, ours, theirs, student_columns=COLUMNS, teacher_columns=640)
+    return made
 
 
 def bridge_of(path: Path) -> VocabularyProjection:
@@ -124,29 +149,40 @@ def bridge_of(path: Path) -> VocabularyProjection:
 
 
 @pytest.fixture(scope="module")
-def references(folders) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
-    """fp64 gradients of the plain models through the plain losses, chunk by chunk, with a row for each document."""
-    (ours,), (theirs,) = build(1)
-    shared, labels = ours.chunks[0], torch.tensor(ours.rows.labels, dtype=torch.int64)
+def references(folders) -> dict[tuple[str, str, int], dict[str, torch.Tensor]]:
+    """fp64 gradients of the plain models through the plain losses, chunk by chunk, with a row for each document.
+
+    By method, export and number of teachers, whose KD is averaged.
+    """
     wanted = {}
-    for (method, export), (loss, _) in CASES.items():
-        temperature = loss.get("temperature", 1.0)
-        teacher, model = plain_model(folders["teacher"]), plain_model(folders["student"])
-        with torch.no_grad():
-            logits = torch.nn.functional.pad(plain_logits(teacher, theirs.rows, THEIRS), (0, 40), value=-torch.inf)
-        topk = plain_topk(teacher, theirs.rows, THEIRS, TOP, temperature)
-        target = TopKLogprobs.from_tensors(topk, temperature)
-        if export != "topk":
-            target = DenseLogits(logits.flatten(0, 1), topk["label_logprob"])
-        student = plain_logits(model, ours.rows, OURS)
-        output = reference_chunks.chunk_kd_loss(
-            torch.nn.functional.pad(student, (0, COLUMNS - OURS), value=-torch.inf), target,
-            flat_chunks(shared, torch.device("cpu")), bridge_of(folders["projection"]),
-            method=method, labels=labels, top_k=TOP, **loss,
-        )  # fmt: skip
-        compared = shared.num_one_to_one if method == "strict" else shared.num_chunks
-        (output.kd / compared + CE_WEIGHT * output.ce / ours.num_labels).backward()
-        wanted[method, export] = whole_gradients(model)
+    for num_teachers in (1, 2):
+        (ours,), theirs = build(1, num_teachers=num_teachers)
+        labels = torch.tensor(ours.rows.labels, dtype=torch.int64)
+        for (method, export), (loss, _) in CASES.items():
+            temperature = loss.get("temperature", 1.0)
+            model = plain_model(folders["student"])
+            student = torch.nn.functional.pad(
+                plain_logits(model, ours.rows, OURS), (0, COLUMNS - OURS), value=-torch.inf
+            )
+            losses = []
+            for i, (size, (their_part,), shared) in enumerate(zip(THEIRS, theirs, ours.chunks)):
+                teacher = plain_model(folders[f"teacher{i}"])
+                with torch.no_grad():
+                    logits = torch.nn.functional.pad(
+                        plain_logits(teacher, their_part.rows, size), (0, 640 - size), value=-torch.inf
+                    )
+                topk = plain_topk(teacher, their_part.rows, size, TOP, temperature)
+                target = TopKLogprobs.from_tensors(topk, temperature)
+                if export != "topk":
+                    target = DenseLogits(logits.flatten(0, 1), topk["label_logprob"])
+                output = reference_chunks.chunk_kd_loss(
+                    student, target, flat_chunks(shared, torch.device("cpu")), bridge_of(folders[f"projection{i}"]),
+                    method=method, labels=labels, top_k=TOP, **loss,
+                )  # fmt: skip
+                compared = shared.num_one_to_one if method == "strict" else shared.num_chunks
+                losses.append(output.kd / compared + CE_WEIGHT * output.ce / ours.num_labels)
+            (sum(losses) / num_teachers).backward()
+            wanted[method, export, num_teachers] = whole_gradients(model)
     return wanted
 
 
@@ -157,7 +193,7 @@ def documents_per_row(rows: TokenRows) -> np.ndarray:
 
 def test_packed_rows_are_fewer_and_hold_the_same_documents():
     (padded,), _ = build(1)
-    (packed,), (theirs,) = build(1, packing=True)
+    (packed,), ((theirs,),) = build(1, packing=True)
     ours_per_row, theirs_per_row = (documents_per_row(part.rows) for part in (packed, theirs))
     assert ours_per_row.max() > 2
     assert padded.rows.shape[0] == ours_per_row.sum() == 16 > packed.rows.shape[0]
@@ -168,10 +204,19 @@ def test_packed_rows_are_fewer_and_hold_the_same_documents():
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize(("dp", "tp"), LAYOUTS, ids=[f"dp{dp}tp{tp}" for dp, tp in LAYOUTS])
 def test_gradient_matches_the_plain_reference_on_every_layout(folders, references, dp: int, tp: int, packing: bool):
-    results = ranks.run_ranks(dp * tp, gradients, dp, tp, folders, packing)[0]
+    results = ranks.run_ranks(dp * tp, gradients, dp, tp, folders, packing, 1)[0]
     for (method, export, size), gradient in results.items():
-        error = relative_l2(gradient, references[method, export])
+        error = relative_l2(gradient, references[method, export, 1])
         assert error < 1e-5, f"{method} of {export}, micro-batch {size}: {error:.1e}"
+
+
+@pytest.mark.parametrize(("dp", "tp"), [LAYOUTS[0], LAYOUTS[-1]], ids=["dp1tp1", "dp2tp2"])
+def test_gradient_of_two_teachers_is_their_mean(folders, references, dp: int, tp: int):
+    results = ranks.run_ranks(dp * tp, gradients, dp, tp, folders, True, 2)[0]
+    for (method, export, size), gradient in results.items():
+        error = relative_l2(gradient, references[method, export, 2])
+        assert error < 1e-5, f"{method} of {export}, micro-batch {size}: {error:.1e}"
+        assert relative_l2(gradient, references[method, export, 1]) > 1e-3, "the second teacher changes it"
 
 
 def train_projection(

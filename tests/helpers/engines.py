@@ -70,21 +70,28 @@ def no_targets(first_row: int, num_rows: int) -> Iterator[list[Any]]:
 
 
 def fixed_targets(
-    teachers: Sequence[dict[str, Tensor]], width: int | np.ndarray, *, first_row: int = 0, temperature: float = 1.0
+    teachers: Sequence[dict[str, Tensor]],
+    widths: int | Sequence[np.ndarray],
+    *,
+    first_row: int = 0,
+    temperature: float = 1.0,
 ) -> Any:
     """A target source over tensors [N, …] that begin at global row `first_row`, one dict per teacher.
 
-    `width` is that of all rows, or of each row.
+    `widths` is that of all rows, or for each teacher that of every row.
     """
     from distill_rl.losses.targets import target_of
 
-    def start(row: int) -> int:
-        return row * width if isinstance(width, int) else int(width[:row].sum())
+    def start(teacher: int, row: int) -> int:
+        return row * widths if isinstance(widths, int) else int(widths[teacher][:row].sum())
 
     @contextmanager
     def source(row: int, num_rows: int) -> Iterator[list[Any]]:
-        part = slice(start(row - first_row), start(row - first_row + num_rows))
-        yield [target_of({n: t[part] for n, t in one.items()}, temperature) for one in teachers]
+        parts = [slice(start(i, row - first_row), start(i, row - first_row + num_rows)) for i in range(len(teachers))]
+        yield [
+            target_of({name: tensor[part] for name, tensor in one.items()}, temperature)
+            for one, part in zip(teachers, parts)
+        ]
 
     return source
 
