@@ -112,7 +112,7 @@ def write_model(folder: Path) -> ModelFacts:
     """Writes a random Llama of `SHAPE` in fp32 to `folder`; returns its facts."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from distill_rl.models.facts import read_model_facts
+    from distill_rl.models.files.facts import read_model_facts
 
     config = LlamaConfig(**SHAPE)  # type: ignore[arg-type]
     LlamaForCausalLM(config).save_pretrained(folder)

@@ -32,9 +32,9 @@ from distill_rl.config.schema import (
     TeacherConfig,
     TrainConfig,
 )
-from distill_rl.data.collate import BatchPlan, BatchSharding, pad_id
-from distill_rl.data.cross_tokenizer_batch import BatchBuilder, CrossTokenizerTeacher
-from distill_rl.data.tokenization import Tokenization
+from distill_rl.data.batch.collate import BatchPlan, BatchSharding, pad_id
+from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder, CrossTokenizerTeacher
+from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.types import BatchInfo, Cursor, DocumentBatch, RankBatch
 
 POSITIONS_TARGET, SPEED_TARGET, OCCUPANCY_TARGET = 1.1, 0.85, 0.94

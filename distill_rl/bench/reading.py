@@ -52,7 +52,7 @@ def read(folder: Path) -> dict[str, float]:
     from distill_rl.config.schema import DataConfig
     from distill_rl.data.loader import Loader
     from distill_rl.data.reading.cache import Cache
-    from distill_rl.data.sources import open_source
+    from distill_rl.data.reading.sources import open_source
     from distill_rl.types import TrainState
 
     before = _peak_mib()

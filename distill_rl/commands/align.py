@@ -140,9 +140,9 @@ def read_rows(data: DataConfig, limit: int) -> Rows:
     """
     from distill_rl.align.chat import Chat
     from distill_rl.align.chat_form import text_of
-    from distill_rl.data.layouts import template_options
     from distill_rl.data.reading.cache import Cache
-    from distill_rl.data.sources import open_source
+    from distill_rl.data.reading.layouts import template_options
+    from distill_rl.data.reading.sources import open_source
 
     source = open_source(data, cache=Cache(write=False))
     rows = _spaced(source, limit)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from distill_rl.config.derive import GIB, DerivedSizes, sizes, splits_documents
 from distill_rl.config.facts import Facts, ModelFacts
 from distill_rl.config.memory import fused_chunk, fused_loss, micro_batch_logits, teacher_logits
+from distill_rl.config.rules.validate import notes, problems
 from distill_rl.config.save import to_yaml
 from distill_rl.config.schema import Config
-from distill_rl.config.validate import notes, problems
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import printable, status
 from distill_rl.preflight import gather

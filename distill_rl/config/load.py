@@ -13,11 +13,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from distill_rl.config.interpolate import resolve
-from distill_rl.config.overrides import apply_overrides, apply_settings, merge
 from distill_rl.config.paths import replace_paths
+from distill_rl.config.reading.interpolate import resolve
+from distill_rl.config.reading.overrides import apply_overrides, apply_settings, merge
+from distill_rl.config.reading.walk import Findings, build
 from distill_rl.config.schema import Config, TeacherConfig
-from distill_rl.config.walk import Findings, build
 from distill_rl.errors import ConfigError
 
 UNNAMED = "distill"

@@ -12,12 +12,12 @@ from inspect import getsource
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from distill_rl.config import data_schema, schema
-from distill_rl.config.foreign import FOREIGN
-from distill_rl.config.interpolate import ENVIRONMENT
-from distill_rl.config.schema import Config
-from distill_rl.config.validate import NOT_AVAILABLE
-from distill_rl.config.walk import MISSING, as_yaml, default_of, hints, item_kind, leaves, pattern_of, unwrap
+from distill_rl.config import schema
+from distill_rl.config.reading.foreign import FOREIGN
+from distill_rl.config.reading.interpolate import ENVIRONMENT
+from distill_rl.config.reading.walk import MISSING, as_yaml, default_of, hints, item_kind, leaves, pattern_of, unwrap
+from distill_rl.config.rules.validate import NOT_AVAILABLE
+from distill_rl.config.schema import Config, data
 from distill_rl.system.files import write_atomic
 
 _INTRODUCTION = """\
@@ -71,7 +71,7 @@ def reference() -> str:
 def field_documentation() -> dict[tuple[str, str], str]:
     """(class, field) → the string under the field in the schema, on one line; fields without one are left out."""
     texts = {}
-    for node in (*ast.parse(getsource(schema)).body, *ast.parse(getsource(data_schema)).body):
+    for node in (*ast.parse(getsource(schema)).body, *ast.parse(getsource(data)).body):
         if not isinstance(node, ast.ClassDef):
             continue
         for statement, following in zip(node.body, node.body[1:]):

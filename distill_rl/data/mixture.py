@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from distill_rl.data.layouts import Kind
 from distill_rl.data.order import WINDOW_BYTES, Order
-from distill_rl.data.source import Source
+from distill_rl.data.reading.layouts import Kind
+from distill_rl.data.reading.source import Source
 from distill_rl.errors import DataError
 
 _STRETCH = 1 << 16

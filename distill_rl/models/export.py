@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.errors import DistillError
-from distill_rl.models.headers import holds_several
+from distill_rl.models.files.headers import holds_several
 from distill_rl.models.hub import read_config, resolve
 from distill_rl.models.parallelize import reshard
 from distill_rl.models.weights import WeightFiles, names_in_files

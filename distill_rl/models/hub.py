@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from distill_rl.config.schema import StudentConfig, TeacherConfig
 from distill_rl.errors import ConfigError, first_line
-from distill_rl.models.headers import read_headers, weight_problems
-from distill_rl.models.tower import is_joined, no_tower, text_tower
+from distill_rl.models.files.headers import read_headers, weight_problems
+from distill_rl.models.files.tower import is_joined, no_tower, text_tower
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

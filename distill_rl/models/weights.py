@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distill_rl.errors import ConfigError
-from distill_rl.models.headers import FLOATS, model_names, weight_files, weight_problems
+from distill_rl.models.files.headers import FLOATS, model_names, weight_files, weight_problems
 from distill_rl.parallel.shards import local_slices
 
 if TYPE_CHECKING:

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from distill_rl.config import validate
 from distill_rl.config.derive import total_steps
 from distill_rl.config.facts import Facts
 from distill_rl.config.load import read_config
 from distill_rl.config.measured import unmeasured
+from distill_rl.config.rules import validate
 from distill_rl.config.schema import Config
 from distill_rl.data.reading.cache import Cache
 from distill_rl.errors import ConfigError, problem
-from distill_rl.models.facts import gpu_bytes, visible_gpus
+from distill_rl.models.files.facts import gpu_bytes, visible_gpus
 from distill_rl.preflight import run_directory
 from distill_rl.preflight.attention import attention_problems, class_problems, packing_notes, width_problems
 from distill_rl.preflight.data import data_facts

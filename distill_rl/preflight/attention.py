@@ -86,10 +86,10 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
     Args:
         gpus: number visible on this machine.
     """
-    from distill_rl.models.architecture import stateful_layers
-    from distill_rl.models.examine import examine
-    from distill_rl.models.headers import read_headers
-    from distill_rl.models.tensors import dtype_problems, plainly_whole
+    from distill_rl.models.files.architecture import stateful_layers
+    from distill_rl.models.files.examine import examine
+    from distill_rl.models.files.headers import read_headers
+    from distill_rl.models.files.tensors import dtype_problems, plainly_whole
 
     packing, findings = config.data.packing, Findings()
     for model in models:

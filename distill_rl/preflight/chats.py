@@ -13,7 +13,7 @@ from distill_rl.errors import problem
 from distill_rl.preflight.opened import Findings, Opened
 
 if TYPE_CHECKING:
-    from distill_rl.data.unrendered import Part
+    from distill_rl.data.batch.unrendered import Part
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHOWN = 60
@@ -47,7 +47,7 @@ def check_chats(
         rows: documents of chats (`Layout.document`).
         teachers: with their `cross_tokenizer_loss` set.
     """
-    from distill_rl.data.chat import roles_to_train_on
+    from distill_rl.data.batch.chat import roles_to_train_on
 
     data = config.data
     roles = roles_to_train_on(data.loss_on, data.loss_roles)
@@ -93,8 +93,8 @@ def _render_all(
         key: the setting with which the line about a chat that is not accepted begins.
         roles: those whose turns must be found.
     """
-    from distill_rl.data.chat import render_document
-    from distill_rl.data.unrendered import TemplateCoverage
+    from distill_rl.data.batch.chat import render_document
+    from distill_rl.data.batch.unrendered import TemplateCoverage
 
     coverage, left, texts = TemplateCoverage(model.tokenizer, whose), _Left(), []
     for row in rows:
@@ -124,7 +124,7 @@ def _other_template(teacher: Opened, rows: Sequence[Mapping[str, Any]], texts: S
     Args:
         texts: the rows as the student's chat template writes them.
     """
-    from distill_rl.data.chat import render_document
+    from distill_rl.data.batch.chat import render_document
     from distill_rl.errors import DataError
 
     tokenizer = teacher.tokenizer

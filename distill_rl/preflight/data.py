@@ -7,13 +7,13 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.config import validate
-from distill_rl.config.data_rules import concatenation_problem
 from distill_rl.config.facts import Facts
+from distill_rl.config.reading.walk import MISSING
+from distill_rl.config.rules import validate
+from distill_rl.config.rules.data import concatenation_problem
 from distill_rl.config.schema import Config
-from distill_rl.config.walk import MISSING
 from distill_rl.errors import problem
-from distill_rl.models.facts import visible_gpus
+from distill_rl.models.files.facts import visible_gpus
 from distill_rl.preflight.chats import check_chats
 from distill_rl.preflight.expected import expect, source_facts
 from distill_rl.preflight.labels import check_labels
@@ -22,7 +22,7 @@ from distill_rl.preflight.pairs import check_alignment, template_problems
 
 if TYPE_CHECKING:
     from distill_rl.data.reading.cache import Cache
-    from distill_rl.data.source import Source
+    from distill_rl.data.reading.source import Source
 
 SAMPLED_ROWS = 64
 """Number of rows read from the start; as many more are read evenly spaced over the data."""
@@ -93,8 +93,8 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
 
 def _open(config: Config, findings: Findings, cache: Cache) -> list[tuple[str, Source | None]]:
     """Every source with the setting that names it; None for one that could not be opened, which `findings` say why."""
-    from distill_rl.data.sources import HubError, each_source, is_hub_name, open_one
-    from distill_rl.models.facts import find_data_set
+    from distill_rl.data.reading.sources import HubError, each_source, is_hub_name, open_one
+    from distill_rl.models.files.facts import find_data_set
 
     opened: list[tuple[str, Source | None]] = []
     for key, settings in each_source(config.data):
@@ -120,7 +120,7 @@ def _open(config: Config, findings: Findings, cache: Cache) -> list[tuple[str, S
 
 def _divide(config: Config, sources: list[Source], findings: Findings, cache: Cache) -> Any:
     """The documents to train on, and those to validate on or None; None alone if that is not possible."""
-    from distill_rl.data.sources import HubError, mixture_of, split_validation
+    from distill_rl.data.reading.sources import HubError, mixture_of, split_validation
 
     data = config.data
     source: Any = sources[0]

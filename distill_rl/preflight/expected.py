@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     import numpy as np
 
     from distill_rl.data.mixture import Mixture
-    from distill_rl.data.source import Source
+    from distill_rl.data.reading.source import Source
 
 
 def source_facts(data: DataConfig, training: Source | Mixture) -> Iterator[SourceFacts]:
     """Yields the facts of each source of the training documents, without those that need a sample."""
     from distill_rl.data.mixture import Mixture
-    from distill_rl.data.sources import each_source
+    from distill_rl.data.reading.sources import each_source
 
     parts = training.sources if isinstance(training, Mixture) else (training,)
     names = training.names if isinstance(training, Mixture) else (data.path or "",)
@@ -58,7 +58,7 @@ def expect(
     """
     import numpy as np
 
-    from distill_rl.data.collate import BatchPlan
+    from distill_rl.data.batch.collate import BatchPlan
     from distill_rl.data.joining import Joining
 
     data, batch = config.data, config.train.global_batch_size
@@ -99,7 +99,7 @@ def _lengths(
     """int64 [documents, tokenizers]: tokens of each document for each tokenizer, not cut."""
     import numpy as np
 
-    from distill_rl.data.tokenization import Tokenization
+    from distill_rl.data.batch.tokenization import Tokenization
 
     columns = []
     for tokenizer in tokenizers:
@@ -139,7 +139,7 @@ def _pieces(lengths: np.ndarray, limits: np.ndarray, *, split: bool) -> np.ndarr
 
 def _positions(lengths: np.ndarray, limits: np.ndarray, plan: Any) -> int:
     """Positions that the student computes for a batch of documents with these lengths."""
-    from distill_rl.data.collate import arrange_lengths, widths
+    from distill_rl.data.batch.collate import arrange_lengths, widths
 
     members = arrange_lengths(lengths, limits, plan)
     return int(widths([int(lengths[row, 0].sum()) for row in members], plan).sum())

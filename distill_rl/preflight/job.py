@@ -13,14 +13,14 @@ from typing import Any
 from distill_rl.config.derive import cross_tokenizer_loss, splits_documents
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts, running_teachers
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
-from distill_rl.data.collate import BatchPlan, pad_id
+from distill_rl.data.batch.collate import BatchPlan, pad_id
 from distill_rl.data.mixture import Interleaved, Mixture
 from distill_rl.data.order import Order
 from distill_rl.data.reading.cache import Cache
-from distill_rl.data.source import Source
-from distill_rl.data.sources import open_source, split_validation
+from distill_rl.data.reading.source import Source
+from distill_rl.data.reading.sources import open_source, split_validation
 from distill_rl.errors import ConfigError
-from distill_rl.models.facts import fingerprint_model, read_model_facts
+from distill_rl.models.files.facts import fingerprint_model, read_model_facts
 from distill_rl.models.hub import read_config, resolve, stops_of, tokenizer_hash, tokenizer_of, vocabulary_size
 from distill_rl.preflight.shared_vocabulary import SharedVocabulary, shared_vocabulary
 from distill_rl.system.files import sha256

@@ -34,7 +34,7 @@ def _require_label(config: Config, key: str, kind: str, documents: Sequence[Mapp
         ConfigError: none has.
         DataError: a chat cannot be rendered, or its turns cannot be found.
     """
-    from distill_rl.data.tokenization import Tokenization
+    from distill_rl.data.batch.tokenization import Tokenization
 
     data = config.data
     # What a template leaves out is checked with the chats (preflight/chats.py).

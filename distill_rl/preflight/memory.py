@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from distill_rl.config.derive import all_rings, sizes, stored_targets
 from distill_rl.config.facts import Facts
 from distill_rl.config.memory import WorkerMemory
+from distill_rl.config.rules.validate import problems as rules
 from distill_rl.config.schema import Config
-from distill_rl.config.validate import problems as rules
 from distill_rl.errors import ConfigError, problem
 from distill_rl.preflight.machine import size_text
 from distill_rl.preflight.opened import Findings

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill_rl.config.facts import ModelFacts, running_teachers
+from distill_rl.config.reading.walk import MISSING
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
-from distill_rl.config.walk import MISSING
 from distill_rl.errors import DistillError, first_line, problem
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _open(opened: Opened, findings: Findings) -> None:
 
     What fails is added to the findings and stays empty. Missing weights are a problem only in a local folder.
     """
-    from distill_rl.models.facts import is_adapter
+    from distill_rl.models.files.facts import is_adapter
 
     key, model = opened.key, opened.settings
     folder = _folder(f"{key}.model", model.model, model.revision, findings)
@@ -113,8 +113,8 @@ def _open_weights(key: str, folder: Path, opened: Opened, findings: Findings, *,
         needed: whether missing or damaged weights are a problem. If not (those of a hub model may still have to be
             downloaded), they only leave `facts` None.
     """
-    from distill_rl.models.architecture import architecture_problems, tower_note
-    from distill_rl.models.facts import folder_problems, read_model_facts
+    from distill_rl.models.files.architecture import architecture_problems, tower_note
+    from distill_rl.models.files.facts import folder_problems, read_model_facts
     from distill_rl.models.hub import configured_stops, read_config
 
     in_folder = folder_problems(key, folder, weights=needed) or architecture_problems(key, folder)
@@ -144,7 +144,7 @@ def _folder(key: str, name: str, revision: str | None, findings: Findings) -> Pa
         key: the setting that holds the name, for messages.
         revision: of a hub repository; None: its default.
     """
-    from distill_rl.models.facts import locate
+    from distill_rl.models.files.facts import locate
 
     if name == MISSING or not name.strip():
         return None

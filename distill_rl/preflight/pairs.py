@@ -194,7 +194,7 @@ def _require_chunks(config: Config, source: Any, student: Opened, teacher: Opene
         ConfigError: none has, or a document cannot be aligned at all, for instance because a chat template refuses it.
     """
     from distill_rl.align import TokenAligner
-    from distill_rl.data.layouts import template_options
+    from distill_rl.data.reading.layouts import template_options
 
     settings = config.aligner
     aligner = TokenAligner(

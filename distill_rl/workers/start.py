@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup
 
 from distill_rl.config.derive import aligner_workers, compute_groups, evaluators, ring_plan, sizes, stored_targets
 from distill_rl.errors import DistillError
-from distill_rl.models.facts import visible_gpus
+from distill_rl.models.files.facts import visible_gpus
 from distill_rl.observe.log import say
 from distill_rl.observe.timing import StepTimer
 from distill_rl.preflight.job import Job

@@ -10,10 +10,10 @@ import torch
 
 from distill_rl.align.projection import cached_projection, load_projection
 from distill_rl.config.schema import AlignerConfig
-from distill_rl.data.collate import BatchPlan, BatchSharding
-from distill_rl.data.cross_tokenizer_batch import BatchBuilder
-from distill_rl.data.document_aligner import CrossTokenizerTeacher
-from distill_rl.data.tokenization import Tokenization
+from distill_rl.data.batch.collate import BatchPlan, BatchSharding
+from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
+from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
+from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.losses import DenseLogits, TopKLogprobs, VocabularyProjection
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks
 from distill_rl.parallel.mesh import World, open_world

@@ -10,10 +10,10 @@ import torch
 from distill_rl.align import Alignment
 from distill_rl.align.projection import cached_projection
 from distill_rl.config.schema import AlignerConfig
-from distill_rl.data.collate import BatchPlan, BatchSharding
-from distill_rl.data.cross_tokenizer_batch import BatchBuilder
-from distill_rl.data.document_aligner import CrossTokenizerTeacher
-from distill_rl.data.tokenization import Tokenization
+from distill_rl.data.batch.collate import BatchPlan, BatchSharding
+from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
+from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
+from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill_rl.align import Alignment
-from distill_rl.data.pieces import Piece, Splitter, common_places
-from distill_rl.data.tokenization import Encoded
+from distill_rl.data.batch.pieces import Piece, Splitter, common_places
+from distill_rl.data.batch.tokenization import Encoded
 from tests.helpers.align import check_numbers, family
 from tests.properties.test_align import families, lossless, make_aligner, plain_texts, quick
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
-from distill_rl.data.collate import BatchPlan, BatchSharding
-from distill_rl.data.partition import LEAST_BYTES
+from distill_rl.data.batch.collate import BatchPlan, BatchSharding
+from distill_rl.data.batch.partition import LEAST_BYTES
 from distill_rl.errors import AlignmentError, DataError, WorkerError
 from distill_rl.types import BadRow, Cursor, DocumentBatch
 from distill_rl.workers.actors.aligner import AlignerWorker

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import distill_rl
-from distill_rl.config import validate
 from distill_rl.config.load import load_config, read_config
+from distill_rl.config.rules import validate
 from distill_rl.config.save import to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
@@ -182,7 +182,7 @@ def test_batch_script_is_offline_without_telemetry(script: Path) -> None:
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
-    from distill_rl.models.facts import folder_problems
+    from distill_rl.models.files.facts import folder_problems
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")

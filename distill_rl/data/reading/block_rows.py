@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from distill_rl.data.layouts import Layout
 from distill_rl.data.order import Blocks
+from distill_rl.data.reading.layouts import Layout
 from distill_rl.data.reading.lines import LineIndex
 from distill_rl.data.reading.records import PROBLEM, json_row, kind_of, text_row, with_columns
 from distill_rl.errors import DataError

@@ -10,10 +10,10 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from distill_rl.data.chat import render
+from distill_rl.data.batch.chat import render
 from distill_rl.errors import ConfigError, DataError
 from distill_rl.evals.suites.base import Item
-from distill_rl.models.facts import folder_problems
+from distill_rl.models.files.facts import folder_problems
 from distill_rl.models.hub import configured_stops, read_tokenizer
 
 

@@ -16,9 +16,9 @@ from distill_rl.evals.backends.encode import Encoder, model_folder
 from distill_rl.evals.backends.prefix_sharing import SharedPrefix, cache_support, group_by_prefix
 from distill_rl.evals.suites.base import Item
 from distill_rl.models.determinism import start_vector_math
-from distill_rl.models.headers import holds_several
+from distill_rl.models.files.headers import holds_several
+from distill_rl.models.files.tower import TOWER_NAMES
 from distill_rl.models.hub import read_config
-from distill_rl.models.tower import TOWER_NAMES
 
 if TYPE_CHECKING:
     from distill_rl.parallel.mesh import World

@@ -23,7 +23,7 @@ from distill_rl.evals.backends.base import Output, Settings
 from distill_rl.evals.backends.encode import Encoder, model_folder
 from distill_rl.evals.backends.vllm_memory import free_memory, require_room
 from distill_rl.evals.suites.base import Item
-from distill_rl.models.headers import weight_files
+from distill_rl.models.files.headers import weight_files
 from distill_rl.system.gpu_memory import is_out_of_memory
 from distill_rl.system.install import install_extra
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distill_rl.bench.gpu.shapes import Shape
 from distill_rl.config.schema import Config
-from distill_rl.data.tokenization import Encoded
+from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.gpu_check.material import (
     VOCABULARY,
     PlainStudent,

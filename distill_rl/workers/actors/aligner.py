@@ -12,7 +12,7 @@ import ray
 
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
-from distill_rl.data.collate import BatchPlan
+from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.errors import ConfigError
 from distill_rl.system.peak_memory import peak_gib
 from distill_rl.types import Cursor, DocumentBatch
@@ -20,7 +20,7 @@ from distill_rl.workers.actors.rank import Worker
 from distill_rl.workers.cluster.gauges import Gauges
 
 if TYPE_CHECKING:
-    from distill_rl.data.document_aligner import AlignedDocuments
+    from distill_rl.data.batch.document_aligner import AlignedDocuments
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class AlignerWorker(Worker):
             os.environ["CUDA_VISIBLE_DEVICES"] = str(ray.get_gpu_ids()[0])
         if any(self._other_tokenizer) and self._config.aligner.dp.backend == "cuda":
             _require_cuda()
-        from distill_rl.data.cross_tokenizer_batch import BatchBuilder
-        from distill_rl.data.document_aligner import CrossTokenizerTeacher
-        from distill_rl.data.tokenization import Tokenization
+        from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
+        from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
+        from distill_rl.data.batch.tokenization import Tokenization
         from distill_rl.models.hub import stops_of, tokenizer_of
 
         data = self._config.data

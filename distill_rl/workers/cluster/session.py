@@ -21,7 +21,7 @@ import ray
 
 from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError, WorkerError
-from distill_rl.models.facts import visible_gpus
+from distill_rl.models.files.facts import visible_gpus
 from distill_rl.observe.log import say
 from distill_rl.system.owned_folder import OwnedFolder, remove_abandoned
 from distill_rl.system.signals import signals_blocked

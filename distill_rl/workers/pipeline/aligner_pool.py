@@ -30,7 +30,7 @@ from typing import Any
 import ray
 
 from distill_rl.config.schema import Config
-from distill_rl.data.partition import cut
+from distill_rl.data.batch.partition import cut
 from distill_rl.errors import DistillError
 from distill_rl.types import BadRow, BatchInfo, DocumentBatch
 from distill_rl.workers.actors.aligner import AlignerUse

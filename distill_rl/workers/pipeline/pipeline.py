@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import ray
 
 from distill_rl.config.derive import RingPlan
-from distill_rl.data.collate import BatchPlan
+from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.transport.base import Slot
 from distill_rl.types import BatchInfo, DocumentBatch
 from distill_rl.workers.pipeline.aligner_pool import AlignerPool

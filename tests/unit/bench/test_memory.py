@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from distill_rl.bench import memory
 from distill_rl.bench.memory import CASES, SHAPE, TOLERANCE, configuration
-from distill_rl.config.validate import problems
+from distill_rl.config.rules.validate import problems
 
 RECORD = Path(__file__).parents[3] / "docs/benchmarks/memory.json"
 

@@ -11,7 +11,7 @@ import pytest
 from distill_rl.config.schema import DataConfig, SourceConfig, ValidationConfig
 from distill_rl.data.loader import Loader
 from distill_rl.data.mixture import Schedule
-from distill_rl.data.sources import names_of, open_source, split_validation
+from distill_rl.data.reading.sources import names_of, open_source, split_validation
 from distill_rl.errors import DataError
 from distill_rl.types import TrainState
 from tests.helpers.corpus import write_corpus

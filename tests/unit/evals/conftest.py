@@ -22,7 +22,7 @@ def parrot(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from distill_rl.data.chat import render
+    from distill_rl.data.batch.chat import render
 
     folder = write_tiny_model(tmp_path_factory.mktemp("parrot"), hidden=64)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)

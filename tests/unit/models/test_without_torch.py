@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import ConfigError
-from distill_rl.models.examine import examine
+from distill_rl.models.files.examine import examine
 from distill_rl.models.hub import read_config
 from distill_rl.system.without_torch import gpu_possible
 from tests.helpers.corpus import write_corpus
@@ -50,7 +50,7 @@ def test_transformers_reads_configs_and_leaves_torch_to_others(tmp_path):
     body = """
 import os
 from transformers.utils import is_torch_available
-from distill_rl.models.architecture import architecture_problems
+from distill_rl.models.files.architecture import architecture_problems
 from distill_rl.models.hub import read_config, read_tokenizer
 print(json.dumps([is_torch_available(), read_config(folder).model_type, len(read_tokenizer(folder)) > 0]))
 assert architecture_problems("student", folder) == []
@@ -66,7 +66,7 @@ def test_a_class_is_asked_in_another_process(tmp_path):
     folder = write_tiny_model(tmp_path / "model", "gpt2", layers=2)
     edit(folder, n_layer=1)
     body = """
-from distill_rl.models.examine import examine
+from distill_rl.models.files.examine import examine
 print(json.dumps(examine("student", folder, attention="sdpa", packing=True, weights=True)))
 assert "torch" not in sys.modules
 """
@@ -86,7 +86,7 @@ def test_errors_are_those_with_torch(tmp_path, function, change):
         eval(function, {"read_config": read_config, "examine": examine, "folder": folder})
     body = f"""
 from distill_rl.errors import ConfigError
-from distill_rl.models.examine import examine
+from distill_rl.models.files.examine import examine
 from distill_rl.models.hub import read_config
 try:
     {function}

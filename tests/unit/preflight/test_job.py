@@ -7,9 +7,8 @@ import shutil
 import pytest
 
 from distill_rl.config.load import load_config
-from distill_rl.data import source
 from distill_rl.data.order import permutation
-from distill_rl.data.reading import files, lines
+from distill_rl.data.reading import files, lines, source
 from distill_rl.errors import CheckpointError
 from distill_rl.preflight.job import prepare
 from distill_rl.run import checkpoints

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distill_rl.config.load import load_config
-from distill_rl.config.validate import problems
+from distill_rl.config.rules.validate import problems
 from distill_rl.quickstart import run
 from distill_rl.quickstart.recipe import RECIPES
 from distill_rl.quickstart.table import print_table

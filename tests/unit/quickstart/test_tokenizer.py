@@ -102,7 +102,7 @@ def test_assistant_mask_covers_answer_and_end_only() -> None:
 
 
 def test_data_pipeline_trains_on_the_same_tokens() -> None:
-    from distill_rl.data.tokenization import Tokenization
+    from distill_rl.data.batch.tokenization import Tokenization
 
     tokenization = Tokenization(TOKENIZER, format="messages", loss_on="assistant", max_length=128)
     encoded = tokenization.encode({"row": 0, "messages": [QUESTION, ANSWER]})

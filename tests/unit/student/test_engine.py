@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from distill_rl.data.collate import BatchPlan, BatchSharding, lay_out
-from distill_rl.data.tokenization import Encoded
+from distill_rl.data.batch.collate import BatchPlan, BatchSharding, lay_out
+from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.errors import NumericsError
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine

@@ -10,7 +10,7 @@ import torch
 from distill_rl.bench.gpu import train_cuda
 from distill_rl.bench.material import train_tokenizer
 from distill_rl.config.load import load_config
-from distill_rl.config.validate import problems
+from distill_rl.config.rules.validate import problems
 
 TEXTS = ["some words and 12 more words, written down.", "down the words went"] * 20
 

@@ -10,7 +10,7 @@ import pytest
 
 from distill_rl.bench.runs import pipeline
 from distill_rl.config.load import load_config
-from distill_rl.config.validate import problems
+from distill_rl.config.rules.validate import problems
 
 RECORD = Path(__file__).parents[4] / "docs/benchmarks/pipeline.json"
 SIZES = {"steps": 6, "batch": 4, "micro_batch": 2, "length": 32}

@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from distill_rl.config.schema import DataConfig, ValidationConfig
-from distill_rl.data import order, source
+from distill_rl.data import order
 from distill_rl.data.loader import Loader
-from distill_rl.data.reading import files, lines
+from distill_rl.data.reading import files, lines, source
 from distill_rl.data.reading.block_rows import BlockStore
 from distill_rl.data.reading.cache import Cache
 from distill_rl.data.reading.lines import LineIndex
-from distill_rl.data.sources import open_source, split_validation
+from distill_rl.data.reading.sources import open_source, split_validation
 from distill_rl.errors import DataError
 from distill_rl.types import TrainState
 

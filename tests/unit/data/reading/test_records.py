@@ -12,7 +12,7 @@ import pytest
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.reading import files
 from distill_rl.data.reading.cache import Cache
-from distill_rl.data.sources import open_source
+from distill_rl.data.reading.sources import open_source
 from distill_rl.errors import DataError
 
 TEXTS = [f'{i}: ä line, "quoted"\nand more' for i in range(300)]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, masking_utils
 
-from distill_rl.data.collate import BatchPlan, BatchSharding, lay_out
-from distill_rl.data.tokenization import Encoded
+from distill_rl.data.batch.collate import BatchPlan, BatchSharding, lay_out
+from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.gpu_check.checks.attention import check
 from distill_rl.models import families, forward
 from distill_rl.models.attention import varlen

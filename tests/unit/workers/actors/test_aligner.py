@@ -15,7 +15,7 @@ PROGRAM = """
 import sys
 
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
-from distill_rl.data.collate import BatchPlan, BatchSharding
+from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.types import Cursor
 from distill_rl.workers.actors.aligner import AlignerWorker
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from distill_rl.config.derive import ring_plan
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
-from distill_rl.data.collate import BatchPlan
+from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.run.prefetch import Lookahead
 from distill_rl.types import BatchInfo, Cursor, DocumentBatch
 from distill_rl.workers.pipeline.pipeline import Pipeline

@@ -1,0 +1,312 @@
+"""Raw mapping → `Config`, in one walk over the leaves that reports every problem with its full path.
+
+OmegaConf's own merge stops at the first error and loses list indices, so it is not used.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, fields, is_dataclass
+from functools import cache
+from math import isfinite
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from distill_rl.config.reading.foreign import OUR_KEY
+from distill_rl.config.schema import MISSING
+from distill_rl.errors import ConfigError
+
+_ACCEPTED: dict[type, Any] = {bool: bool, int: int, float: int | float, str: str}
+"""Type of a setting → the types of the values that it takes. A bool is no number, although Python says so."""
+
+
+class Findings:
+    """Problem lines, and the keys they concern, so that later checks do not report the same key again."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.keys: set[str] = set()
+
+    def add(self, key: str, rule: str, value: object = None, remedy: str = "", suspect: str = "") -> None:
+        """Adds one problem as a line, and notes the keys that it concerns.
+
+        Args:
+            key: dotted key or other name of what is wrong.
+            rule, value, remedy: as for `DistillError`.
+            suspect: the key that was probably meant, if `key` is unknown.
+        """
+        self.lines.append(str(ConfigError(key, rule, value, remedy)))
+        self.keys.update({key, suspect} - {""})
+
+
+def join(path: str, key: object) -> str:
+    """The dotted path of `key` below `path`."""
+    return f"{path}.{key}" if path else str(key)
+
+
+@cache
+def hints(section: type) -> dict[str, Any]:
+    """Field name → evaluated type, for a section of the schema."""
+    return get_type_hints(section)
+
+
+def unwrap(kind: Any) -> tuple[Any, bool]:
+    """`Optional[X]` → (X, True); X → (X, False)."""
+    if get_origin(kind) in (Union, types.UnionType):
+        rest = [part for part in get_args(kind) if part is not type(None)]
+        return rest[0], True
+    return kind, False
+
+
+def item_kind(kind: Any) -> Any:
+    """Type of a list's entries, or None if `kind` is not a list."""
+    kind, _ = unwrap(kind)
+    return get_args(kind)[0] if get_origin(kind) is list else None
+
+
+def default_of(entry: Field) -> Any:
+    """Default value of a field, a fresh one for each call; `dataclasses.MISSING` if the field has none."""
+    if entry.default_factory is not NO_DEFAULT:
+        return entry.default_factory()
+    return entry.default
+
+
+def kind_at(section: type, path: str) -> Any:
+    """Type in the schema at a dotted path (`teachers.0.model`), or None if there is none.
+
+    A list takes any index. An optional type is returned as written, `| None` included.
+    """
+    kind: Any = section
+    for part in path.split("."):
+        kind, _ = unwrap(kind)
+        if is_dataclass(kind):
+            kind = hints(kind).get(part)  # type: ignore[arg-type]
+        elif item_kind(kind) is not None and part.isdecimal():
+            kind = item_kind(kind)
+        else:
+            return None
+    return kind
+
+
+def leaves(section: type, path: str = "") -> Iterator[tuple[str, Field, Any]]:
+    """Every setting of the schema as (dotted path, field, type), with sections entered.
+
+    A list of sections is entered once, with index `0`.
+
+    Args:
+        path: dotted path of the section, put in front of all paths.
+    """
+    for entry in fields(section):
+        kind, key = hints(section)[entry.name], join(path, entry.name)
+        inner = item_kind(kind)
+        if is_dataclass(kind):
+            yield from leaves(kind, key)  # type: ignore[arg-type]
+        elif is_dataclass(inner):
+            yield from leaves(inner, join(key, 0))  # type: ignore[arg-type]
+        else:
+            yield key, entry, kind
+
+
+def pattern_of(key: str) -> str:
+    """The setting that a dotted key of `leaves` stands for: `teachers.0.model` → `teachers[].model`."""
+    return key.replace(".0.", "[].")
+
+
+def values(config: Any, pattern: str) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of a setting; for `teachers[].x` one pair per teacher, keyed `teachers.0.x` and so on."""
+    sections, _, key = pattern.partition("[].")
+    if key:
+        for i, section in enumerate(_get(config, sections)):
+            yield f"{sections}.{i}.{key}", _get(section, key)
+    else:
+        yield pattern, _get(config, pattern)
+
+
+def _get(node: Any, path: str) -> Any:
+    """The value at a dotted path of attributes."""
+    for part in path.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def build(section: type, raw: Mapping[Any, Any], findings: Findings, path: str = "") -> Any:
+    """An instance of a section of the schema from a raw mapping; keys that the mapping lacks take their defaults.
+
+    An unknown key or a wrong type is added to `findings`, and the setting keeps its default. A required value that is
+    missing is reported and stays `"???"`. Nothing is raised for bad input.
+
+    Args:
+        section: a dataclass of the schema.
+        raw: nested mappings and lists with references resolved.
+        path: dotted key of the section, for messages.
+    """
+    names = {entry.name for entry in fields(section)}
+    for key in raw:
+        if key not in names:
+            _unknown(section, key, findings, path)
+    values: dict[str, Any] = {}
+    for entry in fields(section):
+        key, kind = join(path, entry.name), hints(section)[entry.name]
+        default = default_of(entry)
+        value = raw.get(entry.name, default)
+        if value == MISSING and raw.get(entry.metadata.get("unless")):
+            values[entry.name] = None
+        elif isinstance(value, str) and value == MISSING:
+            findings.add(key, "missing value", remedy=f"set it in the file or add {key}={_example(kind, default)}")
+            values[entry.name] = value
+        elif is_dataclass(value):
+            values[entry.name] = build(type(value), {}, findings, key)
+        else:
+            values[entry.name] = _value(kind, value, default, findings, key)
+    return section(**values)
+
+
+def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) -> Any:
+    """The value of one setting, checked against its type; sections and lists are built recursively.
+
+    A whole number is accepted as a float and returned as one, a boolean as `on` or `off` where these are choices, None
+    as an empty section. A value of another type, or a number that is not finite, is reported in `findings`, and the
+    default is returned instead; for a list entry that is `"???"`, or a section without settings.
+    """
+    plain, optional = unwrap(kind)
+    if value is None and optional:
+        return None
+    if is_dataclass(plain):
+        if isinstance(value, Mapping) or value is None:  # all its keys may be commented out
+            return build(plain, value or {}, findings, key)  # type: ignore[arg-type]
+    elif item_kind(plain) is not None:
+        if isinstance(value, list):
+            inner = item_kind(plain)
+            return [_value(inner, entry, MISSING, findings, join(key, i)) for i, entry in enumerate(value)]
+    elif get_origin(plain) is Literal:
+        # YAML 1.1 reads an unquoted `on` or `off` as a boolean.
+        word = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+        if word in get_args(plain):
+            return word
+        return _wrong_choice(plain, value, default, findings, key)
+    elif isinstance(value, bool) == (plain is bool) and isinstance(value, _ACCEPTED[plain]):
+        if plain is not float:
+            return value
+        if isfinite(value):
+            return float(value)
+        findings.add(key, "must be a finite number", value)
+        return default
+    findings.add(key, f"must be {_expected(kind)}", _shown(value), _type_remedy(plain, value, key, default))
+    if is_dataclass(plain):
+        unsaid = Findings()
+        default = build(plain, {}, unsaid, key)  # type: ignore[arg-type]
+        findings.keys |= unsaid.keys
+    return default
+
+
+def _wrong_choice(kind: Any, value: Any, default: Any, findings: Findings, key: str) -> Any:
+    """Reports a value that is none of a Literal's choices, with the most similar choice, and returns the default."""
+    choices = get_args(kind)
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    remedy = f"did you mean {near[0]}?" if near else ""
+    findings.add(key, f"must be one of {', '.join(choices)}", _shown(value), remedy)
+    return default
+
+
+def _unknown(section: type, key: Any, findings: Findings, path: str) -> None:
+    """Reports a key that the section does not have, with the key that was probably meant, or else the keys that exist.
+
+    The key that was probably meant counts as reported too (`Findings.keys`). `_target_` is reported as a key that names
+    code.
+
+    Args:
+        section: dataclass of the schema in which the key stands.
+        path: dotted key of that section.
+    """
+    full = join(path, key)
+    if key == "_target_":
+        findings.add(full, "a configuration never names code to run", remedy="remove it")
+        return
+    siblings = [entry.name for entry in fields(section)]
+    near = _nearest(section, str(key), path)
+    remedy = f"did you mean {near}?" if near else f"keys here: {', '.join(siblings)}"
+    findings.add(full, "unknown key", remedy=remedy, suspect=near)
+
+
+def _nearest(section: type, key: str, path: str) -> str:
+    """Full path of the key that was probably meant; empty if none is similar.
+
+    In this order: a very similar key of the section, a key of another framework, the same name in another section, a
+    similar key of the section, a similar name in another section.
+    """
+    from distill_rl.config.schema import Config
+
+    siblings = [entry.name for entry in fields(section)]
+    match = difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
+    if match:
+        return join(path, match[0])
+    if key in OUR_KEY:
+        return OUR_KEY[key]
+    by_name: dict[str, str] = {}
+    for name, _, _ in leaves(Config):
+        by_name.setdefault(name.rpartition(".")[2], name)
+    for entry in fields(Config):
+        by_name.setdefault(entry.name, entry.name)
+    if key in by_name:
+        return by_name[key]
+    match = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
+    if match:
+        return join(path, match[0])
+    match = difflib.get_close_matches(key, list(by_name), n=1, cutoff=0.75)
+    return by_name[match[0]] if match else ""
+
+
+def _expected(kind: Any) -> str:
+    """The type of a setting in words, for `must be ...`: `a whole number or null`. Not for Literals."""
+    plain, optional = unwrap(kind)
+    inner = item_kind(plain)
+    if is_dataclass(plain):
+        text = f"a section with the keys {', '.join(entry.name for entry in fields(plain))}"  # type: ignore[arg-type]
+    elif inner is not None:
+        text = {str: "a list of texts", float: "a list of numbers"}.get(inner, "a list of sections")
+    else:
+        text = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[plain]
+    return text + (" or null" if optional else "")
+
+
+def _example(kind: Any, default: Any) -> str:
+    """A value to show after `key=` in a message: the default if it says something, else an example by type."""
+    plain, _ = unwrap(kind)
+    if default not in (None, "", MISSING, NO_DEFAULT) and not is_dataclass(default):
+        return as_yaml(default)
+    if plain is str:
+        return "PATH"
+    return {bool: "true", int: "8", float: "0.5"}.get(plain, "[]") if isinstance(plain, type) else "[]"
+
+
+def _type_remedy(plain: Any, value: Any, key: str, default: Any) -> str:
+    """What to do about a value of the wrong type, in words.
+
+    To quote it, to indent the keys of a section, or an example of a valid override.
+
+    Args:
+        plain: type of the setting, without None.
+    """
+    if plain is str and isinstance(value, int | float):
+        return f"""put it in quotes: {key.rpartition(".")[2]}: "{as_yaml(value)}" """.rstrip()
+    if is_dataclass(plain):
+        return "indent its keys below it"
+    return f"for example {key}={_example(plain, default)}"
+
+
+def as_yaml(value: Any) -> str:
+    """A default or a single value, as it is written in a YAML file."""
+    if value is None:
+        return "null"
+    if isinstance(value, str) and not value.isprintable():
+        return json.dumps(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _shown(value: Any) -> str:
+    """The value as the user wrote it, cut to 80 characters."""
+    text = as_yaml(value) if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,1 @@
+"""Which settings are refused, and which have no effect."""

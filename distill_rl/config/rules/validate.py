@@ -1,0 +1,384 @@
+"""The rules that settings must obey, as far as they can be checked without opening a file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from math import lcm
+from typing import Any
+
+from distill_rl.config.derive import (
+    has_validation,
+    rows_per_slot,
+    rows_unit,
+    suites_every,
+    wants_whole_batch,
+    warmup_note,
+)
+from distill_rl.config.facts import Facts, running_teachers, teacher_rows
+from distill_rl.config.measured import acceptance_note, best_metrics, is_suite_score, is_validated, unmeasured
+from distill_rl.config.reading.walk import as_yaml, leaves, pattern_of, values
+from distill_rl.config.rules.data import data_problems
+from distill_rl.config.rules.effects import no_effect
+from distill_rl.config.schema import Config
+from distill_rl.errors import problem
+
+NOT_AVAILABLE: tuple[tuple[str, Any], ...] = (("teachers[].backend", "hf"),)
+"""Settings of which only one value works in this version, with that value."""
+
+RULES: dict[str, str] = {
+    pattern_of(key): entry.metadata["rule"] for key, entry, _ in leaves(Config) if "rule" in entry.metadata
+}
+"""Setting (`teachers[].x` for all teachers) → its rule in the schema."""
+
+
+def problems(config: Config) -> list[str]:
+    """Every rule that a well-typed configuration breaks, one line each; empty if it obeys all of them.
+
+    Opens no file and imports neither torch nor transformers. Missing values (`???`) are not reported again:
+    `load_config` does.
+    """
+    return [
+        *_single_values(config),
+        *_names(config),
+        *_replicas(config),
+        *_teacher_lengths(config),
+        *_batch(config),
+        *_rings(config),
+        *_losses(config),
+        *_teachers(config),
+        *_aligner(config),
+        *_optimizer(config),
+        *_checkpoints(config),
+        *_evaluation(config),
+        *data_problems(config),
+        *_others(config),
+        *_not_available(config),
+    ]
+
+
+def notes(config: Config, facts: Facts | None = None) -> list[str]:
+    """Settings that are allowed but may have a surprising effect, or none, one line each; empty if there are none.
+
+    Args:
+        facts: of the files, as far as known.
+    """
+    lines = [*no_effect(config, facts or Facts())]
+    if (note := warmup_note(config.schedule, facts.total_steps if facts else config.train.steps)) is not None:
+        lines.append(note)
+    if config.teachers and config.loss.kd_weight == 0:
+        lines.append("loss.kd_weight is 0: no teacher is started")
+    if config.loss.dynamic_scale != "off" and config.loss.kd_weight > 0:
+        lines.append(
+            f"loss.dynamic_scale is {config.loss.dynamic_scale}: r KD + CE is minimised; loss.kd_weight and "
+            "loss.ce_weight have no effect"
+        )
+    lines += acceptance_note(config, facts or Facts())
+    if not config.evaluate.every and (config.data.validation.path or config.data.validation.fraction):
+        lines.append("evaluate.every is 0: the validation loss is measured once, at the end of the run")
+    return lines
+
+
+def _single_values(config: Config) -> Iterator[str]:
+    """Problems of single settings, one line each: rules beside the fields of the schema, and the validation share.
+
+    Settings that are None break no rule. The share of data held out for validation must lie in [0, 1).
+    """
+    for pattern, rule in RULES.items():
+        for key, value in values(config, pattern):
+            broken = None if value is None else _broken(rule, value)
+            if broken:
+                yield problem(key, broken, value if value != "" else "''")
+    fraction = config.data.validation.fraction
+    if not 0 <= fraction < 1:
+        remedy = "0.05 holds out one document in twenty"
+        yield problem("data.validation.fraction", "must be a share of the data in [0, 1)", fraction, remedy)
+
+
+def _broken(rule: str, value: Any) -> str | None:
+    """What the value must be, in words, if it breaks the rule; None if it obeys.
+
+    Args:
+        rule: `not empty` (of a text), or a text with the word `positive`, `fraction` (in [0, 1]) or neither (0 or
+            more).
+    """
+    if rule == "not empty":
+        return None if value.strip() else "must not be empty"
+    if "positive" in rule and value <= 0:
+        return "must be 1 or more" if isinstance(value, int) else "must be greater than 0"
+    if "fraction" in rule and not 0 <= value <= 1:
+        return "must lie in [0, 1]"
+    return "must be 0 or more" if value < 0 else None
+
+
+def _names(config: Config) -> Iterator[str]:
+    """Problems of names, one line each.
+
+    `run.name` must name one folder; the teachers' names must be unique and, because actors are named after them, have
+    letters, digits, `-`, `_` and `.` only.
+    """
+    name = config.run.name
+    if "/" in name or "\\" in name or name in (".", "..") or "\0" in name:
+        yield problem("run.name", "must be the name of one folder", name, "put the folder above it in run.dir")
+    elif not name.isprintable():
+        yield problem("run.name", "must not contain control characters", repr(name))
+    for teacher, count in Counter(teacher.name for teacher in config.teachers).items():
+        if count > 1:
+            rule = f"names must be unique; {count} teachers are called {teacher!r}"
+            yield problem("teachers", rule, remedy="set teachers.0.name, teachers.1.name, ...")
+    for key, value in values(config, "teachers[].name"):
+        if value.strip() and not all(letter.isalnum() or letter in "-_." for letter in value):
+            rule = "may contain letters, digits, '-', '_' and '.' only, because actors are named after it"
+            yield problem(key, rule, repr(value))
+
+
+def _batch(config: Config) -> Iterator[str]:
+    """Problems of the global batch, which the student and every running teacher must divide evenly.
+
+    Each divides it over its data-parallel ranks and micro-batches.
+
+    One line per role that does not divide it, with the nearest sizes that would do. Nothing if a size is not positive:
+    `_single_values` reports that.
+    """
+    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    splits = [("student", config.student.parallel.dp, micro)]
+    for teacher in running_teachers(config):
+        splits.append((f"teacher {teacher.name}", teacher.parallel.dp, teacher_rows(config, teacher)))
+    if batch <= 0 or any(dp <= 0 or size <= 0 for _, dp, size in splits):
+        return  # reported by _single_values
+    common = lcm(*(dp * size for _, dp, size in splits))
+    below, above = batch // common * common, (batch // common + 1) * common
+    remedy = f"use {below} or {above}" if below else f"use {above}"
+    for role, dp, size in splits:
+        quotient, rest = divmod(batch, dp * size)
+        if rest:
+            rule = f"{batch} documents do not divide evenly over {role}'s dp {dp} x micro-batch {size} = {dp * size}"
+            arithmetic = f"{batch} = {quotient} x {dp * size} + {rest}"
+            yield problem("train.global_batch_size", rule, remedy=f"{arithmetic}; {remedy}")
+
+
+def _teacher_lengths(config: Config) -> Iterator[str]:
+    """Problems of the teachers' row lengths, one line each: one that is shorter than the student's."""
+    for key, value in values(config, "teachers[].max_length"):
+        if value is not None and 0 < value < config.data.max_length:
+            yield problem(key, f"must be at least data.max_length={config.data.max_length}", value, "leave it out")
+
+
+def _replicas(config: Config) -> Iterator[str]:
+    """Problems of hybrid sharding, one line each.
+
+    The student's replicas must divide its dp, since each copy of its parameters is sharded over dp / replicas ranks;
+    teachers must leave replicas at 1.
+    """
+    dp, replicas = config.student.parallel.dp, config.student.parallel.replicas
+    if dp > 0 and replicas > 0 and dp % replicas:
+        divisors = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
+        rule = f"must divide student.parallel.dp = {dp}"
+        yield problem("student.parallel.replicas", rule, replicas, f"use one of {divisors}")
+    for key, value in values(config, "teachers[].parallel.replicas"):
+        if value > 1:
+            rule = "applies to the student only; the dp ranks of a teacher are replicas already"
+            yield problem(key, rule, value, "leave it at 1")
+
+
+def _rings(config: Config) -> Iterator[str]:
+    """Problems of `prefetch.slots`, one line per running teacher whose ring is too small.
+
+    A ring must hold the rows that student and teachers work on at once: `rows_unit`, or the whole batch where the loss
+    needs it. Nothing without that setting, and nothing if other rules about batch and sizes are broken.
+    """
+    slots, batch, unit = config.prefetch.slots, config.train.global_batch_size, _unit(config)
+    if slots is None or slots <= 0 or unit is None or batch % unit:
+        return  # reported by _single_values and _batch
+    least, what = unit, "one micro-batch of every rank"
+    if wants_whole_batch(config):
+        least, what = batch, "the whole batch, as loss.dynamic_scale or teachers[].score requires"
+    for teacher in running_teachers(config):
+        rows = rows_per_slot(config, teacher)
+        if slots * rows < least:
+            rule = f"teacher {teacher.name}'s ring must hold {what}: {least} rows of {rows} per slot"
+            yield problem("prefetch.slots", rule, slots, f"set prefetch.slots={-(-least // rows)} or more")
+
+
+def _unit(config: Config) -> int | None:
+    """`derive.rows_unit`, None if a size is not positive."""
+    sizes = [config.student.parallel.dp, config.train.micro_batch_size]
+    sizes += [size for t in config.teachers for size in (t.parallel.dp, teacher_rows(config, t))]
+    return rows_unit(config) if min(sizes) > 0 else None
+
+
+_LOSS_RANGES = {
+    "temperature": (0.01, 100, "beyond that the loss, which is multiplied by its square, is rounding of fp32"),
+    "alm_tau": (0.01, 1e6, "beyond that all chunks are impossible or certain on both sides, and nothing is compared"),
+}
+"""Setting of `loss` → its smallest and largest value, and why. What is not positive has its own rule."""
+
+
+def _losses(config: Config) -> Iterator[str]:
+    """Problems of the losses, one line each.
+
+    Both losses off, distillation without a teacher, teachers whose weights are all 0, or values at which a loss compares
+    nothing or fp32 has no digits left.
+    """
+    loss = config.loss
+    if loss.kd_weight == 0 and loss.ce_weight == 0:
+        yield problem("loss", "kd_weight + ce_weight must be greater than 0", "0 + 0", "set one of them")
+    if loss.kd_weight > 0 and not config.teachers:
+        remedy = "add teachers.0.model=PATH, or set loss.kd_weight=0 loss.ce_weight=1"
+        yield problem("teachers", f"loss.kd_weight {loss.kd_weight:g} needs a teacher", "none", remedy)
+    weights = [teacher.weight for teacher in config.teachers]
+    if loss.kd_weight > 0 and weights and min(weights) >= 0 and sum(weights) == 0:
+        yield problem("teachers", "at least one weight must be greater than 0", weights)
+    if loss.divergence.startswith("skewed") and loss.beta == 1:
+        rule = f"must be less than 1 with {loss.divergence}: at 1 it compares a distribution with itself"
+        yield problem("loss.beta", rule, loss.beta, "0.1 is usual")
+    for key, (lowest, highest, reason) in _LOSS_RANGES.items():
+        value = getattr(loss, key)
+        if value > 0 and not lowest <= value <= highest:
+            yield problem(f"loss.{key}", f"must lie in [{lowest:g}, {highest:g}]: {reason}", value)
+
+
+def _teachers(config: Config) -> Iterator[str]:
+    """Problems of the teachers together, one line each.
+
+    Different scores, or a learnable projection although no teacher can use the loss xtoken.
+    """
+    scores = {teacher.score for teacher in config.teachers}
+    if len(scores) > 1:
+        yield problem("teachers", "must all have the same score", ", ".join(sorted(scores)), "set teachers.N.score")
+    if config.projection.learnable and "xtoken" not in _losses_named(config):
+        rule = "trains the projection of the loss xtoken; no teacher uses that loss"
+        remedy = "set loss.cross_tokenizer=xtoken, or projection.learnable=false"
+        yield problem("projection.learnable", rule, "true", remedy)
+
+
+def _losses_named(config: Config) -> set[str]:
+    """The cross-tokenizer losses that some teacher may use, depending on its tokenizer.
+
+    `same` and an empty text may be among them.
+    """
+    return {teacher.loss or config.loss.cross_tokenizer or "" for teacher in config.teachers}
+
+
+def _aligner(config: Config) -> Iterator[str]:
+    """Problems of the aligners, one line each.
+
+    A share of 1 GPU or more, and a CUDA backend without a share or without workers.
+    """
+    aligner = config.aligner
+    if aligner.num_gpus >= 1:
+        rule = "must be less than 1: the ranks need the rest of the GPU"
+        yield problem("aligner.num_gpus", rule, aligner.num_gpus, "for example 0.1")
+    if aligner.dp.backend == "cuda" and aligner.num_gpus == 0:
+        rule = "needs aligners with a share of a GPU"
+        yield problem("aligner.dp.backend", rule, "cuda", "set aligner.num_gpus=0.1, or aligner.dp.backend=numba")
+    if aligner.dp.backend == "cuda" and aligner.workers == 0:
+        yield problem("aligner.workers", "must not be 0 with aligner.dp.backend=cuda", 0, "set aligner.workers=1")
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    """Problems of the optimizer and its schedule, one line each.
+
+    The betas must be two numbers in [0, 1), and the warm-up no longer than schedule.steps.
+    """
+    betas = config.optimizer.betas
+    if len(betas) != 2:
+        yield problem("optimizer.betas", "must be two numbers", betas, "for example optimizer.betas=[0.9,0.95]")
+    for i, beta in enumerate(betas[:2]):
+        if not 0 <= beta < 1:
+            yield problem(f"optimizer.betas.{i}", "must lie in [0, 1)", beta)
+    end, warmup = config.schedule.steps, config.schedule.warmup_steps
+    if end is not None and end > 0 and warmup > end:
+        yield problem("schedule.warmup_steps", f"must not exceed schedule.steps ({end})", warmup)
+
+
+def _checkpoints(config: Config) -> Iterator[str]:
+    """Problems of the checkpoints, one line each: `keep_best` without scores, and a `resume` of an unknown form.
+
+    Whether a suite of the name in `best_by` exists is checked where the suites are opened.
+    """
+    checkpoint = config.checkpoint
+    if checkpoint.keep_best > 0:
+        yield from _best(config)
+    resume = checkpoint.resume
+    if resume is not None and resume not in ("latest", "auto") and "step-" not in resume:
+        remedy = "for example checkpoint.resume=latest"
+        yield problem("checkpoint.resume", "must be null, latest, auto or a step folder (.../step-100)", resume, remedy)
+
+
+def _best(config: Config) -> Iterator[str]:
+    """Problems of `checkpoint.keep_best` and `best_by`, one line each.
+
+    Nothing measures the metric during training, nothing is called like it, or no checkpoint is of a measured step.
+    """
+    checkpoint, metric = config.checkpoint, config.checkpoint.best_by
+    if is_validated(metric):
+        every = config.evaluate.every
+        if every <= 0:
+            rule, remedy = "needs validation losses to compare", "set evaluate.every, or checkpoint.keep_best=0"
+            yield problem("checkpoint.keep_best", rule, checkpoint.keep_best, remedy)
+        if not has_validation(config):
+            remedy = "set data.validation.path or data.validation.fraction"
+            yield problem("checkpoint.keep_best", "needs validation data", checkpoint.keep_best, remedy)
+        yield from unmeasured(config, Facts())
+    elif is_suite_score(metric):
+        every = suites_every(config)
+        if not config.evaluate.suites or every <= 0:
+            rule, remedy = "needs suites that run during training", "set evaluate.suites and evaluate.suites_every"
+            yield problem("checkpoint.best_by", rule, metric, remedy)
+    else:
+        possible = ", ".join(best_metrics(config, config.evaluate.suites)) or "nothing is measured during training"
+        yield problem("checkpoint.best_by", f"must be a metric that this run measures ({possible})", metric)
+        return
+    steps = config.train.steps
+    if every <= 0 or checkpoint.every <= 0 or steps is None:
+        return
+    # A run that ends before either is due, such as a trial of a recipe, has nothing to compare and is no mistake.
+    if max(every, checkpoint.every) <= steps < lcm(every, checkpoint.every):
+        rule = f"no step up to {steps} is a multiple of checkpoint.every {checkpoint.every} and of {every}, where "
+        rule += f"{metric} is measured"
+        yield problem("checkpoint.keep_best", rule, checkpoint.keep_best, f"set checkpoint.every={every}")
+
+
+def _evaluation(config: Config) -> Iterator[str]:
+    """Problems of the evaluation, one line each.
+
+    Suites without data, nothing to measure at the start, and teachers that cannot be evaluated.
+    """
+    evaluate = config.evaluate
+    if evaluate.suites and not evaluate.data:
+        yield problem("evaluate.data", "must name the data of evaluate.suites", "null", "give a file or a folder")
+    if evaluate.at_start and not (evaluate.suites or has_validation(config)):
+        remedy = "set evaluate.suites, or data.validation.path or data.validation.fraction"
+        yield problem("evaluate.at_start", "needs validation data or suites to measure", "true", remedy)
+    if evaluate.teachers and evaluate.suites:
+        if not running_teachers(config):
+            yield problem("evaluate.teachers", "needs teachers, and loss.kd_weight above 0", "true", "leave it out")
+        for key, tokenizer in values(config, "teachers[].tokenizer"):
+            if tokenizer is not None:
+                rule = f"evaluates a teacher with the tokenizer of its own folder; {key} is another"
+                yield problem("evaluate.teachers", rule, tokenizer, "leave one of them out")
+
+
+def _others(config: Config) -> Iterator[str]:
+    """Problems that belong to no group, one line each.
+
+    No length of the run, liger with tensor parallelism, transport `local`.
+    """
+    if config.train.steps is None and config.train.epochs is None:
+        yield problem("train.steps", "the length of the run must be given", None, "set train.steps or train.epochs")
+    student = config.student
+    if student.kernels == "liger" and student.parallel.tp > 1:
+        rule = f"liger needs whole layers on every rank; student.parallel.tp is {student.parallel.tp}"
+        yield problem("student.kernels", rule, remedy="set student.kernels=torch, or student.parallel.tp=1")
+    if config.transport == "local":
+        rule = "local passes tensors within one process, for tests and notebooks; workers are processes"
+        yield problem("transport", rule, "local", "use transport=auto")
+
+
+def _not_available(config: Config) -> Iterator[str]:
+    """Problems of settings that are not at the only value which this version offers (NOT_AVAILABLE), one line each."""
+    for pattern, only in NOT_AVAILABLE:
+        for key, value in values(config, pattern):
+            if value != only:
+                yield problem(key, f"only {as_yaml(only)} is available in this version", as_yaml(value))

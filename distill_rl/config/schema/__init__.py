@@ -1,0 +1,349 @@
+"""Every setting with its default, which is defined nowhere else.
+
+`docs/configuration.md` is generated from this file and `data.py`: the string under a field is its documentation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Optional
+
+from distill_rl.config.schema.data import DataConfig as DataConfig
+from distill_rl.config.schema.data import SourceConfig as SourceConfig
+from distill_rl.config.schema.data import ValidationConfig as ValidationConfig
+from distill_rl.config.schema.fields import FRACTION, NOT_EMPTY, NOT_NEGATIVE, POSITIVE, POSITIVE_FRACTION
+from distill_rl.config.schema.fields import MISSING as MISSING
+
+# OmegaConf reads these annotations at run time and knows Optional[...], not `X | None`.
+# ruff: noqa: UP045
+
+CrossTokenizerLoss = Literal["hybrid", "xtoken", "gold", "hkl", "uld", "alm", "strict"]
+"""Losses over chunks of text, for a teacher whose tokenizer differs from the student's."""
+TeacherLoss = Literal["same", CrossTokenizerLoss]
+Attention = Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"]
+
+
+@dataclass
+class RunConfig:
+    name: str = field(default="", metadata=NOT_EMPTY)
+    """Name of the run and of its directory. Empty: the name of the YAML file without its extension."""
+    dir: str = field(default="runs", metadata=NOT_EMPTY)
+    """Folder that contains the run directories."""
+    seed: int = field(default=0, metadata=NOT_NEGATIVE)
+    """Seed of the data order, the validation split, dropout and every other random draw."""
+
+
+@dataclass
+class ParallelConfig:
+    dp: int = field(default=1, metadata=POSITIVE)
+    """Data-parallel size. Student: number of ranks that share the parameters as FSDP2 shards (see replicas). Teacher: number of copies of the model, each on its own ranks."""
+    tp: int = field(default=1, metadata=POSITIVE)
+    """Tensor-parallel size: number of ranks that every layer is split over."""
+    replicas: int = field(default=1, metadata=POSITIVE)
+    """Number of copies of the student's parameters (hybrid sharding). Each copy is sharded over dp / replicas neighbouring ranks; with one copy per node, only gradients travel between nodes. 1: a single copy, sharded over all dp ranks. Must be 1 for teachers."""
+
+
+@dataclass
+class StudentConfig:
+    model: str = field(default=MISSING, metadata=NOT_EMPTY)
+    """Folder of a Hugging Face causal LM (safetensors), or its name on the hub."""
+    tokenizer: Optional[str] = None
+    """Folder or hub name of the tokenizer. null: the model's own."""
+    revision: Optional[str] = None
+    """Revision of the model on the hub. null: the newest."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Dtype of the forward and backward pass. Master weights and optimizer state are always fp32."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    activation_checkpointing: bool = False
+    """Recompute the activations of each decoder layer in the backward pass instead of storing them, which saves memory and costs time."""
+    attention: Attention = "auto"
+    """Attention implementation. auto: on GPUs without masks, with the variable-length kernels of flash_attn (if it is installed) or of torch for packed rows, where the model supports them; otherwise sdpa, or eager for a model that caps attention scores. varlen: always the variable-length kernels, and an error where they cannot be used. sdpa, eager, flash_attention_2: the implementation of that name in transformers."""
+    compile: bool = False
+    """Compile each decoder layer with torch.compile."""
+    kernels: Literal["torch", "liger"] = "torch"
+    """Implementation of the norms, the rotary embedding and the MLP. torch: that of transformers. liger: the fused kernels of liger-kernel, which need the `liger` extra, a GPU, parallel.tp 1 and a llama, mistral, qwen2 or qwen3 model."""
+    gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
+    """When gradients are reduced over the data-parallel ranks. step: once per optimizer step; every rank then keeps a whole fp32 gradient (4 bytes per parameter / tp). micro_batch: after every micro-batch; every rank then keeps only its shard. auto: step if that whole gradient takes at most 16 GiB, otherwise micro_batch."""
+
+
+@dataclass
+class TeacherConfig:
+    name: str = field(default="teacher", metadata=NOT_EMPTY)
+    """Name of the teacher in logs, metrics and actor names; unique among the teachers."""
+    model: str = field(default=MISSING, metadata=NOT_EMPTY)
+    """Folder of a Hugging Face causal LM (safetensors), or its name on the hub."""
+    tokenizer: Optional[str] = None
+    """Folder or hub name of the tokenizer. null: the model's own."""
+    revision: Optional[str] = None
+    """Revision of the model on the hub. null: the newest."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Dtype of the weights and the forward pass."""
+    weight: float = field(default=1.0, metadata=NOT_NEGATIVE)
+    """Weight of this teacher in the KD loss, relative to the sum of all teachers' weights."""
+    score: Literal["static", "ce", "entropy"] = "static"
+    """How the teachers' weights adapt to each batch. static: they do not. ce, entropy: each `weight` is multiplied by the softmax over the teachers of their negative cross-entropy with the batch, or of their negative entropy on it. All teachers must have the same value."""
+    loss: Optional[TeacherLoss] = None
+    """Loss between this teacher and the student. null: token by token if both have the same tokenizer (added tokens at the end of one do not count), otherwise loss.cross_tokenizer. same: token by token, and an error if the tokenizers differ. Any other value: that cross-tokenizer loss over chunks of text, even if the tokenizers are the same."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    micro_batch_size: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Rows per forward pass of one teacher rank. null: train.micro_batch_size."""
+    max_length: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Maximum number of tokens per row of a teacher with another tokenizer, at least data.max_length. Raise it for a tokenizer that needs more tokens than the student's: otherwise this teacher's rows are full before the student's. null: data.max_length."""
+    attention: Attention = "auto"
+    """Attention implementation. auto: on GPUs without masks, with the variable-length kernels of flash_attn (if it is installed) or of torch for packed rows, where the model supports them; otherwise sdpa, or eager for a model that caps attention scores. varlen: always the variable-length kernels, and an error where they cannot be used. sdpa, eager, flash_attention_2: the implementation of that name in transformers."""
+    backend: Literal["hf", "vllm"] = "hf"
+    """Engine that runs the teacher; hf is transformers."""
+    export: Literal["topk", "hidden", "logits"] = "topk"
+    """What the teacher sends to the student. topk: the log-probs of the loss.top_k most likely tokens. hidden: its last hidden states, from which the student computes all logits with a copy of the teacher's output layer. logits: all logits. The cross-tokenizer losses `xtoken`, `gold`, `hkl`, `uld` and `strict` need hidden or logits."""
+    wire_dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
+    """Dtype in which log-probs and logits are sent. auto: fp16 on GPUs, fp32 on CPUs. The mass outside the top k and the label's log-prob are always sent as fp32, hidden states always in the teacher's dtype."""
+
+
+@dataclass
+class LossConfig:
+    divergence: Literal["forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "tvd"] = (
+        "forward_kl"
+    )
+    """Divergence between the next-token distributions of teacher and student; docs/losses.md compares the choices."""
+    beta: float = field(default=0.5, metadata=FRACTION)
+    """Mixture weight from 0 to 1: of the teacher's distribution in jsd and skewed_forward_kl, of the student's in skewed_reverse_kl. The other divergences ignore it."""
+    top_k: int = field(default=64, metadata=POSITIVE)
+    """Number of the teacher's most likely tokens that are kept per position. The total probability of all other tokens is kept as one number."""
+    tail: Literal["bucket", "truncate", "renormalize"] = "bucket"
+    """What happens to the probability outside the top k. bucket: all other tokens are compared together, as one more outcome. truncate: it is ignored. renormalize: both distributions are rescaled to sum to 1 over the top k."""
+    temperature: float = field(default=1.0, metadata=POSITIVE)
+    """Softmax temperature of both models. The KD loss is multiplied by its square."""
+    kd_weight: float = field(default=1.0, metadata=NOT_NEGATIVE)
+    """Weight of the distillation loss. 0: no teacher is started, and the student is trained on the data alone."""
+    ce_weight: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    """Weight of the cross-entropy with the data. 0: the student learns from the teachers alone."""
+    dynamic_scale: Literal["off", "on", "exact"] = "off"
+    """Minimise r KD + CE with r = CE / KD instead of the sum weighted by kd_weight and ce_weight. off: never. on: with r from the previous step. exact: with r from the current step, which takes a second pass over the batch."""
+    cross_tokenizer: Optional[CrossTokenizerLoss] = "hybrid"
+    """Loss for a teacher whose tokenizer differs from the student's; docs/losses.md compares the choices. null: such a teacher is an error."""
+    chunk_average: Literal["mean", "chain"] = "mean"
+    """How `xtoken`, `gold`, `hkl` and `uld` combine the predictions of a chunk's tokens into one. mean: their mean. chain: the prediction of the first token, times the probability of the chunk's other tokens."""
+    uncommon_top_k: int = field(default=8192, metadata=POSITIVE)
+    """Number of columns that `gold`, `hkl` and `uld` compare by rank, that is, after sorting."""
+    gold_relaxed: bool = False
+    """Also accept vocabulary matches with a weight of at least 0.6 in `gold` and `hkl`."""
+    alm_tau: float = field(default=1.0, metadata=POSITIVE)
+    """Temperature of the chunk likelihoods in `alm` and of the longer chunks in `hybrid`: likelihoods are raised to the power 1 / alm_tau."""
+    fused: Literal["auto", "on", "off"] = "auto"
+    """Compute the student's logits a few rows at a time, inside the loss, so that they never exist as a whole. The result is the same but for rounding. auto: if the logits of a micro-batch would take more than 256 MiB on a rank. With n teachers the output layer is computed n times."""
+    backend: Literal["auto", "eager", "triton"] = "auto"
+    """Implementation of the loss. eager: torch. triton: the Triton kernels, which need a GPU; what has no kernel is an error. auto: the kernels where Triton works and has one, otherwise torch. The teacher's top k is computed in the same way, but by torch where there is no kernel."""
+
+
+@dataclass
+class ProjectionConfig:
+    path: Optional[str] = None
+    """File with the vocabulary projection for the one teacher that has another tokenizer. null: the projection is built, and kept in run.dir/.projections."""
+    learnable: bool = False
+    """Train the values of the projection; which of them are not zero stays fixed. Needs the loss `xtoken`."""
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = field(default=2e-5, metadata=POSITIVE)
+    """Peak learning rate of AdamW."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's decay rates of the first and the second moment."""
+    eps: float = field(default=1e-8, metadata=POSITIVE)
+    """AdamW's epsilon, which is added to the denominator of the update."""
+    weight_decay: float = field(default=0.01, metadata=NOT_NEGATIVE)
+    """Decoupled weight decay. Not applied to vectors (norms and biases)."""
+
+
+@dataclass
+class ScheduleConfig:
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up."""
+    warmup_steps: int = field(default=0, metadata=NOT_NEGATIVE)
+    """Optimizer steps of linear warm-up. 0: none. If schedule.steps is null and the run is shorter than this, a tenth of the run, which is said."""
+    min_lr_ratio: float = field(default=0.0, metadata=FRACTION)
+    """Learning rate at the end of the schedule, as a fraction of the peak."""
+    steps: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Optimizer step at which the schedule ends. null: the last step of the run. Set it for a run that you will extend later."""
+
+
+@dataclass
+class TrainConfig:
+    steps: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Maximum number of optimizer steps. null: no limit but train.epochs. The run ends at train.steps or train.epochs, whichever comes first; one of them must be set."""
+    epochs: Optional[float] = field(default=None, metadata=POSITIVE)
+    """Maximum number of passes over the data, each in a new order; need not be whole. null: no limit but train.steps."""
+    global_batch_size: int = field(default=32, metadata=POSITIVE)
+    """Documents per optimizer step."""
+    micro_batch_size: int = field(default=4, metadata=POSITIVE)
+    """Rows per forward and backward pass of one student rank."""
+    max_grad_norm: float = field(default=1.0, metadata=NOT_NEGATIVE)
+    """Maximum norm of the global gradient; larger gradients are clipped to it. 0: no clipping."""
+    deterministic: bool = False
+    """Use torch.use_deterministic_algorithms on GPUs, and let nothing depend on how much of their memory is free. On CPUs a run is always bit-reproducible."""
+
+
+@dataclass
+class DPConfig:
+    backend: Literal["numba", "numpy", "cuda"] = "numba"
+    """Implementation of the dynamic-programming fallback. numba: compiled for the CPU. numpy: on the CPU, not compiled. cuda: on a GPU; needs aligner.num_gpus."""
+    band: int = field(default=64, metadata=POSITIVE)
+    """Half-width, in tokens, of the band that the dynamic programme searches."""
+
+
+@dataclass
+class AlignerConfig:
+    method: Literal["auto", "bytes", "offsets", "dp"] = "auto"
+    """How the two tokenizations of a text are matched: by the bytes that the tokens spell, by the tokenizers' character offsets, or by dynamic programming. auto: the first of these that is exact."""
+    workers: Optional[int] = field(default=None, metadata=NOT_NEGATIVE)
+    """Number of actors that tokenise, align and pack. null: half the number of GPUs that the run uses, but at least 1 and at most the number of free cores. 0: no actors; the driver does the work."""
+    num_gpus: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    """Fraction of a GPU for each aligner actor; needed by dp.backend cuda. 0: none."""
+    deadline_s: float = field(default=120.0, metadata=POSITIVE)
+    """Seconds that an aligner may take for its part of a batch, for the rows of a batch, and, after either has failed twice, for each document."""
+    max_bad_rows: int = field(default=10, metadata=NOT_NEGATIVE)
+    """Number of rows that a run may leave out because an aligner fails or hangs on them; one more ends the run. They are listed in bad_rows.jsonl."""
+    fast_ids: bool = True
+    """Compare bytes in compiled code, and build the tables of canonical ids for dp only once. false: neither, with the same results."""
+    dp: DPConfig = field(default_factory=DPConfig)
+
+
+@dataclass
+class PrefetchConfig:
+    depth: int = field(default=1, metadata=NOT_NEGATIVE)
+    """Number of batches that the aligners and the teachers may run ahead of the student. 0: no look-ahead. Does not change one bit of the result."""
+    slots: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Number of micro-batches of targets that the ring of a teacher rank holds. null: enough for depth + 1 batches; for a teacher that exports logits, enough for two sub-batches of the fewest rows that the student and all teachers divide evenly, unless loss.dynamic_scale or teachers[].score needs the whole batch at once. If the ring holds fewer than two batches, each batch is processed in sub-batches of half a ring."""
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = field(default=0, metadata=NOT_NEGATIVE)
+    """Optimizer steps between checkpoints. 0: only when the run ends or is stopped."""
+    keep_last: int = field(default=2, metadata=POSITIVE)
+    """Number of newest checkpoints that are kept."""
+    keep_best: int = field(default=0, metadata=NOT_NEGATIVE)
+    """Number of best checkpoints, by checkpoint.best_by, that are kept in addition to the newest. 0: none."""
+    best_by: str = field(default="validation/kl_loss", metadata=NOT_EMPTY)
+    """Metric by which checkpoints are compared for keep_best: validation/kl_loss or validation/nll_loss, lower is better; validation/top1_agreement, validation/acceptance or eval/SUITE, the score of a suite during training, higher is better. With several teachers, validation/kl_loss/NAME is that of one, and agreement and acceptance always are. A checkpoint of a step at which it is not measured is not compared."""
+    async_save: bool = True
+    """Write checkpoints while training continues, from a copy in host memory. An error ends the run at the next save or at the end. false: training waits until a checkpoint is written."""
+    resume: Optional[str] = None
+    """Checkpoint to resume from. null: none, start afresh. latest: the newest checkpoint. auto: the newest checkpoint if there is one, otherwise start afresh. Any other value: the path of a step folder (.../step-100)."""
+
+
+@dataclass
+class FaultsConfig:
+    teacher_restarts: int = field(default=3, metadata=NOT_NEGATIVE)
+    """Number of times that a run may restart a teacher replica after one of its processes died. Unfinished batches are repeated, with the same losses."""
+    lost_teacher: Literal["fail", "drop_and_reweight"] = "fail"
+    """What to do when a teacher cannot be restarted. fail: end the run. drop_and_reweight: continue with the other teachers, whose weights are scaled up."""
+    aligner_restarts: int = field(default=10, metadata=NOT_NEGATIVE)
+    """Number of times that a run may restart an aligner that died or hung."""
+    skipped_steps: int = field(default=3, metadata=NOT_NEGATIVE)
+    """Number of consecutive steps that may be skipped because their loss or gradient is NaN, Inf or a spike (see spike_window); one more ends the run. 0: the first ends the run."""
+    spike_window: int = field(default=0, metadata=NOT_NEGATIVE)
+    """Also skip a step whose loss or gradient norm exceeds spike_factor times the median of this many previous steps. 0: never."""
+    spike_factor: float = field(default=10.0, metadata=POSITIVE)
+    """Multiple of the median above which a loss or gradient norm is a spike; see spike_window."""
+    report_after_s: float = field(default=60.0, metadata=POSITIVE)
+    """Seconds after which a wait is reported with the state of every worker involved; it is reported again each time the same interval has passed."""
+    stopped_s: float = field(default=10.0, metadata=POSITIVE)
+    """Seconds after which a worker whose process is stopped (SIGSTOP) counts as dead."""
+
+
+@dataclass
+class EvaluateParallelConfig:
+    tp: int = field(default=1, metadata=POSITIVE)
+    """Tensor-parallel size: number of GPUs, or of processes on CPUs, that every layer of an evaluated model is split over. They share the GPUs of the ranks (evaluate.gpu_share) unless as many are free; the backend vllm needs free ones."""
+
+
+@dataclass
+class EvaluateConfig:
+    every: int = field(default=0, metadata=NOT_NEGATIVE)
+    """Optimizer steps between validation passes, which measure KD and CE on held-out text. 0: only at the end of the run."""
+    suites: list[str] = field(default_factory=list)
+    """Names of evaluation suites, or paths of .py files with suites of your own. They run on the exported student at the end and on copies of the student during training, which they do not change by one bit."""
+    at_start: bool = False
+    """Also measure the untrained student, as step 0: the validation pass, if there are validation data, and the suites. Not repeated when a run is resumed."""
+    suites_every: Optional[int] = field(default=None, metadata=NOT_NEGATIVE)
+    """Optimizer steps between evaluations on the suites. null: evaluate.every. 0: only at the end of the run."""
+    data: Optional[str] = None
+    """File or folder with the data of the suites; required if evaluate.suites is set."""
+    backend: Literal["hf", "vllm"] = "hf"
+    """Engine that runs the suites. hf: transformers. vllm: vLLM, which needs the `vllm` extra."""
+    parallel: EvaluateParallelConfig = field(default_factory=EvaluateParallelConfig)
+    limit: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Maximum number of items per suite during training. null: all. They are among the items of any larger limit."""
+    final_limit: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Maximum number of items per suite when the exported student is evaluated at the end. null: all."""
+    num_fewshot: Optional[int] = field(default=None, metadata=NOT_NEGATIVE)
+    """Number of worked examples, for the suites that take any. null: each suite's default."""
+    max_new_tokens: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Maximum number of tokens of a completion, for the suites that generate. null: each suite's default."""
+    samples: int = field(default=4, metadata=NOT_NEGATIVE)
+    """Number of items per suite whose completions are added to samples.jsonl at every evaluation, always the same items. 0: none."""
+    teachers: bool = False
+    """Also evaluate every teacher once, when training begins, on the items that are used during training. The evaluator needs the memory for it."""
+    batch_size: int = field(default=64, metadata=POSITIVE)
+    """Number of prompts that are run together, for backend hf."""
+    gpu_share: float = field(default=0.2, metadata=POSITIVE_FRACTION)
+    """Fraction of the first GPU, and of its memory, that the evaluator gets if no GPU is free for it; with tensor parallelism, of each of the first GPUs. The ranks on that GPU are limited to the rest."""
+    timeout_s: float = field(default=7200.0, metadata=POSITIVE)
+    """Seconds that one evaluation may take."""
+
+
+@dataclass
+class ObserveConfig:
+    every: int = field(default=1, metadata=POSITIVE)
+    """Optimizer steps between records in metrics.jsonl and TensorBoard."""
+    table_every: int = field(default=50, metadata=NOT_NEGATIVE)
+    """Optimizer steps between tables in driver.log that show where the time of a step went. 0: never."""
+    timeline: bool = False
+    """Write timeline.json beside driver.log: a Chrome trace of what every worker did, for chrome://tracing or ui.perfetto.dev."""
+    tensorboard: bool = True
+    """Write TensorBoard files to logs/tensorboard/."""
+    wandb: bool = False
+    """Also log to Weights & Biases. Needs the `wandb` extra; reads WANDB_API_KEY, WANDB_PROJECT and WANDB_MODE."""
+    mlflow: bool = False
+    """Also log to MLflow, at MLFLOW_TRACKING_URI or else in files in the run directory. Needs the `mlflow` extra."""
+
+
+@dataclass
+class RayConfig:
+    address: Optional[str] = None
+    """Address of the Ray cluster to join. null: start Ray on this machine and stop it at the end of the run."""
+    num_cpus: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Number of logical CPUs of a Ray that the run starts. null: one per actor, but at least as many as the machine has."""
+    placement: Literal["colocated", "disaggregated"] = "colocated"
+    """How actors are placed on GPUs. colocated: teachers and student share GPUs by fractions. disaggregated: every rank has a GPU of its own, and teachers and student have nodes of their own if there are enough."""
+    placement_timeout_s: float = field(default=60.0, metadata=POSITIVE)
+    """Seconds to wait for the requested resources before the run ends with a table of what was requested and what is available."""
+    start_timeout_s: float = field(default=300.0, metadata=POSITIVE)
+    """Seconds that all workers together may take to load their models."""
+    step_timeout_s: float = field(default=900.0, metadata=POSITIVE)
+    """Seconds that each stage of a step may take; if a batch is processed in sub-batches, each stage of a sub-batch."""
+    dashboard: bool = False
+    """Start Ray's dashboard on 127.0.0.1, with a Ray that the run starts. Needs the `dashboard` extra."""
+
+
+@dataclass
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    student: StudentConfig = field(default_factory=StudentConfig)
+    teachers: list[TeacherConfig] = field(default_factory=list)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    projection: ProjectionConfig = field(default_factory=ProjectionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    aligner: AlignerConfig = field(default_factory=AlignerConfig)
+    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    transport: Literal["auto", "local", "object_store", "shared_memory", "cuda_ipc"] = "auto"
+    """How targets travel from teacher to student. auto: chosen at the start, and named in the log and by `distill-rl check`. object_store: through Ray's object store. shared_memory, cuda_ipc: through host or GPU memory, within one node. local: within one process, for tests and notebooks; refused for a run."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    ray: RayConfig = field(default_factory=RayConfig)

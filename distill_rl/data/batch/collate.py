@@ -1,0 +1,239 @@
+"""Tokens → token rows, and rows → the part of every data-parallel rank of the student and of each teacher."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from distill_rl.config.derive import ring_plan
+from distill_rl.config.facts import row_width, running_teachers, teacher_length, teacher_rows
+from distill_rl.config.schema import Config
+from distill_rl.data.batch.packing import deal_by_length, first_fit
+from distill_rl.data.batch.tokenization import Encoded
+from distill_rl.types import IGNORE_INDEX, ChunkRows, RankBatch, TokenRows
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSharding:
+    """How one model's workers divide a global batch: `dp` ranks, each with `micro_batch_size` rows per forward pass."""
+
+    dp: int
+    micro_batch_size: int
+
+    @property
+    def rows(self) -> int:
+        """Rows per forward pass of all ranks together; the number of rows of a batch is a multiple of this."""
+        return self.dp * self.micro_batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """How rows are made from documents, and how they are divided among the student's and the teachers' ranks."""
+
+    student: BatchSharding
+    teachers: tuple[BatchSharding, ...]
+    max_length: int
+    """Most document tokens in a row of the student, and of a teacher that reads the student's rows."""
+    packing: bool
+    pad_id: int
+    rows_per_sub_batch: int | None = None
+    """Most rows that are processed at once, because their targets must fit into the teachers' rings: a batch with more
+    is processed in several sub-batches. A multiple of `row_multiple`; None: all rows are one sub-batch."""
+    num_ids: int | None = None
+    """Ids from here on are not known to some teacher that reads the student's rows; None: all are."""
+    teacher_lengths: tuple[int, ...] = ()
+    """Most document tokens in a row of each teacher that has its own tokenizer; empty: `max_length` for all."""
+    split: bool = False
+    """Whether documents that are too long for a row become several pieces; otherwise they are cut."""
+    on_gpu: bool = False
+    """Whether the rows go to GPUs; decides how wide they are (`row_width`)."""
+
+    @classmethod
+    def from_config(cls, config: Config, pad_id: int, *, num_ids: int | None = None, split: bool = False) -> BatchPlan:
+        """The plan for a run, with sub-batches if its targets do not all fit into the teachers' rings.
+
+        `on_gpu` is False until `for_device` sets it.
+
+        Args:
+            pad_id: see `pad_id`.
+            num_ids, split: see the fields.
+        """
+        teachers = running_teachers(config)
+        return cls(
+            student=BatchSharding(config.student.parallel.dp, config.train.micro_batch_size),
+            teachers=tuple(BatchSharding(t.parallel.dp, teacher_rows(config, t)) for t in teachers),
+            max_length=config.data.max_length,
+            packing=config.data.packing,
+            pad_id=pad_id,
+            num_ids=num_ids,
+            rows_per_sub_batch=ring_plan(config).rows_per_sub_batch,
+            teacher_lengths=tuple(teacher_length(config, teacher) for teacher in teachers),
+            split=split,
+        )
+
+    def for_device(self, *, on_gpu: bool) -> BatchPlan:
+        """This plan for GPUs or for CPUs. The driver decides: an aligner cannot see what the cluster has."""
+        return replace(self, on_gpu=on_gpu)
+
+    def length_of(self, teacher: int) -> int:
+        """Most document tokens in a row of a teacher that has its own tokenizer, by its index."""
+        return self.teacher_lengths[teacher] if self.teacher_lengths else self.max_length
+
+    @property
+    def row_multiple(self) -> int:
+        """The smallest number of rows that the student and all teachers can divide evenly."""
+        return math.lcm(self.student.rows, *(teacher.rows for teacher in self.teachers))
+
+    @property
+    def rows_per_width(self) -> int:
+        """Rows that share a width, counted from row 0: whole micro-batches of the student and of every teacher.
+
+        So targets have the width of the rows that they are for, whoever's micro-batch these are in.
+        """
+        sizes = (sharding.micro_batch_size for sharding in (self.student, *self.teachers))
+        return math.lcm(*sizes)
+
+
+def pad_id(tokenizer: Any, num_ids: int | None = None) -> int:
+    """The id to fill rows with: the tokenizer's padding token, otherwise eos, otherwise 0.
+
+    Any valid id will do: padding has no labels, and no labelled token attends to it.
+
+    Args:
+        num_ids: ids from here on are not valid; None: all of the tokenizer's are.
+    """
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(id for id in candidates if id is not None and (num_ids is None or id < num_ids))
+
+
+def arrange(sides: Sequence[Sequence[Encoded]], capacities: Sequence[int], plan: BatchPlan) -> list[list[int]]:
+    """Which documents each row holds: their indices, in order. All sides lay out the same rows.
+
+    With packing, first fit over the lengths on all sides at once. Otherwise a row holds one document, and rows of like
+    length are put together (`deal_by_length`), sub-batch by sub-batch. The number of rows is a multiple of
+    `plan.row_multiple`, at least that for no documents; rows that only fill the batch are empty.
+
+    Args:
+        sides: the same documents as each tokenizer reads them; empty ones are allowed.
+        capacities: most tokens per row, for each side.
+
+    Raises:
+        ValueError: with packing, a document that is too long.
+    """
+    lengths = np.array([[len(document.input_ids) for document in side] for side in sides], dtype=np.int64).T
+    return arrange_lengths(lengths, capacities, plan)
+
+
+def arrange_lengths(lengths: np.ndarray, capacities: ArrayLike, plan: BatchPlan) -> list[list[int]]:
+    """As `arrange`, for documents of which only the lengths are known, int64 [documents, sides]."""
+    rows = _in_order(lengths, capacities, plan)
+    if plan.packing:
+        return rows
+    fill = (lengths / np.asarray(capacities)).max(axis=1, initial=0)
+    of_rows = [fill[row[0]] if row else -1 for row in rows]  # those that only fill the batch come last
+    order = deal_by_length(of_rows, plan.rows_per_width, plan.student.dp, plan.rows_per_sub_batch)
+    return [rows[i] for i in order]
+
+
+def _in_order(lengths: np.ndarray, capacities: ArrayLike, plan: BatchPlan) -> list[list[int]]:
+    """`arrange` without changing the order of rows that hold one document.
+
+    Args:
+        lengths: int [documents, sides].
+    """
+    rows = first_fit(lengths, capacities) if plan.packing else [[i] for i in range(len(lengths))]
+    num_rows = -(-max(len(rows), 1) // plan.row_multiple) * plan.row_multiple
+    return rows + [[] for _ in range(num_rows - len(rows))]
+
+
+def lay_out(
+    encoded: Sequence[Encoded],
+    plan: BatchPlan,
+    members: Sequence[Sequence[int]] | None = None,
+    pad_id: int | None = None,
+) -> TokenRows:
+    """Lays documents out as rows [R, S].
+
+    S is `row_width` of the fullest row. The label of a position is the next token, if that belongs to the same document
+    and is trained on.
+
+    The rest of a row is padding without labels. It continues the last document, positions too: causal attention hides
+    it from the tokens before it, and a row with one document is then plainly causal for the model, with no mask. A row
+    without a document is padding from position 0.
+
+    Args:
+        encoded: the documents; empty ones are allowed.
+        members: the documents of each row, from `arrange`; None: as `arrange` would for this side alone, but in the
+            order of the documents, and all rows have one width.
+        pad_id: None: the plan's, which is the student's.
+
+    Raises:
+        ValueError: without `members` but with packing, a document longer than `plan.max_length`.
+    """
+    lengths = [len(document.input_ids) for document in encoded]
+    one_width = members is None
+    if members is None:
+        members = _in_order(np.array(lengths, dtype=np.int64)[:, None], [plan.max_length], plan)
+    fill = [sum(lengths[i] for i in row) for row in members]
+    width = row_width(max(fill), on_gpu=plan.on_gpu)
+    shape = (len(members), width)
+    input_ids = np.full(shape, plan.pad_id if pad_id is None else pad_id, dtype=np.int32)
+    labels = np.full(shape, IGNORE_INDEX, dtype=np.int32)
+    position_ids = np.tile(np.arange(width, dtype=np.int32), (shape[0], 1))
+    for row, document_indices in enumerate(members):
+        start = 0
+        for i in document_indices:
+            if not lengths[i]:
+                continue  # an empty document must not restart the positions that the padding continues
+            document = encoded[i]
+            stop = start + lengths[i]
+            input_ids[row, start:stop] = document.input_ids
+            position_ids[row, start:] = np.arange(width - start)
+            # Position p predicts token p + 1; a document's last position predicts nothing.
+            labels[row, start : stop - 1] = np.where(document.label_mask[1:], document.input_ids[1:], IGNORE_INDEX)
+            start = stop
+    return TokenRows(input_ids, labels, position_ids, None if one_width else widths(fill, plan))
+
+
+def widths(fill: Sequence[int], plan: BatchPlan) -> np.ndarray:
+    """`TokenRows.widths` of rows with so many tokens: as wide as the fullest row of `plan.rows_per_width` needs."""
+    rows, step = len(fill), plan.rows_per_width
+    of_groups = [row_width(max(fill[first : first + step]), on_gpu=plan.on_gpu) for first in range(0, rows, step)]
+    return np.repeat(np.array(of_groups, dtype=np.int32), step)[:rows]
+
+
+def divide(
+    rows: TokenRows,
+    sharding: BatchSharding,
+    plan: BatchPlan,
+    index: int,
+    num_labels: int,
+    chunks: Sequence[ChunkRows | None] = (),
+) -> list[list[RankBatch]]:
+    """Cuts rows into sub-batches and each of these into contiguous parts of equal size, one per data-parallel rank.
+
+    Args:
+        rows: a multiple of `plan.row_multiple`.
+        sharding: of the model whose parts these are.
+        index: of the batch; each part carries it.
+        num_labels: in the whole batch; each part carries it.
+        chunks: one entry per teacher, cut like the rows; None for a teacher without chunks.
+
+    Returns:
+        For each rank its parts, one per sub-batch.
+    """
+    total = rows.shape[0]
+    step = plan.rows_per_sub_batch or total
+    parts: list[list[RankBatch]] = [[] for _ in range(sharding.dp)]
+    for first in range(0, total, step):
+        size = (min(first + step, total) - first) // sharding.dp
+        for rank, of_rank in enumerate(parts):
+            part = slice(first + rank * size, first + (rank + 1) * size)
+            part_chunks = tuple(None if chunk_rows is None else chunk_rows[part] for chunk_rows in chunks)
+            of_rank.append(RankBatch(index, part.start, rows[part], num_labels, part_chunks))
+    return parts

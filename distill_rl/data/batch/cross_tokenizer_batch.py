@@ -1,0 +1,283 @@
+"""One global batch of documents → rows for the student and the teachers, and the chunks that they share.
+
+`BatchBuilder.align` handles each document on its own, so that the documents of a batch can be divided among processes;
+`BatchBuilder.assemble` makes the rows of the batch from all of them. With one tokenizer, they tokenise and lay out. With
+other tokenizers among the teachers there are five steps, of which `align` does the first three:
+
+1. Tokenise: the same text with the student's tokenizer and with each teacher's.
+2. Align: `TokenAligner.pair` cuts both sides at the last boundary they share within `max_length`, and gives every token
+   the number of its chunk, a stretch of text that both sides spell. The student has one row for all teachers, so it is
+   cut to the shortest of these results, and each teacher's side is cut again to match (`Alignment.cut`). If long
+   documents are to be split, all tokens are aligned, and cut into pieces at boundaries that all sides share
+   (`pieces.py`); each piece is then handled like a document.
+3. Select: chunks that cannot be trained on are dropped, paired stop tokens become chunks of one token each, and what is
+   left is numbered from 0 in each document (`Alignment.trainable`). A number still belongs to a *token*.
+4. Lay out: `collate.arrange` decides which documents share a row, so that they fit on every side. Row i of a teacher
+   holds the same documents as row i of the student, in the same order, and chunks are numbered on from document to
+   document.
+5. Shift: position p predicts token p + 1, so the chunk number of token p + 1 is written at position p (`_chunk_rows`),
+   just as `collate.lay_out` shifts labels. From here on a number belongs to a *prediction*, and the workers and losses
+   shift nothing.
+
+`losses.cross_tokenizer.Chunks.from_alignment` does steps 3 and 5 for callers of the losses who have alignments and no
+batch; it makes flat tensors, numbered over all texts, and has no label mask.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from distill_rl.align import Alignment
+from distill_rl.data.batch.collate import BatchPlan, arrange, divide, lay_out, pad_id
+from distill_rl.data.batch.document_aligner import AlignedDocuments, CrossTokenizerTeacher, DocumentAligner
+from distill_rl.data.batch.pieces import Piece, splitter_of
+from distill_rl.data.batch.tokenization import Encoded, Tokenization
+from distill_rl.types import (
+    IGNORE_INDEX,
+    AlignmentInfo,
+    BatchInfo,
+    ChunkRows,
+    Cursor,
+    DocumentBatch,
+    LeftOut,
+    RankBatch,
+    TokenRows,
+)
+
+
+class BatchBuilder:
+    """Builds every rank's part of a batch.
+
+    Args:
+        tokenization: the student's.
+        plan: how rows are laid out and divided.
+        teachers: one per running teacher; None for a teacher that reads the student's rows.
+    """
+
+    def __init__(
+        self, tokenization: Tokenization, plan: BatchPlan, teachers: Sequence[CrossTokenizerTeacher | None] = ()
+    ):
+        self._tokenization, self._plan, self._num_teachers = tokenization, plan, len(teachers)
+        self._teachers = {i: teacher for i, teacher in enumerate(teachers) if teacher is not None}
+
+    def build(
+        self, batch: DocumentBatch, skip: Collection[int] = ()
+    ) -> tuple[BatchInfo, list[RankBatch], list[list[RankBatch]]]:
+        """Does `align` and `assemble` for a batch; for callers that have no processes to divide it among.
+
+        Returns:
+            As `assemble`, with the sub-batches of all ranks in one list per model, rank by rank.
+        """
+        began = time.perf_counter()
+        info, student, teachers = self.assemble(batch.index, batch.cursor, [self.align(batch.documents, skip)])
+        info = replace(info, seconds=time.perf_counter() - began)
+        return info, [*chain(*student)], [[*chain(*teacher)] for teacher in teachers]
+
+    def align(self, documents: Sequence[Mapping[str, Any]], skip: Collection[int] = ()) -> AlignedDocuments:
+        """Tokenises documents and, if any teacher has its own tokenizer, aligns them (steps 1 to 3); deterministic.
+
+        If any teacher has its own tokenizer, a document that fails for another reason than a DataError is left out and
+        reported in `bad_rows`; otherwise its error is raised.
+
+        Args:
+            skip: row numbers of documents to leave out; they count as empty.
+
+        Raises:
+            DataError: a document that the user has to fix; names its row.
+            ValueError: a document with a token that some teacher which reads the student's rows does not know.
+        """
+        if self._teachers:
+            lengths = {i: self._plan.length_of(i) for i in self._teachers}
+            aligner = DocumentAligner(self._tokenization, self._teachers, lengths, split=self._plan.split)
+            aligned = aligner.align(documents, skip)
+        else:
+            aligned = AlignedDocuments({})
+            for document in documents:
+                aligned.add(int(document["row"]), None if document["row"] in skip else self._pieces(document))
+        self._require_known_ids(aligned)
+        return aligned
+
+    def _pieces(self, document: Mapping[str, Any]) -> list[Piece]:
+        """What rows hold of a document if no teacher has its own tokenizer."""
+        if not self._plan.split:
+            return [(self._tokenization.encode(document), {})]
+        splitter = splitter_of(self._tokenization.tokenizer, self._tokenization.max_length, {})
+        return splitter.split(self._tokenization.encode_all(document), {})
+
+    def assemble(
+        self, index: int, cursor: Cursor, parts: Sequence[AlignedDocuments]
+    ) -> tuple[BatchInfo, list[list[RankBatch]], list[list[list[RankBatch]]]]:
+        """Packs or pads the documents of one global batch and divides the rows (steps 4 and 5); deterministic.
+
+        The result depends on the documents alone, and not on how they are divided into parts.
+
+        Args:
+            index, cursor: of the batch.
+            parts: its documents in order, in one part or several.
+
+        Returns:
+            A summary for the driver; the student's rows as a list of sub-batches for each data-parallel rank; the same
+            for each teacher. The student's parts carry the chunks. The parts of a sub-batch are contiguous runs of
+            equal size, cut from the same rows; a teacher with its own tokenizer has its own rows, which hold the same
+            documents.
+        """
+        began = time.perf_counter()
+        documents = AlignedDocuments.joined(parts)
+        encoded = documents.encoded
+        theirs = documents.of_teachers()
+        capacities = [self._plan.max_length, *(self._plan.length_of(i) for i in theirs)]
+        members = arrange([encoded, *theirs.values()], capacities, self._plan)
+        rows = lay_out(encoded, self._plan, members)
+        num_labels = _count_labels(rows)
+        chunks: list[ChunkRows | None] = [None] * self._num_teachers if self._teachers else []
+        infos: list[AlignmentInfo] = []
+        teacher_parts: list[list[list[RankBatch]]] = []
+        for i, sharding in enumerate(self._plan.teachers):
+            teacher_rows, teacher_labels = rows, num_labels
+            if i in self._teachers:
+                teacher_rows = lay_out(theirs[i], self._plan, members, pad_id(self._teachers[i].tokenizer))
+                chunk_rows = _chunk_rows(documents.alignments[i], encoded, members, rows, teacher_rows)
+                teacher_labels = _count_labels(teacher_rows)
+                chunks[i] = chunk_rows
+                infos.append(_describe(self._teachers[i], documents, i, chunk_rows))
+            teacher_parts.append(divide(teacher_rows, sharding, self._plan, index, teacher_labels))
+        student_parts = divide(rows, self._plan.student, self._plan, index, num_labels, chunks)
+        info = _summary(index, cursor, documents, rows, num_labels, infos, time.perf_counter() - began)
+        return info, student_parts, teacher_parts
+
+    def _require_known_ids(self, documents: AlignedDocuments) -> None:
+        """Raises ValueError for a document with an id from `plan.num_ids` on, for which a teacher has no row."""
+        limit = self._plan.num_ids
+        if limit is None:
+            return
+        for row, tokens in zip(np.repeat(documents.rows, documents.num_pieces), documents.encoded):
+            unknown = tokens.input_ids[tokens.input_ids >= limit]
+            if len(unknown):
+                token = self._tokenization.tokenizer.convert_ids_to_tokens(int(unknown[0]))
+                rule = f"has the token {token}, which a teacher that reads the student's tokens does not know"
+                raise ValueError(f"row {row} {rule}; set teachers[].loss=hybrid if your texts contain it")
+
+
+def _summary(
+    index: int,
+    cursor: Cursor,
+    documents: AlignedDocuments,
+    rows: TokenRows,
+    num_labels: int,
+    alignments: Sequence[AlignmentInfo],
+    seconds: float,
+) -> BatchInfo:
+    """The summary of a batch for the driver.
+
+    Args:
+        index, cursor: of the batch.
+        rows: the student's.
+        num_labels: in these rows.
+        seconds: that making the batch took.
+    """
+    encoded, by_document = documents.encoded, documents.by_document
+    firsts = [encoded[pieces[0]] for pieces in by_document]
+    return BatchInfo(
+        index=index,
+        cursor=cursor,
+        num_documents=len(by_document),
+        num_rows=rows.shape[0],
+        num_tokens=sum(len(document.input_ids) for document in encoded),
+        num_labels=num_labels,
+        num_positions=rows.num_positions,
+        num_truncated=sum(document.truncated for document in firsts),
+        num_split=sum(number > 1 for number in documents.num_pieces),
+        seconds=seconds,
+        alignments=tuple(alignments),
+        bad_rows=tuple(documents.bad_rows),
+        left_out=_count_left_out(documents),
+        num_incomplete=sum(bool(document.left_out) for document in firsts),
+        num_unlabelled=sum(
+            kept and not any(encoded[i].has_labels for i in pieces)
+            for pieces, kept in zip(by_document, documents.present)
+        ),
+    )
+
+
+def _count_left_out(documents: AlignedDocuments) -> tuple[LeftOut, ...]:
+    """What chat templates left out of a batch's documents: each part once, with its number of documents."""
+    first: dict[str, int] = {}
+    counts: Counter[str] = Counter()
+    for row, pieces in zip(documents.rows, documents.by_document):
+        for what in documents.encoded[pieces[0]].left_out:
+            first.setdefault(what, row)
+            counts[what] += 1
+    return tuple(LeftOut(what, counts[what], row) for what, row in first.items())
+
+
+def _chunk_rows(
+    documents: Sequence[Alignment],
+    encoded: Sequence[Encoded],
+    members: Sequence[Sequence[int]],
+    student_rows: TokenRows,
+    teacher_rows: TokenRows,
+) -> ChunkRows:
+    """Step 5: the chunks of both sides, as numbers that belong to predictions.
+
+    Args:
+        documents: one alignment per document, after step 3.
+        encoded: the student's side of the documents, which may be longer than in the alignment.
+        members: the documents of each row, for both sides.
+    """
+    student = np.full(student_rows.shape, -1, dtype=np.int32)
+    teacher = np.full(teacher_rows.shape, -1, dtype=np.int32)
+    for row, indices in enumerate(members):
+        first_chunk = student_start = teacher_start = 0
+        for i in indices:
+            document = documents[i]
+            for row_chunks, start, token_chunks in (
+                (student[row], student_start, document.student_chunk),
+                (teacher[row], teacher_start, document.teacher_chunk),
+            ):
+                # The shift: token p is predicted at position p - 1. A document's first token is not predicted.
+                numbers = token_chunks[1:]
+                row_chunks[start : start + len(numbers)] = np.where(numbers >= 0, numbers + first_chunk, -1)
+            first_chunk += document.num_chunks
+            student_start += len(encoded[i].input_ids)
+            teacher_start += len(document.teacher_ids)
+    assert student_rows.widths is not None
+    assert teacher_rows.widths is not None
+    return ChunkRows(
+        widths=(student_rows.widths, teacher_rows.widths),
+        student=student,
+        teacher=teacher,
+        num_chunks=sum(document.num_chunks for document in documents),
+        num_one_to_one=sum(document.counts["1:1"] for document in documents),
+        num_covered=int(np.count_nonzero((student >= 0) & (student_rows.labels != IGNORE_INDEX))),
+    )
+
+
+def _count_labels(rows: TokenRows) -> int:
+    """Number of positions with a label."""
+    return int(np.count_nonzero(rows.labels != IGNORE_INDEX))
+
+
+def _describe(teacher: CrossTokenizerTeacher, documents: AlignedDocuments, i: int, chunks: ChunkRows) -> AlignmentInfo:
+    """The statistics of teacher `i`'s alignments in a batch: chunks, exact documents, and documents by method.
+
+    Documents that were left out do not count. The method "dp" is reported with its backend.
+    """
+    pairs = documents.alignments[i]
+    present = [pairs[pieces[0]] for pieces, kept in zip(documents.by_document, documents.present) if kept]
+    name_of_dp = f"dp/{teacher.aligner.backend}"
+    methods = Counter(name_of_dp if document.method == "dp" else document.method for document in present)
+    return AlignmentInfo(
+        teacher=teacher.name,
+        num_chunks=chunks.num_chunks,
+        num_one_to_one=chunks.num_one_to_one,
+        num_covered=chunks.num_covered,
+        num_exact=sum(document.exact for document in present),
+        methods=dict(methods),
+    )

@@ -1,0 +1,318 @@
+"""Steps 1 to 3 of a batch with several tokenizers: documents → the student's tokens, and alignments with each teacher.
+
+`cross_tokenizer_batch.py` lists all steps. Here each document is handled on its own, so the documents of a batch can be
+divided at will.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from distill_rl.align import Alignment, TokenAligner, Tokenized
+from distill_rl.config.schema import AlignerConfig
+from distill_rl.data.batch.chat import render_document
+from distill_rl.data.batch.pieces import Piece, splitter_of
+from distill_rl.data.batch.tokenization import NO_TOKENS, Encoded, Tokenization, starts_within
+from distill_rl.data.batch.unrendered import TemplateCoverage
+from distill_rl.data.reading.layouts import template_options
+from distill_rl.errors import DataError
+from distill_rl.types import BadRow
+
+
+@dataclass(frozen=True, slots=True)
+class CrossTokenizerTeacher:
+    """A teacher with its own tokenizer, and the aligner between the student and it."""
+
+    name: str
+    tokenizer: Any
+    aligner: TokenAligner
+    coverage: TemplateCoverage
+    """Of its chat template."""
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        student_tokenizer: Any,
+        tokenizer: Any,
+        settings: AlignerConfig,
+        *,
+        student_stops: Sequence[int] = (),
+        stops: Sequence[int] = (),
+    ) -> CrossTokenizerTeacher:
+        """A teacher with a new aligner between the student's tokenizer and its own.
+
+        Args:
+            tokenizer: the teacher's.
+            student_stops, stops: the student's and this teacher's stop tokens, as `TokenAligner` takes them.
+
+        Raises:
+            ValueError: a slow tokenizer; an unknown method.
+        """
+        aligner = TokenAligner(
+            student_tokenizer,
+            tokenizer,
+            settings.method,
+            fast_ids=settings.fast_ids,
+            backend=settings.dp.backend,
+            band=settings.dp.band,
+            student_stops=student_stops,
+            teacher_stops=stops,
+        )
+        return cls(name, tokenizer, aligner, TemplateCoverage(tokenizer, f"teacher {name}'s tokenizer"))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedDocument:
+    """One document after step 1: all its tokens on every side."""
+
+    student: Tokenized
+    encoded: Encoded
+    """The student's tokens again, with the mask of those that are trained on."""
+    teachers: dict[int, Tokenized]
+    """By index of the teacher; only teachers with their own tokenizer."""
+
+
+_EMPTY = np.zeros(0, dtype=np.int32)
+LEFT_OUT = Alignment(_EMPTY, _EMPTY, _EMPTY, _EMPTY, 0, "none", exact=False)
+"""Stands for a document that is left out of the batch; its row stays, empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedDocuments:
+    """Documents after step 3, in order; each in one piece, or in several (`pieces.py`).
+
+    A document that was skipped or failed is one empty piece (`NO_TOKENS`, `LEFT_OUT`).
+    """
+
+    alignments: dict[int, list[Alignment]]
+    """One per piece, by index of the teacher; only teachers with their own tokenizer. They hold only chunks that can be
+    trained on."""
+    encoded: list[Encoded] = field(default_factory=list)
+    """The student's tokens, one per piece."""
+    rows: list[int] = field(default_factory=list)
+    """Row numbers in the data, one per document."""
+    num_pieces: list[int] = field(default_factory=list)
+    """One per document."""
+    present: list[bool] = field(default_factory=list)
+    """One per document; False for one that was skipped or failed."""
+    bad_rows: list[BadRow] = field(default_factory=list)
+    """Documents that failed."""
+
+    def add(self, row: int, pieces: Sequence[Piece] | None) -> None:
+        """Adds a document; `pieces` is None for one that was skipped or failed."""
+        self.rows.append(row)
+        self.present.append(pieces is not None)
+        if pieces is None:
+            pieces = [(NO_TOKENS, dict.fromkeys(self.alignments, LEFT_OUT))]
+        self.num_pieces.append(len(pieces))
+        for encoded, pairs in pieces:
+            self.encoded.append(encoded)
+            for i, pair in pairs.items():
+                self.alignments[i].append(pair)
+
+    @property
+    def by_document(self) -> list[list[int]]:
+        """The indices of every document's pieces."""
+        ends = list(accumulate(self.num_pieces, initial=0))
+        return [list(range(first, end)) for first, end in pairwise(ends)]
+
+    @classmethod
+    def joined(cls, parts: Sequence[AlignedDocuments]) -> AlignedDocuments:
+        """The documents of all parts (at least one), in order."""
+        return cls(
+            alignments={i: [pair for part in parts for pair in part.alignments[i]] for i in parts[0].alignments},
+            encoded=[piece for part in parts for piece in part.encoded],
+            rows=[row for part in parts for row in part.rows],
+            num_pieces=[number for part in parts for number in part.num_pieces],
+            present=[is_present for part in parts for is_present in part.present],
+            bad_rows=[bad for part in parts for bad in part.bad_rows],
+        )
+
+    def of_teachers(self) -> dict[int, list[Encoded]]:
+        """Each teacher's tokens. Only those in chunks are labelled: it computes nothing for the others."""
+        return {
+            i: [Encoded(alignment.teacher_ids, alignment.teacher_chunk >= 0) for alignment in alignments]
+            for i, alignments in self.alignments.items()
+        }
+
+
+class DocumentAligner:
+    """Tokenises documents for the student and for teachers with tokenizers of their own, and aligns the results.
+
+    Args:
+        tokenization: the student's.
+        teachers: at least one, by index of the teacher.
+        max_lengths: most tokens in a row of each of them.
+        split: whether documents that are too long for a row become several pieces; otherwise they are cut.
+    """
+
+    def __init__(
+        self,
+        tokenization: Tokenization,
+        teachers: Mapping[int, CrossTokenizerTeacher],
+        max_lengths: Mapping[int, int],
+        *,
+        split: bool = False,
+    ):
+        self._tokenization, self._teachers, self._max_lengths = tokenization, teachers, max_lengths
+        tokenizers = {i: (teacher.tokenizer, max_lengths[i]) for i, teacher in teachers.items()}
+        self._splitter = splitter_of(tokenization.tokenizer, tokenization.max_length, tokenizers) if split else None
+
+    def align(self, documents: Sequence[Mapping[str, Any]], skip: Collection[int] = ()) -> AlignedDocuments:
+        """Tokenises and aligns documents, and cuts or splits them.
+
+        A document that fails for another reason than a DataError is left out and reported in `bad_rows`.
+
+        Args:
+            skip: row numbers of documents to leave out.
+
+        Raises:
+            DataError: a document that the user has to fix; names its row.
+        """
+        bad_rows: list[BadRow] = []
+        tokenized: list[TokenizedDocument | None] = []
+        for document in documents:
+            tokens = None
+            if document["row"] not in skip:
+                with _recording_failure(document, bad_rows):
+                    tokens = self._tokenize(document)
+            tokenized.append(tokens)
+        present = [tokens for tokens in tokenized if tokens is not None]
+        for i, teacher in self._teachers.items():
+            # A GPU aligner works on all documents at once; this changes no result.
+            teacher.aligner.solve_ahead((tokens.student, tokens.teachers[i]) for tokens in present)
+
+        aligned = AlignedDocuments({i: [] for i in self._teachers}, bad_rows=bad_rows)
+        for document, tokens in zip(documents, tokenized):
+            pieces = None
+            if tokens is not None:
+                with _recording_failure(document, bad_rows):
+                    pieces = self._split(tokens) if self._splitter else [self._cut(tokens)]
+            aligned.add(int(document["row"]), pieces)
+        return aligned
+
+    def _tokenize(self, document: Mapping[str, Any]) -> TokenizedDocument:
+        """Step 1: all tokens of a document on every side, not cut to `max_length`.
+
+        All sides read the same text, so it is normalised for every aligner first. Both sides of a text end in eos if
+        they have one.
+
+        Raises:
+            DataError: a document that the user has to fix.
+        """
+        if "messages" in document:
+            return self._tokenize_chat(document)
+        self._tokenization.require_text_allowed(document)
+        text = document["text"]
+        for teacher in self._teachers.values():
+            text = teacher.aligner.normalize(text)
+        student = self._any_aligner.tokenize_student(text, end=True)
+        encoded = Encoded(student.ids, np.ones(len(student.ids), dtype=bool))
+        teachers = {i: teacher.aligner.tokenize_teacher(text, end=True) for i, teacher in self._teachers.items()}
+        return TokenizedDocument(student, encoded, teachers)
+
+    def _tokenize_chat(self, document: Mapping[str, Any]) -> TokenizedDocument:
+        """Step 1 for chat messages, which every side renders with its own template.
+
+        Only the turns of some roles are marked as trained on if `data.loss_on` or `data.loss_roles` say so, otherwise
+        all tokens. The document is not modified.
+
+        Raises:
+            DataError: a tokenizer without a chat template, a chat that a template refuses or does not render in full,
+                or turns that cannot be found.
+        """
+        for teacher in self._teachers.values():
+            document = {key: teacher.aligner.normalize_all(value) for key, value in document.items()}
+        text, spans, left_out = self._tokenization.render(document)
+        aligner, options = self._any_aligner, template_options(document)
+        student = aligner.tokenize_messages(document["messages"], "student", rendered=text, options=options)
+        assert student.offsets is not None
+        mask = np.ones(len(student.ids), dtype=bool)
+        if self._tokenization.roles:
+            if student.text != text:
+                # The aligner also normalised what the template itself writes, so the spans have moved.
+                spans = [
+                    (len(aligner.normalize(text[:first])), len(aligner.normalize(text[:stop]))) for first, stop in spans
+                ]
+            mask = starts_within(spans, student.offsets[:, 0])
+        teachers = {}
+        for i, teacher in self._teachers.items():
+            teachers[i], missing = _tokenize_for(teacher, document, self._tokenization.unrendered)
+            left_out += missing
+        return TokenizedDocument(student, Encoded(student.ids, mask, left_out=left_out), teachers)
+
+    @property
+    def _any_aligner(self) -> TokenAligner:
+        """For the student's side, which is the same in all aligners."""
+        return next(iter(self._teachers.values())).aligner
+
+    def _cut(self, document: TokenizedDocument) -> Piece:
+        """Steps 2 and 3: the beginning of a document, up to the last boundary shared with every teacher.
+
+        All sides have at most their `max_length` tokens; the alignments hold only chunks that can be trained on.
+        """
+        alignments = {
+            i: teacher.aligner.pair(
+                document.student,
+                document.teachers[i],
+                max_student_tokens=self._tokenization.max_length,
+                max_teacher_tokens=self._max_lengths[i],
+            )
+            for i, teacher in self._teachers.items()
+        }
+        encoded = document.encoded.cut(min(len(alignment.student_ids) for alignment in alignments.values()))
+        mask = encoded.label_mask
+        # Another teacher may have cut the student's row shorter than this alignment.
+        cut = {i: alignment.cut(len(mask)) for i, alignment in alignments.items()}
+        return encoded, {i: alignment.trainable(mask[: len(alignment.student_ids)]) for i, alignment in cut.items()}
+
+    def _split(self, document: TokenizedDocument) -> list[Piece]:
+        """Steps 2 and 3: all of a document, in pieces whose alignments hold only chunks that can be trained on."""
+        assert self._splitter is not None
+        alignments = {
+            i: teacher.aligner.pair(document.student, document.teachers[i]) for i, teacher in self._teachers.items()
+        }
+        return [
+            (encoded, {i: pair.trainable(encoded.label_mask) for i, pair in pairs.items()})
+            for encoded, pairs in self._splitter.split(document.encoded, alignments)
+        ]
+
+
+@contextmanager
+def _recording_failure(document: Mapping[str, Any], bad_rows: list[BadRow]) -> Iterator[None]:
+    """Records a document that fails in the block in `bad_rows`, and suppresses the error.
+
+    DataErrors pass: the user has to fix those.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        bad_rows.append(BadRow(int(document["row"]), f"{type(error).__name__}: {error}"))
+
+
+def _tokenize_for(
+    teacher: CrossTokenizerTeacher, document: Mapping[str, Any], unrendered: Literal["fail", "warn"]
+) -> tuple[Tokenized, tuple[str, ...]]:
+    """A chat rendered with the teacher's template and tokenised for it, and what the template leaves out.
+
+    Args:
+        document: normalised already.
+        unrendered: `data.unrendered`.
+
+    Raises:
+        DataError: no chat template, or a chat that it refuses or does not render in full.
+    """
+    text, _ = render_document(teacher.tokenizer, document, whose=teacher.coverage.whose)
+    left_out = teacher.coverage.check(document, text, unrendered)
+    options = template_options(document)
+    tokens = teacher.aligner.tokenize_messages(document["messages"], "teacher", rendered=text, options=options)
+    return tokens, left_out

@@ -1,0 +1,132 @@
+"""One document → the pieces of it that rows hold: `data.long_documents`.
+
+A document that fits into a row is one piece. With `cut`, so is any other: its beginning, and the rest is left out. With
+`split`, it becomes several pieces, which are rows of the same batch:
+
+1. A piece ends at the last place within the limits of all sides where all tokenizations of the text can be cut
+   (`Alignment.boundaries`), and the next one begins there. With one tokenizer, every token ends at such a place.
+2. If a tokenizer begins a document with bos, every piece begins with it. Only the last piece ends in eos.
+3. A stretch without such a place that is longer than a row is cut at each side's own limit. The next piece begins behind
+   it.
+
+The first token of a piece is predicted only if bos comes before it, so without bos a split loses one token per piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from distill_rl.align import Alignment
+from distill_rl.data.batch.tokenization import Encoded
+
+Piece = tuple[Encoded, dict[int, Alignment]]
+"""The student's tokens, and the alignment with each teacher that has its own tokenizer, by its index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Splitter:
+    """Splits documents into pieces that fit a row on every side.
+
+    Args:
+        limits: most tokens of a piece, at least 2: the student's, then each teacher's that has its own tokenizer, by its
+            index.
+        bos: in the same order, the id with which a tokenizer may begin a document; None: it has none.
+    """
+
+    limits: tuple[int, Mapping[int, int]]
+    bos: tuple[int | None, Mapping[int, int | None]]
+
+    def split(self, encoded: Encoded, alignments: Mapping[int, Alignment]) -> list[Piece]:
+        """All tokens of a document in pieces, in order; at least one piece.
+
+        Args:
+            encoded: the student's tokens.
+            alignments: of all of these tokens with each teacher's. Empty: there is no other tokenizer.
+        """
+        teachers = list(alignments)
+        sides = [encoded.input_ids, *(alignments[i].teacher_ids for i in teachers)]
+        limits = np.array([self.limits[0], *(self.limits[1][i] for i in teachers)], dtype=np.int64)
+        end = np.array([len(ids) for ids in sides], dtype=np.int64)
+        if (end <= limits).all():
+            return [(encoded, dict(alignments))]
+        if not end[0]:
+            return [(encoded, {i: alignment.part((0, 0), (0, 0)) for i, alignment in alignments.items()})]
+        bos = [self.bos[0], *(self.bos[1][i] for i in teachers)]
+        prefixes = [_prefix(ids, id) for ids, id in zip(sides, bos)]
+        rooms = limits - np.array([len(prefix) for prefix in prefixes], dtype=np.int64)
+        places = common_places(len(encoded.input_ids), alignments)
+        pieces: list[Piece] = []
+        start, room, before = np.zeros_like(end), limits, [prefix[:0] for prefix in prefixes]
+        left_out = False
+        while start[0] < end[0]:
+            stop, following = _next_places(places, start, room)
+            left_out |= bool((stop < following).any())
+            part = encoded.part(int(start[0]), int(stop[0]), before[0])
+            pairs = {
+                i: alignments[i]
+                .part((int(start[0]), int(start[side])), (int(stop[0]), int(stop[side])))
+                .preceded_by(before[0], before[side])
+                for side, i in enumerate(teachers, start=1)
+            }
+            pieces.append((part if not pieces else replace(part, left_out=()), pairs))
+            start, room, before = following, rooms, prefixes
+        return [(replace(part, truncated=left_out), pairs) for part, pairs in pieces]
+
+
+def splitter_of(tokenizer: Any, max_length: int, teachers: Mapping[int, tuple[Any, int]]) -> Splitter:
+    """The splitter for a student's tokenizer and those of teachers.
+
+    Args:
+        max_length: most tokens of the student in a row.
+        teachers: tokenizer and most tokens in a row of each teacher that has its own, by its index.
+    """
+    return Splitter(
+        limits=(max_length, {i: length for i, (_, length) in teachers.items()}),
+        bos=(tokenizer.bos_token_id, {i: other.bos_token_id for i, (other, _) in teachers.items()}),
+    )
+
+
+def common_places(num_tokens: int, alignments: Mapping[int, Alignment]) -> np.ndarray:
+    """int64 [k, 1 + teachers], ascending: where a document can be divided on all sides, its end included.
+
+    Each place is the number of tokens before it: the student's, then each teacher's. The student's are all different;
+    of places that differ only on a teacher's side the last counts.
+
+    Args:
+        num_tokens: of the student.
+    """
+    if not alignments:
+        return np.arange(1, num_tokens + 1, dtype=np.int64)[:, None]
+    of_teachers = []
+    for alignment in alignments.values():
+        places = np.concatenate([alignment.boundaries, [[num_tokens, len(alignment.teacher_ids)]]])
+        is_last = np.append(np.diff(places[:, 0]) > 0, True)
+        of_teachers.append(places[is_last])
+    student = reduce(np.intersect1d, [places[:, 0] for places in of_teachers])
+    columns = [places[places[:, 0].searchsorted(student), 1] for places in of_teachers]
+    return np.stack([student, *columns], axis=1)
+
+
+def _next_places(places: np.ndarray, start: np.ndarray, room: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the piece that begins at `start` ends, and where the one after it begins.
+
+    They are the same unless no place lies within the room: then the piece ends where the room does.
+
+    Args:
+        room: int64 [sides]: most tokens of the piece on each side.
+    """
+    fitting = min(int(places[:, side].searchsorted(start[side] + room[side], "right")) for side in range(len(start)))
+    if fitting and places[fitting - 1, 0] > start[0]:
+        return places[fitting - 1], places[fitting - 1]
+    following = places[int(places[:, 0].searchsorted(start[0], "right"))]
+    return np.minimum(start + room, following), following
+
+
+def _prefix(ids: np.ndarray, bos: int | None) -> np.ndarray:
+    """int32 [0 or 1]: the bos that a document begins with, if it does."""
+    return ids[:1] if bos is not None and len(ids) and ids[0] == bos else ids[:0]
