@@ -30,7 +30,7 @@ def first_batch(checked, tmp_path, documents: int = 64) -> BatchInfo:
 @pytest.mark.parametrize("file", ["run.yaml", "pair.yaml"])
 def test_positions_of_a_step_are_those_that_it_computes(material, tmp_path, file, packing, long_documents):
     settings = [f"data.packing={packing}".lower(), f"data.long_documents={long_documents}"]
-    checked = gather(material / file, [*ALL, *settings])
+    checked = gather(material / file, [*ALL, *settings, f"run.dir={tmp_path}"])
     assert checked.problems == []
     info = first_batch(checked, tmp_path)
     # Across tokenizers, the pieces of a document end where both sides share a boundary, so they are a little shorter.

@@ -30,7 +30,7 @@ from tests.helpers.chat_templates import (
 )
 from tests.helpers.tokenizers import tiny_tokenizer
 
-QWEN3_FOLDER = Path(__file__).parents[4] / "shared" / "data" / "tokenizers" / "qwen3"
+QWEN3_FOLDER = Path(__file__).parents[5] / "shared" / "data" / "tokenizers" / "qwen3"
 TEMPLATES = {"qwen3": QWEN3, "llama3": LLAMA3, "mistral": MISTRAL, "chatml": CHATML, "phi": PHI}
 ARGUMENTS = {"city": 'Paris "é"'}
 
