@@ -111,7 +111,7 @@ def settings(place: Place) -> Ended:
     return distill_rl("train", "-c", config, "train.step=3", "train.epochs=many", "teachers.0.parallel={dp: 3, replicas: 3}",
                       "student.parallel.replicas=2", "loss.divergence=skewed_reverse_kl", "loss.beta=1",
                       "loss.temperature=1e-6", "loss.alm_tau=1e-9", "teachers.0.max_length=8",
-                      "data.long_documents=split", "loss.dynamic_scale=on", "data.concatenate=true", "data.format=messages",
+                      "data.long_documents=split", "loss.dynamic_scale=on",
                       "schedule.steps=5", "schedule.warmup_steps=6")  # fmt: skip
 
 
@@ -224,7 +224,6 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
             "got split",
             "use data.long_documents=cut",
         ),
-        "chats that are joined": ("data.concatenate", "only texts can be joined", "got data.format=messages"),
         "replicas of a teacher": ("teachers.0.parallel.replicas", "applies to the student only", "3", "leave it at 1"),
     },
     models_and_files: {
@@ -409,6 +408,8 @@ def _chats(*last: dict, **columns: object) -> bytes:
         (_chats(), ("data.loss_roles", "no message of 16 rows", "asistant", "did you mean assistant?"),
          ("data.loss_roles=[asistant]",)),
         (_chats(), ("data.concatenate", "only texts can be joined, not chats", "data.packing"), ("data.concatenate=true",)),
+        (_chats(), ("data.concatenate", "only texts can be joined", "got data.format=messages"),
+         ("data.concatenate=true", "data.format=messages")),
         (_chats(), ("data.loss_roles", "must have assistant", "['user']", "add assistant"),
          ("data.loss_roles=[user]", "data.loss_on=assistant")),
         (_rows(*GOOD), ("data.loss_roles", "rows of text", "data.loss_on=all"), ("data.loss_roles=[user]",)),
@@ -430,7 +431,7 @@ def _chats(*last: dict, **columns: object) -> bytes:
     ],
     ids=["tool calls that are not written", "reasoning that is not written", "tools that are not written",
          "an image in a message", "a column of images", "no content", "tools that are not JSON",
-         "a variable that is an argument", "a misspelt role", "roles against loss_on", "roles of text", "ShareGPT rows",
+         "a variable that is an argument", "a misspelt role", "chats that are joined", "chats by name that are joined", "roles against loss_on", "roles of text", "ShareGPT rows",
          "ShareGPT turns as messages", "an unknown ShareGPT role", "messages as ShareGPT", "Alpaca rows",
          "instructions and responses", "prompts and completions",
          "a misspelt column of prompts"],
