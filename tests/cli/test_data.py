@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.command import distill_rl
+from tests.helpers.command import Cluster, distill_rl
 from tests.helpers.corpus import corpus_rows
 
 pytestmark = pytest.mark.cli
@@ -20,6 +20,14 @@ BAD = [b"no JSON", b'{"text": null}', b'{"text": " "}']
 def records(run: Path) -> dict[int, dict]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line for line in lines if "train/loss" in line}
+
+
+def losses_after_resuming(run: Path, config: Path, settings: tuple[str, ...], cluster: Cluster) -> dict[int, float]:
+    """The losses of another run that goes on from step 3 of this one."""
+    resume = f"checkpoint.resume={run}/checkpoints/step-3"
+    ended = distill_rl("train", "-c", config, *settings, "run.name=again", resume, cluster=cluster)
+    assert ended.code == 0, ended.err
+    return {step: record["train/loss"] for step, record in records(run.parent / "again").items()}
 
 
 def test_mixed_sources_skip_bad_rows_and_resume(material, cluster, tmp_path):
@@ -55,13 +63,7 @@ def test_mixed_sources_skip_bad_rows_and_resume(material, cluster, tmp_path):
     assert listed
     assert all(entry["stage"] == "data" for entry in listed)
 
-    resume = f"checkpoint.resume={run}/checkpoints/step-3"
-    again = distill_rl("train", "-c", config, *settings, "run.name=again", resume, cluster=cluster)
-    assert again.code == 0, again.err
-    resumed = records(tmp_path / "runs" / "again")
-    assert {step: record["train/loss"] for step, record in resumed.items()} == {
-        step: straight[step]["train/loss"] for step in (4, 5, 6)
-    }
+    assert losses_after_resuming(run, config, settings, cluster) == {s: straight[s]["train/loss"] for s in (4, 5, 6)}
 
 
 def test_a_folder_of_compressed_texts_is_packed_and_split_across_tokenizers(material, cluster, tmp_path):
@@ -96,10 +98,4 @@ def test_a_folder_of_compressed_texts_is_packed_and_split_across_tokenizers(mate
     assert all(record["align/exact"] == 1 for record in straight.values())
     assert "Share of positions that hold a token" in (run / "report.html").read_text()
 
-    resume = f"checkpoint.resume={run}/checkpoints/step-3"
-    again = distill_rl("train", "-c", config, *settings, "run.name=again", resume, cluster=cluster)
-    assert again.code == 0, again.err
-    resumed = records(tmp_path / "runs" / "again")
-    assert {step: record["train/loss"] for step, record in resumed.items()} == {
-        step: straight[step]["train/loss"] for step in (4, 5, 6)
-    }
+    assert losses_after_resuming(run, config, settings, cluster) == {s: straight[s]["train/loss"] for s in (4, 5, 6)}
