@@ -130,6 +130,7 @@ class Facts:
     sources: tuple[SourceFacts, ...] = ()
     """Of the training data."""
     step: StepFacts | None = None
+    """From a sample of the training data."""
     total_steps: int | None = None
     student: ModelFacts | None = None
     teachers: tuple[TeacherFacts, ...] = ()

@@ -1,5 +1,6 @@
 """Whole runs from the command line: what they write, and which settings must not change a bit of it."""
 
+import importlib.metadata
 import json
 import os
 import socket
@@ -81,7 +82,7 @@ def test_every_worker_reports_how_busy_it_was_and_its_memory(straight):
 def test_environment_of_the_attempt_is_recorded(straight):
     kept = json.loads((straight / "logs" / "attempt_1" / "environment.json").read_text())
     assert kept["commit"] == commit()["commit"]
-    assert kept["packages"]["torch"] == torch.__version__
+    assert kept["packages"]["torch"] == importlib.metadata.version("torch")
     assert kept["host"] == socket.gethostname()
     assert kept["cores"] == os.cpu_count()
     assert len(kept["nodes"]) == 1

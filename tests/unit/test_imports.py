@@ -183,3 +183,15 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_the_gpu_check_imports_none_but_its_four_packages() -> None:
+    program = (
+        "import importlib, pkgutil, sys\n"
+        "from distill_rl.gpu_check import checks, run\n"
+        "for module in pkgutil.iter_modules(checks.__path__, f'{checks.__name__}.'):\n"
+        "    importlib.import_module(module.name)\n"
+        "print(*({'ray', 'omegaconf', 'pyarrow', 'datasets', 'pytest'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

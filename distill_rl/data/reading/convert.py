@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from distill_rl.data.reading.rows import check_text, parse_json
+from distill_rl.data.reading.values import check_text, parse_json
 from distill_rl.errors import DataError
 
 SHAREGPT_ROLES = {

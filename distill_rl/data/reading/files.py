@@ -22,10 +22,10 @@ import pyarrow.parquet as pq
 from distill_rl.data.reading import records
 from distill_rl.data.reading.block_rows import BlockStore, GroupRows, LineRows, WholeFile, raise_problem
 from distill_rl.data.reading.cache import Cache, replacing, size_text
+from distill_rl.data.reading.columns import check_column, check_type
 from distill_rl.data.reading.layouts import Layout
 from distill_rl.data.reading.lines import LineIndex
 from distill_rl.data.reading.records import COMPRESSIONS, PROBLEM, SampleBy
-from distill_rl.data.reading.rows import check_column, check_type
 from distill_rl.errors import DataError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.reading.convert import from_alpaca, from_sharegpt
-from distill_rl.data.reading.rows import MEDIA, check_strings, check_text, check_value, parse_json, without_nulls
+from distill_rl.data.reading.values import MEDIA, check_strings, check_text, check_value, parse_json, without_nulls
 from distill_rl.errors import DataError
 
 Kind = Literal["text", "messages"]

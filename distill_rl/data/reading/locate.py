@@ -14,9 +14,9 @@ import pyarrow as pa
 
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.reading import files
+from distill_rl.data.reading.columns import check_type
 from distill_rl.data.reading.layouts import Layout
 from distill_rl.data.reading.records import SampleBy
-from distill_rl.data.reading.rows import check_type
 from distill_rl.errors import DataError
 
 if TYPE_CHECKING:
