@@ -57,6 +57,7 @@ def configuration(root: Path, depth: int, workers: int = 1, **sizes: Any) -> Pat
         name,
         micro_batch=sizes["batch"],
         **sizes,
+        data={"path": f"{root}/text.jsonl", "max_length": sizes["length"], "long_documents": "cut"},
         prefetch={"depth": depth},
         aligner={"workers": workers},
     )
