@@ -110,6 +110,10 @@ class DataError(DistillError):
     exit_code = 2
 
 
+class UnreadableFile(DataError):
+    """A data file that can no longer be read, or has changed since it was opened; not the fault of one row."""
+
+
 class AlignmentError(DistillError):
     pass
 
