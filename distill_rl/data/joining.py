@@ -31,20 +31,27 @@ class Joining:
             return None
         return cls(data.separator, data.characters_per_sample or _CHARACTERS_PER_TOKEN * data.max_length)
 
+    def groups(self, characters: Sequence[int]) -> list[slice]:
+        """Which consecutive texts are joined, given the length of each; the last joined text may be shorter than the others."""
+        groups, start, joined = [], 0, 0
+        for i, count in enumerate(characters):
+            joined += count
+            if joined >= self.characters or i == len(characters) - 1:
+                groups.append(slice(start, i + 1))
+                start, joined = i + 1, 0
+        return groups
+
     def join(self, documents: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-        """Joins consecutive texts; the last joined text may be shorter than the others.
+        """Joins consecutive texts.
 
         A joined document has the row number of its first text under `"row"`, and all of them under `"rows"`.
         """
-        joined: list[dict[str, Any]] = []
-        texts: list[str] = []
-        rows: list[int] = []
-        characters = 0
-        for i, document in enumerate(documents):
-            texts.append(document["text"])
-            rows.append(document["row"])
-            characters += len(document["text"])
-            if characters >= self.characters or i == len(documents) - 1:
-                joined.append({"row": rows[0], "rows": tuple(rows), "text": self.separator.join(texts)})
-                texts, rows, characters = [], [], 0
-        return tuple(joined)
+        groups = (documents[group] for group in self.groups([len(document["text"]) for document in documents]))
+        return tuple(
+            {
+                "row": group[0]["row"],
+                "rows": tuple(document["row"] for document in group),
+                "text": self.separator.join(document["text"] for document in group),
+            }
+            for group in groups
+        )

@@ -56,9 +56,10 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
     data, problems = config.data, findings.problems
     num_problems = len(problems)
     main = "data.sources" if data.sources else "data.path"
-    samples = [_read_sample(config, key, part, findings) for (key, _), part in zip(opened, _parts(training))]
-    documents = [*chain(*samples)]
-    held_out = [] if validation is None else _read_sample(config, "data.validation", validation, findings)
+    parts = _parts(training)
+    samples = [_read_sample(config, key, part, findings) for (key, _), part in zip(opened, parts)]
+    documents = [*chain(*(sample.values() for sample in samples))]
+    held_out = [] if validation is None else [*_read_sample(config, "data.validation", validation, findings).values()]
     if training.kind == "messages" and len(problems) == num_problems:
         check_chats(config, documents + held_out, student, teachers, findings)
     problems += _count_problems(config, main, training, findings)
@@ -87,7 +88,8 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
     )
     if problems or validate.problems(config):
         return facts
-    found, step = expect(config, training.kind, facts.sources, samples, student, teachers, on_gpu=visible_gpus() > 0)
+    even = [[sample[row] for row in _spread(part) if row in sample] for part, sample in zip(parts, samples)]
+    found, step = expect(config, training.kind, facts.sources, even, student, teachers, on_gpu=visible_gpus() > 0)
     return replace(facts, sources=found, step=step)
 
 
@@ -163,8 +165,8 @@ def _count_problems(config: Config, key: str, training: Any, findings: Findings)
         yield problem(key, rule, path, "lower train.global_batch_size, or give more data")
 
 
-def _read_sample(config: Config, key: str, source: Any, findings: Findings) -> list[Any]:
-    """The documents of a sample; with `data.bad_rows: fail` those before the first that is bad, which is a problem.
+def _read_sample(config: Config, key: str, source: Any, findings: Findings) -> dict[int, Any]:
+    """The documents of a sample, by index; with `data.bad_rows: fail` those before the first that is bad, a problem.
 
     With `skip`, bad rows are noted, and are a problem if there are no others.
 
@@ -174,21 +176,21 @@ def _read_sample(config: Config, key: str, source: Any, findings: Findings) -> l
     from distill_rl.data.loader import empty
     from distill_rl.errors import DataError
 
-    documents: list[Any] = []
+    documents: dict[int, Any] = {}
     bad: list[str] = []
     for row in sample(source):
         if config.data.bad_rows == "fail":
             num_problems = len(findings.problems)
-            documents.append(findings.attempt(key, lambda row=row: source[row]))  # type: ignore[misc]
+            documents[row] = findings.attempt(key, lambda row=row: source[row])  # type: ignore[misc]
             if len(findings.problems) > num_problems:
                 break
             continue
         try:
             document = source[row]
-            documents.append(document)
             if reason := empty(document):
                 bad.append(f"row {document['row']}: {reason}")
-                documents.pop()
+            else:
+                documents[row] = document
         except DataError as error:
             bad.append(str(error))
     if bad and documents:
@@ -201,14 +203,18 @@ def _read_sample(config: Config, key: str, source: Any, findings: Findings) -> l
 
 
 def sample(source: Any) -> list[int]:
-    """The rows to read: SAMPLED_ROWS at the start, and about as many evenly spaced ones.
+    """The rows to read: SAMPLED_ROWS at the start, and about as many that represent all."""
+    return sorted({*range(min(len(source), SAMPLED_ROWS)), *_spread(source)})
+
+
+def _spread(source: Any) -> list[int]:
+    """About SAMPLED_ROWS rows, evenly spaced; all rows of small data.
 
     Of data that are read by blocks, these lie at a few places, so that few blocks are read.
     """
     count = len(source)
-    start = range(min(count, SAMPLED_ROWS))
     if not getattr(source, "windowed", False):
-        return sorted({*start, *range(0, count, max(1, count // SAMPLED_ROWS))})
+        return [*range(0, count, max(1, count // SAMPLED_ROWS))]
     run = SAMPLED_ROWS // _PLACES
     places = range(0, count - run, max(1, count // _PLACES))
-    return sorted({*start, *(place + i for place in places for i in range(run))})
+    return sorted({place + i for place in places for i in range(run)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from distill_rl.config.derive import splits_documents
@@ -14,8 +14,12 @@ from distill_rl.preflight.opened import Opened
 if TYPE_CHECKING:
     import numpy as np
 
+    from distill_rl.data.joining import Joining
     from distill_rl.data.mixture import Mixture
     from distill_rl.data.reading.source import Source
+
+_STEPS = 256
+"""Most steps over which means are taken."""
 
 
 def source_facts(data: DataConfig, training: Source | Mixture) -> Iterator[SourceFacts]:
@@ -61,7 +65,7 @@ def expect(
     from distill_rl.data.batch.collate import BatchPlan
     from distill_rl.data.joining import Joining
 
-    data, batch = config.data, config.train.global_batch_size
+    data = config.data
     crossing = [
         (opened, teacher_length(config, teacher))
         for opened, teacher in zip(teachers, running_teachers(config))
@@ -73,24 +77,86 @@ def expect(
     limits = np.array([data.max_length, *(length for _, length in crossing)])
     plan = BatchPlan.from_config(config, 0, split=splits_documents(config, kind)).for_device(on_gpu=on_gpu)
     joining = Joining.of(data)
-    found: list[SourceFacts] = []
-    of_step: list[np.ndarray] = []
-    for source, documents in zip(sources, samples):
-        texts = joining.join(documents) if joining else documents
-        lengths = _lengths(config, kind, texts, tokenizers)
-        per_batch = batch * len(texts) / len(documents)  # joined documents are fewer
-        alone = _pieces(_repeated(lengths, per_batch), limits, split=plan.split)
-        sample = SampleFacts(
-            tokens_per_document=float(lengths[:, 0].sum() / len(documents)),
-            too_long=float((lengths > limits).any(axis=1).mean()),
-            padding=1 - float(alone[:, 0].sum()) / _positions(alone, limits, plan),
-            split=plan.split,
-        )
+    read = [_Sample.of(config, kind, documents, tokenizers, joining) for documents in samples]
+
+    def steps(samples: Sequence[_Sample], shares: Sequence[float]) -> tuple[float, float, float]:
+        """The means over some steps of positions and tokens, and the share of documents that are too long."""
+        positions, tokens, too_long = [], [], []
+        for lengths in _steps(samples, shares, config.train.global_batch_size, joining):
+            pieces = _pieces(lengths, limits, split=plan.split)
+            positions.append(_positions(pieces, limits, plan))
+            tokens.append(pieces[:, 0].sum())
+            too_long.append((lengths > limits).any(axis=1))
+        return float(np.mean(positions)), float(np.mean(tokens)), float(np.concatenate(too_long).mean())
+
+    found = []
+    for source, part in zip(sources, read):
+        positions, tokens, too_long = steps([part], [1.0])
+        sample = SampleFacts(float(part.lengths[:, 0].mean()), too_long, plan.split, 1 - tokens / positions)
         found.append(replace(source, sample=sample))
-        of_step.append(_repeated(lengths, per_batch * source.share))
-    step = _pieces(np.concatenate(of_step), limits, split=plan.split)
-    positions = _positions(step, limits, plan)
-    return tuple(found), StepFacts(positions, float(step[:, 0].sum()) / positions)
+    positions, tokens, _ = steps(read, [source.share for source in sources])
+    return tuple(found), StepFacts(round(positions), tokens / positions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """The documents of a sample as the tokenizers read them."""
+
+    lengths: np.ndarray
+    """int64 [documents, tokenizers], in tokens, not cut."""
+    characters: np.ndarray
+    """int64 [documents]; of chats 0."""
+    joint: np.ndarray
+    """int64 [tokenizers]: tokens that a joint between two texts adds, negative if special tokens vanish there."""
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        kind: str,
+        documents: Sequence[Mapping[str, Any]],
+        tokenizers: Sequence[Any],
+        joining: Joining | None,
+    ) -> _Sample:
+        """Tokenises documents."""
+        import numpy as np
+
+        lengths = _lengths(config, kind, documents, tokenizers)
+        characters = np.array([len(document.get("text", "")) for document in documents], dtype=np.int64)
+        if joining is None:
+            return cls(lengths, characters, np.zeros(len(tokenizers), dtype=np.int64))
+        separator, nothing = _lengths(config, kind, [{"text": joining.separator}, {"text": ""}], tokenizers)
+        return cls(lengths, characters, separator - 2 * nothing)
+
+
+def _steps(
+    samples: Sequence[_Sample], shares: Sequence[float], batch_size: int, joining: Joining | None
+) -> Iterator[np.ndarray]:
+    """Yields int64 [documents, tokenizers] for several steps: the lengths of documents of all samples, joined if texts are.
+
+    Each sample has its share of the documents. They are drawn evenly from it, and again if they are too few.
+    """
+    import numpy as np
+
+    from distill_rl.data.order import random_order
+
+    orders = [random_order(0, (i,), len(sample.lengths)) for i, sample in enumerate(samples)]
+    given = np.zeros(len(samples), dtype=np.int64)
+    for step in range(min(max(sum(map(len, orders)) // batch_size, 1), _STEPS)):
+        before = given.copy()
+        for place in range(step * batch_size, (step + 1) * batch_size):
+            given[np.argmax(np.array(shares) * (place + 1) - given)] += 1  # the one that is furthest behind
+        chosen = [
+            np.sort(order[np.arange(first, end) % len(order)]) for order, first, end in zip(orders, before, given)
+        ]
+        lengths = np.concatenate([sample.lengths[rows] for sample, rows in zip(samples, chosen)])
+        if joining is None:
+            yield lengths
+            continue
+        characters = np.concatenate([sample.characters[rows] for sample, rows in zip(samples, chosen)])
+        joint = samples[0].joint
+        groups = joining.groups(characters.tolist())
+        yield np.stack([lengths[group].sum(axis=0) + joint * (group.stop - group.start - 1) for group in groups])
 
 
 def _lengths(
@@ -109,13 +175,6 @@ def _lengths(
         ).encode_all
         columns.append([len(read(document).input_ids) for document in documents])
     return np.array(columns, dtype=np.int64).T
-
-
-def _repeated(lengths: np.ndarray, count: float) -> np.ndarray:
-    """`count` documents, rounded, at least one: the given ones over and over."""
-    import numpy as np
-
-    return lengths[np.arange(max(round(count), 1)) % len(lengths)]
 
 
 def _pieces(lengths: np.ndarray, limits: np.ndarray, *, split: bool) -> np.ndarray:

@@ -68,6 +68,28 @@ def test_joined_texts_are_counted_as_they_are_read(material):
     assert joined.step.positions < 0.7 * apart.step.positions, "most of the joined texts is cut off"
 
 
+@pytest.mark.parametrize("settings", [[], ["data.concatenate=true", "data.characters_per_sample=4000"]])
+def test_a_step_of_sorted_data_is_an_average_one(material, tmp_path, settings):
+    sorted_data = tmp_path / "sorted.jsonl"
+    sorted_data.write_text("".join(json.dumps({"text": "word " * (1 + i // 20)}) + "\n" for i in range(2000)))
+    whole = ["train.global_batch_size=4", "data.max_length=256", f"data.path={sorted_data}", *settings]
+    checked = gather(material / "run.yaml", whole)
+    assert checked.problems == []
+    (source,) = checked.facts.sources
+    tokens = checked.facts.step.used * checked.facts.step.positions
+    assert tokens == pytest.approx(4 * source.sample.tokens_per_document, rel=0.05)
+    assert source.sample.tokens_per_document > 30, "the mean of all, not of the first rows"
+
+
+def test_sources_take_turns_where_a_batch_is_smaller_than_their_number(material, tmp_path):
+    settings = [f"data.sources.{i}={{path: {material}/data.jsonl, weight: {i + 1}}}" for i in range(3)]
+    checked = gather(
+        material / "run.yaml", ["train.global_batch_size=1", "train.micro_batch_size=1", "data.path=null", *settings]
+    )
+    assert checked.problems == []
+    assert checked.facts.step.positions > 0
+
+
 def test_nothing_is_said_of_data_with_a_problem(material):
     checked = gather(material / "run.yaml", [*ALL, "data.loss_on=assistant"])
     assert checked.problems
