@@ -38,6 +38,15 @@ class TrainState:
     cursor: Cursor = Cursor()
 
 
+Row = int | tuple[int, ...]
+"""A document's row in the data; of a joined text (`data.concatenate`), all of its rows."""
+
+
+def row_of(document: Mapping[str, Any]) -> Row:
+    """The row or rows of a document of a batch."""
+    return tuple(document["rows"]) if "rows" in document else int(document["row"])
+
+
 @dataclass(frozen=True, slots=True)
 class DocumentBatch:
     """Loader → aligner: the raw documents of one global batch, in order.
@@ -185,7 +194,7 @@ class AlignmentInfo:
 class BadRow:
     """A document that could not be read or aligned: its row in the data, and the reason."""
 
-    row: int
+    row: Row
     reason: str
 
 
@@ -195,7 +204,7 @@ class LeftOut:
 
     what: str
     documents: int
-    row: int
+    row: Row
     """One of the documents' rows, as an example."""
 
 
@@ -216,7 +225,9 @@ class BatchInfo:
     alignments: tuple[AlignmentInfo, ...] = ()
     """One per teacher with another tokenizer."""
     bad_rows: tuple[BadRow, ...] = ()
-    """Documents left out."""
+    """Documents that could not be aligned, and were not known to be bad."""
+    num_left_out: int = 0
+    """Documents without which the batch was made: these, and those known to be bad."""
     left_out: tuple[LeftOut, ...] = ()
     """Parts of chats that chat templates left out."""
     num_incomplete: int = 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-from distill_rl.config.derive import GIB, DerivedSizes, sizes, splits_documents
-from distill_rl.config.facts import Facts, ModelFacts
+from distill_rl.config.derive import GIB, DerivedSizes, sizes
+from distill_rl.config.facts import Facts, ModelFacts, splits_documents
 from distill_rl.config.memory import fused_chunk, fused_loss, micro_batch_logits, teacher_logits
 from distill_rl.config.rules.validate import notes, problems
 from distill_rl.config.save import to_yaml

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from math import ceil, lcm
 from typing import get_args
 
-from distill_rl.config.facts import Facts, TeacherFacts, row_width, running_teachers, teacher_length, teacher_rows
+from distill_rl.config.facts import (
+    Facts,
+    TeacherFacts,
+    row_width,
+    running_teachers,
+    teacher_length,
+    teacher_rows,
+    wants_whole_batch,
+)
 from distill_rl.config.memory import ITEM_SIZE, WorkerMemory, target_bytes_per_token, worker_memory
 from distill_rl.config.schema import Config, CrossTokenizerLoss, ScheduleConfig, TeacherConfig
 from distill_rl.errors import ConfigError, problem
@@ -107,25 +115,6 @@ def warmup_note(schedule: ScheduleConfig, last_step: int | None) -> str | None:
             f"schedule.warmup_steps is {configured}, but the run ends at step {last_step}: the warm-up takes {clamped}"
         )
     return f"the run ends at step {last_step}, within the warm-up of {configured} steps: it does not reach optimizer.lr"
-
-
-def wants_whole_batch(config: Config) -> bool:
-    """Whether the first gradient of a batch depends on all targets of the batch.
-
-    It does with loss.dynamic_scale, or with teachers that are weighted by a score other than `static`.
-    """
-    return config.loss.dynamic_scale != "off" or any(teacher.score != "static" for teacher in running_teachers(config))
-
-
-def splits_documents(config: Config, kind: str) -> bool:
-    """Whether documents that are longer than a row become several pieces; otherwise they are cut.
-
-    Args:
-        kind: of the data, `text` or `messages`.
-    """
-    if config.data.long_documents == "auto":
-        return kind == "text" and not wants_whole_batch(config)
-    return config.data.long_documents == "split"
 
 
 def rows_unit(config: Config) -> int:

@@ -173,6 +173,30 @@ def teacher_length(config: Config, teacher: TeacherConfig) -> int:
     return config.data.max_length if teacher.max_length is None else teacher.max_length
 
 
+def wants_whole_batch(config: Config) -> bool:
+    """Whether the first gradient of a batch depends on all targets of the batch.
+
+    It does with loss.dynamic_scale, or with teachers that are weighted by a score other than `static`.
+    """
+    return config.loss.dynamic_scale != "off" or any(teacher.score != "static" for teacher in running_teachers(config))
+
+
+def splits_documents(config: Config, kind: str) -> bool:
+    """Whether documents that are longer than a row become several pieces; otherwise they are cut.
+
+    Args:
+        kind: of the data, `text` or `messages`.
+    """
+    if config.data.long_documents == "auto":
+        return kind == "text" and not wants_whole_batch(config)
+    return config.data.long_documents == "split"
+
+
+def may_split_documents(config: Config) -> bool:
+    """Whether documents of some kind are split."""
+    return any(splits_documents(config, kind) for kind in ("text", "messages"))
+
+
 def row_width(longest: int, *, on_gpu: bool) -> int:
     """Positions per row of a batch whose longest row has `longest` tokens; the positions beyond them are padding.
 

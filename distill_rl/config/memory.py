@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import ceil
 
-from distill_rl.config.facts import Facts, ModelFacts, row_width, running_teachers, teacher_length, teacher_rows
+from distill_rl.config.facts import (
+    Facts,
+    ModelFacts,
+    may_split_documents,
+    row_width,
+    running_teachers,
+    teacher_length,
+    teacher_rows,
+)
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 
 ITEM_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -279,10 +287,11 @@ def _accumulated(config: Config, parameters: int) -> int:
     """Bytes of the unsharded fp32 sum of gradients.
 
     0 if gradients are reduced after every micro-batch, on a single shard, where that sum is the gradient itself, and
-    with one micro-batch per step, where there is nothing to sum.
+    with one micro-batch per step, where there is nothing to sum. Documents that are split make more of them.
     """
     parallel = config.student.parallel
-    several = config.train.global_batch_size > parallel.dp * config.train.micro_batch_size
+    rows_at_once = parallel.dp * config.train.micro_batch_size
+    several = config.train.global_batch_size > rows_at_once or may_split_documents(config)
     sharded = parallel.dp > parallel.replicas
     if not (several and sharded and reduces_once_per_step(config.student, parameters)):
         return 0

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from distill_rl.data.joining import Joining
 from distill_rl.data.order import FullOrder, Order
-from distill_rl.errors import ConfigError, DataError
+from distill_rl.errors import ConfigError, DataError, UnreadableFile
 from distill_rl.types import BadRow, Cursor, DocumentBatch, TrainState
 
 
@@ -39,7 +39,7 @@ class Loader:
         start: where the run is to continue.
         order: of the documents; None: a permutation of all rows per epoch.
         skip_bad_rows: leave out rows that cannot be read or are empty. They keep their places, so batches with such
-            rows have fewer documents.
+            rows have fewer documents, or none.
         joining: how the texts of a batch are joined; None: they are not. The batch size counts them before.
 
     Raises:
@@ -84,7 +84,7 @@ class Loader:
         are skipped. Nothing is yielded if the run has already ended.
 
         Raises:
-            DataError: a row that cannot be read; with `skip_bad_rows`, a batch of such rows alone.
+            DataError: a row that cannot be read, unless `skip_bad_rows`; a file that can no longer be read.
         """
         position = self._first
         for index in range(self._start.step, self.total_steps):
@@ -126,7 +126,8 @@ def _read(source: Rows, indices: Iterable[int], skip: bool) -> tuple[tuple[Mappi
     """The documents at some indices and, with `skip`, the rows that could not be read or are empty.
 
     Raises:
-        DataError: a row that cannot be read; with `skip`, only if there is no other.
+        UnreadableFile: a file that can no longer be read.
+        DataError: a row that cannot be read, unless `skip`.
     """
     if not skip:
         return tuple(source[index] for index in indices), ()
@@ -137,11 +138,10 @@ def _read(source: Rows, indices: Iterable[int], skip: bool) -> tuple[tuple[Mappi
             if reason := empty(document):
                 raise DataError(reason)
             documents.append(document)
+        except UnreadableFile:
+            raise
         except DataError as error:
             bad.append(BadRow(getattr(source, "row_number", int)(index), str(error)))
-    if not documents:
-        rule = "a batch has at least one row that can be read"
-        raise DataError("data.bad_rows", rule, f"{len(bad)} bad rows; the last: {bad[-1].reason}", "clean the data")
     return tuple(documents), tuple(bad)
 
 

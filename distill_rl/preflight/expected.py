@@ -6,8 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.config.derive import splits_documents
-from distill_rl.config.facts import SampleFacts, SourceFacts, StepFacts, running_teachers, teacher_length
+from distill_rl.config.facts import (
+    SampleFacts,
+    SourceFacts,
+    StepFacts,
+    running_teachers,
+    splits_documents,
+    teacher_length,
+)
 from distill_rl.config.schema import Config, DataConfig
 from distill_rl.preflight.opened import Opened
 

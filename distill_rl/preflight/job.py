@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from distill_rl.config.derive import cross_tokenizer_loss, splits_documents
-from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts, running_teachers
+from distill_rl.config.derive import cross_tokenizer_loss
+from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts, running_teachers, splits_documents
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan, pad_id
 from distill_rl.data.mixture import Interleaved, Mixture

@@ -60,9 +60,8 @@ class Learning:
             if self.unlabelled <= _SHOWN:
                 more = ", …" if len(rows) > _SHOWN_ROWS else ""
                 named = f"{', '.join(map(str, rows[:_SHOWN_ROWS]))}{more}"
-                lines.append(
-                    f"no labels step {step}: nothing in its documents is trained on (rows {named} of the data)"
-                )
+                nothing = f"nothing in its documents is trained on (rows {named} of the data)"
+                lines.append(f"no labels step {step}: {nothing if rows else 'none of its rows can be read'}")
             if self.unlabelled == _SHOWN:
                 lines.append("no labels further steps like these are counted in faults/unlabelled_steps")
         return lines

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
 from distill_rl.errors import DataError
+from distill_rl.system.files import append_json_lines, read_json_lines
 from distill_rl.types import DocumentBatch
 
 log = logging.getLogger(__name__)
@@ -26,12 +26,9 @@ class SkippedRows:
 
     def __init__(self, path: Path, budget: int):
         self._path, self._budget = path, budget
-        self._rows: set[tuple[str, int]] = set()
-        for line in path.read_text("utf-8").splitlines(keepends=True) if path.exists() else ():
-            if line.endswith("\n"):  # a line that a kill cut off is ignored: its row will be found and listed again
-                entry = json.loads(line)
-                if entry.get("stage") == BY_DATA:
-                    self._rows.add((entry["source"], entry["row"]))
+        self._rows = {
+            (entry["source"], entry["row"]) for entry in read_json_lines(path) if entry.get("stage") == BY_DATA
+        }
 
     def add(self, batch: DocumentBatch) -> int:
         """Lists the rows that a batch lacks, and returns their number.
@@ -41,11 +38,14 @@ class SkippedRows:
         """
         new = [bad for bad in batch.bad_rows if (batch.source, bad.row) not in self._rows]
         if new:
-            with self._path.open("a", encoding="utf-8") as file:
-                for bad in new:
-                    entry = {"source": batch.source, "row": bad.row, "reason": bad.reason[:500], "stage": BY_DATA}
-                    file.write(json.dumps(entry) + "\n")
-            log.warning("%d rows (%s) are left out; the last, row %d: %s", len(new), batch.source, bad.row, bad.reason)
+            entries = (
+                {"source": batch.source, "row": bad.row, "reason": bad.reason[:500], "stage": BY_DATA} for bad in new
+            )
+            append_json_lines(self._path, entries)
+            last = new[-1]
+            log.warning(
+                "%d rows (%s) are left out; the last, row %s: %s", len(new), batch.source, last.row, last.reason
+            )
             self._rows.update((batch.source, bad.row) for bad in new)
             if len(self._rows) > self._budget:
                 rule = f"no more than data.max_bad_rows={self._budget} may be left out"

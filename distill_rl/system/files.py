@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import secrets
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,33 @@ def write_json(path: str | Path, value: Any) -> None:
         TypeError: it contains something that JSON cannot express.
     """
     write_atomic(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the JSON objects in the complete lines of a file; nothing if there is no file.
+
+    Invalid lines are skipped, and so is a last line that a killed process left half-written.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                row = json.loads(line) if line.endswith(b"\n") else None
+            except (ValueError, RecursionError):
+                row = None
+            if isinstance(row, dict):
+                yield row
+
+
+def append_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Appends JSON objects to a file, one per line, after ending a line that a killed process left half-written."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.write(b"\n")
+        file.write("".join(f"{json.dumps(row)}\n" for row in rows).encode())
 
 
 def sync(path: str | Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.evals.results.samples import read_samples
-from distill_rl.evals.results.store import read_rows
+from distill_rl.system.files import read_json_lines
 from tests.cli.test_train import assert_equal_runs
 from tests.helpers.command import distill_rl, series
 from tests.helpers.suites import write_suite
@@ -79,7 +79,7 @@ def test_samples_are_the_same_items_at_every_evaluation(evaluated):
     (teacher,) = {sample["teacher"] for sample in samples if sample["who"] == "teacher"}
     assert teacher == "big"
     assert [sample["id"] for sample in samples if sample["who"] == "teacher"] == ids[0]
-    rows = {row["id"]: row for row in read_rows(evaluated / "evals" / "step-6" / "own.items.jsonl")}
+    rows = {row["id"]: row for row in read_json_lines(evaluated / "evals" / "step-6" / "own.items.jsonl")}
     for sample in student:
         assert (sample["suite"], sample["reference"]) == ("own", "even")
         assert sample["correct"] == (len(sample["completion"]) % 2 == 0)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill_rl.align import Alignment
-from distill_rl.data.batch.pieces import Piece, Splitter, common_places
+from distill_rl.data.batch.pieces import Piece, Side, Splitter, common_places, splitter_of
 from distill_rl.data.batch.tokenization import Encoded
 from tests.helpers.align import check_numbers, family
 from tests.properties.test_align import families, lossless, make_aligner, plain_texts, quick
@@ -30,8 +30,8 @@ def whole(student: str, teachers: tuple[str, ...], text: str) -> tuple[Encoded, 
 
 
 def splitter(student: str, teachers: tuple[str, ...], lengths: list[int]) -> Splitter:
-    ids = [family(name).bos_token_id for name in (student, *teachers)]
-    return Splitter((lengths[0], dict(enumerate(lengths[1:]))), (ids[0], dict(enumerate(ids[1:]))))
+    others = {i: (family(name), length) for i, (name, length) in enumerate(zip(teachers, lengths[1:]))}
+    return splitter_of(family(student), lengths[0], others)
 
 
 def sides_of(pieces: list[Piece], num_teachers: int) -> list[list[np.ndarray]]:
@@ -91,10 +91,10 @@ def test_only_a_stretch_without_a_shared_boundary_is_cut(student, teacher, text,
 def test_with_one_tokenizer_all_pieces_but_the_last_are_full(size, limit, has_bos):
     ids = np.arange(10, 10 + size, dtype=np.int32)
     encoded = Encoded(ids, ids % 3 == 0, left_out=("names",))
-    split = Splitter((limit, {}), (10 if has_bos else None, {}))
+    split = Splitter(Side(limit, (10,) if has_bos else ()), {})
     pieces = [part for part, _ in split.split(encoded, {})]
     assert all(len(part.input_ids) == limit for part in pieces[:-1])
-    assert np.array_equal(joined([part.input_ids for part in pieces], split.bos[0]), ids)
+    assert np.array_equal(joined([part.input_ids for part in pieces], 10 if has_bos else None), ids)
     for part in pieces[1:]:
         own = part.input_ids[1:] if has_bos else part.input_ids
         mask = part.label_mask[1:] if has_bos else part.label_mask

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from distill_rl.config.derive import wants_whole_batch
+from distill_rl.config.facts import wants_whole_batch
 from distill_rl.config.schema import Config
 from distill_rl.config.schema.fields import MISSING
 from distill_rl.errors import problem

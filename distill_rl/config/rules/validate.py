@@ -12,10 +12,9 @@ from distill_rl.config.derive import (
     rows_per_slot,
     rows_unit,
     suites_every,
-    wants_whole_batch,
     warmup_note,
 )
-from distill_rl.config.facts import Facts, running_teachers, teacher_rows
+from distill_rl.config.facts import Facts, running_teachers, teacher_rows, wants_whole_batch
 from distill_rl.config.measured import acceptance_note, best_metrics, is_suite_score, is_validated, unmeasured
 from distill_rl.config.reading.walk import as_yaml, leaves, pattern_of, values
 from distill_rl.config.rules.data import data_problems

@@ -48,7 +48,9 @@ from distill_rl.types import (
     DocumentBatch,
     LeftOut,
     RankBatch,
+    Row,
     TokenRows,
+    row_of,
 )
 
 
@@ -66,9 +68,10 @@ class BatchBuilder:
     ):
         self._tokenization, self._plan, self._num_teachers = tokenization, plan, len(teachers)
         self._teachers = {i: teacher for i, teacher in enumerate(teachers) if teacher is not None}
+        self._splitter = splitter_of(tokenization.tokenizer, tokenization.max_length, {}) if plan.split else None
 
     def build(
-        self, batch: DocumentBatch, skip: Collection[int] = ()
+        self, batch: DocumentBatch, skip: Collection[Row] = ()
     ) -> tuple[BatchInfo, list[RankBatch], list[list[RankBatch]]]:
         """Does `align` and `assemble` for a batch; for callers that have no processes to divide it among.
 
@@ -80,14 +83,14 @@ class BatchBuilder:
         info = replace(info, seconds=time.perf_counter() - began)
         return info, [*chain(*student)], [[*chain(*teacher)] for teacher in teachers]
 
-    def align(self, documents: Sequence[Mapping[str, Any]], skip: Collection[int] = ()) -> AlignedDocuments:
+    def align(self, documents: Sequence[Mapping[str, Any]], skip: Collection[Row] = ()) -> AlignedDocuments:
         """Tokenises documents and, if any teacher has its own tokenizer, aligns them (steps 1 to 3); deterministic.
 
         If any teacher has its own tokenizer, a document that fails for another reason than a DataError is left out and
         reported in `bad_rows`; otherwise its error is raised.
 
         Args:
-            skip: row numbers of documents to leave out; they count as empty.
+            skip: rows of documents to leave out; they count as empty.
 
         Raises:
             DataError: a document that the user has to fix; names its row.
@@ -100,16 +103,16 @@ class BatchBuilder:
         else:
             aligned = AlignedDocuments({})
             for document in documents:
-                aligned.add(int(document["row"]), None if document["row"] in skip else self._pieces(document))
+                row = row_of(document)
+                aligned.add(row, None if row in skip else self._pieces(document))
         self._require_known_ids(aligned)
         return aligned
 
     def _pieces(self, document: Mapping[str, Any]) -> list[Piece]:
         """What rows hold of a document if no teacher has its own tokenizer."""
-        if not self._plan.split:
+        if self._splitter is None:
             return [(self._tokenization.encode(document), {})]
-        splitter = splitter_of(self._tokenization.tokenizer, self._tokenization.max_length, {})
-        return splitter.split(self._tokenization.encode_all(document), {})
+        return self._splitter.split(self._tokenization.encode_all(document), {})
 
     def assemble(
         self, index: int, cursor: Cursor, parts: Sequence[AlignedDocuments]
@@ -157,8 +160,9 @@ class BatchBuilder:
         limit = self._plan.num_ids
         if limit is None:
             return
-        for row, tokens in zip(np.repeat(documents.rows, documents.num_pieces), documents.encoded):
-            unknown = tokens.input_ids[tokens.input_ids >= limit]
+        for row, pieces in zip(documents.rows, documents.by_document):
+            ids = np.concatenate([documents.encoded[i].input_ids for i in pieces])
+            unknown = ids[ids >= limit]
             if len(unknown):
                 token = self._tokenization.tokenizer.convert_ids_to_tokens(int(unknown[0]))
                 rule = f"has the token {token}, which a teacher that reads the student's tokens does not know"
@@ -197,6 +201,7 @@ def _summary(
         seconds=seconds,
         alignments=tuple(alignments),
         bad_rows=tuple(documents.bad_rows),
+        num_left_out=documents.present.count(False),
         left_out=_count_left_out(documents),
         num_incomplete=sum(bool(document.left_out) for document in firsts),
         num_unlabelled=sum(
@@ -208,7 +213,7 @@ def _summary(
 
 def _count_left_out(documents: AlignedDocuments) -> tuple[LeftOut, ...]:
     """What chat templates left out of a batch's documents: each part once, with its number of documents."""
-    first: dict[str, int] = {}
+    first: dict[str, Row] = {}
     counts: Counter[str] = Counter()
     for row, pieces in zip(documents.rows, documents.by_document):
         for what in documents.encoded[pieces[0]].left_out:

@@ -22,7 +22,7 @@ from distill_rl.data.batch.tokenization import NO_TOKENS, Encoded, Tokenization,
 from distill_rl.data.batch.unrendered import TemplateCoverage
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.errors import DataError
-from distill_rl.types import BadRow
+from distill_rl.types import BadRow, Row, row_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,8 @@ class AlignedDocuments:
     trained on."""
     encoded: list[Encoded] = field(default_factory=list)
     """The student's tokens, one per piece."""
-    rows: list[int] = field(default_factory=list)
-    """Row numbers in the data, one per document."""
+    rows: list[Row] = field(default_factory=list)
+    """One per document."""
     num_pieces: list[int] = field(default_factory=list)
     """One per document."""
     present: list[bool] = field(default_factory=list)
@@ -105,7 +105,7 @@ class AlignedDocuments:
     bad_rows: list[BadRow] = field(default_factory=list)
     """Documents that failed."""
 
-    def add(self, row: int, pieces: Sequence[Piece] | None) -> None:
+    def add(self, row: Row, pieces: Sequence[Piece] | None) -> None:
         """Adds a document; `pieces` is None for one that was skipped or failed."""
         self.rows.append(row)
         self.present.append(pieces is not None)
@@ -165,13 +165,13 @@ class DocumentAligner:
         tokenizers = {i: (teacher.tokenizer, max_lengths[i]) for i, teacher in teachers.items()}
         self._splitter = splitter_of(tokenization.tokenizer, tokenization.max_length, tokenizers) if split else None
 
-    def align(self, documents: Sequence[Mapping[str, Any]], skip: Collection[int] = ()) -> AlignedDocuments:
+    def align(self, documents: Sequence[Mapping[str, Any]], skip: Collection[Row] = ()) -> AlignedDocuments:
         """Tokenises and aligns documents, and cuts or splits them.
 
         A document that fails for another reason than a DataError is left out and reported in `bad_rows`.
 
         Args:
-            skip: row numbers of documents to leave out.
+            skip: rows of documents to leave out.
 
         Raises:
             DataError: a document that the user has to fix; names its row.
@@ -180,7 +180,7 @@ class DocumentAligner:
         tokenized: list[TokenizedDocument | None] = []
         for document in documents:
             tokens = None
-            if document["row"] not in skip:
+            if row_of(document) not in skip:
                 with _recording_failure(document, bad_rows):
                     tokens = self._tokenize(document)
             tokenized.append(tokens)
@@ -195,7 +195,7 @@ class DocumentAligner:
             if tokens is not None:
                 with _recording_failure(document, bad_rows):
                     pieces = self._split(tokens) if self._splitter else [self._cut(tokens)]
-            aligned.add(int(document["row"]), pieces)
+            aligned.add(row_of(document), pieces)
         return aligned
 
     def _tokenize(self, document: Mapping[str, Any]) -> TokenizedDocument:
@@ -289,14 +289,14 @@ class DocumentAligner:
 def _recording_failure(document: Mapping[str, Any], bad_rows: list[BadRow]) -> Iterator[None]:
     """Records a document that fails in the block in `bad_rows`, and suppresses the error.
 
-    DataErrors pass: the user has to fix those.
+    DataErrors pass, because the user has to fix those, and so does a lack of memory, which depends on the machine.
     """
     try:
         yield
-    except DataError:
+    except (DataError, MemoryError):
         raise
     except Exception as error:
-        bad_rows.append(BadRow(int(document["row"]), f"{type(error).__name__}: {error}"))
+        bad_rows.append(BadRow(row_of(document), f"{type(error).__name__}: {error}"))
 
 
 def _tokenize_for(

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
+_BLOCK = 256
+
 
 def first_fit(lengths: ArrayLike, capacity: ArrayLike) -> list[list[int]]:
     """Puts each document, in order, into the first row that has room for it; opens a new row if none has.
@@ -32,19 +34,29 @@ def first_fit(lengths: ArrayLike, capacity: ArrayLike) -> list[list[int]]:
     if not len(sizes):
         return []
     limits = np.broadcast_to(np.asarray(capacity, dtype=np.int64), sizes.shape[1:])
+    wrong = np.argwhere((sizes < 0) | (sizes > limits))
+    if len(wrong):
+        document, side = wrong[0].tolist()
+        raise ValueError(f"document {document} has {sizes[document, side]} tokens, a row holds {limits[side]}")
     rows: list[list[int]] = []
-    room = np.empty_like(sizes)  # of every open row, on each side; there are at most as many rows as documents
-    for document, size in enumerate(sizes):
-        wrong = np.flatnonzero((size < 0) | (size > limits))
-        if len(wrong):
-            raise ValueError(f"document {document} has {size[wrong[0]]} tokens, a row holds {limits[wrong[0]]}")
-        has_room = (room[: len(rows)] >= size).all(axis=1)
-        row = int(has_room.argmax()) if has_room.any() else len(rows)
+    # Of every row that may be opened, on each side; below 0 for those that are not open. `most` is the largest of every
+    # block of rows: blocks that are full are passed over at once.
+    room = np.full((len(limits), -(-len(sizes) // _BLOCK), _BLOCK), -1, dtype=np.int64)
+    most = room.max(axis=2)
+    for i, size in enumerate(sizes):
+        row = len(rows)
+        for candidate in np.flatnonzero((most >= size[:, None]).all(axis=0)).tolist():
+            fits = (room[:, candidate] >= size[:, None]).all(axis=0)
+            if fits.any():
+                row = candidate * _BLOCK + int(fits.argmax())
+                break
+        block, place = divmod(row, _BLOCK)
         if row == len(rows):
             rows.append([])
-            room[row] = limits
-        rows[row].append(document)
-        room[row] -= size
+            room[:, block, place] = limits
+        rows[row].append(i)
+        room[:, block, place] -= size
+        most[:, block] = room[:, block].max(axis=1)
     return rows
 
 

@@ -5,11 +5,13 @@ A document that fits into a row is one piece. With `cut`, so is any other: its b
 
 1. A piece ends at the last place within the limits of all sides where all tokenizations of the text can be cut
    (`Alignment.boundaries`), and the next one begins there. With one tokenizer, every token ends at such a place.
-2. If a tokenizer begins a document with bos, every piece begins with it. Only the last piece ends in eos.
+2. If a tokenizer begins a text with special tokens such as bos, every piece begins with them. Only the last piece ends in
+   eos.
 3. A stretch without such a place that is longer than a row is cut at each side's own limit. The next piece begins behind
    it.
 
-The first token of a piece is predicted only if bos comes before it, so without bos a split loses one token per piece.
+The first token of a piece is predicted only if one of these comes before it; without them a split loses one token per
+piece.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -29,17 +32,38 @@ Piece = tuple[Encoded, dict[int, Alignment]]
 
 
 @dataclass(frozen=True, slots=True)
+class Side:
+    """How one tokenizer's rows limit a piece."""
+
+    limit: int
+    """Most tokens of a piece, more than `prefix` has."""
+    prefix: tuple[int, ...] = ()
+    """Special tokens with which the tokenizer begins a text."""
+
+    @classmethod
+    def of(cls, tokenizer: Any, limit: int) -> Side:
+        """The side of a tokenizer; the prefix is what an empty text and another begin with."""
+        special = set(tokenizer.all_special_ids)
+        empty, other = (tokenizer(text)["input_ids"] for text in ("", "a"))
+        shared = takewhile(lambda pair: pair[0] == pair[1] and pair[0] in special, zip(empty, other))
+        return cls(limit, tuple(id for id, _ in shared))
+
+    def of_document(self, ids: np.ndarray) -> np.ndarray:
+        """int32 [0 or more]: the prefix, if a document begins with it."""
+        begins = ids[: len(self.prefix)]
+        return begins if begins.tolist() == list(self.prefix) else ids[:0]
+
+
+@dataclass(frozen=True, slots=True)
 class Splitter:
     """Splits documents into pieces that fit a row on every side.
 
     Args:
-        limits: most tokens of a piece, at least 2: the student's, then each teacher's that has its own tokenizer, by its
-            index.
-        bos: in the same order, the id with which a tokenizer may begin a document; None: it has none.
+        teachers: those with their own tokenizer, by index.
     """
 
-    limits: tuple[int, Mapping[int, int]]
-    bos: tuple[int | None, Mapping[int, int | None]]
+    student: Side
+    teachers: Mapping[int, Side]
 
     def split(self, encoded: Encoded, alignments: Mapping[int, Alignment]) -> list[Piece]:
         """All tokens of a document in pieces, in order; at least one piece.
@@ -50,14 +74,14 @@ class Splitter:
         """
         teachers = list(alignments)
         sides = [encoded.input_ids, *(alignments[i].teacher_ids for i in teachers)]
-        limits = np.array([self.limits[0], *(self.limits[1][i] for i in teachers)], dtype=np.int64)
+        rules = [self.student, *(self.teachers[i] for i in teachers)]
+        limits = np.array([side.limit for side in rules], dtype=np.int64)
         end = np.array([len(ids) for ids in sides], dtype=np.int64)
         if (end <= limits).all():
             return [(encoded, dict(alignments))]
         if not end[0]:
             return [(encoded, {i: alignment.part((0, 0), (0, 0)) for i, alignment in alignments.items()})]
-        bos = [self.bos[0], *(self.bos[1][i] for i in teachers)]
-        prefixes = [_prefix(ids, id) for ids, id in zip(sides, bos)]
+        prefixes = [side.of_document(ids) for side, ids in zip(rules, sides)]
         rooms = limits - np.array([len(prefix) for prefix in prefixes], dtype=np.int64)
         places = common_places(len(encoded.input_ids), alignments)
         pieces: list[Piece] = []
@@ -85,10 +109,8 @@ def splitter_of(tokenizer: Any, max_length: int, teachers: Mapping[int, tuple[An
         max_length: most tokens of the student in a row.
         teachers: tokenizer and most tokens in a row of each teacher that has its own, by its index.
     """
-    return Splitter(
-        limits=(max_length, {i: length for i, (_, length) in teachers.items()}),
-        bos=(tokenizer.bos_token_id, {i: other.bos_token_id for i, (other, _) in teachers.items()}),
-    )
+    sides = {i: Side.of(other, length) for i, (other, length) in teachers.items()}
+    return Splitter(Side.of(tokenizer, max_length), sides)
 
 
 def common_places(num_tokens: int, alignments: Mapping[int, Alignment]) -> np.ndarray:
@@ -125,8 +147,3 @@ def _next_places(places: np.ndarray, start: np.ndarray, room: np.ndarray) -> tup
         return places[fitting - 1], places[fitting - 1]
     following = places[int(places[:, 0].searchsorted(start[0], "right"))]
     return np.minimum(start + room, following), following
-
-
-def _prefix(ids: np.ndarray, bos: int | None) -> np.ndarray:
-    """int32 [0 or 1]: the bos that a document begins with, if it does."""
-    return ids[:1] if bos is not None and len(ids) and ids[0] == bos else ids[:0]

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.evals.options import LoadedSuite
-from distill_rl.evals.results.store import items_file, read_rows, to_line
-from distill_rl.system.files import write_atomic
+from distill_rl.evals.results.store import items_file, to_line
+from distill_rl.system.files import read_json_lines, write_atomic
 
 Sample = dict[str, Any]
 
@@ -41,7 +41,7 @@ def samples_of(loaded: Sequence[LoadedSuite], folder: Path, count: int) -> list[
     for entry in loaded:
         if entry.choose:
             continue
-        rows = {row["id"]: row for row in read_rows(items_file(folder, entry.suite.name))}
+        rows = {row["id"]: row for row in read_json_lines(items_file(folder, entry.suite.name))}
         for item_id in entry.drawn[:count]:
             row = rows[item_id]
             samples.append({
@@ -93,4 +93,4 @@ class SampleFile:
 
 def read_samples(path: Path) -> list[Sample]:
     """Returns the samples of a run in the order of the file; empty without a file. Invalid lines are skipped."""
-    return [row for row in read_rows(path) if isinstance(row.get("step"), int) and "completion" in row]
+    return [row for row in read_json_lines(path) if isinstance(row.get("step"), int) and "completion" in row]

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from distill_rl.errors import ConfigError
 from distill_rl.evals.results.result import Row
-from distill_rl.system.files import write_atomic, write_json
+from distill_rl.system.files import read_json_lines, write_atomic, write_json
 
 Key = Mapping[str, Any]
 """Everything that determines the rows of a suite: model, data, prompts, backend."""
@@ -74,13 +74,13 @@ class Store:
         result = _read_json(self._json)
         if result is not None:
             self._require_same(result, self._json)
-            self.rows = _by_id(read_rows(self._items))
+            self.rows = _by_id(read_json_lines(self._items))
             if len(self.rows) == result.get("num_items"):
                 self.result = result
                 self._partial.unlink(missing_ok=True)
                 return
             self.rows = {}  # the items file was deleted or damaged: evaluate again
-        lines = list(read_rows(self._partial))
+        lines = list(read_json_lines(self._partial))
         if lines:
             self._require_same(lines[0], self._partial)
             self.device = lines[0].get("device")
@@ -207,23 +207,6 @@ def _by_id(rows: Iterable[Mapping[str, Any]]) -> dict[str, Row]:
         if isinstance(row.get("id"), str) and isinstance(row.get("outcome"), str):
             by_id.setdefault(row["id"], dict(row))
     return by_id
-
-
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects in the complete lines of a file; nothing if there is no file.
-
-    Invalid lines are skipped, and so is a last line that a killed process left half-written.
-    """
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                row = json.loads(line) if line.endswith(b"\n") else None
-            except (ValueError, RecursionError):
-                row = None
-            if isinstance(row, dict):
-                yield row
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from distill_rl.config.schema import Config
 from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.errors import ConfigError
 from distill_rl.system.peak_memory import peak_gib
-from distill_rl.types import Cursor, DocumentBatch
+from distill_rl.types import Cursor, DocumentBatch, Row
 from distill_rl.workers.actors.rank import Worker
 from distill_rl.workers.cluster.gauges import Gauges
 
@@ -90,13 +90,13 @@ class AlignerWorker(Worker):
         self._builder = BatchBuilder(tokenization, self._plan, teachers)
 
     def align(
-        self, documents: Sequence[Mapping[str, Any]], skip: Collection[int] = ()
+        self, documents: Sequence[Mapping[str, Any]], skip: Collection[Row] = ()
     ) -> tuple[AlignerUse, AlignedDocuments]:
         """Tokenises documents and aligns them with teachers of other tokenizers. Needs `start`.
 
         Args:
             documents: of a batch, or of a part of one.
-            skip: row numbers in the data set of documents to leave out; they count as empty.
+            skip: rows of documents to leave out; they count as empty.
 
         Returns:
             What it took, for the driver; the documents, for `assemble`.

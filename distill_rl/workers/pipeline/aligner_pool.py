@@ -32,7 +32,7 @@ import ray
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.partition import cut
 from distill_rl.errors import DistillError
-from distill_rl.types import BadRow, BatchInfo, DocumentBatch
+from distill_rl.types import BadRow, BatchInfo, DocumentBatch, row_of
 from distill_rl.workers.actors.aligner import AlignerUse
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
@@ -298,7 +298,7 @@ class AlignerPool:
             except DistillError:
                 raise
             except Exception as error:
-                self._bad_rows.add(batch.source, BadRow(int(document["row"]), f"{type(error).__name__}: {error}"))
+                self._bad_rows.add(batch.source, BadRow(row_of(document), f"{type(error).__name__}: {error}"))
         self._build_once(pending)
 
     def _build_once(self, pending: PendingBatch) -> None:

@@ -12,7 +12,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from distill_rl.config.schema import Config
 from distill_rl.errors import DistillError, WorkerError
-from distill_rl.types import BadRow
+from distill_rl.types import BadRow, row_of
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
 from distill_rl.workers.pipeline.bad_rows import BadRows
@@ -73,7 +73,7 @@ class AlignerRecovery:
             DistillError: as for `recover`; or more rows are bad than the budget allows.
         """
         for document in self._bad_rows.others(source, documents):
-            row = int(document["row"])
+            row = row_of(document)
             calls = self._group.submit("try_row", document, ranks=[rank])
             try:
                 self._calls.gather(calls, what=f"aligning row {row}", timeout_s=self._config.aligner.deadline_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.errors import AlignmentError
-from distill_rl.types import BadRow, BatchInfo
+from distill_rl.system.files import append_json_lines, read_json_lines
+from distill_rl.types import BadRow, BatchInfo, Row, row_of
 
 log = logging.getLogger(__name__)
 
@@ -26,35 +26,32 @@ class BadRows:
         """Reads the rows that earlier parts of the run have listed in `path`, if it exists.
 
         Args:
-            path: JSON lines with source, row and reason; rows are appended to it.
+            path: JSON lines with source, row (of a joined text a list) and reason; rows are appended to it.
             budget: most rows that may be listed.
 
         Raises:
             AlignmentError: more than the budget are listed already.
         """
         self._path, self._budget = path, budget
-        self.rows: set[tuple[str, int]] = set()
+        self.rows: set[tuple[str, Row]] = set()
         """(`train` or `validation`, row)"""
-        for line in path.read_text("utf-8").splitlines(keepends=True) if path.exists() else ():
-            if line.endswith("\n"):  # a line that a kill cut off is ignored: its row will be found and listed again
-                entry = json.loads(line)
-                if "stage" not in entry:  # rows that the data left out have a budget of their own
-                    self.rows.add((entry["source"], entry["row"]))
+        for entry in read_json_lines(path):
+            if "stage" not in entry:  # rows that the data left out have a budget of their own
+                row = entry["row"]
+                self.rows.add((entry["source"], tuple(row) if isinstance(row, list) else row))
         self._check("see there")
 
-    def of(self, source: str, documents: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Returns the row numbers of those documents that are known to be bad, sorted.
+    def of(self, source: str, documents: Sequence[Mapping[str, Any]]) -> tuple[Row, ...]:
+        """Returns the rows of those documents that are known to be bad, in the order of the documents.
 
         Args:
             source: `train` or `validation`.
         """
-        numbers = {int(document["row"]) for document in documents}
-        return tuple(sorted({row for listed, row in self.rows if listed == source} & numbers))
+        return tuple(row for row in map(row_of, documents) if (source, row) in self.rows)
 
     def others(self, source: str, documents: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Returns the documents without those that are known to be bad; `source` as for `of`."""
-        bad = self.of(source, documents)
-        return [document for document in documents if int(document["row"]) not in bad]
+        return [document for document in documents if (source, row_of(document)) not in self.rows]
 
     def add(self, source: str, bad: BadRow) -> None:
         """Lists a row as left out, in the file and in memory, and logs why. Does nothing if it is listed already.
@@ -68,9 +65,8 @@ class BadRows:
         if (source, bad.row) in self.rows:
             return
         self.rows.add((source, bad.row))
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"source": source, "row": bad.row, "reason": bad.reason[:500]}) + "\n")
-        log.warning("row %d (%s) is left out: %s", bad.row, source, bad.reason)
+        append_json_lines(self._path, [{"source": source, "row": bad.row, "reason": bad.reason[:500]}])
+        log.warning("row %s (%s) is left out: %s", bad.row, source, bad.reason)
         self._check(f"the last: {bad.reason}")
 
     def _check(self, detail: str) -> None:
@@ -93,6 +89,6 @@ class LeftOutLog:
             before = self._documents[part.what]
             self._documents[part.what] = count = before + part.documents
             if not before:
-                log.warning("chats are read without %s, for instance row %d (%s)", part.what, part.row, source)
+                log.warning("chats are read without %s, for instance row %s (%s)", part.what, part.row, source)
             elif len(str(count)) > len(str(before)):
                 log.warning("chats are read without %s: %d so far", part.what, count)

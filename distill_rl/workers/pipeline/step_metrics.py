@@ -69,7 +69,7 @@ def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
         "align/unlabelled": Metric(info.num_unlabelled, "sum"),
         "align/tokens": Metric(info.num_tokens, "sum"),
         "align/rows": Metric(info.num_rows, "sum"),
-        "align/bad_rows": Metric(len(info.bad_rows), "sum"),
+        "align/bad_rows": Metric(info.num_left_out, "sum"),
         "align/efficiency": Metric(info.num_tokens / max(info.num_positions, 1), "mean", info.num_positions),
         "align/labelled": Metric(info.num_labels / max(info.num_tokens, 1), "mean", info.num_tokens),
         "align/queue": Metric(queue, "max"),

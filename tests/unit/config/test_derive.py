@@ -223,7 +223,9 @@ def test_reduction_per_step_costs_a_whole_gradient_per_rank(load):
     large = replace(MODEL, parameters=2 * WHOLE_GRADIENT_BYTES // 4)
     assert accumulated(model=large) == WHOLE_GRADIENT_BYTES
     assert accumulated(model=replace(large, parameters=large.parameters + 2)) == 0
-    assert accumulated("train.micro_batch_size=8") == 0, "one micro-batch has nothing to add up"
+    whole = ("train.micro_batch_size=8", "data.long_documents=cut")
+    assert accumulated(*whole) == 0, "one micro-batch has nothing to add up"
+    assert accumulated(whole[0]) > 0, "a document that is split makes a second one"
     assert accumulated("student.parallel.replicas=2") == 0, "one shard: the sum is the gradient itself"
 
 

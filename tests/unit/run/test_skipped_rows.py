@@ -41,3 +41,25 @@ def test_aligners_and_data_have_budgets_of_their_own(tmp_path):
     data.add(batch(1))
     with pytest.raises(DataError):
         data.add(batch(4))
+
+
+@pytest.mark.parametrize("torn", ['{"source": "tra', '{"row": 5, "source": "train"}\nnot JSON'])
+def test_a_line_that_a_kill_cut_off_harms_no_later_one(tmp_path, torn):
+    path = tmp_path / "bad_rows.jsonl"
+    SkippedRows(path, 4).add(batch(1))
+    with path.open("a") as file:
+        file.write(torn)
+    SkippedRows(path, 4).add(batch(1, 2))
+    BadRows(path, 4).add("train", BadRow(7, "cannot be aligned"))
+    assert SkippedRows(path, 2).add(batch(1, 2)) == 2
+    assert ("train", 7) in BadRows(path, 4).rows
+
+
+def test_a_joined_text_is_known_by_all_of_its_rows(tmp_path):
+    """Its first row may be in another text in the next epoch, which is not to be left out."""
+    path = tmp_path / "bad_rows.jsonl"
+    BadRows(path, 4).add("train", BadRow((3, 9), "cannot be aligned"))
+    known = BadRows(path, 4)
+    texts = [{"row": 3, "rows": rows, "text": "a"} for rows in ((3, 9), (3, 4), (3,))]
+    assert known.of("train", texts) == ((3, 9),)
+    assert known.others("train", texts) == texts[1:]

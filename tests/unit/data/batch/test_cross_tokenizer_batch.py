@@ -13,6 +13,7 @@ from distill_rl.data.batch.chat import render
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
+from distill_rl.data.batch.pieces import Side
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.errors import DataError
 from distill_rl.types import IGNORE_INDEX, Cursor, DocumentBatch, TokenRows
@@ -333,6 +334,7 @@ def test_skipped_and_failed_rows_are_empty_and_reported(student, teacher, monkey
     monkeypatch.setattr(aligner, "pair", fail_on_row_2)
     info, (part,), _ = build.build(batch)
     assert [(bad.row, bad.reason) for bad in info.bad_rows] == [(2, "ValueError: no such boundary")]
+    assert build.build(batch, skip=(0,))[0].num_left_out == 2
     assert (info.alignments[0].num_exact, info.alignments[0].methods) == (3, {"bytes": 3})
     for name in ("input_ids", "labels"):
         assert np.array_equal(getattr(part.rows, name), getattr(skipped.rows, name))
@@ -417,6 +419,40 @@ def test_a_document_is_split_with_one_tokenizer_too(student):
     kept = part.rows.input_ids[part.rows.input_ids > 2]  # without padding and eos
     assert (info.num_split, info.num_truncated, info.num_unlabelled) == (1, 0, 0)
     assert sorted(kept.tolist()) == sorted(tokens)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("other", [True, False])
+def test_a_batch_without_documents_is_padding(student, teacher, other, packing):
+    build = builder(student, teacher if other else None, packing=packing, split=True)
+    info, (part,), ((teacher_part,),) = build.build(documents([]))
+    assert (info.num_documents, info.num_tokens, info.num_labels) == (0, 0, 0)
+    assert (part.rows.labels == IGNORE_INDEX).all()
+    assert part.rows.shape[0] == teacher_part.rows.shape[0] > 0
+
+
+def test_a_joined_text_is_skipped_by_all_of_its_rows(student, teacher):
+    texts = [{"row": 3, "rows": rows, "text": f"text {rows}"} for rows in ((3, 9), (3, 4))]
+    batch = DocumentBatch(0, tuple(texts), Cursor())
+    info, _, _ = builder(student, teacher).build(batch, skip={(3, 9), 3})
+    assert info.num_left_out == 1
+
+
+@pytest.mark.parametrize("template", ["{bos} $A", "{bos} {bos} $A {eos}", "$A {eos}", "$A"])
+def test_every_piece_begins_with_the_special_tokens_of_a_text(student, template):
+    tokenizer = copy.deepcopy(student)
+    special = {"bos": tokenizer.bos_token, "eos": tokenizer.eos_token}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=template.format(**special),
+        special_tokens=[(token, tokenizer.convert_tokens_to_ids(token)) for token in {*special.values()}],
+    )
+    tokenizer.cls_token, tokenizer.bos_token = tokenizer.bos_token, None  # as BERT's
+    count = template.count("{bos}")
+    side = Side.of(tokenizer, LENGTH)
+    assert side.prefix == (student.bos_token_id,) * count
+    ids = np.array([*side.prefix, 7, 8], dtype=np.int32)
+    assert side.of_document(ids).tolist() == [*side.prefix]
+    assert not count or not len(side.of_document(ids[1:-1]))
 
 
 def test_a_skipped_document_is_one_empty_piece(student, teacher):

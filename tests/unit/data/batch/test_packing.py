@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from distill_rl.data.batch.packing import deal_by_length, first_fit
@@ -46,3 +47,19 @@ def test_groups_that_do_not_divide_evenly_stay_with_one_rank():
 
 def test_documents_of_equal_length_keep_their_order():
     assert deal_by_length([4, 4, 4, 4], group=1, ranks=1) == [0, 1, 2, 3]
+
+
+def test_first_fit_of_many_rows_is_the_plain_one():
+    draw = np.random.default_rng(0)
+    sizes = np.where(draw.random((3000, 2)) < 0.6, 90, draw.integers(0, 90, (3000, 2)))
+    rows: list[list[int]] = []
+    room: list[np.ndarray] = []
+    for i, size in enumerate(sizes):
+        row = next((r for r, left in enumerate(room) if (left >= size).all()), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(np.array([100, 110]))
+        rows[row].append(i)
+        room[row] -= size
+    assert len(rows) > 1000
+    assert first_fit(sizes, [100, 110]) == rows

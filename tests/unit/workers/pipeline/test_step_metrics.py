@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.observe.metrics import values
-from distill_rl.types import BadRow, BatchInfo, Cursor
+from distill_rl.types import BatchInfo, Cursor
 from distill_rl.workers.actors.teacher import TeacherStats
 from distill_rl.workers.pipeline.step_metrics import describe_alignment, describe_transport
 
 
 def test_batches_report_supervised_tokens_and_rows_left_out():
-    info = BatchInfo(0, Cursor(), 8, 4, 200, 50, 1, 0.5, bad_rows=(BadRow(3, "why"),), peak_gib=1.5, num_positions=250)
+    info = BatchInfo(0, Cursor(), 8, 4, 200, 50, 1, 0.5, num_left_out=1, peak_gib=1.5, num_positions=250)
     found = describe_alignment(info)
     assert (found["align/labelled"].value, found["align/labelled"].weight) == (0.25, 200)
     assert (found["align/efficiency"].value, found["align/efficiency"].weight) == (0.8, 250)
