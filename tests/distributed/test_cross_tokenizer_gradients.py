@@ -248,7 +248,7 @@ def train_projection(
 
 def test_a_learned_projection_matches_on_every_layout_and_resumes(folders, tmp_path):
     whole, values, losses = ranks.run_ranks(1, train_projection, 1, 1, folders, None)[0]
-    bridge = bridge_of(folders["projection"])
+    bridge = bridge_of(folders["projection0"])
     sums = torch.zeros(COLUMNS).index_add_(0, bridge.entry_rows, values)
     torch.testing.assert_close(sums[:OURS], torch.ones(OURS))
     assert (values > 0).all()

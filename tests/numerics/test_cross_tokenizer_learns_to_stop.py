@@ -80,7 +80,7 @@ def chance_to_stop(world, folders, method: str) -> tuple[float, float]:
     )  # fmt: skip
     config.teachers[0].export = "topk" if method in ("hybrid", "alm") else "logits"
     targets = engine_targets(TeacherEngine(config, config.teachers[0], world, vocabulary_size=THEIRS), theirs)
-    source = fixed_targets([targets], theirs.rows.widths)
+    source = fixed_targets([targets], [theirs.rows.widths])
     cross_tokenizer_specs = [CrossTokenizerSpec(method, str(folders["projection"]))]
     engine = StudentEngine(
         config, world, vocabulary_size=OURS, total_steps=120, cross_tokenizer_specs=cross_tokenizer_specs

@@ -20,6 +20,8 @@ Columns = Mapping[str, Sequence[str]]
 _QUESTION_COLUMNS = {"question", "problem", "prompt", "input"}
 """A first CSV record with one of these names is a header."""
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".arrow")
+_LONGEST_CELL = 1 << 30
+"""Characters of a cell of CSV; the module's own limit, 128 KiB, is shorter than some documents."""
 MAX_PROBLEMS = 20
 """Bad rows that are reported before reading stops."""
 
@@ -240,6 +242,7 @@ def _csv(path: Path, header: Sequence[str]) -> Iterator[tuple[int, Mapping[str, 
         DataError: during iteration, the file is no UTF-8 or no CSV.
     """
     names: Sequence[str] = ()
+    csv.field_size_limit(_LONGEST_CELL)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             for position, cells in enumerate(csv.reader(file), start=1):
