@@ -68,7 +68,7 @@ def test_two_ranks_give_the_completions_and_scores_of_one(tmp_path: Path) -> Non
         folder = write_model(tmp_path / name, name.removesuffix("-tied"), vocab_size=len(tokenizer), **settings)
         tokenizer.save_pretrained(folder)
         folders.append(str(folder))
-    split, nothing = run_ranks(2, evaluate, folders, group=False)
+    split, nothing = run_ranks(2, evaluate, folders, group=False, timeout=300)  # eleven models
     assert nothing is None
     for name, folder, (completions, scores) in zip(models, folders, split):
         whole_completions, whole_scores = outputs(LocalExecutor(), folder, SETTINGS)
