@@ -43,8 +43,9 @@ class Schedule:
         scale = lcm(*(share.denominator for share in shares))
         counts = [int(share * scale) for share in shares]
         common = int(np.gcd.reduce(np.array(counts, dtype=object)))
-        self._counts = [count // common for count in counts]
-        self._period = sum(self._counts)
+        self.counts = [count // common for count in counts]
+        """Documents of every source in a period."""
+        self._period = sum(self.counts)
         self._starts = [[0] * len(counts)]
         self._stretch = lru_cache(maxsize=4)(self._work_out)
 
@@ -56,7 +57,7 @@ class Schedule:
             self._stretch(len(self._starts) - 1)
         sources, ranks = self._stretch(stretch)
         source = sources[place]
-        return source, period * self._counts[source] + ranks[place]
+        return source, period * self.counts[source] + ranks[place]
 
     def _work_out(self, stretch: int) -> tuple[list[int], list[int]]:
         """The sources of a stretch, and how many documents of the source come before each within the period."""
@@ -65,17 +66,17 @@ class Schedule:
         sources, ranks = [], []
         waiting: list[tuple[int, int]] = []
         ready: list[tuple[int, int]] = []
-        for source, count in enumerate(self._counts):
+        for source, count in enumerate(self.counts):
             heapq.heappush(waiting, (done[source] * self._period // count, source))
         for place in range(first, min(first + _STRETCH, self._period)):
             while waiting and waiting[0][0] <= place:
                 source = heapq.heappop(waiting)[1]
-                heapq.heappush(ready, (-(-(done[source] + 1) * self._period // self._counts[source]), source))
+                heapq.heappush(ready, (-(-(done[source] + 1) * self._period // self.counts[source]), source))
             source = heapq.heappop(ready)[1]
             sources.append(source)
             ranks.append(done[source])
             done[source] += 1
-            heapq.heappush(waiting, (done[source] * self._period // self._counts[source], source))
+            heapq.heappush(waiting, (done[source] * self._period // self.counts[source], source))
         if len(self._starts) == stretch + 1:
             self._starts.append(done)
         return sources, ranks
@@ -150,8 +151,9 @@ class Mixture:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over the sources' fingerprints and weights."""
-        parts = [f"{source.fingerprint} {weight!r}" for source, weight in zip(self.sources, self.weights)]
+        """SHA-256 over the sources' fingerprints and the proportions of their weights."""
+        counts = Schedule(self.weights).counts
+        parts = [f"{source.fingerprint} {count}" for source, count in zip(self.sources, counts)]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def order(self, seed: int, *, windowed: bool = True) -> Order:

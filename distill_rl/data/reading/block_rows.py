@@ -15,7 +15,7 @@ from distill_rl.data.order import Blocks
 from distill_rl.data.reading.layouts import Layout
 from distill_rl.data.reading.lines import LineIndex
 from distill_rl.data.reading.records import PROBLEM, json_row, kind_of, text_row, with_columns
-from distill_rl.errors import DataError
+from distill_rl.errors import DataError, UnreadableFile
 
 _KEPT = 4
 
@@ -63,16 +63,24 @@ class GroupRows:
     Args:
         metadata: the file's footer.
         columns: those to read.
+        measured: those of them whose size counts, so that optional columns do not change the order.
         store: shared by the files of a source.
-        block_bytes: of every row group; 0: of each the bytes of the columns in the footer, uncompressed.
+        block_bytes: of every row group; 0: of each the bytes of the measured columns in the footer, uncompressed.
     """
 
     def __init__(
-        self, path: Path, metadata: pq.FileMetaData, columns: list[str], store: BlockStore, block_bytes: int = 0
+        self,
+        path: Path,
+        metadata: pq.FileMetaData,
+        columns: list[str],
+        measured: Collection[str],
+        store: BlockStore,
+        block_bytes: int = 0,
     ):
         self._path, self._metadata, self._columns, self._store = path, metadata, columns, store
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-        sizes = [block_bytes or _group_bytes(group, set(columns)) for group in groups]
+        leaves = _leaves_of(metadata.schema.to_arrow_schema(), measured)
+        sizes = [block_bytes or sum(group.column(i).total_uncompressed_size for i in leaves) for group in groups]
         ends = np.cumsum([group.num_rows for group in groups], dtype=np.int64)
         self.blocks = Blocks(ends, np.array(sizes, dtype=np.int64))
 
@@ -100,14 +108,26 @@ class GroupRows:
                 table = file.read_row_group(block, columns=self._columns, use_threads=False)
         except (pa.ArrowException, OSError) as error:
             rule, found = f"row group {block} is readable", str(error)[:200]
-            raise DataError(str(self._path), rule, found, "the file may be damaged") from error
+            raise UnreadableFile(str(self._path), rule, found, "the file may be damaged") from error
         return {name: _one_chunk(table.column(name)) for name in table.column_names}
 
 
-def _group_bytes(group: Any, columns: set[str]) -> int:
-    """Uncompressed bytes of some columns of a row group, by the footer."""
-    parts = [group.column(i) for i in range(group.num_columns)]
-    return sum(part.total_uncompressed_size for part in parts if part.path_in_schema.split(".")[0] in columns)
+def _leaves_of(schema: pa.Schema, names: Collection[str]) -> list[int]:
+    """The indices of the Parquet columns that hold some columns of a schema; a nested one has several."""
+    found: list[int] = []
+    first = 0
+    for field in schema:
+        count = _num_leaves(field.type)
+        if field.name in names:
+            found += range(first, first + count)
+        first += count
+    return found
+
+
+def _num_leaves(kind: pa.DataType) -> int:
+    """The number of Parquet columns of an Arrow type."""
+    children = [kind.field(i).type for i in range(kind.num_fields)]
+    return sum(map(_num_leaves, children)) if children else 1
 
 
 def _one_chunk(column: pa.ChunkedArray) -> Any:
@@ -162,11 +182,11 @@ class LineRows:
                 file.seek(first)
                 text = file.read(end - first)
         except OSError as error:
-            raise DataError(str(self._path), "is readable", str(error)) from error
+            raise UnreadableFile(str(self._path), "is readable", str(error)) from error
         lines = [line for line in text.split(b"\n") if line.strip()]
         if len(lines) != self._index.rows[block + 1] - self._index.rows[block]:
             rule = "has the lines that it had when it was opened"
-            raise DataError(str(self._path), rule, f"other lines from byte {first} on", "start again")
+            raise UnreadableFile(str(self._path), rule, f"other lines from byte {first} on", "start again")
         return lines
 
 
@@ -195,4 +215,4 @@ class WholeFile:
         try:
             return text_row(self._path.read_bytes(), f"{self._path}: row 0")
         except OSError as error:
-            raise DataError(str(self._path), "is readable", str(error)) from error
+            raise UnreadableFile(str(self._path), "is readable", str(error)) from error

@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import secrets
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from distill_rl.errors import DataError
 
 GIB = 1 << 30
+_ABANDONED_S = 24 * 3600.0
 
 
 def _silent(_: str) -> None:
@@ -51,24 +54,33 @@ def replacing(target: Path) -> Iterator[Path]:
     """Yields the path of a file to write, which becomes `target` when the block ends without an error.
 
     Raises:
-        DataError: the folder cannot be made, or the disk is full.
+        DataError: the folder cannot be made or written, or the disk is full.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(target.parent, error) from error
-    partial = target.with_suffix(f".{os.getpid()}.tmp{target.suffix}")
+    _remove_abandoned(target.parent)
+    partial = target.with_suffix(f".{secrets.token_hex(4)}.tmp{target.suffix}")
     try:
         yield partial
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(target)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise _unwritable(target.parent, error) from error
         raise
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Deletes what killed processes left half-written a day ago or longer."""
+    for path in folder.glob("*.tmp.*"):
+        with suppress(OSError):  # somebody else deleted it
+            if time.time() - path.stat().st_mtime > _ABANDONED_S:
+                path.unlink()
 
 
 def _unwritable(folder: Path, error: OSError) -> DataError:

@@ -86,15 +86,23 @@ class TextRows:
         return raise_problem({name: column[index].as_py() for name, column in self._columns.items()})
 
 
+class EmptyFile(DataError):
+    """A file without rows."""
+
+
 class HeadRows(TextRows):
     """The first rows of a file that is not converted yet; how many it has is not known."""
 
 
-def column_names(path: Path, sample_by: SampleBy = "line") -> list[str]:
+def column_names(path: Path, sample_by: SampleBy = "line", *, strict: bool = True) -> list[str]:
     """The columns of a file; for formats without a schema, those of the first row.
 
+    Args:
+        strict: False: of the first rows together, without those that cannot be read.
+
     Raises:
-        DataError: a damaged file, or one without rows (an Arrow or Parquet file only if it has no bytes).
+        EmptyFile: no rows (an Arrow or Parquet file only if it has no bytes).
+        DataError: a damaged file.
     """
     if path.stat().st_size == 0:
         raise _empty(path)
@@ -103,7 +111,7 @@ def column_names(path: Path, sample_by: SampleBy = "line") -> list[str]:
             return list(_open_arrow(path).column_names)
         if path.suffix == ".parquet":
             return list(pq.read_schema(path).names)
-        names = records.first_columns(path, sample_by)
+        names = records.first_columns(path, sample_by, strict=strict)
     except (pa.ArrowException, OSError, EOFError) as error:
         raise _damaged(path, error) from error
     if names is None:
@@ -137,13 +145,14 @@ def open_file(path: Path, layout: Layout, access: Access) -> Rows:
     """The columns of a file, other than an Arrow file, that the layout reads, with nothing else.
 
     Raises:
-        DataError: a missing column; a damaged file; one without rows; with `access.strict` and small data, a row that
-            does not fit the layout; a conversion that cannot be written, which is reported like a damaged file.
+        EmptyFile: no rows.
+        DataError: a missing column; a damaged file; with `access.strict` and small data, a row that does not fit the
+            layout; a conversion that cannot be written.
     """
     try:
         if path.suffix == ".parquet":
             return _open_parquet(path, layout, access)
-        layout.columns(column_names(path, access.sample_by), str(path))
+        layout.columns(column_names(path, access.sample_by, strict=access.strict), str(path))
         if not access.small or not access.strict:
             if path.suffix == ".txt" and access.sample_by == "document":
                 return WholeFile(path, access.store)
@@ -169,7 +178,7 @@ def _open_parquet(path: Path, layout: Layout, access: Access) -> Rows:
     if not (access.small and access.strict):
         if layout.format in ("text", "messages"):
             check_type(schema.field(layout.key).type, layout.kind, what)
-        return GroupRows(path, metadata, columns, access.store)
+        return GroupRows(path, metadata, columns, layout.required, access.store)
     import datasets
 
     with pq.ParquetFile(path, metadata=metadata) as file:
@@ -197,7 +206,7 @@ def _open_converted(path: Path, layout: Layout, access: Access) -> Rows:
     cache, names = access.cache, [*layout.required, *layout.optional]
     names += [] if access.strict else [PROBLEM]
     target = cache.entry(path, f"{layout}\0{access.strict}\0{access.sample_by}", ".parquet")
-    if not target.exists():
+    if not _is_complete(target):
         if not cache.write:
             return HeadRows(_table(path, layout, access, _HEAD_ROWS))
         cache.say(f"converting {path} ({size_text(path.stat().st_size)}) to Parquet, once, in {cache.folder}")
@@ -210,7 +219,16 @@ def _open_converted(path: Path, layout: Layout, access: Access) -> Rows:
             if not pq.read_metadata(partial).num_rows:
                 raise _empty(path)
         cache.say(f"converted  {path}: {size_text(target.stat().st_size)}")
-    return GroupRows(target, pq.read_metadata(target), names, access.store, _GROUP_BYTES)
+    return GroupRows(target, pq.read_metadata(target), names, (), access.store, _GROUP_BYTES)
+
+
+def _is_complete(target: Path) -> bool:
+    """Whether a converted copy exists with its footer, which is written last."""
+    try:
+        pq.read_metadata(target)
+    except (pa.ArrowException, OSError):
+        return False
+    return True
 
 
 def _batches(rows: Iterator[dict[str, str | None]], names: Sequence[str]) -> Iterator[pa.RecordBatch]:
@@ -306,9 +324,9 @@ def _open_arrow(path: Path) -> pa.Table:
         return pa.ipc.open_file(source).read_all()
 
 
-def _empty(path: Path) -> DataError:
+def _empty(path: Path) -> EmptyFile:
     """The error for a file without rows, for the caller to raise."""
-    return DataError(str(path), "at least one row", "an empty file")
+    return EmptyFile(str(path), "at least one row", "an empty file")
 
 
 def _damaged(path: Path, error: Exception) -> DataError:

@@ -152,6 +152,9 @@ def choose_layout(columns: Sequence[str], data: DataConfig, name: str) -> Layout
 
 def _recognised(columns: Sequence[str], data: DataConfig) -> Format:
     """The format that data with these columns have; "text" if they have none."""
+    names_a_text = data.text_key in columns and data.text_key not in _DEFAULT_KEYS
+    if names_a_text and data.messages_key in _DEFAULT_KEYS:
+        return "text"
     if data.messages_key in columns:
         return "messages"
     if data.text_key in columns or data.text_key not in _DEFAULT_KEYS or data.messages_key not in _DEFAULT_KEYS:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from distill_rl.data.reading.cache import Cache, replacing
+from distill_rl.errors import DataError
 
 BLOCK_BYTES = 4 << 20
 """Bytes that a block has at least, but for the last of a file. The order of large data depends on it."""
@@ -27,16 +29,21 @@ class LineIndex:
     def of(cls, path: Path, cache: Cache) -> LineIndex:
         """The index of a file, from the cache or by reading the file once, at the speed of the disk.
 
+        One that cannot be written to the cache is said, and made again next time.
+
         Raises:
-            OSError: the file cannot be read, or the cache not written.
+            OSError: the file cannot be read.
         """
         entry = cache.entry(path, f"lines {BLOCK_BYTES}", ".npy")
-        if entry.exists():
+        with suppress(OSError, ValueError, EOFError):  # there is none, or it is damaged
             return cls(*np.load(entry))
         index = _scan(path)
         if cache.write:
-            with replacing(entry) as partial:
-                np.save(partial, np.stack([index.offsets, index.rows]))
+            try:
+                with replacing(entry) as partial:
+                    np.save(partial, np.stack([index.offsets, index.rows]))
+            except (OSError, DataError) as error:
+                cache.say(f"not kept   the index of {path}, which is made again at every start: {error}")
         return index
 
 
@@ -44,14 +51,17 @@ def _scan(path: Path) -> LineIndex:
     """Reads a file and counts the rows of its blocks, each of which ends with a line."""
     offsets, rows = [0], [0]
     with path.open("rb") as file:  # a buffered read is full unless the file ends
-        rest = b""
+        parts: list[bytes] = []  # of the block; a line may be longer than it
         while chunk := file.read(BLOCK_BYTES):
             end = chunk.rfind(b"\n") + 1
-            block, rest = (rest + chunk[:end], chunk[end:]) if end else (b"", rest + chunk)
-            if block:
-                offsets.append(offsets[-1] + len(block))
-                rows.append(rows[-1] + _count(block))
-    if rest:
+            if not end:
+                parts.append(chunk)
+                continue
+            block = b"".join([*parts, chunk[:end]])
+            parts = [chunk[end:]]
+            offsets.append(offsets[-1] + len(block))
+            rows.append(rows[-1] + _count(block))
+    if rest := b"".join(parts):
         offsets.append(offsets[-1] + len(rest))
         rows.append(rows[-1] + _count(rest))
     return LineIndex(np.array(offsets, dtype=np.int64), np.array(rows, dtype=np.int64))

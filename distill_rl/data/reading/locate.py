@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import glob
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,8 @@ class DataFile:
 
     path: Path
     sample_by: SampleBy = "line"
+    strict: bool = True
+    """Whether a bad row is an error."""
 
     @property
     def name(self) -> str:
@@ -65,7 +68,7 @@ class DataFile:
         return [self.path]
 
     def columns(self) -> list[str]:
-        return files.column_names(self.path, self.sample_by)
+        return files.column_names(self.path, self.sample_by, strict=self.strict)
 
     def open(self, layout: Layout, access: files.Access) -> Part:
         """Opens the columns of the layout.
@@ -112,7 +115,9 @@ class Loaded:
         return Part(self.name, dataset)
 
 
-def locate(path: str, splits: Sequence[str], setting: str, data: DataConfig) -> list[DataFile | Loaded]:
+def locate(
+    path: str, splits: Sequence[str], setting: str, data: DataConfig, say: Callable[[str], None]
+) -> list[DataFile | Loaded]:
     """Everything that `path` names, sorted by path: files, Arrow folders, or one hub data set, which may be downloaded.
 
     Files are not opened yet. Folders and hub data sets are, which turns off the progress bars of `datasets`.
@@ -121,16 +126,20 @@ def locate(path: str, splits: Sequence[str], setting: str, data: DataConfig) -> 
         path: a file, a folder of files or of `datasets.save_to_disk`, a glob, or a hub name if nothing local has it.
         splits: if the data have splits, the first of these that exists is read.
         setting: the config key that holds `path`, for error messages.
-        data: subset and revision of a hub data set, and what a row of a text file is.
+        data: subset and revision of a hub data set, what a row of a text file is, and whether bad rows are skipped.
+        say: called with a line if files of a folder are left out because of their names.
 
     Raises:
         HubError: a hub name that cannot be reached.
         DataError: nothing there, no such split, damaged folders.
     """
-    local = _local_paths(path, splits, setting)
+    local = _local_paths(path, splits, setting, say)
     if not local:
         return [_open_hub(path, splits, setting, data)]
-    return [_open_folder(entry, splits) if entry.is_dir() else DataFile(entry, data.sample_by) for entry in local]
+    strict = data.bad_rows == "fail"
+    return [
+        _open_folder(entry, splits) if entry.is_dir() else DataFile(entry, data.sample_by, strict) for entry in local
+    ]
 
 
 def is_hub_name(path: str) -> bool:
@@ -144,7 +153,7 @@ def is_hub_name(path: str) -> bool:
     return not (slash and Path(owner).is_dir())
 
 
-def _local_paths(path: str, splits: Sequence[str], setting: str) -> list[Path]:
+def _local_paths(path: str, splits: Sequence[str], setting: str, say: Callable[[str], None]) -> list[Path]:
     """The files and folders that `path` names, sorted; empty for a hub name.
 
     A glob matches data files and Arrow folders, but not the files inside those folders. A folder stands for all data
@@ -153,6 +162,7 @@ def _local_paths(path: str, splits: Sequence[str], setting: str) -> list[Path]:
     Args:
         splits: as for `locate`.
         setting: the config key that holds `path`, for error messages.
+        say: as for `locate`.
 
     Raises:
         DataError: nothing there, a glob without a match, a file that is not a data file, a folder without any.
@@ -167,7 +177,7 @@ def _local_paths(path: str, splits: Sequence[str], setting: str) -> list[Path]:
             raise DataError(setting, f"a glob that matches {', '.join(files.SUFFIXES)} files or Arrow folders", path)
         return found
     if entry.is_dir():
-        return [entry] if _is_arrow_folder(entry) else _files_below(entry, splits, setting)
+        return [entry] if _is_arrow_folder(entry) else _data_below(entry, splits, setting, say)
     if entry.exists():
         if not entry.name.endswith(files.SUFFIXES):
             raise DataError(setting, f"a folder or a file ending in {', '.join(files.SUFFIXES)}", path)
@@ -177,8 +187,8 @@ def _local_paths(path: str, splits: Sequence[str], setting: str) -> list[Path]:
     raise DataError(setting, "an existing file, folder or glob, or a hub name", path, _nearby(entry))
 
 
-def _files_below(folder: Path, splits: Sequence[str], setting: str) -> list[Path]:
-    """The data files of a folder and its subfolders, sorted; hidden ones are left out.
+def _data_below(folder: Path, splits: Sequence[str], setting: str, say: Callable[[str], None]) -> list[Path]:
+    """The data files and Arrow folders in a folder and its subfolders, sorted; hidden ones are left out.
 
     If names of files or subfolders say `train`, `validation` or `test` (or a usual short form), the folder has these
     splits, as for `datasets`, and the first of `splits` among them is read.
@@ -186,9 +196,7 @@ def _files_below(folder: Path, splits: Sequence[str], setting: str) -> list[Path
     Raises:
         DataError: no data files, or none of the split.
     """
-    found = [path for path in sorted(folder.rglob("*")) if _is_data_file(path)]
-    found = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    found = _without_notes(found)
+    found = _without_notes(sorted(_walk(folder)))
     if not found:
         rule = f"a folder with files that end in {', '.join(files.SUFFIXES)}, or one of datasets.save_to_disk"
         raise DataError(setting, rule, str(folder), "it holds no data files")
@@ -200,8 +208,29 @@ def _files_below(folder: Path, splits: Sequence[str], setting: str) -> list[Path
         return found
     for split in splits:
         if split in by_split:
+            if len(by_split[split]) < len(found):
+                say(
+                    f"reading    {len(by_split[split])} of the {len(found)} files in {folder}: those of its split {split}"
+                )
             return by_split[split]
     raise DataError(str(folder), f"has the split {splits[-1]!r}", f"the splits {sorted(by_split)}", "set data.split")
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yields the data files and Arrow folders in a folder and its subfolders, links included; hidden ones are left out."""
+    seen: set[Path] = set()
+    for name, subfolders, names in os.walk(folder, followlinks=True):
+        here = Path(name)
+        if (real := here.resolve()) in seen:  # a link that leads back
+            subfolders.clear()
+            continue
+        seen.add(real)
+        if _is_arrow_folder(here):
+            subfolders.clear()
+            yield here
+            continue
+        subfolders[:] = [subfolder for subfolder in subfolders if not subfolder.startswith(".")]
+        yield from (here / name for name in names if not name.startswith(".") and _is_data_file(here / name))
 
 
 def _split_of(path: Path, wanted: Sequence[str]) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -23,6 +25,7 @@ PROBLEM = "distill_rl_problem"
 Record = tuple[str, Callable[[], dict[str, Any]]]
 """A row: its label for error messages, and a function that parses it or raises DataError."""
 SampleBy = Literal["line", "document"]
+_FIRST_ROWS = 128
 
 
 def kind_of(path: Path) -> str:
@@ -47,7 +50,7 @@ def records(path: Path, sample_by: SampleBy = "line") -> Iterator[Record]:
         sample_by: what a row of a text file is.
 
     Raises:
-        DataError: a list that is no valid JSON; a CSV file without a header.
+        DataError: a list that is no valid JSON; a CSV file whose header or quotes are wrong.
         OSError, pyarrow.ArrowException: a damaged file.
     """
     kind = kind_of(path)
@@ -81,19 +84,31 @@ def is_json_list(path: Path) -> bool:
 
 def _is_list(file: Any) -> bool:
     """Whether a file at its start begins with a list; does not move it."""
-    return bool(file.peek(64)[:64].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["))
+    return bool(file.peek(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["))
 
 
-def first_columns(path: Path, sample_by: SampleBy) -> list[str] | None:
+def first_columns(path: Path, sample_by: SampleBy, *, strict: bool = True) -> list[str] | None:
     """The columns of the first row, or None for a file without rows.
 
+    Args:
+        strict: False: those of the first rows together, without the ones that cannot be parsed.
+
     Raises:
-        DataError: the row cannot be parsed.
+        DataError: the row cannot be parsed; with `strict` False, none of the first rows can.
         OSError, pyarrow.ArrowException: a damaged file.
     """
-    for _, parse in records(path, sample_by):
-        return list(parse())
-    return None
+    found: dict[str, None] = {}
+    problem = None
+    for _, parse in islice(records(path, sample_by), 1 if strict else _FIRST_ROWS):
+        try:
+            found |= dict.fromkeys(parse())
+        except DataError as error:
+            if strict:
+                raise
+            problem = problem or error
+    if not found and problem is not None:
+        raise problem
+    return list(found) or None
 
 
 def documents(
@@ -104,8 +119,7 @@ def documents(
     So a column can hold objects of different shapes, such as the arguments of different tools.
 
     Args:
-        strict: check every row against the layout; otherwise a row that cannot be read has its reason in PROBLEM, and
-            other rows are not checked.
+        strict: raise for the first bad row; otherwise a bad row has its reason in PROBLEM.
 
     Raises:
         DataError: with `strict`, a row that is not an object, lacks a column, or does not fit the layout.
@@ -116,13 +130,13 @@ def documents(
         problem = None
         try:
             row = with_columns(parse(), layout, what)
-            if strict:
-                layout.document(row, lambda column, what=what: f"{what}, column {column!r}")  # type: ignore[misc]
+            layout.document(row, lambda column, what=what: f"{what}, column {column!r}")  # type: ignore[misc]
             values = {name: _as_text(row.get(name), f"{what}, column {name!r}") for name in names if name in row}
-        except DataError as error:
+        except (DataError, RecursionError) as error:
+            bad = error if isinstance(error, DataError) else DataError(what, "is nested less deeply", "too many levels")
             if strict:
-                raise
-            problem = str(error)
+                raise bad from error
+            problem = str(bad)
         yield values if strict else {**values, PROBLEM: problem}
 
 
@@ -158,14 +172,18 @@ def _csv_records(path: Path, file: IO[bytes]) -> Iterator[Record]:
     """Yields the rows of a CSV file, by the names in its header; a cell may hold line breaks in quotes."""
     csv.field_size_limit(1 << 30)  # the default, 128 KiB, is shorter than documents
     text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-    reader = csv.reader(text)
-    header = next(reader, None)
-    if header is None:
-        return
+    reader = csv.reader(text, strict=True)
     rows = (cells for cells in reader if cells)
-    for i, cells in enumerate(rows):
-        label = f"row {i} (to line {reader.line_num})"
-        yield label, partial(_csv_row, header, cells, f"{path}: {label}")
+    try:
+        header = next(rows, [])
+        if twice := [name for name, count in Counter(header).items() if count > 1]:
+            raise DataError(f"{path}: the header", "names every column once", f"{twice[0]!r} twice", "rename one")
+        for i, cells in enumerate(rows):
+            label = f"row {i} (to line {reader.line_num})"
+            yield label, partial(_csv_row, header, cells, f"{path}: {label}")
+    except csv.Error as error:
+        remedy = "the file may be truncated, or a quote inside a cell not doubled"
+        raise DataError(f"{path}: line {reader.line_num}", "is valid CSV", str(error), remedy) from error
 
 
 def _csv_row(header: Sequence[str], cells: Sequence[str], what: str) -> dict[str, Any]:

@@ -45,11 +45,21 @@ class Source:
         paths: the files whose content enters the fingerprint.
         store: the blocks of the parts that are in memory.
         large: whether the files are read block by block because of their size.
+        reading: what else decides which rows there are; enters the fingerprint.
     """
 
-    def __init__(self, parts: Sequence[Part], *, layout: Layout, paths: Sequence[Path], store: BlockStore, large: bool):
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        *,
+        layout: Layout,
+        paths: Sequence[Path],
+        store: BlockStore,
+        large: bool,
+        reading: str = "",
+    ):
         self.parts, self.layout, self._paths = tuple(parts), layout, tuple(paths)
-        self._store, self._large = store, large
+        self._store, self._large, self._reading = store, large, reading
         self.window_bytes = WINDOW_BYTES
         """Most memory of the blocks of a window; one of several sources has a share of it."""
         self._ends = np.cumsum([len(part.rows) for part in self.parts], dtype=np.int64)
@@ -118,13 +128,17 @@ class Source:
         except UnicodeDecodeError as error:
             found = f"byte 0x{error.object[error.start]:02x} at {error.start}"
             raise DataError(at(self.layout.key), "text is UTF-8", found) from error
-        return {"row": row, **self.layout.document(values, at)}
+        try:
+            return {"row": row, **self.layout.document(values, at)}
+        except RecursionError as error:
+            raise DataError(at(self.layout.key), "is nested less deeply", "too many levels") from error
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over the files' content (`content_hash`), format, column and selection of rows; not over paths."""
         content, layout = content_hash(self._paths), self.layout
         selection = f"\0{self._selection.description}" if self._selection else ""
+        selection += f"\0{self._reading}" if self._reading else ""
         return hashlib.sha256(f"{content}\0{layout.format}\0{layout.key}\0{selection}".encode()).hexdigest()
 
     def divide(self, rows: np.ndarray, *, described: tuple[str, str]) -> tuple[Source, Source]:
@@ -139,7 +153,14 @@ class Source:
         """
         parts = []
         for kept, description in zip((False, True), described):
-            part = Source(self.parts, layout=self.layout, paths=self._paths, store=self._store, large=self._large)
+            part = Source(
+                self.parts,
+                layout=self.layout,
+                paths=self._paths,
+                store=self._store,
+                large=self._large,
+                reading=self._reading,
+            )
             part.window_bytes = self.window_bytes
             part._selection = _Selection(rows, kept, description)
             part._kept_documents = {} if kept else None

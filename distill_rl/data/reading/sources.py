@@ -16,7 +16,7 @@ from distill_rl.data.order import random_order
 from distill_rl.data.reading import files
 from distill_rl.data.reading.block_rows import BlockStore
 from distill_rl.data.reading.cache import Cache, size_text
-from distill_rl.data.reading.layouts import choose_layout
+from distill_rl.data.reading.layouts import Layout, choose_layout
 from distill_rl.data.reading.locate import DataFile, HubError, Loaded, Part, is_hub_name, locate
 from distill_rl.data.reading.source import Source
 from distill_rl.errors import DataError
@@ -49,7 +49,8 @@ def names_of(data: DataConfig) -> list[str]:
     """A short name per source, for metrics and messages: the end of its path without a glob, numbered if others have it."""
     fixed = [[part for part in source.path.split("/") if part and not has_magic(part)] for source in data.sources]
     ends = [parts[-1] if parts else "files" for parts in fixed]
-    return [end if ends.count(end) == 1 else f"{end}.{i}" for i, end in enumerate(ends)]
+    names = [end if ends.count(end) == 1 else f"{end}.{i}" for i, end in enumerate(ends)]
+    return names if len(set(names)) == len(names) else [f"{end}.{i}" for i, end in enumerate(ends)]
 
 
 def open_source(
@@ -120,18 +121,21 @@ def open_one(
     path = path or data.path
     if not path:
         raise DataError(key, "a path or a hub name", "nothing")
-    origins = locate(path, splits or (data.split,), key, data)
-    layout = choose_layout(origins[0].columns(), data, origins[0].name)
+    strict = data.bad_rows == "fail"
+    origins = locate(path, splits or (data.split,), key, data, cache.say)
+    layout = _layout_of(origins, data)
     local = [origin.path for origin in origins if isinstance(origin, DataFile)]
     size = sum(files.bytes_in_memory(path) for path in local)
-    access = files.Access(cache, BlockStore(), size < files.SMALL_BYTES, data.bad_rows == "fail", data.sample_by)
+    access = files.Access(cache, BlockStore(), size < files.SMALL_BYTES, strict, data.sample_by)
     lines = sum(path.stat().st_size for path in local if path.suffix in (".jsonl", ".json", ".txt"))
     if not access.small and lines > 1 << 30:
         cache.say(f"counting   the lines of {path} ({size_text(lines)})")
 
-    def opened(origin: DataFile | Loaded) -> Part | DataError:
+    def opened(origin: DataFile | Loaded) -> Part | DataError | None:
         try:
             return origin.open(layout, access)
+        except files.EmptyFile as error:
+            return error if strict or len(origins) == 1 else None
         except DataError as error:
             return error
 
@@ -145,7 +149,26 @@ def open_one(
     if not sum(len(part.rows) for part in parts):
         raise DataError(key, "at least one row", f"an empty data set at {path}")
     content = [file for origin in origins for file in origin.content]
-    return Source(parts, layout=layout, paths=content, store=access.store, large=not access.small)
+    reading = ""
+    if data.sample_by != "line" and any(path.name.endswith((".txt", ".txt.gz", ".txt.zst")) for path in local):
+        reading = data.sample_by
+    return Source(parts, layout=layout, paths=content, store=access.store, large=not access.small, reading=reading)
+
+
+def _layout_of(origins: Sequence[DataFile | Loaded], data: DataConfig) -> Layout:
+    """The layout of the first file that has rows.
+
+    Raises:
+        EmptyFile: with `data.bad_rows: fail`, the first file is empty; otherwise all are.
+        DataError: as for `choose_layout`.
+    """
+    for origin in origins[:-1]:
+        try:
+            return choose_layout(origin.columns(), data, origin.name)
+        except files.EmptyFile:
+            if data.bad_rows == "fail":
+                raise
+    return choose_layout(origins[-1].columns(), data, origins[-1].name)
 
 
 def split_validation(

@@ -10,7 +10,7 @@ import pytest
 
 from distill_rl.config.schema import DataConfig, SourceConfig, ValidationConfig
 from distill_rl.data.loader import Loader
-from distill_rl.data.mixture import Schedule
+from distill_rl.data.mixture import Mixture, Schedule
 from distill_rl.data.reading.sources import names_of, open_source, split_validation
 from distill_rl.errors import DataError
 from distill_rl.types import TrainState
@@ -106,6 +106,14 @@ def test_names_of_sources_are_unique():
     paths = ["a/train.jsonl", "b/train.jsonl", "org/name", "/c/*.parquet", "*"]
     settings = DataConfig(sources=[SourceConfig(path=path) for path in paths])
     assert names_of(settings) == ["train.jsonl.0", "train.jsonl.1", "name", "c", "files"]
+    collide = DataConfig(sources=[SourceConfig(path=path) for path in ("c/x.1", "a/x", "b/x")])
+    assert len(set(names_of(collide))) == 3
+
+
+def test_only_the_proportions_of_weights_enter_the_fingerprint(tmp_path):
+    parts = [open_source(DataConfig(path=str(write_corpus(tmp_path / f"{i}.jsonl", rows=4)))) for i in range(2)]
+    prints = [Mixture(parts, weights, ["a", "b"]).fingerprint for weights in ((7, 3), (0.7, 0.3), (3, 7))]
+    assert prints[0] == prints[1] != prints[2]
 
 
 def test_skipped_rows_are_left_out_of_their_batch(tmp_path):

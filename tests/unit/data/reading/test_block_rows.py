@@ -19,7 +19,7 @@ from distill_rl.data.reading.block_rows import BlockStore
 from distill_rl.data.reading.cache import Cache
 from distill_rl.data.reading.lines import LineIndex
 from distill_rl.data.reading.sources import open_source, split_validation
-from distill_rl.errors import DataError
+from distill_rl.errors import DataError, UnreadableFile
 from distill_rl.types import TrainState
 
 QUIET = Cache(write=False)
@@ -164,3 +164,63 @@ def test_windows_of_the_order_have_a_bounded_size():
     assert sorted(rows) == list(range(1000))
     assert sorted(np.concatenate(windows).tolist()) == list(range(100))
     assert all(blocks.sizes[window].sum() <= 1000 or len(window) == 2 for window in windows)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x93NUMPY cut"])
+def test_a_damaged_index_is_made_again(tmp_path, monkeypatch, damage):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    data = corpus(tmp_path / "data", "jsonl", count=1)
+    whole = [dict(document) for document in map(open_source(data).__getitem__, range(100))]
+    (kept,) = (tmp_path / "cache").rglob("*.npy")
+    kept.write_bytes(damage)
+    assert [dict(document) for document in map(open_source(data).__getitem__, range(100))] == whole
+
+
+def test_a_long_line_is_indexed_in_one_pass(tmp_path):
+    path = tmp_path / "a.jsonl"
+    line = json.dumps({"text": "x" * 5000}).encode()
+    path.write_bytes(b'{"text": "a"}\n' + line + b"\n" + line)
+    index = LineIndex.of(path, QUIET)
+    assert index.offsets[-1] == path.stat().st_size
+    assert index.rows[-1] == 3
+    assert np.all(np.diff(index.offsets) > 0)
+
+
+@pytest.mark.parametrize("change", ["shorter", "gone"])
+def test_a_file_that_changed_ends_the_run_even_if_bad_rows_are_skipped(tmp_path, change):
+    data = corpus(tmp_path / "data", "jsonl", count=1)
+    data.bad_rows = "skip"
+    opened = open_source(data, cache=QUIET)
+    (path,) = (tmp_path / "data").iterdir()
+    path.write_bytes(path.read_bytes()[:1000]) if change == "shorter" else path.unlink()
+    loader = Loader(opened, batch_size=100, seed=0, steps=None, epochs=1, start=TrainState(), skip_bad_rows=True)
+    with pytest.raises(UnreadableFile):
+        list(loader)
+
+
+def test_blocks_of_a_column_with_a_dot_have_their_size(tmp_path):
+    table = pa.table(
+        {
+            "other": [[{"a": 1, "b": "x" * 50}]] * 40,
+            "meta.text": [f"{i} {'y' * 40}" for i in range(40)],
+            "meta": [{"text": "z"}] * 40,
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
+    opened = open_source(DataConfig(path=str(tmp_path / "a.parquet"), text_key="meta.text"), cache=QUIET)
+    sizes = opened.parts[0].rows.blocks.sizes
+    footer = pq.read_metadata(tmp_path / "a.parquet")
+    (leaf,) = (i for i in range(footer.num_columns) if footer.schema.column(i).max_definition_level == 1 and i == 2)
+    assert sizes.tolist() == [footer.row_group(i).column(leaf).total_uncompressed_size for i in range(4)]
+
+
+def test_optional_columns_do_not_change_the_order(tmp_path):
+    chat = [{"role": "user", "content": "a" * 30}]
+    table = pa.table({"messages": [chat] * 90, "tools": ["[]" + " " * (i % 7) * 50 for i in range(90)]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
+    orders = []
+    for key in ("tools", "none"):
+        opened = open_source(DataConfig(path=str(tmp_path / "a.parquet"), tools_key=key), cache=QUIET)
+        order = opened.order(0)
+        orders.append([order(i) for i in range(90)])
+    assert orders[0] == orders[1]

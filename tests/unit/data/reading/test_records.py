@@ -80,14 +80,19 @@ def test_a_refused_conversion_leaves_no_file(tmp_path, monkeypatch, cache):
     assert not list(cache.rglob("*.*"))
 
 
-@pytest.mark.parametrize("name", ["c.jsonl.gz", "c.jsonl"])
-def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch, name):
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "SMALL_BYTES", 0)
     (tmp_path / "file").touch()
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file"))
-    (tmp_path / name).write_bytes(COMPRESSED.get(name, JSONL))
+    (tmp_path / "c.jsonl.gz").write_bytes(COMPRESSED["c.jsonl.gz"])
     with pytest.raises(DataError, match=r"file/distill_rl: is writable .* set HF_DATASETS_CACHE"):
-        texts(tmp_path / name)
+        texts(tmp_path / "c.jsonl.gz")
+    (tmp_path / "c.jsonl").write_bytes(JSONL)
+    lines: list[str] = []
+    source = open_source(DataConfig(path=str(tmp_path / "c.jsonl")), cache=Cache(say=lines.append))
+    assert [source[i]["text"] for i in range(len(source))] == TEXTS
+    (line,) = lines
+    assert "made again at every start" in line
 
 
 @pytest.mark.parametrize("name", ["c.jsonl.gz", "c.jsonl.zst"])
@@ -167,3 +172,135 @@ def test_bad_rows_keep_their_places(tmp_path, monkeypatch, name, small):
     assert source[3]["text"] == "d"
     with pytest.raises(DataError):
         texts(tmp_path / name)
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz", "c.json"])
+def test_a_text_of_another_type_is_a_bad_row_in_every_container(tmp_path, monkeypatch, name, small):
+    if not small:
+        monkeypatch.setattr(files, "SMALL_BYTES", 0)
+    rows = [{"text": "a"}, {"text": 5}, {"text": ["x"]}, {"text": {"k": 1}}]
+    content = json.dumps(rows) if name == "c.json" else "\n".join(map(json.dumps, rows))
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+    source = open_source(DataConfig(path=str(path), bad_rows="skip"))
+    assert source[0]["text"] == "a"
+    for i in (1, 2, 3):
+        with pytest.raises(DataError, match="text"):
+            source[i]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("c.jsonl", b'{bad\n{"text": "b"}\n'),
+        ("c.jsonl", b'{"x": 1}\n{"text": "b"}\n'),
+        ("c.csv", b"text,n\na,1,1\nb,1\n"),
+    ],
+)
+def test_a_bad_first_row_is_skipped_like_others(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    source = open_source(DataConfig(path=str(tmp_path / name), bad_rows="skip"))
+    assert source[1]["text"] == "b"
+    with pytest.raises(DataError):
+        source[0]
+    with pytest.raises(DataError):
+        texts(tmp_path / name)
+
+
+@pytest.mark.parametrize("empty", [b"", b"\n\n"])
+def test_an_empty_shard_is_skipped_among_others(tmp_path, empty):
+    for name, content in {"a": empty, "b": b'{"text": "b"}\n', "c": empty}.items():
+        (tmp_path / f"{name}.jsonl").write_bytes(content)
+    assert texts(tmp_path, bad_rows="skip") == ["b"]
+    with pytest.raises(DataError, match="at least one row; got an empty file"):
+        texts(tmp_path)
+    with pytest.raises(DataError, match="at least one row; got an empty file"):
+        texts(tmp_path / "a.jsonl", bad_rows="skip")
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (b'text\n"open\nmore\nlast\n', "is valid CSV; got unexpected end of data"),
+        (b"text,text\na,b\n", "names every column once; got 'text' twice"),
+    ],
+)
+def test_csv_that_would_be_read_wrongly_is_refused(tmp_path, content, rule):
+    (tmp_path / "c.csv").write_bytes(content)
+    with pytest.raises(DataError, match=rule):
+        texts(tmp_path / "c.csv")
+
+
+def test_blank_lines_before_a_header_and_a_list(tmp_path):
+    (tmp_path / "c.csv").write_bytes(b"\n\ntext\na\n")
+    assert texts(tmp_path / "c.csv") == ["a"]
+    (tmp_path / "c.json").write_bytes(b" " * 2000 + b'[{"text": "a"},\n {"text": "b"}]')
+    assert texts(tmp_path / "c.json") == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz"])
+def test_deep_nesting_is_named(tmp_path, name):
+    row = b'{"messages": [{"role": "user", "content": "a", "x": ' + b"[" * 900 + b"]" * 900 + b"}]}\n"
+    (tmp_path / name).write_bytes(gzip.compress(row) if name.endswith(".gz") else row)
+    with pytest.raises(DataError, match="row 0"):
+        open_source(DataConfig(path=str(tmp_path / name)))[0]
+
+
+def test_folders_of_arrow_folders_are_read_once(tmp_path):
+    import datasets
+
+    for name in ("a", "b"):
+        datasets.Dataset.from_dict({"text": [name] * 5}).save_to_disk(str(tmp_path / "sets" / name))
+        (tmp_path / "sets" / name / "cache-1.arrow").write_bytes(
+            next((tmp_path / "sets" / name).glob("data-*.arrow")).read_bytes()
+        )
+    assert texts(tmp_path / "sets") == ["a"] * 5 + ["b"] * 5
+
+
+def test_files_left_out_for_their_split_are_said_and_links_are_followed(tmp_path):
+    for name in ("cooking", "train-stations"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "a.jsonl").write_text(json.dumps({"text": name}))
+    lines: list[str] = []
+    open_source(DataConfig(path=str(tmp_path / "data")), cache=Cache(say=lines.append))
+    assert lines == [f"reading    1 of the 2 files in {tmp_path / 'data'}: those of its split train"]
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "in").symlink_to(tmp_path / "data" / "cooking")
+    (linked / "back").symlink_to(linked)
+    assert texts(linked) == ["cooking"]
+
+
+def test_rows_of_text_enter_the_fingerprint(tmp_path):
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    by_line, by_document = (
+        open_source(DataConfig(path=str(tmp_path), sample_by=value)).fingerprint for value in ("line", "document")
+    )
+    assert by_line != by_document
+
+
+def test_a_key_that_was_set_is_read_beside_chats(tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"body": "a", "messages": [{"role": "user", "content": "b"}]}\n')
+    assert texts(tmp_path / "c.jsonl", text_key="body") == ["a"]
+    assert open_source(DataConfig(path=str(tmp_path / "c.jsonl"))).kind == "messages"
+
+
+def test_many_writers_of_one_copy_do_not_disturb_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "SMALL_BYTES", 0)
+    (tmp_path / "c.jsonl.gz").write_bytes(COMPRESSED["c.jsonl.gz"])
+    folder = tmp_path / "links"
+    folder.mkdir()
+    for i in range(6):
+        (folder / f"{i}.jsonl.gz").symlink_to(tmp_path / "c.jsonl.gz")
+    assert texts(folder) == TEXTS * 6
+
+
+@pytest.mark.parametrize("damage", [b"", b"PAR1 cut"])
+def test_a_damaged_copy_is_made_again(tmp_path, monkeypatch, cache, damage):
+    monkeypatch.setattr(files, "SMALL_BYTES", 0)
+    (tmp_path / "c.jsonl.gz").write_bytes(COMPRESSED["c.jsonl.gz"])
+    assert texts(tmp_path / "c.jsonl.gz") == TEXTS
+    (kept,) = cache.rglob("*.parquet")
+    kept.write_bytes(damage)
+    assert texts(tmp_path / "c.jsonl.gz") == TEXTS
