@@ -3,6 +3,7 @@
     DistillError                 exit code 1
     ├── ConfigError              exit code 2   a setting, or settings that do not fit together
     ├── DataError                exit code 2   rows, columns, files
+    │   └── UnreadableFile       exit code 2   a data file that is damaged as a whole, or has changed
     ├── AlignmentError           exit code 1   two tokenizations that cannot be matched
     ├── TransportError           exit code 1   a slot, a handle, a generation
     ├── WorkerError              exit code 1   an actor raised, died or overran its deadline

@@ -8,6 +8,7 @@ from distill_rl.errors import ConfigError, DistillError, WorkerError, problems_o
 TREE = {
     "ConfigError": 2,
     "DataError": 2,
+    "UnreadableFile": 2,
     "AlignmentError": 1,
     "TransportError": 1,
     "WorkerError": 1,
