@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from distill_rl.config.save import escaped
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError
-from distill_rl.observe.log import console
+from distill_rl.observe.log import console, say
 from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
 
 if TYPE_CHECKING:
@@ -118,7 +118,9 @@ def distill(
         if resume:
             settings["checkpoint.resume"] = "latest" if resume is True else resume
         with console():
-            found = gather(_source(config), (), _expanded(settings), clean=clean)
+            found = gather(
+                _source(config), (), _expanded(settings), clean=clean, say=lambda text: say(f"data      {text}")
+            )
             found = replace(found, problems=[line.replace(WAYS_ON, _WAYS_ON) for line in found.problems])
             checked = found.require_valid()
             paths = paths_of(checked)

@@ -28,12 +28,15 @@ def check(path: str, overrides: Sequence[str]) -> int:
     Raises:
         ConfigError: all problems found, after the configuration has been printed, if it could be read at all.
     """
+    reading: list[str] = []
     with status(f"checking  {path}"):
-        checked = gather(path, overrides, clean=True, download=False)
+        checked = gather(path, overrides, clean=True, download=False, say=reading.append)
     if checked.config is not None:
         print(to_yaml(checked.config), end="")
         if not problems(checked.config):  # sizes of invalid settings are meaningless
             print("\n".join(f"# {line}" for line in summary(checked.config, checked.facts)))
+    for line in reading:
+        print(f"# data       {printable(line)}")
     for note in checked.notes:
         print(f"# note       {printable(note)}")
     for name in checked.unreachable:

@@ -110,7 +110,7 @@ def _run(config: Config, paths: RunPaths, signals: Signals, facts: Facts, comman
     driver: Driver | None = None
     try:
         with signals.at_once():
-            job = prepare(config, paths, lambda text: say(f"data      {text}"))
+            job = prepare(config, paths)
         for source in facts.sources:
             say(f"data      {source}")
         if facts.step is not None:

@@ -174,7 +174,7 @@ def _read_sample(config: Config, key: str, source: Any, findings: Findings) -> d
         key: the setting with which the line about a bad row begins.
     """
     from distill_rl.data.loader import empty
-    from distill_rl.errors import DataError
+    from distill_rl.errors import DataError, UnreadableFile
 
     documents: dict[int, Any] = {}
     bad: list[str] = []
@@ -191,6 +191,9 @@ def _read_sample(config: Config, key: str, source: Any, findings: Findings) -> d
                 bad.append(f"row {document['row']}: {reason}")
             else:
                 documents[row] = document
+        except UnreadableFile as error:
+            findings.problems += [f"{key}: {text}" for text in error.problems]
+            break
         except DataError as error:
             bad.append(str(error))
     if bad and documents:

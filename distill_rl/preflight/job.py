@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan, pad_id
 from distill_rl.data.mixture import Interleaved, Mixture
 from distill_rl.data.order import Order
-from distill_rl.data.reading.cache import Cache
 from distill_rl.data.reading.source import Source
 from distill_rl.data.reading.sources import open_source, split_validation
 from distill_rl.errors import ConfigError
@@ -73,20 +72,16 @@ def _order_name(config: Config, *, windowed: bool) -> str:
     return f"run.seed={config.run.seed}{', shuffled blocks, version 1' if windowed else ''}"
 
 
-def prepare(config: Config, paths: RunPaths, say: Callable[[str], None] = lambda _: None) -> Job:
+def prepare(config: Config, paths: RunPaths) -> Job:
     """Makes the job of a checked configuration: opens the data, computes fingerprints, builds missing projections.
 
     Downloads hub models and data, projections are kept in `run.dir/.projections`, and no weights are loaded.
 
-    Args:
-        say: called with a line before data are converted or counted.
-
     Raises:
         ConfigError: a projection that cannot be built, or tokenizers that the settings do not allow.
     """
-    cache = Cache(say=say)
-    source = open_source(config.data, cache=cache)
-    train, validation = split_validation(source, config.data, config.run.seed, cache=cache)
+    source = open_source(config.data)
+    train, validation = split_validation(source, config.data, config.run.seed)
     tokenizer = tokenizer_of(config.student)
     teachers = running_teachers(config)
     teacher_tokenizers = [tokenizer_of(teacher) for teacher in teachers]

@@ -11,11 +11,20 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.faults.conftest import assert_same_student
-from tests.helpers.command import distill_rl, leftovers, running, series, shared_memory, temporary, until
+from tests.helpers.command import (
+    distill_rl,
+    leftovers,
+    running,
+    series,
+    shared_memory,
+    survivors,
+    temporary,
+    told,
+    until,
+)
 
 pytestmark = pytest.mark.cli
 
@@ -76,8 +85,8 @@ def live_until(moment: Moment, arguments: list, run: Path, log: Path) -> int:
         family |= leftovers(process.pid)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=30)
-    _, alive = psutil.wait_procs(list(family.values()), timeout=20)
-    assert not alive, [process.cmdline() for process in alive]
+    alive = survivors(family.values(), deadline_s=20)
+    assert not alive, told(alive)
     resumed = re.search(r"^resuming  from .*/(step-\d+)$", log.read_text(), re.MULTILINE)
     assert resumed is None or resumed[1] in whole, "only a committed checkpoint may be resumed"
     assert "damaged" not in log.read_text()

@@ -134,6 +134,17 @@ def _runs(process: psutil.Process) -> bool:
     return False
 
 
+def told(processes: Iterable[psutil.Process]) -> list[str]:
+    """The command lines of processes, for messages; their states if they end meanwhile."""
+    lines = []
+    for process in processes:
+        try:
+            lines.append(" ".join(process.cmdline()))
+        except psutil.Error as error:
+            lines.append(str(error))
+    return lines
+
+
 def actor_pid(root: int, name: str) -> int:
     """The process id of a Ray actor below `root`, found by the class name in its process title."""
     for process in leftovers(root).values():

@@ -14,7 +14,7 @@ import pytest
 
 import distill_rl
 from tests.cli.conftest import Material
-from tests.helpers.command import series, until
+from tests.helpers.command import series, survivors, told, until
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
 from tests.slurm.cluster import Slurm, slurm, why_not
@@ -99,8 +99,8 @@ class Job:
         raise AssertionError(f"no actor {name}: {[process.name() for process in self.seen.values()]}")
 
     def assert_nothing_left(self) -> None:
-        _, alive = psutil.wait_procs(list(self.seen.values()), timeout=60)
-        assert not alive, [" ".join(process.cmdline()) for process in alive]
+        alive = survivors(self.seen.values(), deadline_s=60)
+        assert not alive, told(alive)
         folder = str(self.run)
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):

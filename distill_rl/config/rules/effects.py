@@ -187,7 +187,7 @@ TABLE: tuple[NoEffect, ...] = (
     ),
     NoEffect(
         ("data.sample_by",),
-        lambda run: all(_is_file(path) and ".txt" not in Path(path).suffixes for path in run.data_paths),
+        lambda run: all(_is_file(path) and ".txt" not in Path(path.lower()).suffixes for path in run.data_paths),
         "there are no .txt files",
     ),
     NoEffect(("data.sources[].weight",), lambda run: len(run.config.data.sources) == 1, "there is one source only"),

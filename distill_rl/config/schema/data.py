@@ -48,7 +48,7 @@ class SourceConfig:
 @dataclass
 class DataConfig:
     path: Optional[str] = field(default=MISSING, metadata=NOT_EMPTY | {"unless": "sources"})
-    """Training data: an .arrow, .parquet, .json, .jsonl, .csv or .txt file, all but the first two perhaps with .gz or .zst behind; a folder or a glob of such files; an Arrow folder (`save_to_disk`); or the name of a dataset on the hub. Not needed with data.sources."""
+    """Training data: an .arrow, .parquet, .json, .jsonl, .ndjson, .csv or .txt file, all but the first two perhaps with .gz or .zst behind; a folder or a glob of such files; an Arrow folder (`save_to_disk`); or the name of a dataset on the hub. Not needed with data.sources."""
     sources: list[SourceConfig] = field(default_factory=list)
     """Several sources with weights, in place of data.path."""
     split: str = field(default="train", metadata=NOT_EMPTY)

@@ -31,8 +31,9 @@ from distill_rl.errors import DataError
 if TYPE_CHECKING:
     import datasets
 
-_PACKABLE = (".json", ".jsonl", ".txt", ".csv")
+_PACKABLE = (".json", ".jsonl", ".ndjson", ".txt", ".csv")
 SUFFIXES = (".arrow", ".parquet", *_PACKABLE, *(kind + packed for kind in _PACKABLE for packed in COMPRESSIONS))
+"""What names of data files end in, in lower or upper case."""
 SMALL_BYTES = 64 << 20
 """Data of less than this are read into memory, and checked, when they are opened."""
 HASH_WHOLE_BYTES = 1 << 30
@@ -107,9 +108,10 @@ def column_names(path: Path, sample_by: SampleBy = "line", *, strict: bool = Tru
     if path.stat().st_size == 0:
         raise _empty(path)
     try:
-        if path.suffix == ".arrow":
+        kind = records.kind_of(path)
+        if kind == ".arrow":
             return list(_open_arrow(path).column_names)
-        if path.suffix == ".parquet":
+        if kind == ".parquet":
             return list(pq.read_schema(path).names)
         names = records.first_columns(path, sample_by, strict=strict)
     except (pa.ArrowException, OSError, EOFError) as error:
@@ -121,9 +123,9 @@ def column_names(path: Path, sample_by: SampleBy = "line", *, strict: bool = Tru
 
 def bytes_in_memory(path: Path) -> int:
     """About how much memory the rows of a file take; 0 for an Arrow file, which is memory-mapped."""
-    if path.suffix == ".arrow":
+    if records.kind_of(path) == ".arrow":
         return 0
-    return path.stat().st_size * (_RATIO if path.suffix in COMPRESSIONS else 1)
+    return path.stat().st_size * (_RATIO if records.compression_of(path) else 1)
 
 
 def open_arrow(path: Path, layout: Layout) -> datasets.Dataset:
@@ -149,14 +151,15 @@ def open_file(path: Path, layout: Layout, access: Access) -> Rows:
         DataError: a missing column; a damaged file; with `access.strict` and small data, a row that does not fit the
             layout; a conversion that cannot be written.
     """
+    kind, packed = records.kind_of(path), records.compression_of(path)
     try:
-        if path.suffix == ".parquet":
+        if kind == ".parquet":
             return _open_parquet(path, layout, access)
         layout.columns(column_names(path, access.sample_by, strict=access.strict), str(path))
-        if not access.small or not access.strict:
-            if path.suffix == ".txt" and access.sample_by == "document":
+        if not packed and not (access.small and access.strict):
+            if kind == ".txt" and access.sample_by == "document":
                 return WholeFile(path, access.store)
-            if path.suffix in (".json", ".jsonl", ".txt") and not records.is_json_list(path):
+            if kind in (".json", ".jsonl", ".txt") and not records.is_json_list(path):
                 return LineRows(path, LineIndex.of(path, access.cache), layout, access.store)
         if access.small:
             return TextRows(_table(path, layout, access))

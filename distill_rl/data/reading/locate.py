@@ -17,7 +17,7 @@ from distill_rl.config.schema import DataConfig
 from distill_rl.data.reading import files
 from distill_rl.data.reading.columns import check_type
 from distill_rl.data.reading.layouts import Layout
-from distill_rl.data.reading.records import SampleBy
+from distill_rl.data.reading.records import SampleBy, kind_of
 from distill_rl.errors import DataError
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ CHECK_BYTES = 256 << 20
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_PROBE_S = 10.0
 _FOLDER_FILES = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
-_TEXT = (".txt", ".txt.gz", ".txt.zst")
 _SPLITS = {
     "train": {"train", "training"},
     "validation": {"validation", "valid", "val", "dev"},
@@ -80,7 +79,7 @@ class DataFile:
             DataError: a missing column; a damaged file; a column of another type; a row that does not fit the layout; a
                 file without rows, other than an Arrow file.
         """
-        if self.path.suffix == ".arrow":
+        if kind_of(self.path) == ".arrow":
             return Loaded(self.name, files.open_arrow(self.path, layout)).open(layout, access)
         return Part(self.name, files.open_file(self.path, layout, access))
 
@@ -147,7 +146,7 @@ def is_hub_name(path: str) -> bool:
 
     A name with an owner is not one if a folder with the owner's name exists here. Asks no hub.
     """
-    if not _HUB_NAME.fullmatch(path) or path.endswith(files.SUFFIXES) or Path(path).exists():
+    if not _HUB_NAME.fullmatch(path) or path.lower().endswith(files.SUFFIXES) or Path(path).exists():
         return False
     owner, slash, _ = path.partition("/")
     return not (slash and Path(owner).is_dir())
@@ -172,14 +171,14 @@ def _local_paths(path: str, splits: Sequence[str], setting: str, say: Callable[[
         found = sorted(Path(name) for name in glob.glob(str(entry), recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
         folders = {name for name in found if _is_arrow_folder(name)}
         found = [name for name in found if name in folders or (_is_data_file(name) and name.parent not in folders)]
-        found = found if path.endswith(_TEXT) else _without_notes(found)
+        found = found if _is_text(Path(path)) else _without_notes(found)
         if not found:
             raise DataError(setting, f"a glob that matches {', '.join(files.SUFFIXES)} files or Arrow folders", path)
         return found
     if entry.is_dir():
         return [entry] if _is_arrow_folder(entry) else _data_below(entry, splits, setting, say)
     if entry.exists():
-        if not entry.name.endswith(files.SUFFIXES):
+        if not entry.name.lower().endswith(files.SUFFIXES):
             raise DataError(setting, f"a folder or a file ending in {', '.join(files.SUFFIXES)}", path)
         return [entry]
     if is_hub_name(path):
@@ -244,13 +243,18 @@ def _split_of(path: Path, wanted: Sequence[str]) -> str:
 
 def _without_notes(paths: list[Path]) -> list[Path]:
     """The paths without text files, if there are others: a README.txt beside Parquet files is no data."""
-    others = [path for path in paths if not path.name.endswith(_TEXT)]
+    others = [path for path in paths if not _is_text(path)]
     return others or paths
 
 
 def _is_data_file(path: Path) -> bool:
     """Whether a path is a data file by its name, and not one that describes a data set."""
-    return path.is_file() and path.name.endswith(files.SUFFIXES) and path.name not in _FOLDER_FILES
+    return path.is_file() and path.name.lower().endswith(files.SUFFIXES) and path.name not in _FOLDER_FILES
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a path is a text file by its name, compressed or not."""
+    return kind_of(path) == ".txt"
 
 
 def _is_arrow_folder(path: Path) -> bool:

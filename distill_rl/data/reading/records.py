@@ -29,15 +29,22 @@ _FIRST_ROWS = 128
 
 
 def kind_of(path: Path) -> str:
-    """The suffix of a file without that of its compression: `.jsonl` of `a.jsonl.gz`."""
-    return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
+    """The suffix of a file in lower case, without that of its compression: `.jsonl` of `a.JSONL.gz` and of `a.ndjson`."""
+    kind = (Path(path.stem) if compression_of(path) else path).suffix.lower()
+    return ".jsonl" if kind == ".ndjson" else kind
+
+
+def compression_of(path: Path) -> str | None:
+    """What a file is compressed with, as Arrow names it, by its suffix; None if it is not."""
+    return COMPRESSIONS.get(path.suffix.lower())
 
 
 def open_bytes(path: Path) -> IO[bytes]:
     """A file for reading, decompressed if its suffix says so."""
-    if path.suffix not in COMPRESSIONS:
+    compression = compression_of(path)
+    if compression is None:
         return path.open("rb")
-    stream = pa.input_stream(str(path), compression=COMPRESSIONS[path.suffix])
+    stream = pa.input_stream(str(path), compression=compression)
     return io.BufferedReader(stream, 1 << 20)  # type: ignore[arg-type]
 
 

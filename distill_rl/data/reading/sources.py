@@ -18,6 +18,7 @@ from distill_rl.data.reading.block_rows import BlockStore
 from distill_rl.data.reading.cache import Cache, size_text
 from distill_rl.data.reading.layouts import Layout, choose_layout
 from distill_rl.data.reading.locate import DataFile, HubError, Loaded, Part, is_hub_name, locate
+from distill_rl.data.reading.records import compression_of, kind_of
 from distill_rl.data.reading.source import Source
 from distill_rl.errors import DataError
 
@@ -127,7 +128,8 @@ def open_one(
     local = [origin.path for origin in origins if isinstance(origin, DataFile)]
     size = sum(files.bytes_in_memory(path) for path in local)
     access = files.Access(cache, BlockStore(), size < files.SMALL_BYTES, strict, data.sample_by)
-    lines = sum(path.stat().st_size for path in local if path.suffix in (".jsonl", ".json", ".txt"))
+    counted = [path for path in local if kind_of(path) in (".jsonl", ".json", ".txt") and not compression_of(path)]
+    lines = sum(path.stat().st_size for path in counted)
     if not access.small and lines > 1 << 30:
         cache.say(f"counting   the lines of {path} ({size_text(lines)})")
 

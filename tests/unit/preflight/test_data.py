@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 
-from distill_rl.data.reading import files
+from distill_rl.data.reading import files, sources
 from distill_rl.preflight import gather
 
 ROWS = [json.dumps({"text": f"row {i}"}) for i in range(40)]
@@ -55,6 +55,23 @@ def test_rows_that_will_be_left_out_are_noted(material, tmp_path):
     assert lines[0].startswith(
         "data.path: some row must be readable; got 20 bad rows; the first: row 0: the text is empty"
     )
+
+
+def test_a_file_that_disappears_while_it_is_checked_is_no_bad_row(material, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "SMALL_BYTES", 0)
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(ROWS))
+    opening = sources.open_one
+
+    def open_and_delete(*arguments, **options):
+        source = opening(*arguments, **options)
+        path.unlink()
+        return source
+
+    monkeypatch.setattr(sources, "open_one", open_and_delete)
+    (line,) = gather(material / "run.yaml", [f"data.path={path}", "data.bad_rows=skip"]).problems
+    assert line.startswith(f"data.path: {path}")
+    assert "bad rows" not in line
 
 
 def test_compressed_files_are_checked_by_their_first_rows(material, tmp_path, monkeypatch):

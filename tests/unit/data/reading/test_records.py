@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from distill_rl.config.schema import DataConfig
@@ -230,6 +231,18 @@ def test_csv_that_would_be_read_wrongly_is_refused(tmp_path, content, rule):
     (tmp_path / "c.csv").write_bytes(content)
     with pytest.raises(DataError, match=rule):
         texts(tmp_path / "c.csv")
+
+
+@pytest.mark.parametrize("name", ["c.ndjson", "C.JSONL", "c.ndjson.GZ", "c.Parquet"])
+def test_suffixes_of_json_lines_and_in_upper_case(tmp_path, name):
+    path = tmp_path / "data" / name
+    path.parent.mkdir()
+    if name == "c.Parquet":
+        pq.write_table(pa.table({"text": ["a", "b"]}), path)
+    else:
+        lines = b'{"text": "a"}\n{"text": "b"}\n'
+        path.write_bytes(gzip.compress(lines) if name.endswith(".GZ") else lines)
+    assert texts(path) == texts(path.parent) == texts(tmp_path / "data" / "*") == ["a", "b"]
 
 
 def test_blank_lines_before_a_header_and_a_list(tmp_path):
