@@ -8,6 +8,7 @@
     ├── TransportError           exit code 1   a slot, a handle, a generation
     ├── WorkerError              exit code 1   an actor raised, died or overran its deadline
     ├── CheckpointError          exit code 2   foreign, newer, damaged or missing checkpoint
+    ├── StoreError               exit code 2   a store of targets that is foreign, damaged, or lacks what is needed
     ├── NumericsError            exit code 1   NaN or Inf where none may be
     └── GpuMemoryError           exit code 1   a GPU has too little memory left
 
@@ -137,3 +138,7 @@ class NumericsError(DistillError):
 
 class GpuMemoryError(DistillError):
     pass
+
+
+class StoreError(DistillError):
+    exit_code = 2

@@ -20,6 +20,8 @@ import numpy as np
 
 IGNORE_INDEX = -100
 """The label of a position that is not trained on."""
+NAME_BYTES = 16
+"""Length of a document's name in a store of targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,22 @@ def _common_width(widths: np.ndarray | None) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
+class PieceRef:
+    """What a row holds of a document, by which a store of targets finds it. Most documents are one piece."""
+
+    name: bytes
+    """Of the document (`data.batch.naming`)."""
+    first: int
+    """Tokens of the document before the piece."""
+    prefix: int
+    """Special tokens, such as bos, that begin a later piece and are not at this place in the document."""
+    length: int
+    """Tokens in the row, with the prefix."""
+    whole: bool
+    """Whether the piece reaches the end of the document."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankBatch:
     """The contiguous part of a global batch that one data-parallel rank of a student or teacher reads.
 
@@ -164,6 +182,8 @@ class RankBatch:
     num_labels: int
     chunks: tuple[ChunkRows | None, ...] = ()
     """For the student only: one per running teacher, None for a teacher that reads the student's rows."""
+    pieces: tuple[tuple[PieceRef, ...], ...] = ()
+    """For a teacher whose targets are read or stored: of every row, what it holds, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +248,8 @@ class BatchInfo:
     """Documents that could not be aligned, and were not known to be bad."""
     num_left_out: int = 0
     """Documents without which the batch was made: these, and those known to be bad."""
+    num_not_stored: int = 0
+    """Documents left out because a store of targets does not have them."""
     left_out: tuple[LeftOut, ...] = ()
     """Parts of chats that chat templates left out."""
     num_incomplete: int = 0

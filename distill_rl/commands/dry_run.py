@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
 from distill_rl.config.derive import gpus_of_run
+from distill_rl.config.facts import without_student
 from distill_rl.config.save import require_no_secret, save_config
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError, problems_of
@@ -22,7 +23,14 @@ ROOT = Path(__file__).parents[2]
 """The repository, which contains the template of the batch script."""
 
 
-def write_batch_script(path: str, overrides: Sequence[str], *, gpus_per_node: int) -> int:
+def write_batch_script(
+    path: str,
+    overrides: Sequence[str],
+    *,
+    gpus_per_node: int,
+    change: Callable[[Config, list[str]], Config] = lambda config, _: config,
+    store: Path | None = None,
+) -> int:
     """Writes `submit.yaml` and `submit.sbatch` into the run directory and prints how to submit them; returns 0.
 
     The configuration is checked first, for use on a cluster.
@@ -32,17 +40,20 @@ def write_batch_script(path: str, overrides: Sequence[str], *, gpus_per_node: in
 
     Args:
         gpus_per_node: GPUs of each node of the cluster, 0 for none.
+        change: as for `gather`.
+        store: for a capture: the folder that it fills. The run directory is then that of the capture.
 
     Raises:
         DistillError: bad input (all problems at once), or an installation without `launch/`.
     """
     setup_console()
     # With an address, this machine's own GPUs and cores are not checked. The job replaces it by its cluster's address.
-    checked = gather(path, [*overrides, "ray.address=auto"])
+    checked = gather(path, [*overrides, "ray.address=auto"], change=change)
     if gpus_per_node < 0:
         error = ConfigError("--gpus-per-node", "must be 0 or more", gpus_per_node, "0: nodes without GPUs")
         checked.problems.append(str(error))
     config = checked.require_valid(lambda config: _batch_script_problems(config, gpus_per_node))
+    used = config if store is None else without_student(config)
     template = ROOT / "launch" / "slurm.sbatch"
     if not template.is_file():
         raise DistillError("--dry-run", "needs launch/ of the repository", f"no {template}", "install with pip -e")
@@ -53,8 +64,9 @@ def write_batch_script(path: str, overrides: Sequence[str], *, gpus_per_node: in
         config, ray=replace(config.ray, address=None), checkpoint=replace(config.checkpoint, resume=None)
     )
     save_config(submitted, settings)
-    nodes, gpus = layout(config, gpus_per_node)
-    write_atomic(script, fill(template.read_text("utf-8"), settings, run, nodes=nodes, gpus=gpus, folder=Path.cwd()))
+    nodes, gpus = layout(used, gpus_per_node)
+    text = template.read_text("utf-8")
+    write_atomic(script, fill(text, settings, run, nodes=nodes, gpus=gpus, folder=Path.cwd(), store=store))
     say(f"layout    {nodes} {'node' if nodes == 1 else 'nodes'}, {gpus} {'GPU' if gpus == 1 else 'GPUs'} on each")
     say(f"wrote     {settings}")
     say(f"wrote     {script}")
@@ -92,7 +104,9 @@ def layout(config: Config, gpus_per_node: int) -> tuple[int, int]:
     return ceil(needed / gpus_per_node), min(needed, gpus_per_node)
 
 
-def fill(template: str, settings: Path, run: Path, *, nodes: int, gpus: int, folder: Path) -> str:
+def fill(
+    template: str, settings: Path, run: Path, *, nodes: int, gpus: int, folder: Path, store: Path | None = None
+) -> str:
     """The text of `launch/slurm.sbatch` for one run: its #SBATCH options and its variables for paths, filled in.
 
     Without GPUs the option `gpus-per-node` is dropped; `chdir` is added after `output`.
@@ -102,6 +116,7 @@ def fill(template: str, settings: Path, run: Path, *, nodes: int, gpus: int, fol
         run: the run directory, in which Slurm's log is written.
         nodes, gpus: number of nodes, and of GPUs on each.
         folder: working directory of the job, to which relative paths of the configuration refer.
+        store: the folder that a capture fills; None for a training run.
 
     Raises:
         DistillError: the template does not set CONFIG, RUN_DIR or DISTILL_RL_ROOT on exactly one line.
@@ -123,7 +138,10 @@ def fill(template: str, settings: Path, run: Path, *, nodes: int, gpus: int, fol
         if option == "output":  # the template has no --chdir
             lines.append(f"#SBATCH --chdir={options.pop('chdir')}")
     text = "\n".join(lines) + "\n"
-    for variable, path in {"CONFIG": settings, "RUN_DIR": run, "DISTILL_RL_ROOT": ROOT}.items():
+    paths = {"CONFIG": settings, "RUN_DIR": run, "DISTILL_RL_ROOT": ROOT}
+    if store is not None:
+        paths["STORE"] = store
+    for variable, path in paths.items():
         assignments = re.findall(rf"^{variable}=\S+(?: *#.*)?$", text, flags=re.MULTILINE)
         if len(assignments) != 1:
             raise DistillError(

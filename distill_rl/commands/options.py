@@ -71,6 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
         _command(commands, "check", "check.check", "print the resolved configuration and derived sizes", description)
     )
 
+    _add_store(commands)
     _add_service(commands)
     _add_eval(commands)
     _add_align(commands)
@@ -89,6 +90,45 @@ def _command(commands: Any, name: str, function: str, summary: str, description:
     parser = commands.add_parser(name, help=summary, description=description)
     parser.set_defaults(command=function)
     return parser.add_argument
+
+
+def _add_store(commands: Any) -> None:
+    """Adds the commands capture and store to the subparsers."""
+    description = (
+        "Run the teachers of a configuration over its data and store what they would send to a student, so that any "
+        "number of students can be trained without them (docs/store.md). The same command goes on after a stop."
+    )
+    add = _command(
+        commands, "capture", "capture.capture", "store the teachers' targets, for training later", description
+    )
+    _add_config_and_overrides(add)
+    add("--out", required=True, type=Path, metavar="STORE", help="folder of the store; made if it does not exist")
+    add("--dry-run", action="store_true", help="only write the resolved configuration and a Slurm batch script")
+    gpus_help = f"for --dry-run: GPUs of a node; 0: none; default: {GPUS_PER_NODE}"
+    add("--gpus-per-node", type=int, metavar="N", help=gpus_help)
+
+    store = commands.add_parser("store", help="describe, verify, merge and export stores of targets")
+    actions = store.add_subparsers(title="actions", metavar="ACTION", required=True)
+    add = _command(
+        actions, "info", "store.info", "print what a store holds", "Print teacher, contents, size and retained mass."
+    )
+    add("store", type=Path, metavar="STORE", help="folder of the store")
+    add = _command(
+        actions,
+        "verify",
+        "store.verify",
+        "compare all checksums",
+        "Read all of a store; exits with 2 if it is damaged.",
+    )
+    add("store", type=Path, metavar="STORE", help="folder of the store")
+    description = "Copy the targets of several stores of one teacher into one, each piece once."
+    add = _command(actions, "merge", "store.merge", "put several stores together", description)
+    add("stores", type=Path, nargs="+", metavar="STORE", help="folders of stores")
+    add("--out", required=True, type=Path, metavar="STORE", help="folder to copy them to; may be a store")
+    description = "Write a store as Parquet files that other tools can read."
+    add = _command(actions, "export", "store.export", "write a store as Parquet", description)
+    add("store", type=Path, metavar="STORE", help="folder of the store")
+    add("--out", required=True, type=Path, metavar="DIR", help="new folder for the files")
 
 
 def _add_service(commands: Any) -> None:

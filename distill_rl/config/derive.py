@@ -12,6 +12,7 @@ from distill_rl.config.facts import (
     TeacherFacts,
     row_width,
     running_teachers,
+    runs_model,
     teacher_length,
     teacher_rows,
     wants_whole_batch,
@@ -264,9 +265,15 @@ def compute_groups(config: Config) -> list[int]:
     return [layout.dp * layout.tp for layout in layouts]
 
 
+def gpu_groups(config: Config) -> list[int]:
+    """Number of ranks of the student, then of each running teacher with a model: those that use a GPU where there are any."""
+    needs = [True, *(runs_model(teacher) for teacher in running_teachers(config))]
+    return [ranks for ranks, need in zip(compute_groups(config), needs) if need]
+
+
 def gpus_of_ranks(config: Config) -> int:
     """Number of GPUs that student and teachers use: one for every rank, or colocated one for the i-th rank of all."""
-    ranks = compute_groups(config)
+    ranks = gpu_groups(config)
     return sum(ranks) if config.ray.placement == "disaggregated" else max(ranks)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
 from distill_rl.config.schema import Config, TeacherConfig
@@ -148,6 +148,22 @@ class Facts:
 def running_teachers(config: Config) -> list[TeacherConfig]:
     """The teachers that the run starts: none if loss.kd_weight is 0."""
     return list(config.teachers) if config.loss.kd_weight > 0 else []
+
+
+def runs_model(teacher: TeacherConfig) -> bool:
+    """Whether the run loads this teacher's model: not if all of its targets are read from a store."""
+    return teacher.backend != "store" or teacher.missing == "live"
+
+
+def without_student(config: Config) -> Config:
+    """The configuration of a run that starts teachers only: the student has no ranks, whatever it says of rows."""
+    parallel = replace(config.student.parallel, dp=0, replicas=1)
+    return replace(config, student=replace(config.student, parallel=parallel))
+
+
+def targets_store(teacher: TeacherConfig) -> str | None:
+    """The folder of the store that the run reads this teacher's targets from, or writes them to; None without one."""
+    return teacher.store if teacher.backend == "store" else teacher.cache
 
 
 def comparisons(config: Config, facts: Facts) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from distill_rl.config.paths import replace_paths
+from distill_rl.config.paths import replace_paths, teacher_folder
 from distill_rl.config.reading.interpolate import resolve
 from distill_rl.config.reading.overrides import apply_overrides, apply_settings, merge
 from distill_rl.config.reading.walk import Findings, build
@@ -67,6 +67,9 @@ def read_config(
     resolved = resolve(raw, partial(_lookup, raw), findings)
     config = build(Config, resolved, findings)
     replace_paths(config, partial(_known_home, findings))
+    for teacher in config.teachers:
+        if teacher.store and not teacher.model:
+            teacher.model = teacher_folder(teacher.store)
     return config, findings
 
 

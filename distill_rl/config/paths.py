@@ -15,13 +15,21 @@ _Text = TypeVar("_Text", str, str | None)
 def absolute(config: Config) -> Config:
     """A copy in which every path that exists on this machine is absolute and `~` is expanded.
 
-    That includes globs in an existing folder, and always `run.dir`. Anything else, such as a name on the hub or of a
+    That includes globs in an existing folder, and always `run.dir` and `teachers[].cache`. Anything else, such as a name on the hub or of a
     built-in suite, stays as it is.
     """
     config = deepcopy(config)
     replace_paths(config, lambda _, text: _absolute(text))
     config.run.dir = str(Path(config.run.dir).expanduser().absolute())
+    for teacher in config.teachers:
+        if teacher.cache is not None:
+            teacher.cache = str(Path(teacher.cache).expanduser().absolute())
     return config
+
+
+def teacher_folder(store: str) -> str:
+    """The folder in a store with the files that describe its teacher: all that a model's folder has but weights."""
+    return str(Path(store) / "teacher")
 
 
 def replace_paths(config: Config, change: Callable[[str, Any], Any]) -> None:
@@ -30,6 +38,9 @@ def replace_paths(config: Config, change: Callable[[str, Any], Any]) -> None:
     models |= {f"teachers.{i}": teacher for i, teacher in enumerate(config.teachers)}
     for key, model in models.items():
         model.model, model.tokenizer = change(f"{key}.model", model.model), change(f"{key}.tokenizer", model.tokenizer)
+    for i, teacher in enumerate(config.teachers):
+        teacher.store = change(f"teachers.{i}.store", teacher.store)
+        teacher.cache = change(f"teachers.{i}.cache", teacher.cache)
     config.data.path = change("data.path", config.data.path)
     for i, source in enumerate(config.data.sources):
         source.path = change(f"data.sources.{i}.path", source.path)

@@ -60,7 +60,7 @@ def decisive(config: Config) -> dict[str, Any]:
     (train.steps, train.epochs), so that a finished run can be extended.
     """
     tree = asdict(config)
-    for section in ("prefetch", "transport", "checkpoint", "evaluate", "observe", "ray"):
+    for section in ("prefetch", "transport", "checkpoint", "evaluate", "capture", "observe", "ray"):
         del tree[section]
     del tree["run"]["name"], tree["run"]["dir"]
     for key in ("report_after_s", "stopped_s", "teacher_restarts", "aligner_restarts"):
@@ -72,7 +72,9 @@ def decisive(config: Config) -> dict[str, Any]:
     for key in ("activation_checkpointing", "compile", "attention"):
         del tree["student"][key]
     for teacher in tree["teachers"]:
-        del teacher["micro_batch_size"], teacher["attention"], teacher["backend"]
+        del teacher["micro_batch_size"], teacher["attention"], teacher["backend"], teacher["store"], teacher["cache"]
+        if teacher["missing"] != "skip":  # which documents are trained on
+            del teacher["missing"]
     for key in ("workers", "deadline_s", "fast_ids", "dp"):
         del tree["aligner"][key]
     return dict(flat(tree))

@@ -58,6 +58,11 @@ class World:
         """The ranks that hold the same tensor-parallel part and see other rows."""
         return self.mesh.get_group(DP)
 
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the parts of one copy of the model and see the same rows."""
+        return self.mesh.get_group(TP)
+
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh over which FSDP2 distributes parameters: ("dp",), or with replicas ("replica", "shard")."""

@@ -33,6 +33,7 @@ from distill_rl.preflight.machine import (
 from distill_rl.preflight.memory import compare_memory
 from distill_rl.preflight.opened import Findings, Opened, open_models
 from distill_rl.preflight.pairs import compared_ids, projection_problems, teacher_facts, vocabulary_problems
+from distill_rl.preflight.stores import cache_problems, stored_ids_problems
 from distill_rl.preflight.suites import check_suites
 from distill_rl.transport.room import total_bytes
 
@@ -77,6 +78,7 @@ def gather(
     clean: bool = False,
     download: bool = True,
     say: Callable[[str], None] = lambda _: None,
+    change: Callable[[Config, list[str]], Config] = lambda config, _: config,
 ) -> Checked:
     """Reads, validates and inspects a configuration and the run directory, so that a user sees every problem at once.
 
@@ -88,10 +90,13 @@ def gather(
         source, overrides, settings: as for `read_config`.
         clean: whether the run directory may hold an earlier run, which the run will delete; nothing is deleted here.
         download, say: as for `inspect`.
+        change: what a command makes of the settings before they are checked; it may add and remove problems, which are
+            lines.
     """
     config, invalid = read_config(source, overrides, settings)
     if config is None:
         return Checked(None, invalid.lines, [], Facts())
+    config = change(config, invalid.lines)
     inspected = inspect(config, download=download, say=say)
     later = [*validate.problems(config), *inspected.problems, *run_directory.problems(config, clean=clean)]
     lines = invalid.lines + [text for text in later if text.partition(":")[0] not in invalid.keys]
@@ -115,7 +120,9 @@ def inspect(config: Config, *, download: bool = True, say: Callable[[str], None]
     models = [student, *teachers]
     problems += _fit_problems(config, models)
     problems += vocabulary_problems(config, student, teachers)
+    problems += stored_ids_problems(student, teachers)
     problems += projection_problems(config, student, teachers)
+    problems += cache_problems(config, teachers, on_gpu=visible_gpus() > 0)
     facts = data_facts(config, student, teachers, findings, Cache(write=download, say=say))
     facts = replace(
         facts,

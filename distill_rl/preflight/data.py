@@ -19,6 +19,7 @@ from distill_rl.preflight.expected import expect, source_facts
 from distill_rl.preflight.labels import check_labels
 from distill_rl.preflight.opened import Findings, Opened
 from distill_rl.preflight.pairs import check_alignment, template_problems
+from distill_rl.preflight.stores import compare_documents
 
 if TYPE_CHECKING:
     from distill_rl.data.reading.cache import Cache
@@ -81,6 +82,8 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
             check_labels(config, "data.validation", training.kind, held_out, student, findings)
     if not problems:
         check_alignment(config, documents, student, teachers, findings)
+    if not problems and not validate.problems(config):
+        compare_documents(config, training, validation, student, teachers, findings, cache.say)
     facts = Facts(
         num_documents=len(training) if training.exact else None,
         data_kind=training.kind,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.config.derive import cross_tokenizer_loss
-from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts, running_teachers, splits_documents
+from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts, running_teachers, runs_model, splits_documents
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan, pad_id
 from distill_rl.data.mixture import Interleaved, Mixture
@@ -22,6 +22,7 @@ from distill_rl.errors import ConfigError
 from distill_rl.models.files.facts import fingerprint_model, read_model_facts
 from distill_rl.models.hub import read_config, resolve, stops_of, tokenizer_hash, tokenizer_of, vocabulary_size
 from distill_rl.preflight.shared_vocabulary import SharedVocabulary, shared_vocabulary
+from distill_rl.store.manifest import read_manifest
 from distill_rl.system.files import sha256
 from distill_rl.types import CrossTokenizerSpec, RunPaths
 
@@ -152,9 +153,10 @@ def _teacher_facts(
     Args:
         spec: how it is compared over chunks of text; None: token by token, over the `num_ids` ids of `shared`.
     """
+    model = _model_facts(teacher) if runs_model(teacher) else None
     if spec is not None:
-        return TeacherFacts(_model_facts(teacher), vocabulary_size(tokenizer), spec.method)
-    return TeacherFacts(_model_facts(teacher), num_ids, tokens_apart=str(shared))
+        return TeacherFacts(model, vocabulary_size(tokenizer), spec.method)
+    return TeacherFacts(model, num_ids, tokens_apart=str(shared))
 
 
 def _cross_tokenizer_spec(
@@ -225,14 +227,19 @@ def _template_fingerprints(source: Source | Mixture, tokenizers: Mapping[str, An
     return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 
+def _weights(teacher: TeacherConfig) -> str:
+    """The hash of a teacher's weights, from its model or, if that does not run, from its store."""
+    if not runs_model(teacher):
+        assert teacher.store is not None
+        return read_manifest(Path(teacher.store)).weights
+    return fingerprint_model(resolve(teacher.model, teacher.revision, weights=True))
+
+
 def _model_fingerprints(config: Config) -> dict[str, str]:
     """Hashes, by name, of the student's config.json and of every running teacher's model folder.
 
     Downloads hub models, weights included, so that all workers find them in the cache.
     """
     student = resolve(config.student.model, config.student.revision, weights=True)
-    teachers = {
-        f"teacher {teacher.name}": fingerprint_model(resolve(teacher.model, teacher.revision, weights=True))
-        for teacher in running_teachers(config)
-    }
+    teachers = {f"teacher {teacher.name}": _weights(teacher) for teacher in running_teachers(config)}
     return {"student": sha256(student / "config.json"), **teachers}

@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from distill_rl.config.derive import compute_groups, evaluator_problem, suites_every
-from distill_rl.config.facts import Facts, running_teachers
+from distill_rl.config.derive import evaluator_problem, gpu_groups, suites_every
+from distill_rl.config.facts import Facts, running_teachers, runs_model
 from distill_rl.config.measured import is_suite_score
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import problem, problems_of
@@ -106,8 +106,8 @@ def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
     if evaluator := evaluator_problem(config, gpus):
         yield evaluator
     groups = [("student", config.student.parallel)]
-    groups += [(f"teachers.{i}", teacher.parallel) for i, teacher in enumerate(running_teachers(config))]
-    needed = compute_groups(config)
+    groups += [(f"teachers.{i}", t.parallel) for i, t in enumerate(running_teachers(config)) if runs_model(t)]
+    needed = gpu_groups(config)
     remedy = "lower dp or tp, or join a cluster with ray.address"
     if config.ray.placement == "disaggregated":
         if sum(needed) > gpus:

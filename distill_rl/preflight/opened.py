@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.config.facts import ModelFacts, running_teachers
+from distill_rl.config.facts import ModelFacts, running_teachers, runs_model
 from distill_rl.config.reading.walk import MISSING
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.errors import DistillError, first_line, problem
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from distill_rl.preflight.shared_vocabulary import SharedVocabulary
+    from distill_rl.store.store import Store
 
 
 @dataclass
@@ -39,6 +40,8 @@ class Opened:
     """Ids by which the model ends an answer, besides those that its tokenizer names."""
     cross_tokenizer_loss: str | None = None
     """For a teacher: its cross-tokenizer loss; None if its tokenizer is the student's."""
+    store: Store | None = None
+    """For a teacher that is read from a store."""
     shared: SharedVocabulary | None = None
     """For a teacher that is compared token by token: the ids that are compared."""
 
@@ -76,9 +79,15 @@ def open_models(config: Config, findings: Findings) -> tuple[Opened, list[Opened
 
     What fails is added to the findings. `cross_tokenizer_loss` of the teachers is left None (`vocabulary_problems`).
     """
+    from distill_rl.preflight.stores import open_stores
+
     student = Opened("student", "student", config.student)
     teachers = [Opened(f"teachers.{i}", f"teacher {t.name}", t) for i, t in enumerate(running_teachers(config))]
+    open_stores(config, teachers, findings)
     for model in (student, *teachers):
+        settings = model.settings
+        if isinstance(settings, TeacherConfig) and settings.backend == "store" and model.store is None:
+            continue  # what describes the teacher is in the store
         _open(model, findings)
     return student, teachers
 
@@ -93,8 +102,8 @@ def _open(opened: Opened, findings: Findings) -> None:
     key, model = opened.key, opened.settings
     folder = _folder(f"{key}.model", model.model, model.revision, findings)
     if folder is not None:
-        local = Path(model.model).expanduser().is_dir()
-        _open_weights(f"{key}.model", folder, opened, findings, needed=local)
+        needed = Path(model.model).expanduser().is_dir() and (isinstance(model, StudentConfig) or runs_model(model))
+        _open_weights(f"{key}.model", folder, opened, findings, needed=needed)
         if is_adapter(folder):  # its line says what to do; that it lacks a tokenizer, too, adds nothing
             folder = None
     if model.tokenizer is not None:

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distill_rl.config.facts import teacher_rows
+from distill_rl.config.facts import runs_model, teacher_rows
 from distill_rl.config.memory import target_bytes_per_token
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
-from distill_rl.losses.targets import HiddenStates, Wire
+from distill_rl.losses.targets import Wire
 from distill_rl.models import forward
 from distill_rl.models.attention.varlen import documents_for
 from distill_rl.models.determinism import be_deterministic
@@ -22,9 +22,9 @@ from distill_rl.models.inputs import micro_batches, to_device
 from distill_rl.models.load import DTYPES, load_model
 from distill_rl.parallel.mesh import World
 from distill_rl.system.gpu_memory import gpu_phase
-from distill_rl.teacher.targets import TargetHead, chunk_tokens, entropy, hidden_targets, logits_targets, topk_targets
+from distill_rl.teacher.targets import TargetHead, chunk_tokens, hidden_targets, logits_targets, score_of, topk_targets
 from distill_rl.transport.base import Layout
-from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
+from distill_rl.types import RankBatch, TokenRows
 
 
 class TeacherEngine:
@@ -42,7 +42,7 @@ class TeacherEngine:
 
     @gpu_phase("teacher load")
     def __init__(self, config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int):
-        if teacher.backend != "hf":
+        if teacher.backend == "vllm" or not runs_model(teacher):
             raise ConfigError(f"teacher {teacher.name}", "must have backend hf", teacher.backend)
         be_deterministic(config.train.deterministic, world.device)
         self.config, self.teacher = config, teacher
@@ -75,7 +75,8 @@ class TeacherEngine:
             num_rows, tokens = rows.shape
             labels = to_device(rows.labels, self.world.device).flatten()
             target, entropies = self._target(rows, labels)
-            total += self._score(target, entropies, labels)
+            temperature, chunk = self.head.temperature, self.head.chunk
+            total += score_of(self.teacher.score, target, entropies, labels, temperature, chunk)
             yield Layout(first_row, num_rows, tokens), target.to_tensors(self.wire_dtype)
         self.score = total.item() if self.teacher.score != "static" else 0.0
 
@@ -105,27 +106,6 @@ class TeacherEngine:
         if self.teacher.export == "logits":
             return logits_targets(hidden, labels, self.head, wire_dtype=self.wire_dtype), None
         return topk_targets(hidden, labels, self.head, k=self.config.loss.top_k), None
-
-    @torch.no_grad()
-    def _score(self, target: Wire, entropies: Tensor | None, labels: Tensor) -> Tensor | float:
-        """Returns the sum of the score over the labelled positions of a micro-batch: −log p(label), or the entropy.
-
-        It is an fp64 scalar on the device; the float 0 if the score is `static`.
-
-        Args:
-            entropies: from `_target`; None: they follow from the target, or are not the score.
-            labels: int64 [N].
-        """
-        if self.teacher.score == "static":
-            return 0.0
-        assert target.label_logprob is not None
-        values = -target.label_logprob
-        if entropies is not None:
-            values = entropies
-        elif self.teacher.score == "entropy":
-            assert not isinstance(target, HiddenStates)
-            values = entropy(target, self.head.temperature, self.head.chunk)
-        return torch.where(labels != IGNORE_INDEX, values, 0).double().sum()
 
 
 def wire_dtype(name: str, device: torch.device) -> torch.dtype:

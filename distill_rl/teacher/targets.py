@@ -18,7 +18,9 @@ from distill_rl.config.memory import TEACHER_CHUNK_BYTES as CHUNK_BYTES
 from distill_rl.config.memory import TEACHER_CHUNK_TOKENS as CHUNK_TOKENS
 from distill_rl.losses import DenseLogits, HiddenStates, TopKLogprobs, vocab_parallel_logprobs, vocab_parallel_topk
 from distill_rl.losses.options import Backend
+from distill_rl.losses.targets import Wire
 from distill_rl.parallel.shards import mask_padded_columns
+from distill_rl.types import IGNORE_INDEX
 
 
 def chunk_tokens(columns: int, free: int | None = None) -> int:
@@ -138,6 +140,32 @@ def _write(
     if name not in whole:
         whole[name] = part.new_empty(num_rows, *part.shape[1:], dtype=dtype or part.dtype)
     whole[name][rows] = part
+
+
+@torch.no_grad()
+def score_of(
+    score: str, target: Wire, entropies: Tensor | None, labels: Tensor, temperature: float, chunk: int
+) -> Tensor | float:
+    """Returns the sum of a teacher's score over the labelled positions of a micro-batch: −log p(label), or the entropy.
+
+    It is an fp64 scalar on the device; the float 0 if the score is `static`.
+
+    Args:
+        score: `teachers[].score`.
+        entropies: fp32 [N]; None: they follow from the target, or are not the score.
+        labels: int64 [N].
+        temperature, chunk: as for `entropy`.
+    """
+    if score == "static":
+        return 0.0
+    assert target.label_logprob is not None
+    values = -target.label_logprob
+    if entropies is not None:
+        values = entropies
+    elif score == "entropy":
+        assert not isinstance(target, HiddenStates)
+        values = entropy(target, temperature, chunk)
+    return torch.where(labels != IGNORE_INDEX, values, 0).double().sum()
 
 
 def entropy(target: TopKLogprobs | DenseLogits, temperature: float, chunk: int) -> Tensor:

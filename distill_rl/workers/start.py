@@ -13,11 +13,14 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from distill_rl.config.derive import aligner_workers, compute_groups, evaluators, ring_plan, sizes, stored_targets
+from distill_rl.config.facts import without_student
+from distill_rl.config.schema import Config
 from distill_rl.errors import DistillError
 from distill_rl.models.files.facts import visible_gpus
 from distill_rl.observe.log import say
 from distill_rl.observe.timing import StepTimer
 from distill_rl.preflight.job import Job
+from distill_rl.preflight.stores import make_stores
 from distill_rl.system.environment import environment
 from distill_rl.system.files import write_json
 from distill_rl.system.signals import Signals
@@ -40,6 +43,7 @@ from distill_rl.workers.cluster.session import describe, nodes, ray_session
 from distill_rl.workers.cluster.timeline import write_timeline
 from distill_rl.workers.pipeline.aligner_pool import AlignerPool
 from distill_rl.workers.pipeline.bad_rows import BadRows
+from distill_rl.workers.pipeline.capture_group import CaptureGroup
 from distill_rl.workers.pipeline.connect import Connector
 from distill_rl.workers.pipeline.pipeline import Pipeline
 from distill_rl.workers.pipeline.student_group import StudentGroup
@@ -53,6 +57,13 @@ class RunActors:
     student: StudentGroup
     evaluator: WorkerGroup | None
     """None if the run evaluates no suites."""
+    calls: Calls
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureActors:
+    pipeline: Pipeline
+    teachers: CaptureGroup
     calls: Calls
 
 
@@ -75,36 +86,68 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
         ConfigError: the resources are not available, or a transport that was requested by name does not work.
         WorkerError: an actor failed to start.
     """
+    with _session(job, total_steps, signals, placed=job.config) as (job, actors, calls):
+        assert actors.student is not None
+        running = _connect(job, actors, actors.student, calls, timer)
+        calls.interrupted = signals.raise_if_interrupted  # from now on a stop can wait for the step and a save
+        yield running
+        if job.config.observe.timeline:
+            ids = {worker: name for group in actors.groups for worker, name in group.worker_ids.items()}
+            write_timeline(job.paths.logs / "timeline.json", ids)
+        # Readers stop first, because what they have opened belongs to the teachers. Aligners have no process
+        # group to leave, and evaluators may be in the middle of an evaluation.
+        stop([actors.student, *(group for _, group in actors.teachers)])
+
+
+@contextmanager
+def start_capture(job: Job, signals: Signals) -> Iterator[CaptureActors]:
+    """Starts (or joins) Ray, the aligners and the teachers of a capture, and yields them; otherwise as `start_actors`.
+
+    Raises:
+        DistillError: as for `start_actors`.
+    """
+    with _session(job, 0, signals, placed=without_student(job.config)) as (job, actors, calls):
+        calls.after_death = "run the same command again: what was written is kept"
+        rings = ring_plan(job.config)
+        pipeline = Pipeline(_pool(job, actors.aligners, calls), actors.teachers, job.plan, rings, "capture")
+        recovery = TeacherRecovery(job.config, actors.teachers, set(), calls, None, pipeline)
+        calls.interrupted = signals.raise_if_interrupted  # from now on a stop can wait for the batch
+        yield CaptureActors(pipeline, CaptureGroup(job.config, actors.teachers, calls, pipeline, recovery), calls)
+        stop([group for _, group in actors.teachers])
+
+
+@contextmanager
+def _session(job: Job, total_steps: int, signals: Signals, *, placed: Config) -> Iterator[tuple[Job, _Actors, Calls]]:
+    """Starts (or joins) Ray, creates and starts all actors, and yields them with the job for this cluster.
+
+    When the block ends the actors are killed, and Ray is ended or left; see `start_actors`.
+
+    Args:
+        placed: the configuration by which actors are created and placed: the job's, perhaps without a student.
+    """
     config = job.config
-    local_aligners = aligner_workers(config, gpus=visible_gpus(), cpus=len(os.sched_getaffinity(0)))
-    num_cpus = sum(compute_groups(config)) + local_aligners + evaluators(config)
+    local_aligners = aligner_workers(placed, gpus=visible_gpus(), cpus=len(os.sched_getaffinity(0)))
+    num_cpus = sum(compute_groups(placed)) + local_aligners + evaluators(placed)
     with ray_session(config.ray, num_cpus=num_cpus, target_bytes=_target_bytes(job), started=signals.install_again):
         cluster, this_node = ray.cluster_resources(), ray.get_runtime_context().get_node_id()
         gpus, cpus = cluster.get("GPU", 0.0), cluster.get("CPU", 0.0)
         write_json(job.paths.environment, environment() | {"nodes": [describe(node) for node in nodes()]})
         num_aligners = local_aligners
         if config.ray.address is not None:
-            num_aligners = aligner_workers(config, gpus=gpus, cpus=cpus)
-        plan = place_actors(config, num_aligners, gpus=gpus, nodes=nodes(), needs=_memory_needs(job, int(gpus)))
+            num_aligners = aligner_workers(placed, gpus=gpus, cpus=cpus)
+        plan = place_actors(placed, num_aligners, gpus=gpus, nodes=nodes(), needs=_memory_needs(job, int(gpus)))
         job = replace(job, plan=job.plan.for_device(on_gpu=gpus > 0))
+        make_stores(job, on_gpu=gpus > 0)
         calls = Calls(signals.raise_if_stopping, report_after_s=config.faults.report_after_s)
         calls.monitor = ProcessMonitor(config.faults, calls.processes, job.paths.logs)
         with reserve(
             plan, timeout_s=config.ray.placement_timeout_s, interrupted=signals.raise_if_stopping
         ) as placement:
-            actors = _create(job, total_steps, num_aligners, plan, placement, calls)
+            actors = _create(job, total_steps, num_aligners, plan, placement, calls, placed)
             say(f"starting  {', '.join(name for group in actors.groups for name in group.names)}")
             try:
                 _start(job, actors, calls)
-                running = _connect(job, actors, calls, timer)
-                calls.interrupted = signals.raise_if_interrupted  # from now on a stop can wait for the step and a save
-                yield running
-                if config.observe.timeline:
-                    ids = {worker: name for group in actors.groups for worker, name in group.worker_ids.items()}
-                    write_timeline(job.paths.logs / "timeline.json", ids)
-                # Readers stop first, because what they have opened belongs to the teachers. Aligners have no process
-                # group to leave, and evaluators may be in the middle of an evaluation.
-                stop([actors.student, *(group for _, group in actors.teachers)])
+                yield job, actors, calls
             except DistillError as error:
                 if error.exit_code == 1:
                     calls.monitor.dump_stacks()
@@ -118,7 +161,7 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
                 _remove_torch_counters(process.pid for process in processes if process.node_id == this_node)
 
 
-def _connect(job: Job, actors: _Actors, calls: Calls, timer: StepTimer) -> RunActors:
+def _connect(job: Job, actors: _Actors, readers: WorkerGroup, calls: Calls, timer: StepTimer) -> RunActors:
     """Opens the teachers' rings, and makes what moves batches between the actors.
 
     Raises:
@@ -126,11 +169,11 @@ def _connect(job: Job, actors: _Actors, calls: Calls, timer: StepTimer) -> RunAc
         WorkerError: an actor failed.
     """
     config, rings = job.config, ring_plan(job.config)
-    connector = Connector(config, actors.teachers, actors.student, rings, calls)
+    connector = Connector(config, actors.teachers, readers, rings, calls)
     connector.connect()
     pipeline = Pipeline(_pool(job, actors.aligners, calls), actors.teachers, job.plan, rings)
-    recovery = TeacherRecovery(config, actors.teachers, set(actors.student.names), calls, connector, pipeline)
-    student = StudentGroup(actors.student, config, calls, timer, pipeline, recovery)
+    recovery = TeacherRecovery(config, actors.teachers, set(readers.names), calls, connector, pipeline)
+    student = StudentGroup(readers, config, calls, timer, pipeline, recovery)
     return RunActors(pipeline, student, actors.evaluator, calls)
 
 
@@ -146,7 +189,8 @@ def _remove_torch_counters(pids: Iterable[int]) -> None:
 class _Actors:
     """The actors that were created, by role."""
 
-    student: WorkerGroup
+    student: WorkerGroup | None
+    """None for a capture."""
     teachers: Teachers
     aligners: WorkerGroup
     evaluator: WorkerGroup | None
@@ -154,33 +198,34 @@ class _Actors:
     @property
     def groups(self) -> list[WorkerGroup]:
         """All groups of actors."""
-        groups = [self.student, *(group for _, group in self.teachers), self.aligners]
-        return groups if self.evaluator is None else [*groups, self.evaluator]
+        groups = [self.student, *(group for _, group in self.teachers), self.aligners, self.evaluator]
+        return [group for group in groups if group is not None]
 
 
 def _create(
-    job: Job, total_steps: int, num_aligners: int, plan: PlacementPlan, placement: PlacementGroup, calls: Calls
+    job: Job,
+    total_steps: int,
+    num_aligners: int,
+    plan: PlacementPlan,
+    placement: PlacementGroup,
+    calls: Calls,
+    placed: Config,
 ) -> _Actors:
     """Creates all actors of the run in their reserved places, without waiting for them.
 
-    The evaluator is None if the run evaluates no suites.
+    The evaluator is None if the run evaluates no suites, the student if it has no ranks.
     """
     config = job.config
-    threads = threads_per_worker(sum(compute_groups(config)))
-    student_names, teacher_names, aligner_names = actor_names(config, num_aligners)
+    threads = threads_per_worker(sum(compute_groups(placed)))
+    student_names, teacher_names, aligner_names = actor_names(placed, num_aligners)
 
     def group(worker: type, names: Sequence[str], *arguments: Any) -> WorkerGroup:
         return WorkerGroup(worker, names, plan, placement, calls, *arguments)
 
-    student = group(
-        StudentWorker,
-        student_names,
-        config,
-        total_steps,
-        job.cross_tokenizer_specs,
-        job.facts.vocabulary_size,
-        threads,
-    )
+    student = None
+    if student_names:
+        arguments = config, total_steps, job.cross_tokenizer_specs, job.facts.vocabulary_size, threads
+        student = group(StudentWorker, student_names, *arguments)
     teachers = [
         (teacher, group(TeacherWorker, teacher_names[teacher.name], config, teacher, known.vocabulary_size, threads))
         for teacher, known in job.facts.by_teacher(config)
@@ -188,8 +233,8 @@ def _create(
     aligners = group(AlignerWorker, aligner_names, *_aligner_arguments(job))
     evaluator = None
     if ranks := evaluators(config):
-        arguments = (ranks, threads, config.evaluate.timeout_s, config.run.name)
-        evaluator = group(EvalWorker, evaluator_names(EVALUATOR, ranks), *arguments)
+        settings = ranks, threads, config.evaluate.timeout_s, config.run.name
+        evaluator = group(EvalWorker, evaluator_names(EVALUATOR, ranks), *settings)
     return _Actors(student, teachers, aligners, evaluator)
 
 
@@ -259,7 +304,8 @@ def _start(job: Job, actors: _Actors, calls: Calls) -> None:
     started = actors.aligners.submit("start")
     for teacher, group in actors.teachers:
         started |= group.start(size=teacher.parallel.tp, timeout_s=timeout_s)
-    started |= actors.student.start(size=len(actors.student.actors), timeout_s=timeout_s)
+    if actors.student is not None:
+        started |= actors.student.start(size=len(actors.student.actors), timeout_s=timeout_s)
     if actors.evaluator is not None and len(actors.evaluator.actors) > 1:
         started |= actors.evaluator.start(size=len(actors.evaluator.actors), timeout_s=timeout_s)
     calls.gather(started, what="loading the models", timeout_s=timeout_s)

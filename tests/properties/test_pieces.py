@@ -36,8 +36,8 @@ def splitter(student: str, teachers: tuple[str, ...], lengths: list[int]) -> Spl
 
 def sides_of(pieces: list[Piece], num_teachers: int) -> list[list[np.ndarray]]:
     """The tokens of every side, piece by piece."""
-    student = [encoded.input_ids for encoded, _ in pieces]
-    return [student, *([pairs[i].teacher_ids for _, pairs in pieces] for i in range(num_teachers))]
+    student = [encoded.input_ids for encoded, _, _ in pieces]
+    return [student, *([pairs[i].teacher_ids for _, pairs, _ in pieces] for i in range(num_teachers))]
 
 
 def joined(parts: list[np.ndarray], bos: int | None) -> np.ndarray:
@@ -61,7 +61,7 @@ def test_every_token_is_in_one_piece_within_the_limits(student, teachers, text, 
         assert all(len(part) <= limit for part in parts)
         if not pieces[0][0].truncated:
             assert np.array_equal(joined(parts, family(name).bos_token_id), all_ids)
-    for part, pairs in pieces:
+    for part, pairs, _ in pieces:
         assert len(part.label_mask) == len(part.input_ids)
         for pair in pairs.values():
             check_numbers(pair)
@@ -82,7 +82,7 @@ def test_only_a_stretch_without_a_shared_boundary_is_cut(student, teacher, text,
     ]
     if (longest + bos <= lengths).all():
         assert not pieces[0][0].truncated
-        assert sum(pairs[0].num_chunks for _, pairs in pieces) == alignments[0].num_chunks, "no chunk is divided"
+        assert sum(pairs[0].num_chunks for _, pairs, _ in pieces) == alignments[0].num_chunks, "no chunk is divided"
     fits = len(encoded.input_ids) <= lengths[0] and len(alignments[0].teacher_ids) <= lengths[1]
     assert (len(pieces) == 1) == fits
 
@@ -92,7 +92,7 @@ def test_with_one_tokenizer_all_pieces_but_the_last_are_full(size, limit, has_bo
     ids = np.arange(10, 10 + size, dtype=np.int32)
     encoded = Encoded(ids, ids % 3 == 0, left_out=("names",))
     split = Splitter(Side(limit, (10,) if has_bos else ()), {})
-    pieces = [part for part, _ in split.split(encoded, {})]
+    pieces = [piece.encoded for piece in split.split(encoded, {})]
     assert all(len(part.input_ids) == limit for part in pieces[:-1])
     assert np.array_equal(joined([part.input_ids for part in pieces], 10 if has_bos else None), ids)
     for part in pieces[1:]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from distill_rl.config.derive import has_validation, suites_every
-from distill_rl.config.facts import TOKENS, UNKNOWN, Facts, comparisons, running_teachers
+from distill_rl.config.facts import TOKENS, UNKNOWN, Facts, comparisons, running_teachers, runs_model
 from distill_rl.config.reading.walk import as_yaml, default_of, leaves, pattern_of, values
 from distill_rl.config.schema import Config
 
@@ -152,6 +152,21 @@ TABLE: tuple[NoEffect, ...] = (
         ("teachers[].wire_dtype",),
         lambda run: run.exports == {"hidden"},
         "hidden states are sent in the teacher's dtype",
+    ),
+    NoEffect(
+        ("teachers[].missing", "teachers[].store"),
+        lambda run: all(teacher.backend != "store" for teacher in run.config.teachers),
+        "no teacher is read from a store",
+    ),
+    NoEffect(
+        ("teachers[].dtype", "teachers[].attention", "teachers[].wire_dtype"),
+        lambda run: bool(run.config.teachers) and not any(runs_model(teacher) for teacher in run.config.teachers),
+        "all targets are read from stores, as they were captured",
+    ),
+    NoEffect(
+        ("capture.write_every_s",),
+        lambda run: all(teacher.cache is None for teacher in run.config.teachers),
+        "nothing is stored (teachers[].cache, or distill-rl capture)",
     ),
     NoEffect(
         ("student.revision",),

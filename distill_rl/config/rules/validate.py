@@ -19,11 +19,12 @@ from distill_rl.config.measured import acceptance_note, best_metrics, is_suite_s
 from distill_rl.config.reading.walk import as_yaml, leaves, pattern_of, values
 from distill_rl.config.rules.data import data_problems
 from distill_rl.config.rules.effects import no_effect
+from distill_rl.config.rules.stores import store_problems
 from distill_rl.config.schema import Config
 from distill_rl.errors import problem
 
-NOT_AVAILABLE: tuple[tuple[str, Any], ...] = (("teachers[].backend", "hf"),)
-"""Settings of which only one value works in this version, with that value."""
+NOT_AVAILABLE: tuple[tuple[str, Any], ...] = (("teachers[].backend", "vllm"),)
+"""Settings with a value that does not work in this version."""
 
 RULES: dict[str, str] = {
     pattern_of(key): entry.metadata["rule"] for key, entry, _ in leaves(Config) if "rule" in entry.metadata
@@ -46,6 +47,7 @@ def problems(config: Config) -> list[str]:
         *_rings(config),
         *_losses(config),
         *_teachers(config),
+        *store_problems(config),
         *_aligner(config),
         *_optimizer(config),
         *_checkpoints(config),
@@ -376,8 +378,8 @@ def _others(config: Config) -> Iterator[str]:
 
 
 def _not_available(config: Config) -> Iterator[str]:
-    """Problems of settings that are not at the only value which this version offers (NOT_AVAILABLE), one line each."""
-    for pattern, only in NOT_AVAILABLE:
+    """Problems of settings with a value that this version does not offer (NOT_AVAILABLE), one line each."""
+    for pattern, missing in NOT_AVAILABLE:
         for key, value in values(config, pattern):
-            if value != only:
-                yield problem(key, f"only {as_yaml(only)} is available in this version", as_yaml(value))
+            if value == missing:
+                yield problem(key, f"{as_yaml(missing)} is not available in this version", as_yaml(value), "use hf")

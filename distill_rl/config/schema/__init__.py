@@ -70,8 +70,8 @@ class StudentConfig:
 class TeacherConfig:
     name: str = field(default="teacher", metadata=NOT_EMPTY)
     """Name of the teacher in logs, metrics and actor names; unique among the teachers."""
-    model: str = field(default=MISSING, metadata=NOT_EMPTY)
-    """Folder of a Hugging Face causal LM (safetensors), or its name on the hub."""
+    model: str = field(default=MISSING, metadata=NOT_EMPTY | {"unless": "store"})
+    """Folder of a Hugging Face causal LM (safetensors), or its name on the hub. Not needed with backend store; if it is given, the store must be of this model."""
     tokenizer: Optional[str] = None
     """Folder or hub name of the tokenizer. null: the model's own."""
     revision: Optional[str] = None
@@ -91,8 +91,14 @@ class TeacherConfig:
     """Maximum number of tokens per row of a teacher with another tokenizer, at least data.max_length. Raise it for a tokenizer that needs more tokens than the student's: otherwise this teacher's rows are full before the student's. null: data.max_length."""
     attention: Attention = "auto"
     """Attention implementation. auto: on GPUs without masks, with the variable-length kernels of flash_attn (if it is installed) or of torch for packed rows, where the model supports them; otherwise sdpa, or eager for a model that caps attention scores. varlen: always the variable-length kernels, and an error where they cannot be used. sdpa, eager, flash_attention_2: the implementation of that name in transformers."""
-    backend: Literal["hf", "vllm"] = "hf"
-    """Engine that runs the teacher; hf is transformers."""
+    backend: Literal["hf", "vllm", "store"] = "hf"
+    """Where the targets come from. hf: the teacher runs in transformers. store: they are read from a folder that `distill-rl capture` has filled (docs/store.md), and no teacher runs."""
+    store: Optional[str] = field(default=None, metadata=NOT_EMPTY)
+    """Folder of the store, for backend store."""
+    missing: Literal["fail", "skip", "live"] = "fail"
+    """What to do about documents that the store does not have, for backend store. fail: refuse to start. skip: train without them. live: run the teacher for the micro-batches that hold one, which needs its model."""
+    cache: Optional[str] = field(default=None, metadata=NOT_EMPTY)
+    """Folder of a store that this run fills and reads: targets are computed the first time that a document comes, and read afterwards. Made if it does not exist. For backend hf and export topk."""
     export: Literal["topk", "hidden", "logits"] = "topk"
     """What the teacher sends to the student. topk: the log-probs of the loss.top_k most likely tokens. hidden: its last hidden states, from which the student computes all logits with a copy of the teacher's output layer. logits: all logits. The cross-tokenizer losses `xtoken`, `gold`, `hkl`, `uld` and `strict` need hidden or logits."""
     wire_dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
@@ -328,6 +334,12 @@ class RayConfig:
 
 
 @dataclass
+class CaptureConfig:
+    write_every_s: float = field(default=30.0, metadata=POSITIVE)
+    """Seconds after which targets that were computed are written, for `distill-rl capture` and teachers[].cache. A process that is killed loses at most these seconds of work. They are also written whenever 64 MiB have come together."""
+
+
+@dataclass
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     student: StudentConfig = field(default_factory=StudentConfig)
@@ -345,5 +357,6 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     ray: RayConfig = field(default_factory=RayConfig)

@@ -15,7 +15,7 @@ from distill_rl.config.facts import row_width, running_teachers, teacher_length,
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.packing import deal_by_length, first_fit
 from distill_rl.data.batch.tokenization import Encoded
-from distill_rl.types import IGNORE_INDEX, ChunkRows, RankBatch, TokenRows
+from distill_rl.types import IGNORE_INDEX, ChunkRows, PieceRef, RankBatch, TokenRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +214,7 @@ def divide(
     index: int,
     num_labels: int,
     chunks: Sequence[ChunkRows | None] = (),
+    pieces: Sequence[tuple[PieceRef, ...]] = (),
 ) -> list[list[RankBatch]]:
     """Cuts rows into sub-batches and each of these into contiguous parts of equal size, one per data-parallel rank.
 
@@ -223,6 +224,7 @@ def divide(
         index: of the batch; each part carries it.
         num_labels: in the whole batch; each part carries it.
         chunks: one entry per teacher, cut like the rows; None for a teacher without chunks.
+        pieces: what every row holds, cut like the rows; empty: the parts do not say.
 
     Returns:
         For each rank its parts, one per sub-batch.
@@ -235,5 +237,5 @@ def divide(
         for rank, of_rank in enumerate(parts):
             part = slice(first + rank * size, first + (rank + 1) * size)
             part_chunks = tuple(None if chunk_rows is None else chunk_rows[part] for chunk_rows in chunks)
-            of_rank.append(RankBatch(index, part.start, rows[part], num_labels, part_chunks))
+            of_rank.append(RankBatch(index, part.start, rows[part], num_labels, part_chunks, tuple(pieces[part])))
     return parts

@@ -37,7 +37,8 @@ import numpy as np
 from distill_rl.align import Alignment
 from distill_rl.data.batch.collate import BatchPlan, arrange, divide, lay_out, pad_id
 from distill_rl.data.batch.document_aligner import AlignedDocuments, CrossTokenizerTeacher, DocumentAligner
-from distill_rl.data.batch.pieces import Piece, splitter_of
+from distill_rl.data.batch.naming import NONE_STORED, StoredTargets
+from distill_rl.data.batch.pieces import STUDENT, Extent, Piece, splitter_of
 from distill_rl.data.batch.tokenization import Encoded, Tokenization
 from distill_rl.types import (
     IGNORE_INDEX,
@@ -61,12 +62,19 @@ class BatchBuilder:
         tokenization: the student's.
         plan: how rows are laid out and divided.
         teachers: one per running teacher; None for a teacher that reads the student's rows.
+        stored: of the teachers whose targets are read or stored.
     """
 
     def __init__(
-        self, tokenization: Tokenization, plan: BatchPlan, teachers: Sequence[CrossTokenizerTeacher | None] = ()
+        self,
+        tokenization: Tokenization,
+        plan: BatchPlan,
+        teachers: Sequence[CrossTokenizerTeacher | None] = (),
+        *,
+        stored: StoredTargets = NONE_STORED,
     ):
         self._tokenization, self._plan, self._num_teachers = tokenization, plan, len(teachers)
+        self._stored = stored
         self._teachers = {i: teacher for i, teacher in enumerate(teachers) if teacher is not None}
         self._splitter = splitter_of(tokenization.tokenizer, tokenization.max_length, {}) if plan.split else None
 
@@ -98,20 +106,23 @@ class BatchBuilder:
         """
         if self._teachers:
             lengths = {i: self._plan.length_of(i) for i in self._teachers}
-            aligner = DocumentAligner(self._tokenization, self._teachers, lengths, split=self._plan.split)
+            aligner = DocumentAligner(
+                self._tokenization, self._teachers, lengths, split=self._plan.split, stored=self._stored
+            )
             aligned = aligner.align(documents, skip)
         else:
-            aligned = AlignedDocuments({})
+            aligned = AlignedDocuments({}, refs=self._stored.no_refs())
             for document in documents:
                 row = row_of(document)
-                aligned.add(row, None if row in skip else self._pieces(document))
+                aligned.add(row, None if row in skip else self._pieces(document), {}, self._stored)
         self._require_known_ids(aligned)
         return aligned
 
     def _pieces(self, document: Mapping[str, Any]) -> list[Piece]:
         """What rows hold of a document if no teacher has its own tokenizer."""
         if self._splitter is None:
-            return [(self._tokenization.encode(document), {})]
+            encoded = self._tokenization.encode(document)
+            return [Piece(encoded, {}, {STUDENT: Extent(whole=not encoded.truncated)})]
         return self._splitter.split(self._tokenization.encode_all(document), {})
 
     def assemble(
@@ -150,7 +161,9 @@ class BatchBuilder:
                 teacher_labels = _count_labels(teacher_rows)
                 chunks[i] = chunk_rows
                 infos.append(_describe(self._teachers[i], documents, i, chunk_rows))
-            teacher_parts.append(divide(teacher_rows, sharding, self._plan, index, teacher_labels))
+            refs = documents.refs.get(i)
+            pieces = () if refs is None else [tuple(refs[j] for j in row if refs[j].length) for row in members]
+            teacher_parts.append(divide(teacher_rows, sharding, self._plan, index, teacher_labels, pieces=pieces))
         student_parts = divide(rows, self._plan.student, self._plan, index, num_labels, chunks)
         info = _summary(index, cursor, documents, rows, num_labels, infos, time.perf_counter() - began)
         return info, student_parts, teacher_parts
@@ -201,7 +214,8 @@ def _summary(
         seconds=seconds,
         alignments=tuple(alignments),
         bad_rows=tuple(documents.bad_rows),
-        num_left_out=documents.present.count(False),
+        num_left_out=documents.present.count(False) - len(documents.not_stored),
+        num_not_stored=len(documents.not_stored),
         left_out=_count_left_out(documents),
         num_incomplete=sum(bool(document.left_out) for document in firsts),
         num_unlabelled=sum(

@@ -17,12 +17,13 @@ import numpy as np
 from distill_rl.align import Alignment, TokenAligner, Tokenized
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.batch.chat import render_document
-from distill_rl.data.batch.pieces import Piece, splitter_of
+from distill_rl.data.batch.naming import NONE_STORED, StoredTargets, name_of, ref_of
+from distill_rl.data.batch.pieces import STUDENT, Extent, Piece, splitter_of
 from distill_rl.data.batch.tokenization import NO_TOKENS, Encoded, Tokenization, starts_within
 from distill_rl.data.batch.unrendered import TemplateCoverage
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.errors import DataError
-from distill_rl.types import BadRow, Row, row_of
+from distill_rl.types import BadRow, PieceRef, Row, row_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ class TokenizedDocument:
     """The student's tokens again, with the mask of those that are trained on."""
     teachers: dict[int, Tokenized]
     """By index of the teacher; only teachers with their own tokenizer."""
+    names: dict[int, bytes]
+    """The document's name for each of these teachers."""
 
 
 _EMPTY = np.zeros(0, dtype=np.int32)
@@ -104,18 +107,33 @@ class AlignedDocuments:
     """One per document; False for one that was skipped or failed."""
     bad_rows: list[BadRow] = field(default_factory=list)
     """Documents that failed."""
+    refs: dict[int, list[PieceRef]] = field(default_factory=dict)
+    """One per piece, by index of the teacher; only teachers whose targets are read or stored."""
+    not_stored: list[Row] = field(default_factory=list)
+    """Documents that were skipped because some store does not have them."""
 
-    def add(self, row: Row, pieces: Sequence[Piece] | None) -> None:
-        """Adds a document; `pieces` is None for one that was skipped or failed."""
+    def add(self, row: Row, pieces: Sequence[Piece] | None, names: Mapping[int, bytes], stored: StoredTargets) -> None:
+        """Adds a document; `pieces` is None for one that was skipped or failed.
+
+        One that a store should have and does not is skipped, too.
+
+        Args:
+            names: the document's name for teachers with their own tokenizer; the others use that of `Encoded`.
+        """
+        if pieces is not None and not stored.have(pieces, names):
+            pieces = None
+            self.not_stored.append(row)
         self.rows.append(row)
         self.present.append(pieces is not None)
         if pieces is None:
-            pieces = [(NO_TOKENS, dict.fromkeys(self.alignments, LEFT_OUT))]
+            pieces = [Piece(NO_TOKENS, dict.fromkeys(self.alignments, LEFT_OUT), {})]
         self.num_pieces.append(len(pieces))
-        for encoded, pairs in pieces:
-            self.encoded.append(encoded)
-            for i, pair in pairs.items():
+        for piece in pieces:
+            self.encoded.append(piece.encoded)
+            for i, pair in piece.alignments.items():
                 self.alignments[i].append(pair)
+            for i, refs in self.refs.items():
+                refs.append(ref_of(piece, i, names))
 
     @property
     def by_document(self) -> list[list[int]]:
@@ -133,6 +151,8 @@ class AlignedDocuments:
             num_pieces=[number for part in parts for number in part.num_pieces],
             present=[is_present for part in parts for is_present in part.present],
             bad_rows=[bad for part in parts for bad in part.bad_rows],
+            refs={i: [ref for part in parts for ref in part.refs[i]] for i in parts[0].refs},
+            not_stored=[row for part in parts for row in part.not_stored],
         )
 
     def of_teachers(self) -> dict[int, list[Encoded]]:
@@ -151,6 +171,7 @@ class DocumentAligner:
         teachers: at least one, by index of the teacher.
         max_lengths: most tokens in a row of each of them.
         split: whether documents that are too long for a row become several pieces; otherwise they are cut.
+        stored: of the teachers whose targets are read or stored.
     """
 
     def __init__(
@@ -160,8 +181,10 @@ class DocumentAligner:
         max_lengths: Mapping[int, int],
         *,
         split: bool = False,
+        stored: StoredTargets = NONE_STORED,
     ):
         self._tokenization, self._teachers, self._max_lengths = tokenization, teachers, max_lengths
+        self._stored = stored
         tokenizers = {i: (teacher.tokenizer, max_lengths[i]) for i, teacher in teachers.items()}
         self._splitter = splitter_of(tokenization.tokenizer, tokenization.max_length, tokenizers) if split else None
 
@@ -189,14 +212,25 @@ class DocumentAligner:
             # A GPU aligner works on all documents at once; this changes no result.
             teacher.aligner.solve_ahead((tokens.student, tokens.teachers[i]) for tokens in present)
 
-        aligned = AlignedDocuments({i: [] for i in self._teachers}, bad_rows=bad_rows)
+        aligned = AlignedDocuments({i: [] for i in self._teachers}, bad_rows=bad_rows, refs=self._stored.no_refs())
         for document, tokens in zip(documents, tokenized):
             pieces = None
             if tokens is not None:
                 with _recording_failure(document, bad_rows):
                     pieces = self._split(tokens) if self._splitter else [self._cut(tokens)]
-            aligned.add(row_of(document), pieces)
+            aligned.add(row_of(document), pieces, {} if tokens is None else tokens.names, self._stored)
         return aligned
+
+    def pieces_of(self, document: Mapping[str, Any]) -> tuple[list[Piece], dict[int, bytes]]:
+        """The pieces of one document, and its names for the teachers; no pieces for one that fails.
+
+        Raises:
+            DataError: a document that the user has to fix.
+        """
+        with _recording_failure(document, []):
+            tokens = self._tokenize(document)
+            return (self._split(tokens) if self._splitter else [self._cut(tokens)]), tokens.names
+        return [], {}
 
     def _tokenize(self, document: Mapping[str, Any]) -> TokenizedDocument:
         """Step 1: all tokens of a document on every side, not cut to `max_length`.
@@ -214,9 +248,10 @@ class DocumentAligner:
         for teacher in self._teachers.values():
             text = teacher.aligner.normalize(text)
         student = self._any_aligner.tokenize_student(text, end=True)
-        encoded = Encoded(student.ids, np.ones(len(student.ids), dtype=bool))
+        name = name_of(document["text"])
+        encoded = Encoded(student.ids, np.ones(len(student.ids), dtype=bool), name=name)
         teachers = {i: teacher.aligner.tokenize_teacher(text, end=True) for i, teacher in self._teachers.items()}
-        return TokenizedDocument(student, encoded, teachers)
+        return TokenizedDocument(student, encoded, teachers, dict.fromkeys(teachers, name))
 
     def _tokenize_chat(self, document: Mapping[str, Any]) -> TokenizedDocument:
         """Step 1 for chat messages, which every side renders with its own template.
@@ -246,7 +281,8 @@ class DocumentAligner:
         for i, teacher in self._teachers.items():
             teachers[i], missing = _tokenize_for(teacher, document, self._tokenization.unrendered)
             left_out += missing
-        return TokenizedDocument(student, Encoded(student.ids, mask, left_out=left_out), teachers)
+        encoded = Encoded(student.ids, mask, left_out=left_out, name=name_of(student.text))
+        return TokenizedDocument(student, encoded, teachers, {i: name_of(other.text) for i, other in teachers.items()})
 
     @property
     def _any_aligner(self) -> TokenAligner:
@@ -271,7 +307,10 @@ class DocumentAligner:
         mask = encoded.label_mask
         # Another teacher may have cut the student's row shorter than this alignment.
         cut = {i: alignment.cut(len(mask)) for i, alignment in alignments.items()}
-        return encoded, {i: alignment.trainable(mask[: len(alignment.student_ids)]) for i, alignment in cut.items()}
+        extents = {i: Extent(whole=len(pair.teacher_ids) == len(document.teachers[i].ids)) for i, pair in cut.items()}
+        extents[STUDENT] = Extent(whole=len(mask) == len(document.encoded.input_ids))
+        trained = {i: pair.trainable(mask[: len(pair.student_ids)]) for i, pair in cut.items()}
+        return Piece(encoded, trained, extents)
 
     def _split(self, document: TokenizedDocument) -> list[Piece]:
         """Steps 2 and 3: all of a document, in pieces whose alignments hold only chunks that can be trained on."""
@@ -280,8 +319,8 @@ class DocumentAligner:
             i: teacher.aligner.pair(document.student, document.teachers[i]) for i, teacher in self._teachers.items()
         }
         return [
-            (encoded, {i: pair.trainable(encoded.label_mask) for i, pair in pairs.items()})
-            for encoded, pairs in self._splitter.split(document.encoded, alignments)
+            Piece(encoded, {i: pair.trainable(encoded.label_mask) for i, pair in pairs.items()}, extents)
+            for encoded, pairs, extents in self._splitter.split(document.encoded, alignments)
         ]
 
 

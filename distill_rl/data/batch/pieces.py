@@ -20,15 +20,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distill_rl.align import Alignment
 from distill_rl.data.batch.tokenization import Encoded
 
-Piece = tuple[Encoded, dict[int, Alignment]]
-"""The student's tokens, and the alignment with each teacher that has its own tokenizer, by its index."""
+STUDENT = -1
+"""The student's side, beside the indices of teachers that have their own tokenizer."""
+
+
+class Extent(NamedTuple):
+    """Which tokens of one side of a document a piece has."""
+
+    first: int = 0
+    """Tokens of the document before the piece."""
+    prefix: int = 0
+    """Special tokens that the piece begins with and that are not at this place in the document."""
+    whole: bool = True
+    """Whether the piece reaches the end of the document."""
+
+
+class Piece(NamedTuple):
+    """What rows hold of a document."""
+
+    encoded: Encoded
+    """The student's tokens."""
+    alignments: dict[int, Alignment]
+    """With each teacher that has its own tokenizer, by its index."""
+    extents: dict[int, Extent]
+    """By the index of such a teacher, and of STUDENT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +99,12 @@ class Splitter:
         rules = [self.student, *(self.teachers[i] for i in teachers)]
         limits = np.array([side.limit for side in rules], dtype=np.int64)
         end = np.array([len(ids) for ids in sides], dtype=np.int64)
+        names = [STUDENT, *teachers]
         if (end <= limits).all():
-            return [(encoded, dict(alignments))]
+            return [Piece(encoded, dict(alignments), dict.fromkeys(names, Extent()))]
         if not end[0]:
-            return [(encoded, {i: alignment.part((0, 0), (0, 0)) for i, alignment in alignments.items()})]
+            nothing = {i: alignment.part((0, 0), (0, 0)) for i, alignment in alignments.items()}
+            return [Piece(encoded, nothing, {name: Extent(whole=not count) for name, count in zip(names, end)})]
         prefixes = [side.of_document(ids) for side, ids in zip(rules, sides)]
         rooms = limits - np.array([len(prefix) for prefix in prefixes], dtype=np.int64)
         places = common_places(len(encoded.input_ids), alignments)
@@ -97,9 +121,13 @@ class Splitter:
                 .preceded_by(before[0], before[side])
                 for side, i in enumerate(teachers, start=1)
             }
-            pieces.append((part if not pieces else replace(part, left_out=()), pairs))
+            extents = {
+                name: Extent(int(start[side]), len(before[side]), bool(stop[side] == end[side]))
+                for side, name in enumerate(names)
+            }
+            pieces.append(Piece(part if not pieces else replace(part, left_out=()), pairs, extents))
             start, room, before = following, rooms, prefixes
-        return [(replace(part, truncated=left_out), pairs) for part, pairs in pieces]
+        return [piece._replace(encoded=replace(piece.encoded, truncated=left_out)) for piece in pieces]
 
 
 def splitter_of(tokenizer: Any, max_length: int, teachers: Mapping[int, tuple[Any, int]]) -> Splitter:

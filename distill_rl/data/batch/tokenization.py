@@ -11,6 +11,7 @@ import numpy as np
 from distill_rl.align.chat import CharSpan
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.batch.chat import render_document, roles_to_train_on
+from distill_rl.data.batch.naming import name_of
 from distill_rl.data.batch.unrendered import TemplateCoverage
 from distill_rl.errors import DataError
 
@@ -27,6 +28,8 @@ class Encoded:
     """Whether tokens of the document are left out."""
     left_out: tuple[str, ...] = ()
     """Words for the parts of a chat that a chat template does not write."""
+    name: bytes = b""
+    """Of the document (`naming`); empty for one that is not from `Tokenization`."""
 
     @property
     def has_labels(self) -> bool:
@@ -131,7 +134,7 @@ class Tokenization:
         end = self.tokenizer.eos_token_id
         if end is not None and (not ids or ids[-1] != end):
             ids = [*ids, end]
-        return _encoded(ids)
+        return replace(_encoded(ids), name=name_of(document["text"]))
 
     def _encode_chat(self, document: Mapping[str, Any]) -> Encoded:
         """The tokens of a chat, with the mask of those to train on.
@@ -151,7 +154,7 @@ class Tokenization:
         if self.roles:
             starts = np.asarray([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
             mask = starts_within(spans, starts)
-        return replace(_encoded(encoded["input_ids"], mask), left_out=left_out)
+        return replace(_encoded(encoded["input_ids"], mask), left_out=left_out, name=name_of(text))
 
     def render(self, document: Mapping[str, Any]) -> tuple[str, list[CharSpan], tuple[str, ...]]:
         """A chat's text, the character spans of the turns that are trained on, and what the template leaves out.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from distill_rl.config.facts import running_teachers
+from distill_rl.config.facts import running_teachers, targets_store
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.errors import ConfigError
@@ -20,7 +21,12 @@ from distill_rl.workers.actors.rank import Worker
 from distill_rl.workers.cluster.gauges import Gauges
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from distill_rl.data.batch.document_aligner import AlignedDocuments
+    from distill_rl.data.batch.naming import StoredTargets
+    from distill_rl.store.store import Store
+    from distill_rl.types import PieceRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +93,7 @@ class AlignerWorker(Worker):
             )
             teacher.aligner.warm_up()
             teachers.append(teacher)
-        self._builder = BatchBuilder(tokenization, self._plan, teachers)
+        self._builder = BatchBuilder(tokenization, self._plan, teachers, stored=_stored_targets(self._config))
 
     def align(
         self, documents: Sequence[Mapping[str, Any]], skip: Collection[Row] = ()
@@ -132,6 +138,29 @@ class AlignerWorker(Worker):
         Returns normally if it does not; otherwise raises, dies or hangs as they do.
         """
         self._builder.build(DocumentBatch(0, (document,), Cursor()))
+
+
+def _stored_targets(config: Config) -> StoredTargets:
+    """The teachers whose targets are read or stored, and the stores that decide what is trained on.
+
+    Raises:
+        StoreError: such a store cannot be opened.
+    """
+    from distill_rl.data.batch.naming import StoredTargets
+    from distill_rl.store.store import Store
+
+    teachers = [*enumerate(running_teachers(config))]
+    required = {
+        i: _has(Store(Path(teacher.store)))
+        for i, teacher in teachers
+        if teacher.backend == "store" and teacher.store and teacher.missing == "skip"
+    }
+    return StoredTargets(frozenset(i for i, teacher in teachers if targets_store(teacher) is not None), required)
+
+
+def _has(store: Store) -> Callable[[PieceRef, np.ndarray], bool]:
+    """Whether a store has a piece with these tokens."""
+    return lambda piece, tokens: store.find(piece, tokens) is not None
 
 
 def _require_cuda() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from distill_rl.config.facts import row_width, teacher_length
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
@@ -16,6 +17,9 @@ from distill_rl.types import RankBatch
 from distill_rl.workers.actors.rank import PROBE_LAYOUT, RankWorker, probe_tensors, reporting
 from distill_rl.workers.cluster.gauges import Gauges
 from distill_rl.workers.pipeline.slots import FIRST_GENERATION
+
+if TYPE_CHECKING:
+    from distill_rl.teacher.stored import StoredTeacher
 
 _SLACK = 4096
 """Bytes of a slot for the gaps between its tensors."""
@@ -33,6 +37,10 @@ class TeacherStats:
     publish_s: float = 0.0
     peak_gib: float = 0.0
     """The most memory that the rank has held so far; see `peak_memory`."""
+    tokens_read: int = 0
+    """Tokens whose targets came from a store."""
+    tokens_computed: int = 0
+    """Tokens whose targets a store lacked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,7 @@ class TeacherWorker(RankWorker):
         self._gauges = Gauges(config.run.name)
 
     def start(self, host: str, port: int, gpu_memory: float = 1.0) -> None:
-        """Joins the process group of this replica and builds the engine, which loads the model.
+        """Joins the process group of this replica and builds the engine, which loads the model or opens the store.
 
         Waits for the replica's other ranks.
 
@@ -62,11 +70,11 @@ class TeacherWorker(RankWorker):
             host, port: the store through which the ranks of the replica meet.
             gpu_memory: share of the GPU's memory that this process may use; 1: no limit.
         """
-        from distill_rl.teacher.engine import TeacherEngine
+        from distill_rl.teacher.build import build_teacher
 
         tp = self._teacher.parallel.tp
         world = self._join(self._rank % tp, ParallelConfig(dp=1, tp=tp), host, port, gpu_memory)
-        self._engine = TeacherEngine(self._config, self._teacher, world, vocabulary_size=self._vocabulary_size)
+        self._engine = build_teacher(self._config, self._teacher, world, vocabulary_size=self._vocabulary_size)
 
     @reporting
     def open_ring(
@@ -150,8 +158,56 @@ class TeacherWorker(RankWorker):
             time.perf_counter() - start,
             publish_s,
             peak_gib(str(self._world.device)),
+            *self._used(),
         )
         self._gauges.set("teacher_publish_seconds", publish_s)
         self._gauges.add("teacher_bytes", measured.num_bytes)
         self._gauges.add("teacher_positions", measured.num_positions)
         return Published(tuple(handles), measured, self._engine.score)
+
+    def capture(self, rows: Sequence[RankBatch], sub_batch: int, slots: Sequence[Slot]) -> Published:
+        """Computes and stores what the store lacks of this replica's rows of a sub-batch; publishes nothing.
+
+        Arguments as of `forward`; the slots, which only bound how many calls wait, are not used.
+        """
+        began = time.perf_counter()
+        engine = self._storing()
+        engine.fill(rows[sub_batch])
+        seconds = time.perf_counter() - began
+        if self._world.tp_rank:
+            return Published()
+        self._gauges.set("teacher_forward_seconds", seconds)
+        peak = peak_gib(str(self._world.device))
+        positions = rows[sub_batch].rows.num_positions
+        measured = TeacherStats(0, positions, seconds, 0.0, peak, *self._used())
+        return Published((), measured)
+
+    def _used(self) -> tuple[int, int]:
+        """Tokens read and computed since the last call; 0 and 0 for a teacher without a store."""
+        use = getattr(self._engine, "use", None)
+        if use is None:
+            return 0, 0
+        counts = use.read, use.computed
+        use.read = use.computed = 0
+        return counts
+
+    def finish_store(self) -> int:
+        """Writes what is waiting to be stored, and returns the bytes of all that this rank has written."""
+        engine = self._storing()
+        engine.close()
+        return 0 if engine.writer is None else engine.writer.bytes_written
+
+    def stop(self) -> None:
+        """Writes what is waiting to be stored, then does as every rank does."""
+        from distill_rl.teacher.stored import StoredTeacher
+
+        if isinstance(self._engine, StoredTeacher):
+            self._engine.close()
+        super().stop()
+
+    def _storing(self) -> StoredTeacher:
+        """The engine of a teacher with a store."""
+        from distill_rl.teacher.stored import StoredTeacher
+
+        assert isinstance(self._engine, StoredTeacher)
+        return self._engine

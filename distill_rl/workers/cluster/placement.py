@@ -8,7 +8,8 @@ A bundle is a set of resources on one node, at most one GPU of it. `place_actors
    (one, or one per rank of `evaluate.parallel.tp`) join the first bundles, one each, if the cluster has too few GPUs
    left over for them. The ranks of a bundle divide the rest of its GPU evenly: each gets (1 - sum of the guests'
    shares) / number of ranks.
-3. Other actors, which are aligners without a GPU and evaluators that are no guests, get a bundle each.
+3. Other actors get a bundle each: ranks of teachers that only read a store, aligners without a GPU, and evaluators that
+   are no guests.
 4. Nodes. Ray packs bundles on as few nodes as it can, unless `disaggregated` or a student with replicas asks for a
    fixed node per rank and the cluster has room for that.
 """
@@ -26,7 +27,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from distill_rl.config.derive import evaluator_problem, evaluators
-from distill_rl.config.facts import running_teachers
+from distill_rl.config.facts import running_teachers, runs_model
 from distill_rl.config.schema import Config, ParallelConfig
 from distill_rl.errors import ConfigError
 from distill_rl.transport.choose import require_between_nodes
@@ -108,6 +109,7 @@ def place_actors(
             `evaluate.parallel.tp`, or the transport works only within a node.
     """
     student, teachers, aligners = actor_names(config, num_aligners)
+    readers = [name for t in running_teachers(config) if not runs_model(t) for name in teachers.pop(t.name)]
     groups = [student, *teachers.values()]
     if config.ray.placement == "disaggregated":
         ranks_by_bundle = [[name] for group in groups for name in group]
@@ -135,7 +137,7 @@ def place_actors(
         for name, share in guests.items():
             placements[name] = ActorPlacement(i, share)
 
-    others = dict.fromkeys([] if aligner_share else aligners, 0.0) | other_evaluators
+    others = dict.fromkeys([*readers, *([] if aligner_share else aligners)], 0.0) | other_evaluators
     for name, num_gpus in others.items():
         placements[name] = ActorPlacement(len(bundles), num_gpus)
         bundles.append(_bundle(1, num_gpus))

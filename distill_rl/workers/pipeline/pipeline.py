@@ -18,6 +18,7 @@ How one batch moves (`SubBatch` lists the states):
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import ray
 
@@ -38,9 +39,18 @@ class Pipeline:
 
     Args:
         rings: the number of slots per ring, and how many of them a sub-batch takes.
+        method: of the teachers. `capture` publishes nothing: slots then bound how many calls wait, and nothing else.
     """
 
-    def __init__(self, aligners: AlignerPool, teachers: Teachers, plan: BatchPlan, rings: RingPlan):
+    def __init__(
+        self,
+        aligners: AlignerPool,
+        teachers: Teachers,
+        plan: BatchPlan,
+        rings: RingPlan,
+        method: Literal["forward", "capture"] = "forward",
+    ):
+        self._method = method
         self.aligners, self._teachers, self._plan, self._rings = aligners, list(teachers), plan, rings
         self._ledgers = {teacher.name: SlotLedger(rings.slots[teacher.name]) for teacher, _ in self._teachers}
         self._current: PendingBatch | None = None
@@ -178,10 +188,10 @@ class Pipeline:
         self._open.append(sub_batch)
 
     def _call(self, t: int, replica: int, sub_batch: SubBatch, slots: Sequence[Slot]) -> Refs:
-        """Calls `forward` on the ranks of one replica of teacher `t`, without waiting. Returns the calls by rank."""
+        """Calls the ranks of one replica of teacher `t`, without waiting. Returns the calls by rank."""
         teacher, group = self._teachers[t]
         ranks = range(replica * teacher.parallel.tp, (replica + 1) * teacher.parallel.tp)
-        return group.submit("forward", sub_batch.teachers[t][replica], sub_batch.index, slots, ranks=ranks)
+        return group.submit(self._method, sub_batch.teachers[t][replica], sub_batch.index, slots, ranks=ranks)
 
     def _index(self, name: str) -> int:
         return [teacher.name for teacher, _ in self._teachers].index(name)

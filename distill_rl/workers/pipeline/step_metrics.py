@@ -76,6 +76,8 @@ def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
         "timing/aligner/align": Metric(info.seconds, "max"),
         "memory/aligner": Metric(info.peak_gib, "max"),
     }
+    if info.num_not_stored:
+        metrics["align/not_stored"] = Metric(info.num_not_stored, "sum")
     if info.num_incomplete:
         metrics["align/incomplete"] = Metric(info.num_incomplete, "sum")
     for alignment in info.alignments:

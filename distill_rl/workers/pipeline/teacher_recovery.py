@@ -40,11 +40,17 @@ class TeacherRecovery:
     _student: AbstractSet[str]
     """Names of the student's ranks; the death of one of them cannot be recovered from here."""
     _calls: Calls
-    _connector: Connector
+    _connector: Connector | None
+    """None: nobody reads what the teachers publish."""
     _pipeline: Pipeline
     _restarts: int = 0
     _dead: list[tuple[TeacherConfig, WorkerGroup, range, DistillError]] = field(default_factory=list)
     """Replicas with a dead rank, each with its ranks and why it died."""
+
+    @property
+    def restarts(self) -> int:
+        """Number of teachers' replicas that were replaced."""
+        return self._restarts
 
     def counts(self) -> dict[str, Metric]:
         """Returns the metrics of restarts and losses since this start of the run; those that are 0 are left out.
@@ -146,7 +152,8 @@ class TeacherRecovery:
         group.renew(ranks, timeout_s)
         started = group.start(size=teacher.parallel.tp, timeout_s=timeout_s, ranks=ranks)
         self._calls.gather(started, what=f"loading {teacher.name} again", timeout_s=timeout_s)
-        self._connector.reconnect(teacher, group, ranks[0])
+        if self._connector is not None:
+            self._connector.reconnect(teacher, group, ranks[0])
 
     def _give_up(self, teacher: TeacherConfig, group: WorkerGroup, cause: DistillError) -> None:
         """Kills all ranks of a teacher and makes the run continue without it, the others' weights scaled up.

@@ -1,0 +1,87 @@
+"""distill-rl capture: runs teachers over the data and stores their targets, so that students can be trained without them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from distill_rl.commands.dry_run import write_batch_script
+from distill_rl.commands.options import GPUS_PER_NODE
+from distill_rl.config.paths import absolute
+from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError, StoreError
+from distill_rl.observe.log import log_file, say, setup_console, status
+from distill_rl.preflight import gather, run_directory
+from distill_rl.run.stores import stores_of, to_capture
+from distill_rl.system import ownership
+from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
+from distill_rl.types import RunPaths
+
+log = logging.getLogger(__name__)
+
+
+def capture(path: str, overrides: Sequence[str], *, out: Path, dry_run: bool, gpus_per_node: int | None) -> int:
+    """Stores the targets of a configuration's documents that `out` lacks, and returns the exit code of the process.
+
+    0 when all is stored; 85 if SIGTERM or SIGUSR1 stopped it: what was computed is stored, and the same command goes
+    on. Handles the signals of this process meanwhile.
+
+    Args:
+        out: folder of the store, or of one store per teacher; made if it does not exist.
+        dry_run: only write a batch script.
+        gpus_per_node: for `dry_run`: GPUs of a node; None: GPUS_PER_NODE.
+
+    Raises:
+        DistillError: bad input (all problems at once), or the error that ended the capture.
+    """
+    out = out.expanduser().absolute()
+    change = partial(to_capture, out=out)
+    if gpus_per_node is not None and not dry_run:
+        remedy = (
+            "add --dry-run to write a batch script, or leave it out: a capture takes the GPUs that its dp and tp need"
+        )
+        raise ConfigError("--gpus-per-node", "has no effect without --dry-run", gpus_per_node, remedy)
+    if dry_run:
+        gpus = GPUS_PER_NODE if gpus_per_node is None else gpus_per_node
+        return write_batch_script(path, overrides, gpus_per_node=gpus, change=change, store=out)
+    setup_console()
+    with status(f"checking  {path}"):
+        checked = gather(path, overrides, say=lambda text: say(f"data      {text}"), change=change)
+        config = checked.require_valid()
+    for note in checked.notes:
+        say(f"note      {note}")
+    if config.ray.address is not None:  # workers on an existing cluster have other working directories
+        config = absolute(config)
+    signals = Signals()
+    out.mkdir(parents=True, exist_ok=True)
+    ownership.close_folder(out)
+    with run_directory.occupy(config, clean=False) as paths, log_file(paths.logs / "driver.log"), signals:
+        try:
+            return _run(config, paths, signals)
+        except Preempted:
+            say("stopped   before anything was computed; the same command goes on")
+            return EXIT_PREEMPTED
+        except OSError as error:
+            log.info("the capture failed", exc_info=True)
+            raise StoreError(
+                f"{out}", "must be readable and writable", str(error), "what was written is kept"
+            ) from error
+        except Exception:
+            log.info("the capture failed", exc_info=True)
+            raise
+
+
+def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
+    """Opens models and data, and captures."""
+    say("opening   models and data")
+    from distill_rl.preflight.job import prepare
+    from distill_rl.run.capture import capture as run_capture
+
+    with signals.at_once():
+        job = prepare(config, paths)
+    code = run_capture(job, signals)
+    for folder in stores_of(config):
+        say(f"store     {folder}")
+    return code

@@ -1,0 +1,57 @@
+"""The rules of teachers whose targets are read or stored, as far as they can be checked without opening a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from distill_rl.config.facts import runs_model, targets_store
+from distill_rl.config.paths import teacher_folder
+from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.errors import problem
+
+STORED = ("topk",)
+"""Values of `teachers[].export` that a store can hold."""
+
+
+def store_problems(config: Config) -> Iterator[str]:
+    """Yields problems of stores and caches, one line each."""
+    for i, teacher in enumerate(config.teachers):
+        yield from _of_teacher(f"teachers.{i}", teacher)
+    folders = [folder for folder in map(targets_store, config.teachers) if folder is not None]
+    if len(set(folders)) < len(folders):
+        rule = "every teacher needs a store of its own"
+        yield problem("teachers", rule, ", ".join(folders), "name another folder for each of them")
+    if config.evaluate.teachers and config.evaluate.suites and not all(map(runs_model, config.teachers)):
+        rule = "evaluates the teachers, and one of them is read from a store without its model"
+        yield problem("evaluate.teachers", rule, "true", "leave it out")
+
+
+def _of_teacher(key: str, teacher: TeacherConfig) -> Iterator[str]:
+    """Yields the problems of one teacher."""
+    if teacher.backend == "store" and teacher.store is None:
+        yield problem(f"{key}.store", "backend store needs the folder of a store", "null", f"add {key}.store=FOLDER")
+    if teacher.backend != "store" and teacher.store is not None:
+        remedy = f"add {key}.backend=store to read from it, or use {key}.cache to fill it"
+        yield problem(f"{key}.store", "is read with backend store only", teacher.store, remedy)
+    if teacher.backend == "store" and teacher.cache is not None:
+        yield problem(f"{key}.cache", "is filled by a teacher that runs (backend hf)", teacher.cache, "leave it out")
+    if targets_store(teacher) is not None and teacher.export not in STORED:
+        rule = f"a store holds {' or '.join(STORED)}, and this teacher exports {teacher.export}"
+        name = "store" if teacher.backend == "store" else "cache"
+        remedy = (
+            f"set {key}.export=topk and a loss that works with it (docs/losses.md), or run the teacher without {name}"
+        )
+        yield problem(f"{key}.{name}", rule, targets_store(teacher), remedy)
+    if teacher.backend == "store" and not runs_model(teacher) and teacher.parallel.tp > 1:
+        rule = "a store is read, and no model is divided"
+        yield problem(f"{key}.parallel.tp", rule, teacher.parallel.tp, "leave it at 1; dp readers share the rows")
+    if (
+        teacher.backend == "store"
+        and runs_model(teacher)
+        and teacher.store
+        and teacher.model == teacher_folder(teacher.store)
+    ):
+        rule = "missing: live runs the teacher for what the store lacks"
+        yield problem(
+            f"{key}.model", rule, "missing value", f"add {key}.model=PATH, or set {key}.missing to skip or fail"
+        )

@@ -1,0 +1,123 @@
+"""The driver of a capture: documents → aligners → teachers, which store their targets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import chain
+
+from distill_rl.data.joining import Joining
+from distill_rl.data.loader import Loader, validation_batches
+from distill_rl.observe.log import say
+from distill_rl.observe.terminal import ProgressBar
+from distill_rl.preflight.job import Job
+from distill_rl.run.prefetch import Lookahead
+from distill_rl.run.skipped_rows import SkippedRows
+from distill_rl.system.signals import EXIT_PREEMPTED, Signals
+from distill_rl.types import DocumentBatch, TrainState
+from distill_rl.workers.pipeline.sub_batch import PendingBatch
+from distill_rl.workers.start import CaptureActors, start_capture
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a capture has done so far, over all teachers."""
+
+    documents: int = 0
+    computed: int = 0
+    """Tokens whose targets were computed."""
+    found: int = 0
+    """Tokens that the stores had already."""
+    busy_s: float = 0.0
+    """Seconds that the teachers' calls took, their replicas' added."""
+    began: float = 0.0
+
+    def figures(self) -> list[str]:
+        """For the progress bar."""
+        seconds = max(time.monotonic() - self.began, 1e-9)
+        return [
+            f"{self.computed / seconds:,.0f} tokens/s",
+            f"{self.computed:,} computed",
+            f"{self.found:,} stored before",
+        ]
+
+
+def capture(job: Job, signals: Signals) -> int:
+    """Stores the targets of all documents that the stores lack, and returns the exit code of the process.
+
+    0 when all is stored; EXIT_PREEMPTED if a request to stop came: what was computed is then stored, and the same
+    command goes on. A teacher that died may have computed targets that it had not written; the documents are then gone
+    through once more, which costs only those.
+
+    Raises:
+        DistillError: a worker failed and cannot be recovered from, or the disk is full. What was written is kept.
+    """
+    with start_capture(job, signals) as actors:
+        progress = Progress(began=time.monotonic())
+        stopped = _go_through(job, actors, signals, progress)
+        restarts = 0
+        while not stopped and actors.teachers.restarts > restarts:
+            restarts = actors.teachers.restarts
+            say("again     through all documents: a teacher that died may not have written everything")
+            stopped = _go_through(job, actors, signals, progress)
+        written = actors.teachers.finish()
+    seconds = time.monotonic() - progress.began
+    dp = sum(teacher.parallel.dp for teacher in job.config.teachers)
+    share = 100 * progress.busy_s / max(seconds * dp, 1e-9)
+    rate = progress.computed / max(seconds, 1e-9)
+    say(f"rate      {rate:,.0f} tokens/s; the teachers computed {min(share, 100):.0f} % of the time")
+    say(
+        f"stored    {progress.computed:,} tokens, {written / 2**20:,.1f} MiB; {progress.found:,} tokens were there before"
+    )
+    if stopped:
+        say("stopped   what was computed is stored; the same command goes on")
+        return EXIT_PREEMPTED
+    return 0
+
+
+def _go_through(job: Job, actors: CaptureActors, signals: Signals, progress: Progress) -> bool:
+    """Captures all batches; returns whether a request to stop ended that early."""
+    batches, total = _batches(job)
+    skipped = SkippedRows(job.paths.bad_rows, job.config.data.max_bad_rows)
+    depth = max(job.config.prefetch.depth, 1)
+    bar = ProgressBar("capture", total)
+    with closing(bar), closing(Lookahead(batches, actors.pipeline.submit, PendingBatch.release, depth)) as pending:
+        for done, batch in enumerate(pending, start=1):
+            if job.config.data.bad_rows == "skip":
+                skipped.add(batch.documents)
+            with batch.lease():
+                info, stats = actors.teachers.capture(batch)
+            progress.documents += info.num_documents
+            progress.computed += sum(replica.tokens_computed for replica in stats)
+            progress.found += sum(replica.tokens_read for replica in stats)
+            progress.busy_s += sum(replica.forward_s for replica in stats)
+            bar.update(done, progress.figures())
+            if signals.preempted:
+                return True
+    return False
+
+
+def _batches(job: Job) -> tuple[Iterator[DocumentBatch], int]:
+    """The batches of the training documents, in the order of a run, then those held out; and their number."""
+    config = job.config
+    joining, skip = Joining.of(config.data), config.data.bad_rows == "skip"
+    size = config.train.global_batch_size
+    training = Loader(
+        job.train,
+        batch_size=size,
+        seed=config.run.seed,
+        steps=config.train.steps,
+        epochs=config.train.epochs,
+        start=TrainState(),
+        order=job.order,
+        skip_bad_rows=skip,
+        joining=joining,
+    )
+    if job.validation is None:
+        return iter(training), training.total_steps
+    most = config.data.validation.max_documents
+    held_out = validation_batches(job.validation, size, most, skip_bad_rows=skip, joining=joining)
+    count = -(-min(len(job.validation), most) // size)
+    return chain(training, held_out), training.total_steps + count

@@ -1,0 +1,82 @@
+"""From a training configuration to that of a capture: the same documents and rows, teachers that store, no student."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from distill_rl.config.facts import running_teachers
+from distill_rl.config.schema import Config, EvaluateConfig, StudentConfig, TeacherConfig
+from distill_rl.config.schema.fields import MISSING
+from distill_rl.errors import problem
+
+CAPTURES = "captures"
+"""The folder in a store with the logs of every capture."""
+
+
+def to_capture(config: Config, problems: list[str], out: Path) -> Config:
+    """The configuration of a capture into the folder `out`.
+
+    1. Every teacher stores what it computes: one teacher in `out`, several in `out`/NAME.
+    2. Rows are made as the training run makes them. Without a student, the teacher's own tokenizer decides.
+    3. All documents are read once, but no more than the training run would read.
+    4. What only training needs is switched off. The run directory is `out`/captures/NAME.
+
+    Args:
+        problems: lines about the training configuration; those about a missing student are removed, and what a capture
+            cannot do is added.
+    """
+    student = _student(config, problems)
+    if not config.teachers or config.loss.kd_weight == 0:
+        problems.append(problem("teachers", "a capture needs a teacher, and loss.kd_weight above 0", "none"))
+    steps, epochs = config.train.steps, config.train.epochs
+    return replace(
+        config,
+        run=replace(config.run, dir=str(out / CAPTURES)),
+        student=student,
+        teachers=[_storing(teacher, folder, problems, i) for i, (teacher, folder) in enumerate(_folders(config, out))],
+        train=replace(config.train, steps=steps, epochs=1.0 if epochs is None or epochs > 1 else epochs),
+        faults=replace(config.faults, lost_teacher="fail"),
+        checkpoint=replace(config.checkpoint, resume="auto", keep_best=0, every=0),
+        evaluate=EvaluateConfig(),
+    )
+
+
+def _student(config: Config, problems: list[str]) -> StudentConfig:
+    """The student that decides how rows are made: the configured one, or the only teacher in its place."""
+    if config.student.model != MISSING or not config.teachers:
+        return config.student
+    problems[:] = [line for line in problems if not line.startswith("student.model:")]
+    teacher = config.teachers[0]
+    if len(config.teachers) > 1:
+        rule = "several teachers are captured together for the rows of a student"
+        problems.append(
+            problem("student.model", rule, "missing value", "name the student, or capture one teacher at a time")
+        )
+    return replace(
+        config.student,
+        model=teacher.model,
+        tokenizer=teacher.tokenizer,
+        revision=teacher.revision,
+        dtype=teacher.dtype,
+    )
+
+
+def _folders(config: Config, out: Path) -> list[tuple[TeacherConfig, Path]]:
+    """Every teacher with the folder of its store."""
+    if len(config.teachers) == 1:
+        return [(config.teachers[0], out)]
+    return [(teacher, out / teacher.name) for teacher in config.teachers]
+
+
+def _storing(teacher: TeacherConfig, folder: Path, problems: list[str], i: int) -> TeacherConfig:
+    """A teacher that stores its targets in a folder."""
+    if teacher.backend == "store":
+        rule = "a capture runs the teacher; this one is read from a store"
+        problems.append(problem(f"teachers.{i}.backend", rule, "store", "use backend: hf and the model"))
+    return replace(teacher, cache=str(folder), score="static")
+
+
+def stores_of(config: Config) -> list[Path]:
+    """The folders that a capture fills."""
+    return [Path(teacher.cache) for teacher in running_teachers(config) if teacher.cache is not None]

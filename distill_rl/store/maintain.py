@@ -1,0 +1,206 @@
+"""What is done with stores beside filling and reading them: description, verification, merging, export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from distill_rl.errors import StoreError, first_line
+from distill_rl.store.formats import decoded
+from distill_rl.store.manifest import (
+    FILE,
+    TEACHER,
+    Manifest,
+    describe_teacher,
+    description_problems,
+    require_same,
+    write_manifest,
+)
+from distill_rl.store.shard import Shard
+from distill_rl.store.store import Store, shard_files
+from distill_rl.store.writer import StoreWriter
+
+_SAMPLED = 256
+"""Records of which the retained probability is measured."""
+_BINS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999, 1.0)
+"""Upper ends of the histogram of retained probability."""
+_BAR = 40
+
+
+def info(folder: Path) -> Iterator[str]:
+    """Yields lines on the teacher, the contents, the size per token and the retained probability of a store.
+
+    Raises:
+        StoreError: no store, or a damaged one.
+    """
+    store = Store(folder)
+    manifest, tokens = store.manifest, sum(shard.num_tokens for shard in store.shards)
+    revision = f" at {manifest.revision}" if manifest.revision else ""
+    yield f"teacher    {manifest.model}{revision}, weights {manifest.weights[:12]}, tokenizer {manifest.tokenizer[:12]}"
+    what = {"topk": f"top {manifest.entries}", "sampled": f"{manifest.entries} draws"}[manifest.kind]
+    yield (
+        f"targets    {what} of {manifest.vocabulary_size:,} ids at temperature {manifest.temperature:g}, "
+        f"{manifest.wire_dtype}, format {manifest.format}"
+    )
+    names = {piece.name for piece in store.pieces()}
+    whole = sum(int((shard.whole & (shard.first == 0)).sum()) for shard in store.shards)
+    twice = len(store) - len({(piece.name, piece.first, piece.length) for piece in store.pieces()})
+    yield f"documents  {len(names):,} in {len(store):,} pieces, {whole:,} of them whole documents"
+    if twice:
+        yield f"twice      {twice:,} pieces; `distill-rl store merge` leaves them out"
+    sizes: dict[str, int] = {}
+    for shard in store.shards:
+        for name, size in shard.column_bytes().items():
+            sizes[name] = sizes.get(name, 0) + size
+    total = sum(sizes.values())
+    yield f"tokens     {tokens:,} in {len(store.shards):,} files of {total / 2**20:,.1f} MiB"
+    if tokens:
+        parts = ", ".join(f"{name} {size / tokens:.1f}" for name, size in sizes.items())
+        yield f"size       {total / tokens:.1f} bytes per token ({parts})"
+        yield from _retained(store)
+
+
+def _retained(store: Store) -> Iterator[str]:
+    """Yields how much of the teacher's probability the stored entries hold, over a sample of the records."""
+    count = len(store)
+    places = np.unique(np.linspace(0, count - 1, min(_SAMPLED, count)).astype(int))
+    ends = np.cumsum([len(shard) for shard in store.shards])
+    masses = []
+    for place in places:
+        shard = int(np.searchsorted(ends, place, "right"))
+        record = int(place - (ends[shard - 1] if shard else 0))
+        columns = decoded(store.manifest, store.shards[shard], record)
+        if "rest_logprob" not in columns:
+            return
+        masses.append(-np.expm1(np.minimum(columns["rest_logprob"].values.astype(np.float64), 0)))
+    mass = np.concatenate(masses)
+    quantiles = np.quantile(mass, [0.05, 0.5])
+    yield (
+        f"retained   {mass.mean():.4f} of the probability on average, median {quantiles[1]:.4f}, "
+        f"95 % of the tokens above {quantiles[0]:.4f} (a sample of {len(mass):,} tokens)"
+    )
+    counts, _ = np.histogram(np.clip(mass, 0, 1), bins=[0, *_BINS[:-1], 1 + 1e-12])
+    for lower, upper, number in zip([0.0, *_BINS], _BINS, counts):
+        share = number / len(mass)
+        yield f"           {lower:<5g} to {upper:<5g} {100 * share:5.1f} % {'#' * round(_BAR * share)}".rstrip()
+
+
+def verify(folder: Path) -> tuple[str, list[str]]:
+    """Reads every byte of a store.
+
+    Returns:
+        A line on what was read, and a line for everything that is damaged: file, place, remedy.
+
+    Raises:
+        StoreError: no store, or its manifest is damaged.
+    """
+    from distill_rl.store.manifest import read_manifest
+
+    manifest = read_manifest(folder)
+    problems, records, tokens = [*description_problems(folder, manifest)], 0, 0
+    files = shard_files(folder)
+    for path in files:
+        try:
+            shard = Shard(path)
+        except StoreError as error:
+            problems += error.problems
+            continue
+        damaged = shard.problems()
+        problems += damaged
+        if not damaged:
+            problems += _undecodable(manifest, shard)
+        records, tokens = records + len(shard), tokens + shard.num_tokens
+    return f"verified   {len(files):,} files, {records:,} pieces, {tokens:,} tokens: every checksum matches", problems
+
+
+def _undecodable(manifest: Manifest, shard: Shard) -> Iterator[str]:
+    """Yields records that cannot be decoded although their checksums match, one line each."""
+    for i in range(len(shard)):
+        try:
+            decoded(manifest, shard, i)
+        except StoreError as error:
+            yield from error.problems
+
+
+def merge(folders: Sequence[Path], out: Path) -> str:
+    """Copies all pieces of some stores into another, which may exist; a piece that it has is not copied again.
+
+    Returns a line on what was copied.
+
+    Raises:
+        StoreError: the stores hold different targets, one is damaged, or `out` cannot be written.
+    """
+    stores = [Store(folder) for folder in folders]
+    first = stores[0].manifest
+    for store in stores[1:]:
+        require_same(folders[0], store.manifest)
+    try:
+        if (out / FILE).exists():
+            require_same(out, first)
+        else:
+            files = describe_teacher(out, [folders[0] / TEACHER])
+            write_manifest(out, replace(first, files=files))
+    except OSError as error:
+        raise StoreError(f"{out}", "must be writable", first_line(error), "choose another folder") from error
+    target = Store(out)
+    writer = StoreWriter(target, write_every_s=float("inf"))
+    copied = skipped = 0
+    for store in stores:
+        for shard in store.shards:
+            for i in range(len(shard)):
+                piece, tokens = shard.piece(i), shard.tokens(i)
+                found = target.find(piece, tokens)
+                if writer.holds(piece) or (found is not None and not found.in_context):
+                    skipped += 1
+                    continue
+                writer.copy(piece, tokens, shard.targets(i))
+                copied += 1
+    writer.flush()
+    return f"merged     {copied:,} pieces into {out}; {skipped:,} were there already"
+
+
+def export(folder: Path, out: Path) -> str:
+    """Writes a store as Parquet: one file per shard, a row per piece, lists per token. Returns a line on what was written.
+
+    Columns: `document` (hex), `first`, `prefix`, `whole`, `tokens`, then the targets by name.
+
+    Raises:
+        StoreError: the store is damaged, or `out` is not a new folder that can be written.
+    """
+    store = Store(folder)
+    if out.exists():
+        raise StoreError(f"{out}", "must be a new folder", "it exists", "choose another one with --out")
+    try:
+        out.mkdir(parents=True)
+        for number, shard in enumerate(store.shards):
+            _write_parquet(store.manifest, shard, out / f"{number:05}.parquet")
+    except OSError as error:
+        raise StoreError(
+            f"{out}", "must be writable", first_line(error), "free some space or choose another folder"
+        ) from error
+    tokens = sum(shard.num_tokens for shard in store.shards)
+    return f"exported   {len(store):,} pieces, {tokens:,} tokens to {len(store.shards):,} Parquet files in {out}"
+
+
+def _write_parquet(manifest: Manifest, shard: Shard, path: Path) -> None:
+    """Writes one shard; bfloat16 becomes float32, which Parquet has."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    columns: dict[str, list] = {name: [] for name in ("document", "first", "prefix", "whole", "tokens")}
+    for i in range(len(shard)):
+        piece = shard.piece(i)
+        for name, value in (("document", piece.name.hex()), ("first", piece.first), ("prefix", piece.prefix),
+                            ("whole", piece.whole), ("tokens", shard.tokens(i))):  # fmt: skip
+            columns[name].append(value)
+        for name, column in decoded(manifest, shard, i).items():
+            values = column.values
+            if column.dtype == "BF16":
+                values = (values.astype(np.int32) << 16).view(np.float32)
+            columns.setdefault(name, []).append(list(values) if values.ndim > 1 else values)
+    temporary = path.with_name(f".{path.name}")
+    parquet.write_table(pa.table(columns), temporary)
+    temporary.replace(path)

@@ -1,0 +1,140 @@
+"""A store, opened to be read: finds the targets of a piece of a document by its name and its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from distill_rl.errors import StoreError
+from distill_rl.store.formats import decoded
+from distill_rl.store.manifest import FILE, SHARDS, Manifest, read_manifest
+from distill_rl.store.shard import SUFFIX, Column, Shard
+from distill_rl.system import ownership
+from distill_rl.types import PieceRef
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where the targets of a piece are: in the positions of one record.
+
+    Positions `start` to `start + count` of the record are positions `skip` to `skip + count` of the piece. A piece that
+    begins with a prefix has no targets for the prefix but its last position, which predicts the first token of the text.
+    """
+
+    shard: Shard
+    record: int
+    start: int
+    skip: int
+    count: int
+
+    @property
+    def in_context(self) -> bool:
+        """Whether the teacher saw more of the document before the piece than it would have in a run."""
+        return self.start > 0
+
+
+class Store:
+    """The targets of one teacher. Opening it reads the manifest and the index of every shard, no targets.
+
+    Raises:
+        StoreError: no store, a newer or damaged one, or one that others may have changed.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.manifest: Manifest = read_manifest(folder)
+        if problem := next(ownership.problems(folder / FILE), None) or next(_loose(folder / SHARDS), None):
+            rule = "only this user and root may own or change a store"
+            raise StoreError(f"{folder}", rule, problem, "copy it to a folder of your own: cp -r")
+        self.shards = [Shard(path) for path in shard_files(folder)]
+        self._index()
+
+    def __len__(self) -> int:
+        return sum(len(shard) for shard in self.shards)
+
+    def pieces(self) -> Iterator[PieceRef]:
+        """Yields what every record is of."""
+        for shard in self.shards:
+            yield from (shard.piece(i) for i in range(len(shard)))
+
+    def add(self, shard: Shard) -> None:
+        """Takes in a shard that was written after the store had been opened."""
+        self.shards.append(shard)
+        for i in range(len(shard)):
+            self._added.setdefault(shard.names[i].tobytes(), []).append((len(self.shards) - 1, i))
+
+    def records(self, name: bytes) -> list[tuple[Shard, int]]:
+        """All records of a document."""
+        key = np.frombuffer(name[:8], "<u8")[0]
+        place = int(np.searchsorted(self._keys, key))
+        found = []
+        while place < len(self._keys) and self._keys[place] == key:
+            shard, i = self.shards[self._shard_of[place]], int(self._record_of[place])
+            if shard.names[i].tobytes() == name:
+                found.append((shard, i))
+            place += 1
+        return found + [(self.shards[shard], i) for shard, i in self._added.get(name, ())]
+
+    def find(self, piece: PieceRef, tokens: np.ndarray) -> Found | None:
+        """Where the targets of a piece are, or None if the store has none for exactly these tokens.
+
+        1. A record that begins where the piece does and has its tokens: those of a causal model do not depend on what
+           follows, so a longer record does.
+        2. Otherwise, for a later piece, a record that has the piece further on: the teacher then saw the text before it,
+           too.
+
+        Args:
+            tokens: int32 [piece.length], of the teacher.
+
+        Raises:
+            StoreError: a record is damaged.
+        """
+        later = None
+        for shard, i in self.records(piece.name):
+            first, prefix, length = int(shard.first[i]), int(shard.prefix[i]), int(shard.length[i])
+            if (first, prefix) == (piece.first, piece.prefix) and length >= piece.length:
+                if np.array_equal(shard.tokens(i)[: piece.length], tokens):
+                    return Found(shard, i, 0, 0, piece.length)
+            elif first < piece.first and later is None:
+                start = piece.first - first + prefix
+                body = tokens[piece.prefix :]
+                if start + len(body) <= length and np.array_equal(shard.tokens(i)[start : start + len(body)], body):
+                    before = 1 if piece.prefix else 0  # the position that predicts the first token of the text
+                    later = Found(shard, i, start - before, piece.prefix - before, len(body) + before)
+        return later
+
+    def targets(self, found: Found) -> dict[str, Column]:
+        """The targets that `find` has found, [found.count, …]; read-only.
+
+        Raises:
+            StoreError: the record is damaged.
+        """
+        stop = found.start + found.count
+        columns = decoded(self.manifest, found.shard, found.record)
+        return {name: Column(column.dtype, column.values[found.start : stop]) for name, column in columns.items()}
+
+    def _index(self) -> None:
+        """Sorts the names of all shards by their first eight bytes; further shards are kept in a dictionary."""
+        self._added: dict[bytes, list[tuple[int, int]]] = {}
+        names = [shard.names for shard in self.shards] or [np.empty((0, 16), np.uint8)]
+        keys = np.concatenate([np.ascontiguousarray(of_shard[:, :8]).view("<u8")[:, 0] for of_shard in names])
+        order = np.argsort(keys, kind="stable")
+        counts = [len(shard) for shard in self.shards]
+        self._keys = keys[order]
+        self._shard_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[order]
+        records = [np.arange(count, dtype=np.int32) for count in counts] or [np.empty(0, np.int32)]
+        self._record_of = np.concatenate(records)[order]
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The shards of a store, in the order of their names; those that are being written are not among them."""
+    return sorted(path for path in (folder / SHARDS).glob(f"*{SUFFIX}") if not path.name.startswith("."))
+
+
+def _loose(folder: Path) -> Iterator[str]:
+    """Why others may have changed the shards; a folder that does not exist holds none."""
+    if folder.is_dir():
+        yield from ownership.problems(folder)

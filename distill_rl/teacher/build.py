@@ -1,0 +1,34 @@
+"""Which engine gives a teacher's targets: one that runs the model, one that reads a store, or both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distill_rl.config.facts import runs_model, targets_store
+from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.parallel.mesh import World
+from distill_rl.store.store import Store
+from distill_rl.store.writer import StoreWriter
+from distill_rl.teacher.engine import TeacherEngine
+from distill_rl.teacher.stored import StoredTeacher
+
+
+def build_teacher(
+    config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int
+) -> TeacherEngine | StoredTeacher:
+    """The engine of one rank of a teacher; arguments as of `TeacherEngine`.
+
+    Raises:
+        ConfigError: as for `TeacherEngine`.
+        StoreError: the store cannot be opened.
+    """
+    live = TeacherEngine(config, teacher, world, vocabulary_size=vocabulary_size) if runs_model(teacher) else None
+    folder = targets_store(teacher)
+    if folder is None:
+        assert live is not None
+        return live
+    store = Store(Path(folder))
+    writer = None
+    if teacher.backend != "store" and world.tp_rank == 0:
+        writer = StoreWriter(store, write_every_s=config.capture.write_every_s)
+    return StoredTeacher(config, teacher, world, store, live, writer)

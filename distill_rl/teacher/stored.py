@@ -1,0 +1,288 @@
+"""A teacher whose targets are in a store: reads them, and computes and writes what the store lacks if it has a model.
+
+The same class serves three purposes:
+
+    from a store       no model: every piece of every row must be in the store (`teachers[].backend: store`)
+    with a cache       a model: what is not in the store is computed, written and published (`teachers[].cache`)
+    capturing          a model, and nobody who reads: what is not in the store is computed and written (`fill`)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distill_rl.config.facts import teacher_rows
+from distill_rl.config.memory import target_bytes_per_token
+from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.errors import DataError
+from distill_rl.losses.targets import target_of
+from distill_rl.models.inputs import micro_batches, to_device
+from distill_rl.models.load import DTYPES
+from distill_rl.parallel.mesh import World
+from distill_rl.store.shard import Column
+from distill_rl.store.store import Found, Store
+from distill_rl.store.writer import StoreWriter
+from distill_rl.teacher.engine import TeacherEngine
+from distill_rl.teacher.targets import CHUNK_TOKENS, score_of
+from distill_rl.transport.base import Layout
+from distill_rl.types import IGNORE_INDEX, PieceRef, RankBatch, TokenRows
+
+_NAMES = {
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
+"""dtypes of targets → as safetensors names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece in the rows of a micro-batch."""
+
+    piece: PieceRef
+    start: int
+    """Its first position, counted over the rows of the micro-batch one after the other."""
+    tokens: np.ndarray
+    """int32 [piece.length]"""
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return (
+            f"document {self.piece.name.hex()}, tokens {self.piece.first:,} to {self.piece.first + self.piece.length:,}"
+        )
+
+
+@dataclass(slots=True)
+class Use:
+    """Tokens of pieces, by where their targets came from, since the start."""
+
+    read: int = 0
+    computed: int = 0
+
+
+class StoredTeacher:
+    """Targets from a store, on one rank. Collective over the tensor-parallel group if there is a model.
+
+    Args:
+        store: on every rank the same.
+        live: computes what the store lacks; None: that is an error.
+        writer: writes what was computed, on the first tensor-parallel rank; None: nothing is written.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        teacher: TeacherConfig,
+        world: World,
+        store: Store,
+        live: TeacherEngine | None = None,
+        writer: StoreWriter | None = None,
+    ):
+        self.config, self.teacher, self.world = config, teacher, world
+        self.store, self.live, self.writer = store, live, writer
+        self.micro_batch_size = teacher_rows(config, teacher)
+        self.score = 0.0
+        """As of `TeacherEngine`."""
+        self.use = Use()
+        manifest = store.manifest
+        self._entries = config.loss.top_k if manifest.kind == "topk" else manifest.entries
+        self._dtype = DTYPES[manifest.wire_dtype]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes per token of the tensors that `forward` yields."""
+        stored = target_bytes_per_token(self.store.manifest.kind, self._entries, self._dtype.itemsize)
+        return stored if self.live is None else max(stored, self.live.bytes_per_token)
+
+    def forward(self, batch: RankBatch) -> Iterator[tuple[Layout, dict[str, Tensor]]]:
+        """Yields the targets of this rank's part of a global batch, as `TeacherEngine.forward` does.
+
+        They are on the CPU where they were read, and on this rank's device where they were computed. Positions of padding
+        have some valid target. Ranks after the first of a tensor-parallel group yield only what was computed.
+
+        Raises:
+            DataError: the store lacks a piece, and there is no model.
+            StoreError: what is read is damaged, or what was computed cannot be written.
+        """
+        total = 0.0
+        for layout, rows, parts, found in self._micro_batches(batch):
+            if found is not None:
+                tensors = self._assemble(rows, parts, found)
+                self.use.read += sum(part.piece.length for part in parts)
+            else:
+                tensors = self._compute(layout, rows, batch, parts)
+            if self.teacher.score != "static" and tensors:
+                target = target_of(tensors, self.config.loss.temperature)
+                assert target.label_logprob is not None
+                labels = to_device(rows.labels, target.label_logprob.device).flatten()
+                temperature = self.config.loss.temperature
+                total += float(score_of(self.teacher.score, target, None, labels, temperature, CHUNK_TOKENS))
+            yield layout, tensors
+        self.score = total
+
+    def fill(self, batch: RankBatch) -> None:
+        """Computes and writes what the store lacks of this rank's part of a batch; micro-batches that it has are skipped.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        for layout, rows, parts, found in self._micro_batches(batch, reading=False):
+            if found is not None:
+                self.use.read += sum(part.piece.length for part in parts)
+            else:
+                self._compute(layout, rows, batch, parts)
+        if self.writer is not None:
+            self.writer.flush_if_due()
+
+    def close(self) -> None:
+        """Writes what is waiting.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        if self.writer is not None:
+            self.writer.flush()
+
+    def _micro_batches(
+        self, batch: RankBatch, *, reading: bool = True
+    ) -> Iterator[tuple[Layout, TokenRows, list[Part], list[Found] | None]]:
+        """Yields every micro-batch with its pieces, and where they are; None if it has to be computed.
+
+        On ranks after the first of a tensor-parallel group an empty list stands for what the first has found.
+
+        Args:
+            reading: False: what waits to be written counts as found, and its place is left out.
+
+        Raises:
+            DataError: a piece is not in the store, and there is no model.
+        """
+        for first_row, rows in micro_batches(batch, self.micro_batch_size):
+            start = first_row - batch.first_row
+            parts = _parts(rows, batch.pieces[start : start + self.micro_batch_size])
+            found = self._find(parts, reading=reading) if self.world.tp_rank == 0 else []
+            if self.live is not None and self.world.tp > 1:
+                is_stored = torch.tensor([found is not None], dtype=torch.int64, device=self.world.device)
+                dist.broadcast(is_stored, group=self.world.tp_group, group_src=0)
+                found = found if is_stored.item() else None
+            yield Layout(first_row, *rows.shape), rows, parts, found
+
+    def _find(self, parts: Sequence[Part], *, reading: bool) -> list[Found] | None:
+        """Where the store has the pieces; None if it lacks one and there is a model.
+
+        Raises:
+            DataError: it lacks one, and there is no model.
+        """
+        places = []
+        for part in parts:
+            if self.writer is not None and self.writer.holds(part.piece):
+                if not reading:
+                    continue
+                self.writer.flush()
+            found = self.store.find(part.piece, part.tokens)
+            if self.live is not None and not _is_the_same(found):
+                return None
+            if found is None:
+                remedy = "see `distill-rl check`; set teachers[].missing to skip or live, or capture it"
+                raise DataError(f"store {self.store.folder}", "must have every document of the run", part.what, remedy)
+            places.append(found)
+        return places
+
+    def _compute(self, layout: Layout, rows: TokenRows, batch: RankBatch, parts: Sequence[Part]) -> dict[str, Tensor]:
+        """Runs the model on a micro-batch, and writes the pieces that the store lacks. Collective.
+
+        Every token but a piece's first gets a label, whatever this run is trained on: another one may need it.
+        """
+        assert self.live is not None
+        labels = np.full_like(rows.labels, IGNORE_INDEX)
+        for part in parts:
+            labels.reshape(-1)[part.start : part.start + part.piece.length - 1] = part.tokens[1:]
+        alone = RankBatch(batch.index, layout.first_row, replace(rows, labels=labels), batch.num_labels)
+        ((_, tensors),) = self.live.forward(alone)
+        self.use.computed += sum(part.piece.length for part in parts)
+        if self.writer is not None:
+            on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
+            for part in parts:
+                is_stored = _is_the_same(self.store.find(part.piece, part.tokens))
+                if not (is_stored or self.writer.holds(part.piece)):
+                    place = slice(part.start, part.start + part.piece.length)
+                    self.writer.add(part.piece, part.tokens, {n: _column(t[place]) for n, t in on_host.items()})
+        return tensors
+
+    def _assemble(self, rows: TokenRows, parts: Sequence[Part], found: Sequence[Found]) -> dict[str, Tensor]:
+        """The targets of the positions of a micro-batch, on the CPU; empty on ranks that have found nothing."""
+        if self.world.tp_rank:
+            return {}
+        tensors = {name: tensor.clone() for name, tensor in self._filling(rows.input_ids.size).items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            for part, place in zip(parts, found):
+                start = part.start + place.skip
+                for name, values in self._read(place).items():
+                    tensors[name][start : start + place.count] = values
+        return tensors
+
+    def _read(self, place: Found) -> dict[str, Tensor]:
+        """What the store has of a piece; a smaller `loss.top_k` than the store's is cut from it."""
+        tensors = {name: _tensor(column) for name, column in self.store.targets(place).items()}
+        if self.store.manifest.kind == "topk" and self._entries < self.store.manifest.entries:
+            tensors = _fewer(tensors, self._entries)
+        return tensors
+
+    def _filling(self, positions: int) -> dict[str, Tensor]:
+        """A valid target for every position, which padding keeps: half of the probability is that of k ids."""
+        k = self._entries
+        half = float(np.log(0.5))
+        tensors = {"ids": torch.arange(k, dtype=torch.int32).expand(positions, k)}
+        tensors["logprobs"] = torch.full((positions, k), half - float(np.log(k)), dtype=self._dtype)
+        tensors["rest_logprob"] = torch.full((positions,), half)
+        tensors["label_logprob"] = torch.full((positions,), half)
+        return tensors
+
+
+def _is_the_same(found: Found | None) -> bool:
+    """Whether the store has just what the model would compute, not targets that it made with more context."""
+    return found is not None and not found.in_context
+
+
+def _parts(rows: TokenRows, pieces: Sequence[tuple[PieceRef, ...]]) -> list[Part]:
+    """The pieces of the rows of a micro-batch, with their places and tokens."""
+    parts: list[Part] = []
+    width = rows.shape[1]
+    for row, of_row in enumerate(pieces):
+        start = 0
+        for piece in of_row:
+            parts.append(Part(piece, row * width + start, rows.input_ids[row, start : start + piece.length]))
+            start += piece.length
+    return parts
+
+
+def _fewer(tensors: dict[str, Tensor], k: int) -> dict[str, Tensor]:
+    """Top-k targets with the first `k` entries; the probability of the others is added to the rest."""
+    dropped = tensors["logprobs"][:, k:].float()
+    rest = torch.logsumexp(torch.cat([dropped, tensors["rest_logprob"][:, None]], dim=1), dim=1)
+    return tensors | {
+        "ids": tensors["ids"][:, :k],
+        "logprobs": tensors["logprobs"][:, :k],
+        "rest_logprob": rest,
+    }
+
+
+def _column(tensor: Tensor) -> Column:
+    """A tensor on the CPU as a column of a store."""
+    bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+    return Column(_NAMES[tensor.dtype], bits.numpy())
+
+
+def _tensor(column: Column) -> Tensor:
+    """A column of a store as a tensor, which must not be written to."""
+    tensor = torch.from_numpy(column.values)
+    return tensor.view(torch.bfloat16) if column.dtype == "BF16" else tensor
