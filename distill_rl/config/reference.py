@@ -39,7 +39,7 @@ Later sources override earlier ones: defaults, base files, the file itself, the 
 value of one of these environment variables: {environment}.
 Nothing else is evaluated. Write `$\\{{` for a literal `${{`.
 
-`{missing}` marks a setting that must be given. If only one value of a setting works in this version, the table says so.
+`{missing}` marks a setting that must be given. Where a value does not work in this version, the table says so.
 """
 
 _FOREIGN_INTRODUCTION = """\
@@ -88,14 +88,14 @@ def _section(title: str, section: str, documentation: dict[tuple[str, str], str]
         documentation: (class, field) → meaning; must contain every setting.
     """
     lines = [f"## {title}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
-    only = dict(NOT_AVAILABLE)
+    unavailable = dict(NOT_AVAILABLE)
     for key, entry, kind in leaves(Config):
         if key.partition(".")[0] != section:
             continue
         text = documentation[_owner(key), entry.name]
         name = pattern_of(key)
-        if name in only:
-            text += f" *Only `{as_yaml(only[name])}` in this version.*"
+        if name in unavailable:
+            text += f" *`{as_yaml(unavailable[name])}` does not work in this version.*"
         default = as_yaml(default_of(entry)) or '""'
         cells = (f"`{name}`", _type(kind), f"`{default}`", text)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

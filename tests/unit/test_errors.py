@@ -13,6 +13,7 @@ TREE = {
     "TransportError": 1,
     "WorkerError": 1,
     "CheckpointError": 2,
+    "StoreError": 2,
     "NumericsError": 1,
     "GpuMemoryError": 1,
 }

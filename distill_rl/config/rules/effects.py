@@ -154,7 +154,7 @@ TABLE: tuple[NoEffect, ...] = (
         "hidden states are sent in the teacher's dtype",
     ),
     NoEffect(
-        ("teachers[].missing", "teachers[].store"),
+        ("teachers[].missing",),
         lambda run: all(teacher.backend != "store" for teacher in run.config.teachers),
         "no teacher is read from a store",
     ),

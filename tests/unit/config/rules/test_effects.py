@@ -17,6 +17,7 @@ SAME = "teachers.0.loss=same"
 ALONE = ("loss.kd_weight=0", "loss.ce_weight=1")
 VALIDATED = ("data.validation.fraction=0.1", "evaluate.every=5")
 SUITES = ("evaluate.suites=[gsm8k]", "evaluate.data=d")
+STORED = ("teachers.0.backend=store", "teachers.0.store=s")
 TWO = ("teachers.1={name: two, model: u}",)
 SAME_TOKENIZER = Facts(vocabulary_size=8, teachers=(TeacherFacts(None, 8, None),))
 FOLDER, FILE = str(Path(__file__).parent), __file__
@@ -73,6 +74,11 @@ CASES: dict[tuple[str, str], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("teachers.0.score", "one teacher"): ("ce", (), ("teachers.1={name: two, model: u, score: ce}",)),
     ("faults.lost_teacher", "one teacher"): ("drop_and_reweight", (), TWO),
     ("teachers.0.wire_dtype", "hidden states"): ("bf16", ("teachers.0.export=hidden",), ()),
+    ("teachers.0.missing", "read from a store"): ("skip", (), STORED),
+    ("teachers.0.dtype", "as they were captured"): ("fp32", STORED, ()),
+    ("teachers.0.attention", "as they were captured"): ("sdpa", STORED, ()),
+    ("teachers.0.wire_dtype", "as they were captured"): ("bf16", STORED, ()),
+    ("capture.write_every_s", "nothing is stored"): ("5", (), ("teachers.0.cache=c",)),
     ("student.revision", "folder"): ("main", (f"student.model={FOLDER}",), ("student.model=org/model",)),
     ("teachers.0.revision", "folder"): ("main", (f"teachers.0.model={FOLDER}",), ("teachers.0.model=org/model",)),
     ("student.gradient_sync", "not sharded"): (
