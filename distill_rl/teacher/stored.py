@@ -183,7 +183,7 @@ class StoredTeacher:
         """
         places = []
         for part in parts:
-            if self.writer is not None and self.writer.holds(part.piece):
+            if self.writer is not None and self.writer.holds(part.piece, part.tokens):
                 if not reading:
                     continue
                 self.writer.flush()
@@ -212,7 +212,7 @@ class StoredTeacher:
             on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
             for part in parts:
                 is_stored = _is_the_same(self.store.find(part.piece, part.tokens))
-                if not (is_stored or self.writer.holds(part.piece)):
+                if not (is_stored or self.writer.holds(part.piece, part.tokens)):
                     place = slice(part.start, part.start + part.piece.length)
                     self.writer.add(part.piece, part.tokens, {n: _column(t[place]) for n, t in on_host.items()})
         return tensors
