@@ -96,7 +96,12 @@ def test_without_a_student_the_only_teacher_takes_its_place():
     made.teachers[0] = replace(made.teachers[0], tokenizer="org/tokenizer", revision="v2", dtype="fp32")
     problems = ["student.model: missing value; set it", "data.path: missing value"]
     student = captured(made, problems).student
-    assert (student.model, student.tokenizer, student.revision, student.dtype) == ("org/big", "org/tokenizer", "v2", "fp32")
+    assert (student.model, student.tokenizer, student.revision, student.dtype) == (
+        "org/big",
+        "org/tokenizer",
+        "v2",
+        "fp32",
+    )
     assert problems == ["data.path: missing value"]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from distill_rl.config.schema import ParallelConfig
 from distill_rl.errors import DataError
 from distill_rl.store.store import Store
 from distill_rl.store.writer import StoreWriter
@@ -210,6 +211,22 @@ def test_a_cache_publishes_what_the_teacher_computes_and_then_reads_it(kit, batc
     assert len(teacher.store) == 5
 
 
+def test_a_cache_writes_when_it_is_due(kit, batch):
+    teacher = kit.cached(kit.store(), write_every_s=0)
+    engine_targets(teacher, batch)
+    assert len(Store(teacher.store.folder)) == 5, "a killed run would have lost them"
+
+
+def test_replicas_read_what_the_others_have_written(kit, batch):
+    """In the second epoch a document may come to another replica, which has the same cache open."""
+    store = kit.store()
+    one, other = (kit.cached(Store(store.folder), parallel=ParallelConfig(dp=2)) for _ in range(2))
+    engine_targets(one, batch)
+    one.close()
+    engine_targets(other, batch)
+    assert (other.use.read, other.use.computed) == (tokens_of(batch), 0)
+
+
 def test_a_cache_goes_on_in_another_process(kit, batch):
     store = kit.captured(batch)
     teacher = kit.cached(store)
@@ -265,7 +282,9 @@ def test_documents_of_one_name_with_other_tokens_are_all_stored(kit, batch):
 
 
 def test_every_token_has_its_label_whatever_the_run_is_trained_on(kit, batch):
-    labels = np.where(np.arange(batch.rows.labels.size).reshape(batch.rows.labels.shape) % 3, IGNORE_INDEX, batch.rows.labels)
+    labels = np.where(
+        np.arange(batch.rows.labels.size).reshape(batch.rows.labels.shape) % 3, IGNORE_INDEX, batch.rows.labels
+    )
     masked = replace(batch, rows=replace(batch.rows, labels=labels))
     found = engine_targets(kit.reader(kit.captured(masked)), batch)["label_logprob"]
     wanted = engine_targets(kit.live(), batch)["label_logprob"]
