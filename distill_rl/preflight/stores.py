@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unicodedata import is_normalized
 
 from distill_rl.config.derive import total_steps
 from distill_rl.config.facts import repeats_documents, running_teachers, splits_documents, targets_store
@@ -331,9 +332,14 @@ def _look_up(
     documents = iter(documents)
     while part := list(islice(documents, _CHUNK)):
         checked += len(part)
-        # The name of a chat depends on its template: all of it is done as in the run.
+        # The name of a chat depends on its template: all of it is done as in the run. So it is for a text in another
+        # form than NFC, which has the name of the form NFC, but perhaps other tokens.
         unsure = [
-            d for d in part if "text" not in d or any(name_of(d["text"]) not in names for names in whole.values())
+            d
+            for d in part
+            if "text" not in d
+            or not is_normalized("NFC", d["text"])
+            or any(name_of(d["text"]) not in names for names in whole.values())
         ]
         for document in unsure:
             pieces, names = pieces_of(document)

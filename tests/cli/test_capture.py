@@ -198,7 +198,7 @@ def test_documents_that_are_missing_are_computed_by_the_teacher(straight, half, 
     assert len(Store(half)) == len(list(Store(half).pieces())), "nothing was written"
 
 
-def test_a_cache_is_filled_by_one_run_and_read_by_the_next(straight, material, cluster, tmp_path):
+def test_a_cache_is_filled_by_one_run_and_read_by_the_next(material, cluster, tmp_path):
     """Two epochs; the second reads, and so does another run from its first step on."""
     config = config_of(material, tmp_path, f"model: {material.root}/teacher, dtype: fp32, cache: {tmp_path}/cache")
     twice = ("train.steps=6", "train.global_batch_size=24", "data.validation.fraction=0.1")

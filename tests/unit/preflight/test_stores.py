@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import pytest
 
@@ -295,6 +296,17 @@ def test_chats_are_found_by_what_the_teachers_template_writes(kit, teacher):
     store = kit.store(teacher=teacher, data=chats, without=(7,))
     line = only(kit.check(store, *overrides, data="chat.jsonl").problems)
     assert "lacks 1 of 64 documents (1.56 %); the first: row 7;" in line
+
+
+def test_a_text_in_another_form_is_not_taken_for_one_that_is_stored(kit):
+    """Its name is the same, its tokens are not."""
+    composed = [{"text": f"{i}: caf\u00e9 na\u00efve"} for i in range(16)]
+    decomposed = [{"text": normalize("NFD", row["text"])} for row in composed]
+    path = kit.root / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in decomposed))
+    settings = (*EPOCH, f"data.path={path}")
+    assert kit.check(kit.store(data=decomposed), *settings).problems == []
+    assert "lacks 16 of 16 documents" in only(kit.check(kit.store(data=composed), *settings).problems)
 
 
 def test_with_roles_to_train_on_the_same_documents_are_found(kit):
