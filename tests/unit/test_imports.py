@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "service": BASE | {"config", "observe", "workers"},
     "commands": RUN | {"verify", "service", "store"},
     "cli": BASE | {"commands", "observe", "evals"},
-    "quickstart": BASE | {"observe", "evals", "preflight"},
+    "quickstart": BASE | {"config", "observe", "evals", "preflight"},
     "bench": ENGINES | {"quickstart", "workers", "evals", "store"},
     "gpu_check": ENGINES | {"bench"},
     "__main__": {"cli"},
