@@ -48,7 +48,7 @@ def capture(path: str, overrides: Sequence[str], *, out: Path, dry_run: bool, gp
         return write_batch_script(path, overrides, gpus_per_node=gpus, change=change, store=out)
     setup_console()
     with status(f"checking  {path}"):
-        checked = gather(path, overrides, say=lambda text: say(f"data      {text}"), change=change)
+        checked = gather(path, overrides, say=lambda text: say(f"data      {text}"), change=change, trains=False)
         config = checked.require_valid()
     for note in checked.notes:
         say(f"note      {note}")
