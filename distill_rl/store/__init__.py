@@ -1,0 +1,1 @@
+"""Stores of teacher targets."""
