@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from distill_rl.store.compact.levels import NOT_A_NUMBER, logprob_table, mass_table, to_levels
+from distill_rl.store.compact.levels import logprob_table, mass_table, to_levels
 from distill_rl.store.compact.models import fresh_models
 
 VERSION = 1
@@ -104,7 +104,7 @@ def _decoded(
     from distill_rl.store.compact import coder, rows
 
     low, high = coder.LOW, coder.LOW << 32
-    if not (low <= x0 < high and low <= x1 < high and 1 <= k and flags < 8):
+    if not (low <= x0 < high and low <= x1 < high and k >= 1 and flags < 8):
         raise ValueError("block: its header is impossible")
     n = len(tokens)
     named: dict[str, Any] = {
@@ -167,9 +167,7 @@ def _counted(
     """
     n, k = ids.shape
     if len(tokens) != n or logprobs.shape != (n, k):
-        raise ValueError(
-            f"ids, logprobs: must have shape [{len(tokens)}, k]; got {[n, k]} and {list(logprobs.shape)}"
-        )
+        raise ValueError(f"ids, logprobs: must have shape [{len(tokens)}, k]; got {[n, k]} and {list(logprobs.shape)}")
     if not 1 <= k <= _MOST_K:
         raise ValueError(f"ids: must have 1 to {_MOST_K} entries per row; got {k}")
     if not 1 <= vocabulary_size <= 1 << 31:

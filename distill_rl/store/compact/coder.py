@@ -1,11 +1,16 @@
 """The entropy coder: rANS over adaptive models of 16 symbols, compiled by Numba. Imported only if it is used.
 
-A block's symbols are coded by two interleaved states of 63 bits, which share one stream of 32-bit words. The coder's
-probabilities have 16 bits. A model keeps the cumulative frequencies of its symbols and moves them towards every symbol
-that was coded, quickly at first, then by 1/64. All of this is integer arithmetic: it is the same on every machine.
+A block's symbols are coded by two interleaved states of 63 bits, which share one stream of 32-bit words. Probabilities
+have 15 bits. A model keeps the cumulative frequencies of its symbols and moves them towards every symbol that was coded,
+quickly at first, then by 1/128. All of this is integer arithmetic: it is the same on every machine.
 
 The decoder reads forwards. rANS encodes backwards, so the encoder first runs the models forwards and records every
 symbol's interval, and `finish` then codes the records from the last to the first.
+
+A model is a row of six int64, because four frequencies in one word are searched and moved together: Numba does not
+vectorise loops that are this short. With c[i] the sum of the frequencies of the symbols below i, the lane i % 4 of word
+i // 4, 16 bits wide, holds c[i] − i, which is from 0 to 2^15 − 16. The difference to c[i] keeps every frequency at 1 or
+more. Word 4 holds the constant c[16] − 16 = 2^15 − 16, and word 5 the number of symbols so far, up to `_GROWN`.
 
 Legend: M models, T symbols coded so far, W words.
 """
@@ -17,15 +22,23 @@ from typing import Any
 import numba
 import numpy as np
 
-ONE = 1 << 16
-"""The sum of a model's frequencies."""
 LOW = 1 << 31
 """A state lies in [LOW, LOW · 2^32)."""
-AGE = 17
-"""Column of a model that counts its first symbols; columns 0 to 16 are the cumulative frequencies."""
-WIDTH = 18
-"""Columns of a model."""
-_SLOWEST, _FASTEST, _SYMBOLS_PER_RATE = 6, 3, 6
+_FASTEST, _SLOWEST, _SYMBOLS_PER_RATE = 3, 7, 6
+_GROWN = _SYMBOLS_PER_RATE * (_SLOWEST - _FASTEST)
+_TOP = (1 << 15) - 16
+_ONES = 0x0001_0001_0001_0001
+"""1 in each of the four lanes."""
+_HIGH = -0x7FFF_7FFF_7FFF_8000
+"""The highest bit of each lane."""
+_PLACES = tuple(0x0003_0002_0001_0000 + 4 * w * _ONES for w in range(4))
+"""i in the lane of c[i], by word."""
+_KEPT = np.array([(0xFFFF >> rate) * _ONES for rate in range(1, _SLOWEST + 1)], np.int64)
+"""By rate − 1: the bits of each lane that are its own after the word was shifted by the rate."""
+_ABOVE = np.array(
+    [[sum(0x7FFF << 16 * j for j in range(4) if 4 * w + j > symbol) for w in range(4)] for symbol in range(16)], np.int64
+)
+"""By symbol and word: 15 bits set in the lanes of the c[i] with i > symbol."""
 
 
 def compiled(function: Any) -> Any:
@@ -40,24 +53,46 @@ def compiled(function: Any) -> Any:
 
 
 @compiled
-def adapt(models, m, symbol):  # type: ignore[no-untyped-def]
-    """Moves the frequencies of model m towards `symbol`. Every symbol keeps a frequency of at least 1."""
-    rate = _SLOWEST
-    age = models[m, AGE]
-    if age < _SYMBOLS_PER_RATE * (_SLOWEST - _FASTEST):
-        rate = _FASTEST + age // _SYMBOLS_PER_RATE
-        models[m, AGE] = age + 1
-    for i in range(16):
-        goal = ONE - 16 + i if i > symbol else i
-        models[m, i] += (goal - models[m, i]) >> (rate & 15)
+def _adapt(models, m, symbol):  # type: ignore[no-untyped-def]
+    """Moves the frequencies of model m towards `symbol`: x = c[i] − i by x/2^rate down, or up to 2^15 − 16 likewise."""
+    age = models[m, 5]
+    rate = _FASTEST + age // _SYMBOLS_PER_RATE
+    if age < _GROWN:
+        models[m, 5] = age + 1
+    kept, up = _KEPT[rate - 1], (_TOP >> rate) * _ONES
+    models[m, 0] += (up & _ABOVE[symbol, 0]) - (models[m, 0] >> rate & kept)
+    models[m, 1] += (up & _ABOVE[symbol, 1]) - (models[m, 1] >> rate & kept)
+    models[m, 2] += (up & _ABOVE[symbol, 2]) - (models[m, 2] >> rate & kept)
+    models[m, 3] += (up & _ABOVE[symbol, 3]) - (models[m, 3] >> rate & kept)
+
+
+@compiled
+def _below(models, m, i):  # type: ignore[no-untyped-def]
+    """c[i] of model m, the sum of the frequencies of the symbols below i, for i from 0 to 16."""
+    return (models[m, i >> 2] >> ((i & 3) << 4) & 0x7FFF) + i
+
+
+@compiled
+def _find(models, m, slot):  # type: ignore[no-untyped-def]
+    """The symbol of model m with c[symbol] <= slot < c[symbol + 1].
+
+    A lane of slot + 2^15 − c[i] has its highest bit set if c[i] <= slot; the symbol is the number of these, less one.
+    """
+    slots = slot * _ONES | _HIGH
+    n = (slots - models[m, 0] - _PLACES[0]) >> 15 & _ONES
+    n += (slots - models[m, 1] - _PLACES[1]) >> 15 & _ONES
+    n += (slots - models[m, 2] - _PLACES[2]) >> 15 & _ONES
+    n += (slots - models[m, 3] - _PLACES[3]) >> 15 & _ONES
+    n += n >> 32
+    return ((n + (n >> 16)) & 31) - 1
 
 
 @compiled
 def put(models, m, symbol, records, t):  # type: ignore[no-untyped-def]
     """Records `symbol`, 0 to 15, in model m as record t; returns t + 1."""
-    low = np.int64(models[m, symbol])
-    records[t] = (low << 17) | (models[m, symbol + 1] - low)
-    adapt(models, m, symbol)
+    low = _below(models, m, symbol)
+    records[t] = (low << 16) | (_below(models, m, symbol + 1) - low)
+    _adapt(models, m, symbol)
     return t + 1
 
 
@@ -65,13 +100,13 @@ def put(models, m, symbol, records, t):  # type: ignore[no-untyped-def]
 def put_bits(value, count, records, t):  # type: ignore[no-untyped-def]
     """Records the `count` low bits of `value` with equal probabilities, the upper ones first; returns the next t.
 
-    Up to 16 bits are one record, up to 32 two, and none need no record.
+    Up to 15 bits are one record, up to 30 two, and none need no record.
     """
-    if count > 16:
-        t = put_bits(value >> 16, count - 16, records, t)
-        value, count = value & 65535, 16
+    if count > 15:
+        t = put_bits(value >> 15, count - 15, records, t)
+        value, count = value & 32767, 15
     if count > 0:
-        records[t] = (value << (16 - count) << 17) | (1 << (16 - count))
+        records[t] = (value << (15 - count) << 16) | (1 << (15 - count))
         t += 1
     return t
 
@@ -86,13 +121,13 @@ def finish(records, total, words):  # type: ignore[no-untyped-def]
     x0, x1 = np.int64(LOW), np.int64(LOW)
     at = len(words)
     for t in range(total - 1, -1, -1):
-        low, frequency = records[t] >> 17, records[t] & 131071
+        low, frequency = records[t] >> 16, records[t] & 65535
         x = x1 if t & 1 else x0
-        if x >= frequency << 47:
+        if x >= frequency << 48:
             at -= 1
             words[at] = x & 0xFFFFFFFF
             x >>= 32
-        x = ((x // frequency) << 16) + x % frequency + low
+        x = ((x // frequency) << 15) + x % frequency + low
         if t & 1:
             x1 = x
         else:
@@ -106,29 +141,27 @@ def take(models, m, x0, x1, words, at):  # type: ignore[no-untyped-def]
 
     Behind the last word zeros are read; `at` still counts them.
     """
-    slot = x0 & 65535
-    symbol = -1
-    for i in range(16):
-        symbol += 1 if models[m, i] <= slot else 0
-    low = np.int64(models[m, symbol])
-    x0 = (models[m, symbol + 1] - low) * (x0 >> 16) + slot - low
+    slot = x0 & 32767
+    symbol = _find(models, m, slot)
+    low = _below(models, m, symbol)
+    x0 = (_below(models, m, symbol + 1) - low) * (x0 >> 15) + slot - low
     if x0 < LOW:
         word = np.int64(0)
         if at < len(words):
             word = np.int64(words[at])
         x0 = (x0 << 32) | word
         at += 1
-    adapt(models, m, symbol)
+    _adapt(models, m, symbol)
     return symbol, x1, x0, at
 
 
 @compiled
 def take_bits(count, x0, x1, words, at):  # type: ignore[no-untyped-def]
-    """(value, x0, x1, at): decodes `count` bits, at most 16, from state x0. The states change places, unless `count` is 0."""
+    """(value, x0, x1, at): decodes `count` bits, at most 15, from state x0. The states change places, unless `count` is 0."""
     if count <= 0:
         return np.int64(0), x0, x1, at
-    value = (x0 & 65535) >> (16 - count)
-    x0 = ((x0 >> 16) << (16 - count)) + (x0 & 65535) - (value << (16 - count))
+    value = (x0 & 32767) >> (15 - count)
+    x0 = ((x0 >> 15) << (15 - count)) + (x0 & 32767) - (value << (15 - count))
     if x0 < LOW:
         word = np.int64(0)
         if at < len(words):

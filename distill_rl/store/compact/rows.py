@@ -21,7 +21,9 @@ from distill_rl.store.compact.coder import compiled, put, put_bits, take, take_b
 from distill_rl.store.compact.levels import MASS_BITS, MINUS_INFINITY, NOT_A_NUMBER
 from distill_rl.store.compact.models import (
     ALL,
+    ANY,
     BELOW,
+    COUNT_LENGTH,
     COUNT_SIZE,
     EQUAL,
     ESCAPE,
@@ -29,7 +31,6 @@ from distill_rl.store.compact.models import (
     FIRST,
     FIRST_FINE,
     FIRST_LENGTH,
-    ANY,
     INDEX,
     KNOWN,
     LABEL,
@@ -41,13 +42,12 @@ from distill_rl.store.compact.models import (
     REST_LENGTH,
     REST_NOTHING,
     ROW_FULL,
-    STEP,
-    STEP_LENGTH,
     SIZE_BASE,
     SIZE_BITS,
     SIZE_OF,
     SIZES,
-    COUNT_LENGTH,
+    STEP,
+    STEP_LENGTH,
 )
 
 _LENGTH = np.array([v.bit_length() for v in range(1024)], np.int64)
@@ -197,14 +197,14 @@ def _take_length(models, m, x0, x1, words, at):  # type: ignore[no-untyped-def]
 
 @compiled
 def _take_below(length, x0, x1, words, at):  # type: ignore[no-untyped-def]
-    """(value, x0, x1, at): a number of `length` bits, 1 to 33, from the bits below its highest."""
+    """(value, x0, x1, at): a number of `length` bits, 1 to 31, from the bits below its highest."""
     count = length - 1
     high = np.int64(0)
-    if count > 16:
-        high, x0, x1, at = take_bits(count - 16, x0, x1, words, at)
-        count = np.int64(16)
+    if count > 15:
+        high, x0, x1, at = take_bits(count - 15, x0, x1, words, at)
+        count = np.int64(15)
     low, x0, x1, at = take_bits(count, x0, x1, words, at)
-    return (np.int64(1) << (length - 1)) + (high << 16) + low, x0, x1, at
+    return (np.int64(1) << (length - 1)) + (high << 15) + low, x0, x1, at
 
 
 @compiled
@@ -217,7 +217,7 @@ def encode_rows(tokens, ids, levels, counts, rests, labels, has_counts, masses, 
         rests, labels: levels, int32 [n], or empty: not part of the block.
         has_counts: whether rows may have fewer than k entries.
         masses: `mass_table`.
-        models: int32 [M, WIDTH], as `fresh_models` makes them.
+        models: int64 [M, 6], as `fresh_models` makes them.
         records: int64, `records_needed` of them.
     """
     n, k = ids.shape
@@ -364,14 +364,28 @@ def _take_rest(models, remainder, masses, x0, x1, words, at):  # type: ignore[no
 
 @compiled
 def decode_rows(  # type: ignore[no-untyped-def]
-    tokens, vocabulary_size, has_counts, has_rests, has_labels, masses, table, models, words, x0, x1, ids, logprobs, rests, labels
+    tokens,
+    vocabulary_size,
+    has_counts,
+    has_rests,
+    has_labels,
+    masses,
+    table,
+    models,
+    words,
+    x0,
+    x1,
+    ids,
+    logprobs,
+    rests,
+    labels,
 ):
     """Decodes a block into its arrays; returns (at, x0, x1), or `at` -1 if it is malformed.
 
     Args:
         tokens: int32 [n].
         masses, table: `mass_table` and `logprob_table`.
-        models: int32 [M, WIDTH], as `fresh_models` makes them.
+        models: int64 [M, 6], as `fresh_models` makes them.
         words: uint32, of the block; `at` is how many of them were read, more than there are if it is cut off.
         x0, x1: the block's two states.
         ids, logprobs: int32 and fp32 [n, k], filled with -1 and −inf; written.
