@@ -45,7 +45,7 @@ def encode(
     Raises:
         ValueError: naming the argument, the rule and the value.
     """
-    from distill_rl.store.compact import coder, rows
+    from distill_rl.store.compact import coder, encoder
 
     tokens = _as(tokens, "tokens", np.int32, 1)
     ids, logprobs = _as(targets["ids"], "ids", np.int32, 2), np.asarray(targets["logprobs"], np.float32)
@@ -58,7 +58,7 @@ def encode(
     rests, labels = (np.empty(0, np.int32) if each is None else to_levels(each) for each in (rest, label))
     has_counts = bool((counts < k).any())
     records = np.empty(n * (k * _RECORDS_PER_ENTRY + _RECORDS_PER_ROW), np.int64)
-    total = rows.encode_rows(
+    total = encoder.encode_rows(
         tokens, ids, levels, counts, rests, labels, has_counts, mass_table(), fresh_models(), records
     )
     words = np.empty(total, np.uint32)
@@ -101,7 +101,7 @@ def _decoded(
     tokens: np.ndarray, data: bytes, flags: int, k: int, x0: int, x1: int, vocabulary_size: int
 ) -> dict[str, np.ndarray]:
     """The targets of a block whose checksum is right. Raises ValueError as `decode` does, whatever the bytes are."""
-    from distill_rl.store.compact import coder, rows
+    from distill_rl.store.compact import coder, decoder
 
     low, high = coder.LOW, coder.LOW << 32
     if not (low <= x0 < high and low <= x1 < high and k >= 1 and flags < 8):
@@ -115,12 +115,11 @@ def _decoded(
     }
     has_counts, has_rests, has_labels = (bool(flags & flag) for flag in (_COUNTS, _RESTS, _LABELS))
     words = np.frombuffer(data, "<u4", offset=_HEADER.size).astype(np.uint32)
-    at, x0, x1 = rows.decode_rows(
-        tokens, vocabulary_size, has_counts, has_rests, has_labels, mass_table(), logprob_table(), fresh_models(),
-        words, x0, x1, *named.values(),
-    )  # fmt: skip
+    states = np.array([x0, x1], np.int64)
+    parts, tables = (has_counts, has_rests, has_labels), (mass_table(), logprob_table())
+    at = decoder.decode_rows(tokens, vocabulary_size, parts, tables, fresh_models(), words, states, *named.values())
     # The encoder starts from LOW with both states, so the decoder ends there, having read every word.
-    if at != len(words) or x0 != low or x1 != low:
+    if at != len(words) or (states != low).any():
         raise ValueError("block: its contents are impossible")
     if not has_rests:
         del named["rest_logprob"]
@@ -195,8 +194,7 @@ def _cut(
     """
     if not 0 < mass <= 1:
         raise ValueError(f"mass: must be above 0 and at most 1; got {mass}")
-    n, k = logprobs.shape
-    place = np.arange(k)
+    place = np.arange(logprobs.shape[1])
     present = place < counts[:, None]
     probabilities = np.where(present, np.exp(logprobs.astype(np.float64)), 0)
     kept = np.minimum(counts, 1 + (np.cumsum(probabilities, 1) < mass).sum(1)).astype(np.int32)

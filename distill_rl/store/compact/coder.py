@@ -1,7 +1,7 @@
 """The entropy coder: rANS over adaptive models of 16 symbols, compiled by Numba. Imported only if it is used.
 
-A block's symbols are coded by two interleaved states of 63 bits, which share one stream of 32-bit words. Probabilities
-have 15 bits. A model keeps the cumulative frequencies of its symbols and moves them towards every symbol that was coded,
+A block's symbols are coded by two states of 63 bits, which share one stream of 32-bit words: state 0 codes ids, state 1
+log-probabilities, so that a processor can work on both at once. Probabilities have 15 bits. A model keeps the cumulative frequencies of its symbols and moves them towards every symbol that was coded,
 quickly at first, then by 1/128. All of this is integer arithmetic: it is the same on every machine.
 
 The decoder reads forwards. rANS encodes backwards, so the encoder first runs the models forwards and records every
@@ -36,9 +36,14 @@ _PLACES = tuple(0x0003_0002_0001_0000 + 4 * w * _ONES for w in range(4))
 _KEPT = np.array([(0xFFFF >> rate) * _ONES for rate in range(1, _SLOWEST + 1)], np.int64)
 """By rate − 1: the bits of each lane that are its own after the word was shifted by the rate."""
 _ABOVE = np.array(
-    [[sum(0x7FFF << 16 * j for j in range(4) if 4 * w + j > symbol) for w in range(4)] for symbol in range(16)], np.int64
+    [[sum(0x7FFF << 16 * j for j in range(4) if 4 * w + j > symbol) for w in range(4)] for symbol in range(16)],
+    np.int64,
 )
 """By symbol and word: 15 bits set in the lanes of the c[i] with i > symbol."""
+
+
+IDS, VALUES = 0, 1
+"""The states."""
 
 
 def compiled(function: Any) -> Any:
@@ -52,7 +57,15 @@ def compiled(function: Any) -> Any:
         return numba.njit(nogil=True)(function)
 
 
-@compiled
+def inlined(function: Any) -> Any:
+    """Like `compiled`, and made part of every function that calls it."""
+    try:
+        return numba.njit(cache=True, nogil=True, forceinline=True)(function)
+    except RuntimeError:
+        return numba.njit(nogil=True, forceinline=True)(function)
+
+
+@inlined
 def _adapt(models, m, symbol):  # type: ignore[no-untyped-def]
     """Moves the frequencies of model m towards `symbol`: x = c[i] − i by x/2^rate down, or up to 2^15 − 16 likewise."""
     age = models[m, 5]
@@ -66,13 +79,13 @@ def _adapt(models, m, symbol):  # type: ignore[no-untyped-def]
     models[m, 3] += (up & _ABOVE[symbol, 3]) - (models[m, 3] >> rate & kept)
 
 
-@compiled
+@inlined
 def _below(models, m, i):  # type: ignore[no-untyped-def]
     """c[i] of model m, the sum of the frequencies of the symbols below i, for i from 0 to 16."""
     return (models[m, i >> 2] >> ((i & 3) << 4) & 0x7FFF) + i
 
 
-@compiled
+@inlined
 def _find(models, m, slot):  # type: ignore[no-untyped-def]
     """The symbol of model m with c[symbol] <= slot < c[symbol + 1].
 
@@ -88,25 +101,25 @@ def _find(models, m, slot):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def put(models, m, symbol, records, t):  # type: ignore[no-untyped-def]
-    """Records `symbol`, 0 to 15, in model m as record t; returns t + 1."""
+def put(state, models, m, symbol, records, t):  # type: ignore[no-untyped-def]
+    """Records `symbol`, 0 to 15, in model m as record t, to be coded by that state; returns t + 1."""
     low = _below(models, m, symbol)
-    records[t] = (low << 16) | (_below(models, m, symbol + 1) - low)
+    records[t] = (state << 32) | (low << 16) | (_below(models, m, symbol + 1) - low)
     _adapt(models, m, symbol)
     return t + 1
 
 
 @compiled
-def put_bits(value, count, records, t):  # type: ignore[no-untyped-def]
+def put_bits(state, value, count, records, t):  # type: ignore[no-untyped-def]
     """Records the `count` low bits of `value` with equal probabilities, the upper ones first; returns the next t.
 
     Up to 15 bits are one record, up to 30 two, and none need no record.
     """
     if count > 15:
-        t = put_bits(value >> 15, count - 15, records, t)
+        t = put_bits(state, value >> 15, count - 15, records, t)
         value, count = value & 32767, 15
     if count > 0:
-        records[t] = (value << (15 - count) << 16) | (1 << (15 - count))
+        records[t] = (state << 32) | (value << (15 - count) << 16) | (1 << (15 - count))
         t += 1
     return t
 
@@ -121,51 +134,48 @@ def finish(records, total, words):  # type: ignore[no-untyped-def]
     x0, x1 = np.int64(LOW), np.int64(LOW)
     at = len(words)
     for t in range(total - 1, -1, -1):
-        low, frequency = records[t] >> 16, records[t] & 65535
-        x = x1 if t & 1 else x0
+        record = records[t]
+        low, frequency = (record >> 16) & 32767, record & 65535
+        x = x1 if record >> 32 else x0
         if x >= frequency << 48:
             at -= 1
             words[at] = x & 0xFFFFFFFF
             x >>= 32
         x = ((x // frequency) << 15) + x % frequency + low
-        if t & 1:
+        if record >> 32:
             x1 = x
         else:
             x0 = x
     return len(words) - at, x0, x1
 
 
-@compiled
-def take(models, m, x0, x1, words, at):  # type: ignore[no-untyped-def]
-    """(symbol, x0, x1, at): decodes a symbol of model m from state x0. The states change places.
+@inlined
+def _refilled(x, words, at):  # type: ignore[no-untyped-def]
+    """(x, at): the state with the next word, if it has fallen below `LOW`. Behind the last word zeros are read."""
+    if x < LOW:
+        word = np.int64(0)
+        if at < len(words):
+            word = np.int64(words[at])
+        x = (x << 32) | word
+        at += 1
+    return x, at
 
-    Behind the last word zeros are read; `at` still counts them.
-    """
-    slot = x0 & 32767
+
+@inlined
+def take(models, m, x, words, at):  # type: ignore[no-untyped-def]
+    """(symbol, x, at): decodes a symbol of model m from state x. `at` counts the words that were read."""
+    slot = x & 32767
     symbol = _find(models, m, slot)
     low = _below(models, m, symbol)
-    x0 = (_below(models, m, symbol + 1) - low) * (x0 >> 15) + slot - low
-    if x0 < LOW:
-        word = np.int64(0)
-        if at < len(words):
-            word = np.int64(words[at])
-        x0 = (x0 << 32) | word
-        at += 1
+    x, at = _refilled((_below(models, m, symbol + 1) - low) * (x >> 15) + slot - low, words, at)
     _adapt(models, m, symbol)
-    return symbol, x1, x0, at
+    return symbol, x, at
 
 
-@compiled
-def take_bits(count, x0, x1, words, at):  # type: ignore[no-untyped-def]
-    """(value, x0, x1, at): decodes `count` bits, at most 15, from state x0. The states change places, unless `count` is 0."""
-    if count <= 0:
-        return np.int64(0), x0, x1, at
-    value = (x0 & 32767) >> (15 - count)
-    x0 = ((x0 >> 15) << (15 - count)) + (x0 & 32767) - (value << (15 - count))
-    if x0 < LOW:
-        word = np.int64(0)
-        if at < len(words):
-            word = np.int64(words[at])
-        x0 = (x0 << 32) | word
-        at += 1
-    return value, x1, x0, at
+@inlined
+def take_bits(count, x, words, at):  # type: ignore[no-untyped-def]
+    """(value, x, at): decodes `count` bits, 0 to 15, from state x."""
+    slot = x & 32767
+    value = slot >> (15 - count)
+    x, at = _refilled(((x >> 15) << (15 - count)) + slot - (value << (15 - count)), words, at)
+    return value, x, at

@@ -18,7 +18,7 @@ SIZE_OF = np.repeat(np.arange(15), 1 << SIZE_BITS[:15])
 """The class of each number below `SIZES`."""
 ESCAPE = 15
 
-# Where each kind of model begins. What a kind's models are chosen by is in `rows`.
+# Where each kind of model begins. What a kind's models are chosen by is in `context`.
 INDEX = 0
 """2 · 7 · 4 · 6 models: the index of an id among the candidates, by classes; `ESCAPE`: it is none"""
 STEP = INDEX + 2 * 7 * 4 * 6
@@ -51,6 +51,10 @@ LABEL_LENGTH = LABEL + 2
 """1: bit length of the label's level less the row's last level"""
 MODELS = LABEL_LENGTH + 1
 
+LONG_FIRST = 960
+"""From this level on, a row's first level is coded by its bit length."""
+MISSED_INDEX = 16
+"""What an id that is no candidate counts as in the running mean of indices."""
 NEW = 15
 ALL, FEWER = 0, 1
 REST_FAR, REST_NOTHING = 14, 15
