@@ -20,7 +20,7 @@ _HEADER = struct.Struct("<IBBHIQQ")
 """CRC-32, version, flags, k, n, state 0, state 1; then 32-bit words, little-endian."""
 _COUNTS, _RESTS, _LABELS = 1, 2, 4
 _CRC_BYTES = 4
-_RECORDS_PER_ENTRY, _RECORDS_PER_ROW = 9, 12
+_SYMBOLS_PER_ENTRY, _SYMBOLS_PER_ROW = 9, 12
 """The most symbols of the coder: an id that is new takes 6, a step 3; count, rest and label of a row take 11."""
 _MOST_K = (1 << 16) - 1
 
@@ -45,7 +45,7 @@ def encode(
     Raises:
         ValueError: naming the argument, the rule and the value.
     """
-    from distill_rl.store.compact import coder, encoder
+    from distill_rl.store.compact import encoder
 
     tokens = _as(tokens, "tokens", np.int32, 1)
     ids, logprobs = _as(targets["ids"], "ids", np.int32, 2), np.asarray(targets["logprobs"], np.float32)
@@ -57,14 +57,13 @@ def encode(
     levels = to_levels(logprobs)
     rests, labels = (np.empty(0, np.int32) if each is None else to_levels(each) for each in (rest, label))
     has_counts = bool((counts < k).any())
-    records = np.empty(n * (k * _RECORDS_PER_ENTRY + _RECORDS_PER_ROW), np.int64)
-    total = encoder.encode_rows(
-        tokens, ids, levels, counts, rests, labels, has_counts, mass_table(), fresh_models(), records
+    room = n * (k * _SYMBOLS_PER_ENTRY + _SYMBOLS_PER_ROW)
+    records, words = np.empty(room, np.int64), np.empty(room, np.uint32)
+    used, x0, x1 = encoder.encode_rows(
+        tokens, ids, levels, counts, rests, labels, has_counts, mass_table(), fresh_models(), records, words
     )
-    words = np.empty(total, np.uint32)
-    used, x0, x1 = coder.finish(records, total, words)
     flags = _COUNTS * has_counts + _RESTS * (rest is not None) + _LABELS * (label is not None)
-    body = _HEADER.pack(0, VERSION, flags, k, n, x0, x1)[_CRC_BYTES:] + words[total - used :].astype("<u4").tobytes()
+    body = _HEADER.pack(0, VERSION, flags, k, n, x0, x1)[_CRC_BYTES:] + words[room - used :].astype("<u4").tobytes()
     return struct.pack("<I", _checksum(tokens, vocabulary_size, body)) + body
 
 

@@ -17,6 +17,8 @@ Legend: M models, T symbols coded so far, W words.
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -24,8 +26,6 @@ import numpy as np
 
 LOW = 1 << 31
 """A state lies in [LOW, LOW · 2^32)."""
-_FASTEST, _SLOWEST, _SYMBOLS_PER_RATE = 3, 7, 6
-_GROWN = _SYMBOLS_PER_RATE * (_SLOWEST - _FASTEST)
 _TOP = (1 << 15) - 16
 _ONES = 0x0001_0001_0001_0001
 """1 in each of the four lanes."""
@@ -33,8 +33,13 @@ _HIGH = -0x7FFF_7FFF_7FFF_8000
 """The highest bit of each lane."""
 _PLACES = tuple(0x0003_0002_0001_0000 + 4 * w * _ONES for w in range(4))
 """i in the lane of c[i], by word."""
-_KEPT = np.array([(0xFFFF >> rate) * _ONES for rate in range(1, _SLOWEST + 1)], np.int64)
-"""By rate − 1: the bits of each lane that are its own after the word was shifted by the rate."""
+_RATES = np.repeat(np.arange(3, 8), [6, 6, 6, 6, 1])
+"""By the number of symbols so far: a frequency moves by 1/2^rate."""
+_GROWN = len(_RATES) - 1
+_KEPT = np.array([(0xFFFF >> int(rate)) * _ONES for rate in _RATES], np.int64)
+"""Likewise: the bits of each lane that are its own after the word was shifted by the rate."""
+_UP = (_TOP >> _RATES) * _ONES
+"""Likewise: what is added to the lanes that rise."""
 _ABOVE = np.array(
     [[sum(0x7FFF << 16 * j for j in range(4) if 4 * w + j > symbol) for w in range(4)] for symbol in range(16)],
     np.int64,
@@ -46,33 +51,38 @@ IDS, VALUES = 0, 1
 """The states."""
 
 
-def compiled(function: Any) -> Any:
-    """The function compiled by Numba, on its first call and without the GIL.
+def _digest() -> str:
+    """SHA-256 of the sources of this folder."""
+    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(b"\0".join(sources)).hexdigest()
 
-    The result is cached on disk if Numba finds a writable folder for that.
+
+SOURCES = _digest()
+compiled = numba.njit(nogil=True)
+"""Compiles a function on its first call, without the GIL."""
+inlined = numba.njit(nogil=True, forceinline=True)
+"""Like `compiled`, and makes it part of every function that calls it."""
+
+
+def cached(function: Any) -> Any:
+    """The function compiled on its first call; the result is kept on disk if Numba finds a writable folder for that.
+
+    Numba compiles a cached function again when its own file or its closure changes, but not when a function does that
+    it calls from another file. An encoder and a decoder of different versions would not understand each other.
+    Functions that are cached therefore have `SOURCES` in their closure.
     """
     try:
         return numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:
-        return numba.njit(nogil=True)(function)
-
-
-def inlined(function: Any) -> Any:
-    """Like `compiled`, and made part of every function that calls it."""
-    try:
-        return numba.njit(cache=True, nogil=True, forceinline=True)(function)
-    except RuntimeError:
-        return numba.njit(nogil=True, forceinline=True)(function)
+        return compiled(function)
 
 
 @inlined
 def _adapt(models, m, symbol):  # type: ignore[no-untyped-def]
     """Moves the frequencies of model m towards `symbol`: x = c[i] − i by x/2^rate down, or up to 2^15 − 16 likewise."""
     age = models[m, 5]
-    rate = _FASTEST + age // _SYMBOLS_PER_RATE
-    if age < _GROWN:
-        models[m, 5] = age + 1
-    kept, up = _KEPT[rate - 1], (_TOP >> rate) * _ONES
+    models[m, 5] = min(age + 1, _GROWN)
+    rate, kept, up = _RATES[age], _KEPT[age], _UP[age]
     models[m, 0] += (up & _ABOVE[symbol, 0]) - (models[m, 0] >> rate & kept)
     models[m, 1] += (up & _ABOVE[symbol, 1]) - (models[m, 1] >> rate & kept)
     models[m, 2] += (up & _ABOVE[symbol, 2]) - (models[m, 2] >> rate & kept)

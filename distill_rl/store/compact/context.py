@@ -97,9 +97,9 @@ def fill(candidates, i, previous, counts, ids, levels):  # type: ignore[no-untyp
 @inlined
 def remove(candidates, head, index):  # type: ignore[no-untyped-def]
     """Takes the candidate at `head` + `index` out and returns it; the others are those from `head` + 1 on."""
-    taken = candidates[head + index]
-    for q in range(head + index, head, -1):
-        candidates[q] = candidates[q - 1]
+    taken = candidates[head]
+    for q in range(head + 1, head + index + 1):
+        taken, candidates[q] = candidates[q], taken
     return taken
 
 

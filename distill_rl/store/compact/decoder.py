@@ -5,9 +5,11 @@ Nothing is assumed about the block: whatever it holds, no index leaves its array
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from distill_rl.store.compact.coder import compiled, inlined, take, take_bits
+from distill_rl.store.compact.coder import SOURCES, cached, compiled, inlined, take, take_bits
 from distill_rl.store.compact.context import (
     append,
     fill,
@@ -51,19 +53,8 @@ _MALFORMED = -1
 
 
 @compiled
-def decode_rows(tokens, vocabulary_size, parts, tables, models, words, states, ids, logprobs, rests, labels):  # type: ignore[no-untyped-def]
-    """Decodes a block into its arrays; returns how many words it read, or -1 if the block is malformed.
-
-    Args:
-        tokens: int32 [n].
-        parts: whether rows may have fewer than k entries, whether there are rests, and labels.
-        tables: `mass_table` and `logprob_table`.
-        models: int64 [M, 6], as `fresh_models` makes them.
-        words: uint32, of the block.
-        states: int64 [2], the block's states; the states at its end are written to it.
-        ids, logprobs: int32 and fp32 [n, k], filled with -1 and −inf; written.
-        rests, labels: fp32 [n], written if the block has them.
-    """
+def _decode_rows(tokens, vocabulary_size, parts, tables, models, words, states, ids, logprobs, rests, labels):  # type: ignore[no-untyped-def]
+    """The arguments and the result are those of `decode_rows`."""
     has_counts, has_rests, has_labels = parts
     masses, table = tables
     n, k = ids.shape
@@ -198,3 +189,26 @@ def _take_label(hit, last, models, x, words, at):  # type: ignore[no-untyped-def
         below, x, at = take_length(models, LABEL_LENGTH, x, words, at)
         return last + below, x, at
     return take_bits(np.int64(15), x, words, at)
+
+
+def _entry(sources: str) -> Any:
+    def decode_rows(tokens, vocabulary_size, parts, tables, models, words, states, ids, logprobs, rests, labels):  # type: ignore[no-untyped-def]
+        """Decodes a block into its arrays; returns how many words it read, or -1 if the block is malformed.
+
+        Args:
+            tokens: int32 [n].
+            parts: whether rows may have fewer than k entries, whether there are rests, and labels.
+            tables: `mass_table` and `logprob_table`.
+            models: int64 [M, 6], as `fresh_models` makes them.
+            words: uint32, of the block.
+            states: int64 [2], the block's states; the states at its end are written to it.
+            ids, logprobs: int32 and fp32 [n, k], filled with -1 and −inf; written.
+            rests, labels: fp32 [n], written if the block has them.
+        """
+        _ = sources
+        return _decode_rows(tokens, vocabulary_size, parts, tables, models, words, states, ids, logprobs, rests, labels)
+
+    return cached(decode_rows)
+
+
+decode_rows = _entry(SOURCES)

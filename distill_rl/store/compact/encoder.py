@@ -14,9 +14,11 @@ Ids are independent of levels but for the candidates' levels, which are those of
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from distill_rl.store.compact.coder import IDS, VALUES, compiled, put, put_bits
+from distill_rl.store.compact.coder import IDS, SOURCES, VALUES, cached, compiled, finish, put, put_bits
 from distill_rl.store.compact.context import (
     append,
     fill,
@@ -63,18 +65,8 @@ from distill_rl.store.compact.numbers import bit_length, put_below, put_length, 
 
 
 @compiled
-def encode_rows(tokens, ids, levels, counts, rests, labels, has_counts, masses, models, records):  # type: ignore[no-untyped-def]
-    """Records a block's symbols; returns their number.
-
-    Args:
-        tokens: int32 [n].
-        ids, levels: int32 [n, k]; read up to `counts` [n], of which each is at least 1.
-        rests, labels: levels, int32 [n], or empty: not part of the block.
-        has_counts: whether rows may have fewer than k entries.
-        masses: `mass_table`.
-        models: int64 [M, 6], as `fresh_models` makes them.
-        records: int64, with room for all symbols.
-    """
+def _encode_rows(tokens, ids, levels, counts, rests, labels, has_counts, masses, models, records):  # type: ignore[no-untyped-def]
+    """Records a block's symbols; returns their number. The arguments are those of `encode_rows`."""
     n, k = ids.shape
     previous, candidates = same_token(tokens), np.empty(k, np.int64)
     size = 4
@@ -212,3 +204,27 @@ def _put_label(label, hit, last, models, records, t):  # type: ignore[no-untyped
         return put_length(VALUES, models, LABEL_LENGTH, label - last, records, t)
     t = put(VALUES, models, m, ANY, records, t)
     return put_bits(VALUES, label, 15, records, t)
+
+
+def _entry(sources: str) -> Any:
+    def encode_rows(tokens, ids, levels, counts, rests, labels, has_counts, masses, models, records, words):  # type: ignore[no-untyped-def]
+        """Codes a block; returns (number of words, state 0, state 1).
+
+        Args:
+            tokens: int32 [n].
+            ids, levels: int32 [n, k]; read up to `counts` [n], of which each is at least 1.
+            rests, labels: levels, int32 [n], or empty: not part of the block.
+            has_counts: whether rows may have fewer than k entries.
+            masses: `mass_table`.
+            models: int64 [M, 6], as `fresh_models` makes them.
+            records: int64, with room for all symbols.
+            words: uint32, with room for as many; filled from its end.
+        """
+        _ = sources
+        total = _encode_rows(tokens, ids, levels, counts, rests, labels, has_counts, masses, models, records)
+        return finish(records, total, words)
+
+    return cached(encode_rows)
+
+
+encode_rows = _entry(SOURCES)
