@@ -107,8 +107,8 @@ def _decoded(
         raise ValueError("block: its header is impossible")
     n = len(tokens)
     named: dict[str, Any] = {
-        "ids": np.full((n, k), -1, np.int32),
-        "logprobs": np.full((n, k), -np.inf, np.float32),
+        "ids": np.empty((n, k), np.int32),
+        "logprobs": np.empty((n, k), np.float32),
         "rest_logprob": np.empty(n, np.float32),
         "label_logprob": np.empty(n, np.float32),
     }

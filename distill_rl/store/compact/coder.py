@@ -38,13 +38,9 @@ _RATES = np.repeat(np.arange(3, 8), [6, 6, 6, 6, 1])
 _GROWN = len(_RATES) - 1
 _KEPT = np.array([(0xFFFF >> int(rate)) * _ONES for rate in _RATES], np.int64)
 """Likewise: the bits of each lane that are its own after the word was shifted by the rate."""
-_UP = (_TOP >> _RATES) * _ONES
-"""Likewise: what is added to the lanes that rise."""
-_ABOVE = np.array(
-    [[sum(0x7FFF << 16 * j for j in range(4) if 4 * w + j > symbol) for w in range(4)] for symbol in range(16)],
-    np.int64,
-)
-"""By symbol and word: 15 bits set in the lanes of the c[i] with i > symbol."""
+_ABOVE = [[sum(1 << 16 * j for j in range(4) if 4 * w + j > symbol) for w in range(4)] for symbol in range(16)]
+_RISE = (_TOP >> _RATES)[:, None, None] * np.array(_ABOVE, np.int64)
+"""Likewise, by symbol and word: what is added to the lanes of the c[i] with i > symbol."""
 
 
 IDS, VALUES = 0, 1
@@ -82,11 +78,11 @@ def _adapt(models, m, symbol):  # type: ignore[no-untyped-def]
     """Moves the frequencies of model m towards `symbol`: x = c[i] − i by x/2^rate down, or up to 2^15 − 16 likewise."""
     age = models[m, 5]
     models[m, 5] = min(age + 1, _GROWN)
-    rate, kept, up = _RATES[age], _KEPT[age], _UP[age]
-    models[m, 0] += (up & _ABOVE[symbol, 0]) - (models[m, 0] >> rate & kept)
-    models[m, 1] += (up & _ABOVE[symbol, 1]) - (models[m, 1] >> rate & kept)
-    models[m, 2] += (up & _ABOVE[symbol, 2]) - (models[m, 2] >> rate & kept)
-    models[m, 3] += (up & _ABOVE[symbol, 3]) - (models[m, 3] >> rate & kept)
+    rate, kept = _RATES[age], _KEPT[age]
+    models[m, 0] += _RISE[age, symbol, 0] - (models[m, 0] >> rate & kept)
+    models[m, 1] += _RISE[age, symbol, 1] - (models[m, 1] >> rate & kept)
+    models[m, 2] += _RISE[age, symbol, 2] - (models[m, 2] >> rate & kept)
+    models[m, 3] += _RISE[age, symbol, 3] - (models[m, 3] >> rate & kept)
 
 
 @inlined
@@ -107,7 +103,7 @@ def _find(models, m, slot):  # type: ignore[no-untyped-def]
     n += (slots - models[m, 2] - _PLACES[2]) >> 15 & _ONES
     n += (slots - models[m, 3] - _PLACES[3]) >> 15 & _ONES
     n += n >> 32
-    return ((n + (n >> 16)) & 31) - 1
+    return (n + (n >> 16) - 1) & 15  # the mask tells the compiler that it is no negative index
 
 
 @compiled

@@ -1,6 +1,6 @@
 """In which context an entry is coded, and the lists that ids are looked up in. Compiled by Numba.
 
-A candidate is an int64, the level that it had in its row · 2^32 + its id.
+Entries of rows, and so candidates, are int64: level · 2^32 + id.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def slot_of(item, size):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def fill(candidates, i, previous, counts, ids, levels):  # type: ignore[no-untyped-def]
+def fill(candidates, i, previous, counts, entries):  # type: ignore[no-untyped-def]
     """Fills in row i's candidates; returns their number, and 1 if they followed the same token, else 0.
 
     They are the entries of the last row with the same token, or else of the row above.
@@ -90,15 +90,23 @@ def fill(candidates, i, previous, counts, ids, levels):  # type: ignore[no-untyp
         return np.int64(0), same
     end = np.int64(counts[source])
     for r in range(end):
-        candidates[r] = (np.int64(levels[source, r]) << 32) | ids[source, r]
+        candidates[r] = entries[source, r]
     return end, same
 
 
 @inlined
 def remove(candidates, head, index):  # type: ignore[no-untyped-def]
-    """Takes the candidate at `head` + `index` out and returns it; the others are those from `head` + 1 on."""
-    taken = candidates[head]
-    for q in range(head + 1, head + index + 1):
+    """Takes the candidate at `head` + `index` out and returns it; the others are those from `head` + 1 on.
+
+    The array has room for four more than there are.
+    """
+    # Most indices are below 4. For these there is no loop, whose end a processor could not predict.
+    a, b, c, d = candidates[head], candidates[head + 1], candidates[head + 2], candidates[head + 3]
+    candidates[head + 1] = a if index > 0 else b
+    candidates[head + 2] = b if index > 1 else c
+    candidates[head + 3] = c if index > 2 else d
+    taken = (a if index < 1 else b) if index < 2 else (c if index < 3 else d)
+    for q in range(head + 4, head + index + 1):
         taken, candidates[q] = candidates[q], taken
     return taken
 

@@ -58,8 +58,8 @@ def _decode_rows(tokens, vocabulary_size, parts, tables, models, words, states, 
     has_counts, has_rests, has_labels = parts
     masses, table = tables
     n, k = ids.shape
-    previous, candidates = same_token(tokens), np.empty(k, np.int64)
-    levels, counts = np.empty((n, k), np.int32), np.empty(n, np.int32)
+    previous, candidates = same_token(tokens), np.empty(k + 4, np.int64)
+    entries, counts = np.empty((n, k), np.int64), np.empty(n, np.int32)
     order, uses, first = np.empty(n * k, np.int32), np.empty(n * k, np.int32), np.empty(n * k + 2, np.int32)
     known, at, x0, x1 = np.int64(0), np.int64(0), states[0], states[1]
     for i in range(n):
@@ -69,7 +69,7 @@ def _decode_rows(tokens, vocabulary_size, parts, tables, models, words, states, 
             if count > k:
                 return np.int64(_MALFORMED)
         counts[i] = count
-        end, same = fill(candidates, i, previous, counts, ids, levels)
+        end, same = fill(candidates, i, previous, counts, entries)
         head, recent_index, recent_step = np.int64(0), np.int64(0), np.int64(0)
         level, hit, left = np.int64(0), np.int64(-1), np.int64(1) << MASS_BITS
         following = np.int64(tokens[i + 1]) if i + 1 < n else np.int64(-1)
@@ -81,8 +81,10 @@ def _decode_rows(tokens, vocabulary_size, parts, tables, models, words, states, 
                 if x < 0 or x >= vocabulary_size:
                     return np.int64(_MALFORMED)
             else:
-                index, x0, at = take_bits(SIZE_BITS[symbol], x0, words, at)
-                index += SIZE_BASE[symbol]
+                index = SIZE_BASE[symbol]
+                if SIZE_BITS[symbol] > 0:
+                    more, x0, at = take_bits(SIZE_BITS[symbol], x0, words, at)
+                    index += more
                 if head + index >= end:
                     return np.int64(_MALFORMED)
                 x = remove(candidates, head, index) & 0xFFFFFFFF
@@ -97,10 +99,12 @@ def _decode_rows(tokens, vocabulary_size, parts, tables, models, words, states, 
                 recent_step = (recent_step + step + 1) >> 1
             if level > MINUS_INFINITY:
                 return np.int64(_MALFORMED)
-            ids[i, r], levels[i, r], logprobs[i, r] = x, level, table[level]
+            ids[i, r], entries[i, r], logprobs[i, r] = x, level << 32 | x, table[level]
             left -= masses[level]
             if x == following:
                 hit = level
+        for r in range(count, k):
+            ids[i, r], logprobs[i, r] = -1, -np.inf
         if has_rests:
             rest, x1, at = _take_rest(left, masses, models, x1, words, at)
             if rest < 0 or rest > MINUS_INFINITY:
@@ -202,7 +206,7 @@ def _entry(sources: str) -> Any:
             models: int64 [M, 6], as `fresh_models` makes them.
             words: uint32, of the block.
             states: int64 [2], the block's states; the states at its end are written to it.
-            ids, logprobs: int32 and fp32 [n, k], filled with -1 and −inf; written.
+            ids, logprobs: int32 and fp32 [n, k], written.
             rests, labels: fp32 [n], written if the block has them.
         """
         _ = sources

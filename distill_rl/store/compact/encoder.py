@@ -68,7 +68,7 @@ from distill_rl.store.compact.numbers import bit_length, put_below, put_length, 
 def _encode_rows(tokens, ids, levels, counts, rests, labels, has_counts, masses, models, records):  # type: ignore[no-untyped-def]
     """Records a block's symbols; returns their number. The arguments are those of `encode_rows`."""
     n, k = ids.shape
-    previous, candidates = same_token(tokens), np.empty(k, np.int64)
+    previous, candidates, entries = same_token(tokens), np.empty(k + 4, np.int64), np.empty((n, k), np.int64)
     size = 4
     while size < 2 * n * k:
         size *= 2
@@ -87,7 +87,7 @@ def _encode_rows(tokens, ids, levels, counts, rests, labels, has_counts, masses,
             t = put(IDS, models, ROW_FULL, ALL if count == k else FEWER, records, t)
             if count < k:
                 t = put_size(IDS, models, COUNT_SIZE, COUNT_LENGTH, count - 1, records, t)
-        end, same = fill(candidates, i, previous, counts, ids, levels)
+        end, same = fill(candidates, i, previous, counts, entries)
         head, recent_index, recent_step = np.int64(0), np.int64(0), np.int64(0)
         level, hit, left = np.int64(0), np.int64(-1), np.int64(1) << MASS_BITS
         following = np.int64(tokens[i + 1]) if i + 1 < n else np.int64(-1)
@@ -114,6 +114,7 @@ def _encode_rows(tokens, ids, levels, counts, rests, labels, has_counts, masses,
             else:
                 t = put_size(VALUES, models, step_model(r, recent_step), STEP_LENGTH, step, records, t)
                 recent_step = (recent_step + step + 1) >> 1
+            entries[i, r] = level << 32 | x
             left -= masses[level]
             if x == following:
                 hit = level

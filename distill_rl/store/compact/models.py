@@ -6,6 +6,8 @@ tokens, and less of longer ones.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 # Numbers of any size in 16 symbols: below 200 the class, with the place in it as bits; from there on the escape.
@@ -61,8 +63,14 @@ REST_FAR, REST_NOTHING = 14, 15
 EQUAL, BELOW, ANY = 0, 1, 2
 
 
-def fresh_models() -> np.ndarray:
-    """int64 [MODELS, 6], models for one block, as `coder` has them: all symbols equally frequent, none coded yet."""
+@cache
+def _first_models() -> np.ndarray:
+    """int64 [MODELS, 6], what `fresh_models` copies."""
     differences = [i * ((1 << 11) - 1) for i in range(16)]
     words = [sum(differences[4 * w + j] << 16 * j for j in range(4)) for w in range(4)]
     return np.tile(np.array([*words, (1 << 15) - 16, 0], np.int64), (MODELS, 1))
+
+
+def fresh_models() -> np.ndarray:
+    """int64 [MODELS, 6], models for one block, as `coder` has them: all symbols equally frequent, none coded yet."""
+    return _first_models().copy()
