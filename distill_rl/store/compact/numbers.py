@@ -62,6 +62,8 @@ def take_size(models, m, long, x, words, at):  # type: ignore[no-untyped-def]
     symbol, x, at = take(models, m, x, words, at)
     if symbol == ESCAPE:
         return take_length(models, long, x, words, at)
+    if SIZE_BITS[symbol] == 0:
+        return symbol, x, at
     value, x, at = take_bits(SIZE_BITS[symbol], x, words, at)
     return SIZE_BASE[symbol] + value, x, at
 

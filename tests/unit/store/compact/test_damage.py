@@ -43,31 +43,33 @@ def test_any_end_is_found(case):
 
 
 def test_damage_behind_a_right_checksum_is_survived(case):
-    """The decoder raises ValueError, or returns targets that are possible: no crash, no id outside the vocabulary."""
+    """No index leaves its array: the decoder raises ValueError, or returns targets that are possible.
+
+    The latter happens where only bits without a model were changed, such as the lowest ones of a level.
+    """
     tokens, block = case
     draw = np.random.default_rng(0)
     raised = 0
-    for _ in range(1500):
+    for i in range(1500):
         damaged = bytearray(block)
-        kind = draw.integers(4)
-        if kind == 0:
+        if i % 4 == 0:
             damaged = damaged[: 28 + 4 * int(draw.integers((len(block) - 28) // 4))]
-        elif kind == 1:
+        elif i % 4 == 1:
             damaged[12:] = draw.bytes(len(block) - 12)
-        for _ in range(int(draw.integers(1, 4))):
-            at = int(draw.integers(5, len(damaged)))
-            if at not in (6, 7, 8, 9, 10, 11):  # k and n are tested below
-                damaged[at] ^= 1 << int(draw.integers(8))
+        # All but the checksum, k and n, which are tested elsewhere.
+        places = [4, 5, *range(12, len(damaged))]
+        for at in draw.choice(places, int(draw.integers(1, 4)), replace=False):
+            damaged[at] ^= 1 << int(draw.integers(8))
         try:
             decoded = decode(tokens, with_checksum(tokens, bytes(damaged)), vocabulary_size=SIZE)
-        except ValueError as error:
-            assert str(error).startswith("block: ")
+        except ValueError:
             raised += 1
             continue
         assert decoded["ids"].max() < SIZE
         assert decoded["ids"].min() >= -1
-    # The states must end where the encoder began, which random contents do with a probability of 2^-62.
-    assert raised >= 1490
+        assert not np.isnan(decoded["logprobs"]).any()
+        assert (decoded["logprobs"][:, 1:] <= decoded["logprobs"][:, :-1]).all()
+    assert raised >= 1400
 
 
 @pytest.mark.parametrize("k", [0, 1, 11, 13, 300, 65535])
