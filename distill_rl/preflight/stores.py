@@ -39,19 +39,27 @@ _CHUNK = 256
 
 
 def manifest_of(
-    config: Config, teacher: TeacherConfig, *, weights: str, tokenizer: str, vocabulary_size: int, on_gpu: bool
+    config: Config,
+    teacher: TeacherConfig,
+    *,
+    weights: str,
+    tokenizer: str,
+    vocabulary_size: int,
+    on_gpu: bool,
+    captures: bool,
 ) -> Manifest:
     """What the store of a teacher's targets says of itself, without the files that describe the teacher.
 
     Args:
         weights, tokenizer, vocabulary_size: see `Manifest`.
         on_gpu: whether the teacher runs on a GPU, which decides `wire_dtype: auto`.
+        captures: whether `capture.format` counts; a cache is exact.
     """
     wire_dtype: str = teacher.wire_dtype
     if wire_dtype == "auto":
         wire_dtype = "fp16" if on_gpu else "fp32"
     return Manifest(
-        format="exact",
+        format=config.capture.format if captures else "exact",
         kind=teacher.export,
         entries=min(config.loss.top_k, vocabulary_size),
         temperature=config.loss.temperature,
@@ -62,11 +70,15 @@ def manifest_of(
         weights=weights,
         tokenizer=tokenizer,
         vocabulary_size=vocabulary_size,
+        mass=config.capture.mass if captures else None,
     )
 
 
-def make_stores(job: Job, *, on_gpu: bool) -> None:
+def make_stores(job: Job, *, on_gpu: bool, captures: bool) -> None:
     """Makes the store of every teacher whose targets the run stores, or checks that one which exists fits.
+
+    Args:
+        on_gpu, captures: as for `manifest_of`.
 
     Raises:
         StoreError: it holds other targets, or cannot be written.
@@ -83,6 +95,7 @@ def make_stores(job: Job, *, on_gpu: bool) -> None:
             tokenizer=tokenizer_hash(tokenizer_of(teacher)),
             vocabulary_size=known.vocabulary_size,
             on_gpu=on_gpu,
+            captures=captures,
         )
         if (folder / FILE).exists():
             require_same(folder, manifest)
@@ -159,12 +172,13 @@ def stored_ids_problems(student: Opened, teachers: Sequence[Opened]) -> Iterator
         )
 
 
-def cache_problems(config: Config, teachers: Sequence[Opened], *, on_gpu: bool) -> Iterator[str]:
+def cache_problems(config: Config, teachers: Sequence[Opened], *, on_gpu: bool, captures: bool) -> Iterator[str]:
     """Yields a problem for every cache that holds other targets than the run would write, one line each.
 
     Args:
         teachers: opened, with what is known of their vocabularies.
         on_gpu: as far as this machine shows.
+        captures: as for `manifest_of`.
     """
     for opened in teachers:
         settings = opened.settings
@@ -183,6 +197,7 @@ def cache_problems(config: Config, teachers: Sequence[Opened], *, on_gpu: bool) 
                 tokenizer=opened.tokenizer_hash,
                 vocabulary_size=size,
                 on_gpu=on_gpu,
+                captures=captures,
             )
         except StoreError as error:
             yield from (f"{opened.key}.cache: {text}" for text in error.problems)

@@ -164,6 +164,11 @@ TABLE: tuple[NoEffect, ...] = (
         "all targets are read from stores, as they were captured",
     ),
     NoEffect(
+        ("capture.mass",),
+        lambda run: run.config.capture.format == "exact",
+        "capture.format is exact",
+    ),
+    NoEffect(
         ("capture.write_every_s",),
         lambda run: all(teacher.cache is None for teacher in run.config.teachers),
         "nothing is stored (teachers[].cache, or distill-rl capture)",

@@ -335,6 +335,10 @@ class RayConfig:
 
 @dataclass
 class CaptureConfig:
+    format: Literal["exact", "compact"] = "exact"
+    """How `distill-rl capture` writes targets. exact: as they are sent, so that training has the bits of a live run. compact: ids entropy-coded and log-probs quantised, in about a tenth of the bytes (docs/store.md). A cache is always exact."""
+    mass: Optional[float] = field(default=None, metadata=POSITIVE_FRACTION)
+    """For format compact: keep only the fewest entries of a token whose probability adds up to this. null: keep all loss.top_k."""
     write_every_s: float = field(default=30.0, metadata=POSITIVE)
     """Seconds after which targets that were computed are written, for `distill-rl capture` and teachers[].cache. A process that is killed loses at most these seconds of work. They are also written whenever 64 MiB have come together."""
 
