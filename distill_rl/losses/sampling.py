@@ -50,7 +50,7 @@ def vocab_parallel_sample(
     """n systematic draws per row from the softmax of the logits at `temperature`; equal ids become one entry.
 
     Every rank receives the same answer. No gradient flows. An id that is less likely than the most likely one by a factor
-    of 2^61 / (V · n), 10^11 at V = 131,072 and n = 100, counts as impossible. Three collectives. Always computed by torch.
+    of about 2^62 / (V · n), 10^11 at V = 131,072 and n = 100, counts as impossible. Three collectives. Always computed by torch.
 
     Args:
         logits: [N, V] or [B, S, V], sharded as in `kd_loss`; columns at −inf are never drawn.
@@ -112,8 +112,8 @@ def context_keys(input_ids: Tensor, position_ids: Tensor, seed: int) -> Tensor:
         int64 [R, S].
     """
     position_ids = position_ids.long()
-    tokens = (input_ids.long() << 32) ^ position_ids ^ _splitmix(torch.tensor(seed)).to(input_ids.device)
-    hashed = _splitmix(tokens)
+    of_seed = _splitmix(torch.full((), seed, dtype=torch.int64, device=input_ids.device))
+    hashed = _splitmix((input_ids.long() << 32) ^ position_ids ^ of_seed)
     sums = hashed.cumsum(1)
     starts = (torch.arange(sums.shape[1], device=sums.device) - position_ids).clamp_min(0)
     return sums - sums.gather(1, starts) + hashed.gather(1, starts)
