@@ -144,6 +144,8 @@ class _Draws:
         mean, label = nothing.clone(), nothing.clone()
         for rows in self.pieces if self.shard.size else []:
             cumulative = self._masses(rows).cumsum_(1)
+            if self.shard.group is None:
+                total[rows] = cumulative[:, -1]
             points = self._points(rows, total[rows]) - before[rows, None]
             held = (points >= 0) & (points < cumulative[:, -1:])
             columns = torch.searchsorted(cumulative, points, right=True).clamp_(max=self.shard.size - 1)
@@ -172,8 +174,13 @@ class _Draws:
         self.centre.masked_fill_(self.centre.isinf(), torch.nan)
 
     def _totals(self) -> tuple[Tensor, Tensor]:
-        """S of each row, int64 [M], and the part of it that belongs to the columns before this rank's."""
+        """S of each row, int64 [M], and the part of it that belongs to the columns before this rank's.
+
+        Zeros if this rank has all columns: then S is where the cumulative masses end, without another pass.
+        """
         own = torch.zeros(len(self.logits), dtype=torch.int64, device=self.logits.device)
+        if self.shard.group is None:
+            return own, own.clone()
         for rows in self.pieces:
             own[rows] = self._masses(rows).sum(1)
         parts = torch.stack(self.shard.gather(own), 1)
