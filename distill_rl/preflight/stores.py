@@ -61,7 +61,7 @@ def manifest_of(
     return Manifest(
         format=config.capture.format if captures else "exact",
         kind=teacher.export,
-        entries=min(config.loss.top_k, vocabulary_size),
+        entries=config.loss.draws if teacher.export == "sampled" else min(config.loss.top_k, vocabulary_size),
         temperature=config.loss.temperature,
         wire_dtype=wire_dtype,
         dtype=teacher.dtype,
@@ -139,6 +139,9 @@ def _problems(config: Config, key: str, settings: TeacherConfig, store: Store) -
         remedy = f"use {manifest.entries} or less, or capture again"
         yield problem("loss.top_k", f"must not exceed the {manifest.entries} entries of {settings.store}",
                       config.loss.top_k, remedy)  # fmt: skip
+    if manifest.kind == settings.export == "sampled" and config.loss.draws != manifest.entries:
+        remedy = f"set loss.draws={manifest.entries}, or capture again"
+        yield problem("loss.draws", f"must be that of {settings.store}, {manifest.entries}", config.loss.draws, remedy)
     if config.loss.temperature != manifest.temperature:
         rule = f"must be that of {settings.store}, {manifest.temperature:g}: log-probs cannot be taken to another one"
         remedy = f"set loss.temperature={manifest.temperature:g}, or capture again"

@@ -81,6 +81,9 @@ def _storing(teacher: TeacherConfig, folder: Path, problems: list[str], i: int, 
     if teacher.backend == "store":
         rule = "a capture runs the teacher; this one is read from a store"
         problems.append(problem(f"teachers.{i}.backend", rule, "store", "use backend: hf and the model"))
+    if compact and teacher.export != "topk":
+        rule = f"compact is a format of the top k, and teacher {teacher.name} exports {teacher.export}"
+        problems.append(problem("capture.format", rule, "compact", "use capture.format=exact"))
     storing = replace(teacher, cache=str(folder), score="static")
     return replace(storing, wire_dtype="fp32") if compact else storing
 

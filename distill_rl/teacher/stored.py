@@ -35,6 +35,7 @@ from distill_rl.transport.base import Layout
 from distill_rl.types import IGNORE_INDEX, PieceRef, RankBatch, TokenRows
 
 _NAMES = {
+    torch.int16: "I16",
     torch.int32: "I32",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -238,7 +239,8 @@ class StoredTeacher:
             for part, place in zip(parts, found):
                 start = part.start + place.skip
                 for name, values in self._read(place).items():
-                    tensors[name][start : start + place.count] = values
+                    rows = tensors[name][start : start + place.count]
+                    (rows if values.ndim == 1 else rows[:, : values.shape[1]]).copy_(values)
         return tensors
 
     def _read(self, place: Found) -> dict[str, Tensor]:
@@ -249,14 +251,26 @@ class StoredTeacher:
         return tensors
 
     def _filling(self, positions: int) -> dict[str, Tensor]:
-        """A valid target for every position, which padding keeps: half of the probability is that of k ids."""
+        """A valid target for every position, which padding keeps: half of the probability is that of k ids.
+
+        Of draws, all are of id 0.
+        """
         k = self._entries
         half = float(np.log(0.5))
-        tensors = {"ids": torch.arange(k, dtype=torch.int32).expand(positions, k)}
-        tensors["logprobs"] = torch.full((positions, k), half - float(np.log(k)), dtype=self._dtype)
-        tensors["rest_logprob"] = torch.full((positions,), half)
-        tensors["label_logprob"] = torch.full((positions,), half)
-        return tensors
+        if self.store.manifest.kind == "sampled":
+            first = torch.arange(k) == 0
+            return {
+                "ids": torch.where(first, 0, -1).to(torch.int32).expand(positions, k),
+                "counts": first.to(torch.int16).expand(positions, k),
+                "mean_logprob": torch.zeros(positions),
+                "label_logprob": torch.full((positions,), half),
+            }
+        return {
+            "ids": torch.arange(k, dtype=torch.int32).expand(positions, k),
+            "logprobs": torch.full((positions, k), half - float(np.log(k)), dtype=self._dtype),
+            "rest_logprob": torch.full((positions,), half),
+            "label_logprob": torch.full((positions,), half),
+        }
 
 
 def _is_the_same(found: Found | None) -> bool:
