@@ -40,8 +40,8 @@ class StoreWriter:
     def __init__(self, store: Store, *, write_every_s: float):
         self.store, self._every_s = store, write_every_s
         self._records: list[Record] = []
-        self._waiting: dict[tuple[bytes, int, int], int] = {}
-        """Name, first token and prefix of the pieces that were not written yet, with their longest length."""
+        self._waiting: dict[tuple[bytes, int, int], list[np.ndarray]] = {}
+        """By name, first token and prefix: the tokens of the pieces that were not written yet."""
         self._num_bytes = 0
         self.bytes_written = 0
         self._written_at = time.monotonic()
@@ -66,14 +66,15 @@ class StoreWriter:
         record = Record(piece, np.array(tokens, np.int32), copies)
         self._records.append(record)
         key = piece.name, piece.first, piece.prefix
-        self._waiting[key] = max(piece.length, self._waiting.get(key, 0))
+        self._waiting.setdefault(key, []).append(record.tokens)
         self._num_bytes += record.num_bytes
         if self._num_bytes >= SHARD_BYTES:
             self.flush()
 
-    def holds(self, piece: PieceRef) -> bool:
-        """Whether a piece, or a longer one from the same place on, is waiting to be written."""
-        return self._waiting.get((piece.name, piece.first, piece.prefix), -1) >= piece.length
+    def holds(self, piece: PieceRef, tokens: np.ndarray) -> bool:
+        """Whether a piece with these tokens, or a longer one from the same place on, is waiting to be written."""
+        waiting = self._waiting.get((piece.name, piece.first, piece.prefix), ())
+        return any(np.array_equal(longer[: piece.length], tokens) for longer in waiting)
 
     def flush_if_due(self) -> None:
         """Writes what is waiting if the last shard was written `write_every_s` seconds ago.

@@ -185,7 +185,7 @@ class StoredTeacher:
         """
         places = []
         for part in parts:
-            if self.writer is not None and self.writer.holds(part.piece):
+            if self.writer is not None and self.writer.holds(part.piece, part.tokens):
                 if not reading:
                     continue
                 self.writer.flush()
@@ -214,7 +214,7 @@ class StoredTeacher:
             on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
             for part in parts:
                 is_stored = _is_the_same(self.store.find(part.piece, part.tokens))
-                if is_stored or self.writer.holds(part.piece):
+                if is_stored or self.writer.holds(part.piece, part.tokens):
                     continue
                 place = slice(part.start, part.start + part.piece.length)
                 targets = {name: tensor[place] for name, tensor in on_host.items()}
