@@ -239,8 +239,8 @@ class StoredTeacher:
             for part, place in zip(parts, found):
                 start = part.start + place.skip
                 for name, values in self._read(place).items():
-                    rows = tensors[name][start : start + place.count]
-                    (rows if values.ndim == 1 else rows[:, : values.shape[1]]).copy_(values)
+                    into = tensors[name][start : start + place.count]
+                    (into if values.ndim == 1 else into[:, : values.shape[1]]).copy_(values)
         return tensors
 
     def _read(self, place: Found) -> dict[str, Tensor]:

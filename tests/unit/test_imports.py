@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commands": RUN | {"verify", "service", "store"},
     "cli": BASE | {"commands", "observe", "evals"},
     "quickstart": BASE | {"config", "observe", "evals", "preflight"},
-    "bench": ENGINES | {"quickstart", "workers", "evals", "store"},
+    "bench": ENGINES | {"quickstart", "workers", "evals", "store", "preflight"},
     "gpu_check": ENGINES | {"bench"},
     "__main__": {"cli"},
     "api": BASE | {"commands", "config", "observe", "preflight"},
