@@ -52,9 +52,19 @@ def capture(path: str, overrides: Sequence[str], *, out: Path, dry_run: bool, gp
         config = checked.require_valid()
     for note in checked.notes:
         say(f"note      {note}")
+    return run_config(config, Signals(), out)
+
+
+def run_config(config: Config, signals: Signals, out: Path) -> int:
+    """Runs a checked capture, as `capture` does after its checks; returns and raises as that does.
+
+    Args:
+        config: from `to_capture`.
+        signals: not entered yet.
+        out: the absolute path of the store.
+    """
     if config.ray.address is not None:  # workers on an existing cluster have other working directories
         config = absolute(config)
-    signals = Signals()
     out.mkdir(parents=True, exist_ok=True)
     ownership.close_folder(out)
     with run_directory.occupy(config, clean=False) as paths, log_file(paths.logs / "driver.log"), signals:

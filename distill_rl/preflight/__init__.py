@@ -33,7 +33,7 @@ from distill_rl.preflight.machine import (
 from distill_rl.preflight.memory import compare_memory
 from distill_rl.preflight.opened import Findings, Opened, open_models
 from distill_rl.preflight.pairs import compared_ids, projection_problems, teacher_facts, vocabulary_problems
-from distill_rl.preflight.stores import cache_problems, stored_ids_problems
+from distill_rl.preflight.stores import cache_problems, room_problems, stored_ids_problems
 from distill_rl.preflight.suites import check_suites
 from distill_rl.transport.room import total_bytes
 
@@ -148,6 +148,7 @@ def inspect(
     problems += backend_problems(config, teachers, facts.gpus)
     problems += gpu_problems(config if trains else without_student(config), facts.gpus)
     problems += space_problems(config, facts) if trains else ()
+    problems += room_problems(config, facts, captures=not trains) if not problems else ()
     started = facts if trains else replace(facts, student=None)
     compare_memory(config, started, findings, host=total_bytes(), gpus=gpu_bytes() if facts.gpus else ())
     return Checked(config, problems, findings.unreachable, facts, tuple(findings.notes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,13 +10,14 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.config.derive import total_steps
-from distill_rl.config.facts import running_teachers, splits_documents, targets_store
+from distill_rl.config.derive import sizes, total_steps
+from distill_rl.config.facts import Facts, running_teachers, splits_documents
 from distill_rl.config.paths import teacher_folder
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import StoreError, first_line, problem
 from distill_rl.models.files.facts import fingerprint_model
 from distill_rl.models.hub import resolve, tokenizer_hash, tokenizer_of
+from distill_rl.preflight.machine import size_text
 from distill_rl.preflight.opened import Findings, Opened
 from distill_rl.preflight.pairs import compared_ids
 from distill_rl.store.manifest import (
@@ -214,6 +216,38 @@ def cache_problems(config: Config, teachers: Sequence[Opened], *, on_gpu: bool, 
             )
 
 
+def room_problems(config: Config, facts: Facts, *, captures: bool) -> Iterator[str]:
+    """Yields a problem for every store that a run would fill and that its disk has no room for, as a sample shows.
+
+    What is in the store already is not subtracted.
+
+    Args:
+        captures: as for `manifest_of`.
+    """
+    tokens = 0.0
+    for source in facts.sources:
+        if source.sample is None or source.documents is None:
+            return
+        tokens += source.sample.tokens_per_document * source.documents
+    if facts.num_documents and facts.total_steps is not None:
+        tokens *= min(1.0, facts.total_steps * config.train.global_batch_size / facts.num_documents)
+    for i, (teacher, targets) in enumerate(zip(running_teachers(config), sizes(config, facts).teachers)):
+        if teacher.cache is None:
+            continue
+        compact = captures and config.capture.format == "compact"
+        needed = int(tokens * (_TOKEN_BYTES + (targets.entries if compact else targets.bytes_per_token)))
+        folder = Path(teacher.cache).absolute()
+        free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free
+        if needed > free:
+            rule = f"the targets need about {size_text(needed)}, and {size_text(free)} are free"
+            remedy = "choose another disk, lower loss.top_k, or use capture.format=compact"
+            yield problem(f"teachers.{i}.cache", rule, teacher.cache, remedy)
+
+
+_TOKEN_BYTES = 6
+"""Bytes of a token in a store beside its targets: the token, and its part of the index."""
+
+
 @dataclass(frozen=True, slots=True)
 class Missing:
     """The documents of a run that a store does not have."""
@@ -399,8 +433,3 @@ def _divider(
         return [Piece(cut, {}, {STUDENT: Extent(whole=not cut.truncated)})], {}
 
     return alone
-
-
-def needs_store(config: Config) -> bool:
-    """Whether the run reads or writes a store."""
-    return any(targets_store(teacher) is not None for teacher in running_teachers(config))
