@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill_rl.config.derive import sizes, total_steps
-from distill_rl.config.facts import Facts, running_teachers, splits_documents
+from distill_rl.config.facts import Facts, repeats_documents, running_teachers, splits_documents
 from distill_rl.config.paths import teacher_folder
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import StoreError, first_line, problem
@@ -33,6 +33,7 @@ from distill_rl.store.store import Store
 
 if TYPE_CHECKING:
     from distill_rl.preflight.job import Job
+    from distill_rl.types import Row
 
 SHOWN = 3
 """Documents that are named in a message."""
@@ -317,8 +318,8 @@ def _trained_on(config: Config, training: Any) -> Iterator[Mapping[str, Any]]:
     from distill_rl.types import TrainState
 
     epochs = config.train.epochs
-    joining = Joining.of(config.data)
-    if joining is None and (epochs is None or epochs > 1):
+    joining, repeated = Joining.of(config.data), repeats_documents(config)
+    if repeated and (epochs is None or epochs > 1):
         steps = total_steps(config, len(training))
         epochs = 1.0 if steps is None or steps * config.train.global_batch_size >= len(training) else None
     loader = Loader(
@@ -332,7 +333,19 @@ def _trained_on(config: Config, training: Any) -> Iterator[Mapping[str, Any]]:
         skip_bad_rows=config.data.bad_rows == "skip",
         joining=joining,
     )
-    return chain.from_iterable(batch.documents for batch in loader)
+    documents = chain.from_iterable(batch.documents for batch in loader)
+    return documents if repeated or joining is not None else _once(documents)
+
+
+def _once(documents: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yields the documents without those of a row that came before."""
+    from distill_rl.types import row_of
+
+    seen: set[Row] = set()
+    for document in documents:
+        if (row := row_of(document)) not in seen:
+            seen.add(row)
+            yield document
 
 
 def _validated_on(config: Config, validation: Any) -> Iterator[Mapping[str, Any]]:

@@ -14,7 +14,8 @@ from distill_rl.store.manifest import Manifest, write_manifest
 from distill_rl.store.shard import Column, Record
 from distill_rl.store.store import Found, Store
 from distill_rl.store.writer import StoreWriter
-from distill_rl.types import PieceRef
+from distill_rl.types import PieceRef, RankBatch
+from tests.helpers.engines import rank_batch, token_rows
 
 ENTRIES = 3
 MANIFEST = Manifest(
@@ -81,3 +82,15 @@ def make_store(folder: Path, *shards: Sequence[Record], **changes: Any) -> Store
 def labels(store: Store, found: Found | None) -> list[float] | None:
     """`label_logprob` of what was found, which shows the record and the positions in it."""
     return None if found is None else store.targets(found)["label_logprob"].values.tolist()
+
+
+def batch_of(rows_of_documents: Sequence[Sequence[np.ndarray]], width: int, index: int = 0) -> RankBatch:
+    """A rank's part of a batch whose rows hold these whole documents, which are named by their tokens."""
+    pieces = tuple(tuple(piece_of(str(tokens.tolist()), tokens) for tokens in row) for row in rows_of_documents)
+    return replace(rank_batch(token_rows(rows_of_documents, width), index=index), pieces=pieces)
+
+
+def is_of_pieces(batch: RankBatch) -> np.ndarray:
+    """bool [N]: the positions of a batch that belong to a piece, row after row; the others are padding."""
+    filled = [sum(piece.length for piece in row) for row in batch.pieces]
+    return (np.arange(batch.rows.shape[1]) < np.array(filled)[:, None]).reshape(-1)
