@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,23 +152,14 @@ def capture(config: Source | None = None, /, *, out: str | PathLike[str], **sett
         ConfigError, DistillError, KeyboardInterrupt, Preempted: as for `distill`; after each of them the same call goes
             on.
     """
-    from distill_rl.commands.capture import run_config
-    from distill_rl.preflight import gather
-    from distill_rl.run.stores import to_capture
+    from distill_rl.commands.capture import gather_capture, run_config
 
     folder = Path(out).expanduser().absolute()
     if not _one_at_a_time.acquire(blocking=False):
         raise ConfigError("capture", "runs once at a time in a process", None, "wait for the other call")
     try:
         with console():
-            found = gather(
-                _source(config),
-                (),
-                _expanded(settings),
-                say=lambda text: say(f"data      {text}"),
-                change=partial(to_capture, out=folder),
-                trains=False,
-            )
+            found = gather_capture(_source(config), folder, settings=_expanded(settings))
             code = run_config(found.require_valid(), Signals(embedded=True), folder)
     finally:
         _one_at_a_time.release()

@@ -413,7 +413,10 @@ def test_every_flipped_bit_of_a_shard_is_found_or_harmless(calm_short, tmp_path)
             for i in range(len(again)):
                 columns = {name: column.values.tobytes() for name, column in again.targets(i).items()}
                 piece = again.piece(i)
-                assert columns.items() <= expected[piece.name, piece.first, piece.prefix, piece.length, piece.whole].items()
+                assert (
+                    columns.items()
+                    <= expected[piece.name, piece.first, piece.prefix, piece.length, piece.whole].items()
+                )
     assert found > 0.8 * len(places)
 
 
