@@ -189,6 +189,15 @@ def teacher_length(config: Config, teacher: TeacherConfig) -> int:
     return config.data.max_length if teacher.max_length is None else teacher.max_length
 
 
+def repeats_documents(config: Config) -> bool:
+    """Whether every epoch of a run has the documents of the first one.
+
+    Not if texts are joined, which depends on the batch that they are in, nor if sources are mixed, some of which an
+    epoch may read in part.
+    """
+    return not config.data.concatenate and len(config.data.sources) < 2
+
+
 def wants_whole_batch(config: Config) -> bool:
     """Whether the first gradient of a batch depends on all targets of the batch.
 

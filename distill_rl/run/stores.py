@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from distill_rl.config.facts import running_teachers
+from distill_rl.config.facts import repeats_documents, running_teachers
 from distill_rl.config.schema import Config, EvaluateConfig, StudentConfig, TeacherConfig
 from distill_rl.config.schema.fields import MISSING
 from distill_rl.errors import problem
@@ -19,7 +19,8 @@ def to_capture(config: Config, problems: list[str], out: Path) -> Config:
 
     1. Every teacher stores what it computes: one teacher in `out`, several in `out`/NAME.
     2. Rows are made as the training run makes them. Without a student, the teacher's own tokenizer decides.
-    3. All documents are read once, but no more than the training run would read.
+    3. All documents are read once, but no more than the training run would read. If its epochs differ in their
+       documents, all of them are gone through.
     4. What only training needs is switched off. The run directory is `out`/captures/NAME.
 
     Args:
@@ -29,13 +30,18 @@ def to_capture(config: Config, problems: list[str], out: Path) -> Config:
     student = _student(config, problems)
     if not config.teachers or config.loss.kd_weight == 0:
         problems.append(problem("teachers", "a capture needs a teacher, and loss.kd_weight above 0", "none"))
-    steps, epochs = config.train.steps, config.train.epochs
+    epochs = config.train.epochs
+    if repeats_documents(config):
+        epochs = min(epochs or 1.0, 1.0)
     return replace(
         config,
         run=replace(config.run, dir=str(out / CAPTURES)),
         student=student,
-        teachers=[_storing(teacher, folder, problems, i) for i, (teacher, folder) in enumerate(_folders(config, out))],
-        train=replace(config.train, steps=steps, epochs=1.0 if epochs is None or epochs > 1 else epochs),
+        teachers=[
+            _storing(teacher, folder, problems, i, compact=config.capture.format == "compact")
+            for i, (teacher, folder) in enumerate(_folders(config, out))
+        ],
+        train=replace(config.train, epochs=epochs),
         faults=replace(config.faults, lost_teacher="fail"),
         checkpoint=replace(config.checkpoint, resume="auto", keep_best=0, every=0),
         evaluate=EvaluateConfig(),
@@ -69,12 +75,20 @@ def _folders(config: Config, out: Path) -> list[tuple[TeacherConfig, Path]]:
     return [(teacher, out / teacher.name) for teacher in config.teachers]
 
 
-def _storing(teacher: TeacherConfig, folder: Path, problems: list[str], i: int) -> TeacherConfig:
-    """A teacher that stores its targets in a folder."""
+def _storing(teacher: TeacherConfig, folder: Path, problems: list[str], i: int, *, compact: bool) -> TeacherConfig:
+    """A teacher that stores its targets in a folder.
+
+    Args:
+        compact: whether they are written in that format, which takes fp32.
+    """
     if teacher.backend == "store":
         rule = "a capture runs the teacher; this one is read from a store"
         problems.append(problem(f"teachers.{i}.backend", rule, "store", "use backend: hf and the model"))
-    return replace(teacher, cache=str(folder), score="static")
+    if compact and teacher.export != "topk":
+        rule = f"compact is a format of the top k, and teacher {teacher.name} exports {teacher.export}"
+        problems.append(problem("capture.format", rule, "compact", "use capture.format=exact"))
+    storing = replace(teacher, cache=str(folder), score="static")
+    return replace(storing, wire_dtype="fp32") if compact else storing
 
 
 def stores_of(config: Config) -> list[Path]:

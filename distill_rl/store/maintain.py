@@ -153,7 +153,7 @@ def merge(folders: Sequence[Path], out: Path) -> str:
             for i in range(len(shard)):
                 piece, tokens = shard.piece(i), shard.tokens(i)
                 found = target.find(piece, tokens)
-                if writer.holds(piece) or (found is not None and not found.in_context):
+                if writer.holds(piece, tokens) or (found is not None and not found.in_context):
                     skipped += 1
                     continue
                 writer.copy(piece, tokens, shard.targets(i))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.errors import StoreError, first_line
+from distill_rl.system import ownership
 from distill_rl.system.files import sha256, write_json
 
 VERSION = 1
@@ -70,6 +71,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     (folder / SHARDS).mkdir(parents=True, exist_ok=True)
     value = asdict(manifest) | {"version": VERSION}
     write_json(folder / FILE, value | {"checksum": _checksum(value)})
+    for path in (folder, folder / SHARDS, folder / FILE):  # a store that others may write to is not read
+        ownership.close_folder(path)
 
 
 def require_same(folder: Path, manifest: Manifest) -> None:

@@ -149,7 +149,9 @@ class Shard:
             self.columns: list[str] = json.loads(metadata["columns"])
             index = {name: self._array(name) for name in _INDEX}
             if f"{_index_checksum(index):08x}" != metadata["index_checksum"]:
-                raise self._damaged("its index does not match its checksum", self._place("names"))
+                places = [self._place(name) for name in _INDEX]
+                around = min(begin for begin, _ in places), max(end for _, end in places)
+                raise self._damaged("its index does not match its checksum", around)
             self._check_shapes(index)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise self._damaged("its header is damaged", (0, self._data_start)) from error

@@ -33,7 +33,7 @@ class Found:
     @property
     def in_context(self) -> bool:
         """Whether the teacher saw more of the document before the piece than it would have in a run."""
-        return self.start > 0
+        return self.start > 0 or self.skip > 0
 
 
 class Store:

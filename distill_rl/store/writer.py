@@ -18,7 +18,6 @@ from distill_rl.store.formats import encoded
 from distill_rl.store.manifest import SHARDS
 from distill_rl.store.shard import SUFFIX, Column, Record, Shard, serialize
 from distill_rl.store.store import Store
-from distill_rl.system import ownership
 from distill_rl.system.files import sync
 from distill_rl.types import PieceRef
 
@@ -40,8 +39,8 @@ class StoreWriter:
     def __init__(self, store: Store, *, write_every_s: float):
         self.store, self._every_s = store, write_every_s
         self._records: list[Record] = []
-        self._waiting: dict[tuple[bytes, int, int], int] = {}
-        """Name, first token and prefix of the pieces that were not written yet, with their longest length."""
+        self._waiting: dict[tuple[bytes, int, int], list[np.ndarray]] = {}
+        """By name, first token and prefix: the tokens of the pieces that were not written yet."""
         self._num_bytes = 0
         self.bytes_written = 0
         self._written_at = time.monotonic()
@@ -66,14 +65,15 @@ class StoreWriter:
         record = Record(piece, np.array(tokens, np.int32), copies)
         self._records.append(record)
         key = piece.name, piece.first, piece.prefix
-        self._waiting[key] = max(piece.length, self._waiting.get(key, 0))
+        self._waiting.setdefault(key, []).append(record.tokens)
         self._num_bytes += record.num_bytes
         if self._num_bytes >= SHARD_BYTES:
             self.flush()
 
-    def holds(self, piece: PieceRef) -> bool:
-        """Whether a piece, or a longer one from the same place on, is waiting to be written."""
-        return self._waiting.get((piece.name, piece.first, piece.prefix), -1) >= piece.length
+    def holds(self, piece: PieceRef, tokens: np.ndarray) -> bool:
+        """Whether a piece with these tokens, or a longer one from the same place on, is waiting to be written."""
+        waiting = self._waiting.get((piece.name, piece.first, piece.prefix), ())
+        return any(np.array_equal(longer[: piece.length], tokens) for longer in waiting)
 
     def flush_if_due(self) -> None:
         """Writes what is waiting if the last shard was written `write_every_s` seconds ago.
@@ -110,11 +110,10 @@ def _write(path: Path, content: bytes, owner: str) -> None:
     """
     temporary = path.with_name(f".{owner}.{path.name}")
     try:
-        with temporary.open("xb") as file:
+        with open(temporary, "xb", opener=_closed) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        ownership.close_tree(temporary)
         temporary.rename(path)
         sync(path.parent)
     except OSError as error:
@@ -123,6 +122,11 @@ def _write(path: Path, content: bytes, owner: str) -> None:
         rule = f"a shard of {len(content):,} bytes must fit on the disk"
         remedy = "free some space and start the capture again: what was written before is kept"
         raise StoreError(f"{path.parent}", rule, error.strerror or str(error), remedy) from error
+
+
+def _closed(path: str, flags: int) -> int:
+    """Opens a file that others may not write to, even while it is being written: another run may open the store then."""
+    return os.open(path, flags, 0o644)
 
 
 def remove_abandoned(folder: Path) -> None:

@@ -107,7 +107,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "no teacher": (lambda: kd_loss(LOGITS, None), "teacher: needed when kd_ratio is above 0; got None and 1.0"),
     "teacher of another type": (
         lambda: kd_loss(LOGITS, LOGITS),
-        "teacher: must be DenseLogits, TopKLogprobs or TeacherHidden; got Tensor",
+        "teacher: must be DenseLogits, TopKLogprobs, SampledTokens or TeacherHidden; got Tensor",
     ),
     "logits of integers": (
         lambda: kd_loss(LOGITS.long(), top()),
