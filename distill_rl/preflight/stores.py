@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
@@ -100,16 +102,42 @@ def make_stores(job: Job, *, on_gpu: bool, captures: bool) -> None:
             on_gpu=on_gpu,
             captures=captures,
         )
-        if (folder / FILE).exists():
-            require_same(folder, manifest)
-            continue
         sources = [resolve(teacher.model, teacher.revision)]
         if teacher.tokenizer is not None:
             sources.append(resolve(teacher.tokenizer))
+        make_store(folder, manifest, sources)
+
+
+def make_store(folder: Path, manifest: Manifest, sources: list[Path]) -> None:
+    """Makes a store, or checks that one which exists fits. Of several runs that do so at the same time, one makes it.
+
+    Args:
+        manifest: without the files that describe the teacher.
+        sources: as of `describe_teacher`.
+
+    Raises:
+        StoreError: the store holds other targets, or cannot be written.
+    """
+    if not (folder / FILE).exists():
         try:
-            write_manifest(folder, replace(manifest, files=describe_teacher(folder, sources)))
+            with _locked(folder):
+                if not (folder / FILE).exists():
+                    for draft in folder.glob(f".{FILE}.*"):  # of a run that was killed
+                        draft.unlink()
+                    write_manifest(folder, replace(manifest, files=describe_teacher(folder, sources)))
         except OSError as error:
             raise StoreError(f"{folder}", "must be writable", first_line(error), "choose another folder") from error
+    require_same(folder, manifest)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Makes other processes wait that enter it with the same folder, which is made. Does not on file systems without locks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a") as lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def open_stores(config: Config, teachers: Sequence[Opened], findings: Findings) -> None:

@@ -18,7 +18,6 @@ from distill_rl.store.formats import encoded
 from distill_rl.store.manifest import SHARDS
 from distill_rl.store.shard import SUFFIX, Column, Record, Shard, serialize
 from distill_rl.store.store import Store
-from distill_rl.system import ownership
 from distill_rl.system.files import sync
 from distill_rl.types import PieceRef
 
@@ -111,11 +110,10 @@ def _write(path: Path, content: bytes, owner: str) -> None:
     """
     temporary = path.with_name(f".{owner}.{path.name}")
     try:
-        with temporary.open("xb") as file:
+        with open(temporary, "xb", opener=_closed) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        ownership.close_tree(temporary)
         temporary.rename(path)
         sync(path.parent)
     except OSError as error:
@@ -124,6 +122,11 @@ def _write(path: Path, content: bytes, owner: str) -> None:
         rule = f"a shard of {len(content):,} bytes must fit on the disk"
         remedy = "free some space and start the capture again: what was written before is kept"
         raise StoreError(f"{path.parent}", rule, error.strerror or str(error), remedy) from error
+
+
+def _closed(path: str, flags: int) -> int:
+    """Opens a file that others may not write to, even while it is being written: another run may open the store then."""
+    return os.open(path, flags, 0o644)
 
 
 def remove_abandoned(folder: Path) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distill_rl.store.store import Store
-
 from tests.helpers.command import Ended, distill_rl
 
 WHOLE = ("train.steps=null", "train.epochs=1")

@@ -139,6 +139,22 @@ def test_shards_are_closed_to_others_whatever_the_umask(store):
     assert len(Store(store.folder)) == 1
 
 
+def test_a_store_can_be_opened_while_another_process_writes_to_it(store, monkeypatch):
+    """Its draft is closed to others from the start, and may be renamed while the folder is looked through."""
+    opened = []
+    monkeypatch.setattr(os, "fsync", lambda _: opened.append(len(Store(store.folder))))
+    before = os.umask(0o000)
+    try:
+        writer = StoreWriter(store, write_every_s=0)
+        add(writer, record_of("one", range(4)))
+        writer.flush()
+    finally:
+        os.umask(before)
+    assert opened == [0, 1], "the file, then its folder"
+    monkeypatch.setattr(Path, "rglob", lambda folder, _: [folder / "renamed"] if folder.is_dir() else [])
+    assert len(Store(store.folder)) == 1
+
+
 def ended_process() -> int:
     process = subprocess.Popen(["true"])
     process.wait()
