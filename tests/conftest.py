@@ -1,4 +1,4 @@
-"""What all tests share; above all, scheduling of the default suite, which `launch/test.sh` runs in two processes: whole files go to the process that is free.
+"""What all tests share. The default suite runs in two processes, and whole files go to the process that is free.
 
 A test that looks at shared memory or at processes must tolerate those of another test that runs at the same time.
 """
