@@ -92,7 +92,7 @@ def size_of(made: Sequence[Piece], vocabulary: int, change: Callable[[Targets], 
 
 
 def shares_of(made: Sequence[Piece], vocabulary: int) -> dict[str, float]:
-    """Bytes per token by what they are spent on, from sizes of blocks that lack something."""
+    """Bytes per token by what they are spent on, from sizes of blocks that lack something. Headers count as values."""
 
     def only_lists(targets: Targets) -> Targets:
         return {name: targets[name] for name in ("ids", "logprobs")}

@@ -1,8 +1,9 @@
 """The entropy coder: rANS over adaptive models of 16 symbols, compiled by Numba. Imported only if it is used.
 
 A block's symbols are coded by two states of 63 bits, which share one stream of 32-bit words: state 0 codes ids, state 1
-log-probabilities, so that a processor can work on both at once. Probabilities have 15 bits. A model keeps the cumulative frequencies of its symbols and moves them towards every symbol that was coded,
-quickly at first, then by 1/128. All of this is integer arithmetic: it is the same on every machine.
+log-probabilities, so that a processor can work on both at once. Probabilities have 15 bits. A model keeps the
+cumulative frequencies of its symbols and moves them towards every symbol that was coded, by 1/8 at first, and by 1/128
+from the 25th symbol on. All of this is integer arithmetic: it is the same on every machine.
 
 The decoder reads forwards. rANS encodes backwards, so the encoder first runs the models forwards and records every
 symbol's interval, and `finish` then codes the records from the last to the first.
@@ -10,7 +11,7 @@ symbol's interval, and `finish` then codes the records from the last to the firs
 A model is a row of six int64, because four frequencies in one word are searched and moved together: Numba does not
 vectorise loops that are this short. With c[i] the sum of the frequencies of the symbols below i, the lane i % 4 of word
 i // 4, 16 bits wide, holds c[i] − i, which is from 0 to 2^15 − 16. The difference to c[i] keeps every frequency at 1 or
-more. Word 4 holds the constant c[16] − 16 = 2^15 − 16, and word 5 the number of symbols so far, up to `_GROWN`.
+more. Word 4 holds the constant c[16] − 16 = 2^15 − 16, and word 5 the number of symbols so far, at most `_GROWN`.
 
 Legend: M models, T symbols coded so far, W words.
 """

@@ -92,7 +92,7 @@ def _decode_rows(tokens, vocabulary_size, parts, tables, models, words, states, 
             recent_index = (recent_index * 3 + index * 4 + 3) >> 2
             if r == 0:
                 level, x1, at = _take_first(models, x1, words, at)
-                recent_step = level >> 3
+                recent_step = level >> 2
             else:
                 step, x1, at = take_size(models, step_model(r, recent_step), STEP_LENGTH, x1, words, at)
                 level += step
@@ -165,8 +165,8 @@ def _take_first(models, x, words, at):  # type: ignore[no-untyped-def]
         level, x, at = take_length(models, FIRST_LENGTH, x, words, at)
         return LONG_FIRST + level, x, at
     fine, x, at = take(models, FIRST_FINE + coarse, x, words, at)
-    finest, x, at = take_bits(np.int64(2), x, words, at)
-    return (coarse << 6) + (fine << 2) + finest, x, at
+    finest, x, at = take_bits(np.int64(1), x, words, at)
+    return (coarse << 5) + (fine << 1) + finest, x, at
 
 
 @compiled

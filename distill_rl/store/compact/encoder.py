@@ -110,7 +110,7 @@ def _encode_rows(tokens, ids, levels, counts, rests, labels, has_counts, masses,
             level += step
             if r == 0:
                 t = _put_first(level, models, records, t)
-                recent_step = level >> 3
+                recent_step = level >> 2
             else:
                 t = put_size(VALUES, models, step_model(r, recent_step), STEP_LENGTH, step, records, t)
                 recent_step = (recent_step + step + 1) >> 1
@@ -171,12 +171,12 @@ def _put_missed(x, same, missed, known, models, records, t):  # type: ignore[no-
 @compiled
 def _put_first(level, models, records, t):  # type: ignore[no-untyped-def]
     """Records the level of a row's first entry; returns the next t."""
-    coarse = min(level >> 6, 15)
+    coarse = min(level >> 5, 15)
     t = put(VALUES, models, FIRST, coarse, records, t)
     if coarse == 15:
         return put_length(VALUES, models, FIRST_LENGTH, level - LONG_FIRST, records, t)
-    t = put(VALUES, models, FIRST_FINE + coarse, (level >> 2) & 15, records, t)
-    return put_bits(VALUES, level & 3, 2, records, t)
+    t = put(VALUES, models, FIRST_FINE + coarse, (level >> 1) & 15, records, t)
+    return put_bits(VALUES, level & 1, 1, records, t)
 
 
 @compiled

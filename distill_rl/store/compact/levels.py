@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-SEGMENTS = ((0, 256), (2, 128), (4, 64), (6, 32), (8, 16))
+SEGMENTS = ((0, 128), (2, 64), (4, 32), (6, 16), (8, 8))
 """(least −logprob, levels per unit) of each segment; the last one ends at `LEAST`."""
 LEAST = 1000
 """The largest −logprob with a level. What lies beyond is probability 0, even in fp64, and becomes −inf."""
@@ -26,7 +26,7 @@ MINUS_INFINITY = _FIRST[-1] + 1
 NOT_A_NUMBER = MINUS_INFINITY + 1
 """The level of NaN, which only a label's log-probability may be."""
 COUNT = NOT_A_NUMBER + 1
-"""Number of levels; a level has 15 bits."""
+"""Number of levels; a level has 14 bits."""
 MASS_BITS = 30
 """Masses of levels are integers in units of 2^-30."""
 
@@ -49,7 +49,7 @@ def to_levels(logprobs: np.ndarray) -> np.ndarray:
 
 @cache
 def logprob_table() -> np.ndarray:
-    """fp32 [COUNT], the log-probability of every level. Finite ones are multiples of 1/256 and exact."""
+    """fp32 [COUNT], the log-probability of every level. Finite ones are multiples of 1/128 and exact."""
     depth = np.interp(np.arange(COUNT), _FIRST, _STARTS)
     depth[MINUS_INFINITY], depth[NOT_A_NUMBER] = np.inf, np.nan
     return np.where(depth == 0, 0, -depth).astype(np.float32)
@@ -58,7 +58,7 @@ def logprob_table() -> np.ndarray:
 def error_bound(logprobs: Any) -> np.ndarray:
     """The largest absolute error with which a log-probability is stored, fp64 in the same shape.
 
-    Half a step: 1/512 for log-probabilities from −2 to 0, 1/256 to −4, 1/128 to −6, 1/64 to −8, 1/32 to −1000. Lower ones
+    Half a step: 1/256 for log-probabilities from −2 to 0, 1/128 to −4, 1/64 to −6, 1/32 to −8, 1/16 to −1000. Lower ones
     become −inf, for which the bound is inf.
     """
     depth = -np.asarray(logprobs, np.float64)
@@ -70,24 +70,23 @@ def error_bound(logprobs: Any) -> np.ndarray:
 def mass_table() -> np.ndarray:
     """int64 [COUNT], the probability of every level in units of 2^-30, rounded down; 0 for −inf and NaN.
 
-    Made from e^(1/256) in integers of 96 fractional bits, so that no machine's `exp` has a say.
+    Made from powers of e^(−1/128) in integers with 96 fractional bits, so that no machine's `exp` has a say.
     """
-    bits = 96
+    bits, finest = 96, SEGMENTS[0][1]
     one = 1 << bits
-    # e^(-1/256) by its series: terms (1/256)^n / n!, exact to the last few of the 96 bits.
-    factor, term, n = 0, one, 0
+    # e^(−1/128) by its series: the terms are (−1/128)^i / i!, and vanish after about 15.
+    factor, term, i = 0, one, 0
     while term:
-        factor += term if n % 2 == 0 else -term
-        n += 1
-        term //= 256 * n
-    powers = {256 // density: factor for density in (256,)}
-    for width in (2, 4, 8, 16):
-        powers[width] = powers[width // 2] ** 2 >> bits
+        factor += term if i % 2 == 0 else -term
+        i += 1
+        term //= finest * i
     table = np.zeros(COUNT, np.int64)
-    mass, level = one, 0
-    for (_, density), end in zip(SEGMENTS, _FIRST[1:]):
+    mass, level, density = one, 0, finest
+    for (_, here), end in zip(SEGMENTS, _FIRST[1:]):
+        while density > here:
+            factor, density = factor * factor >> bits, density // 2
         while level < end and mass >> (bits - MASS_BITS):
             table[level] = mass >> (bits - MASS_BITS)
-            mass = mass * powers[256 // density] >> bits
+            mass = mass * factor >> bits
             level += 1
     return table

@@ -30,11 +30,11 @@ KNOWN = STEP + 7 * 9
 NEW_LENGTH = KNOWN + 2
 """1: bit length, less 3, of a new id"""
 FIRST = NEW_LENGTH + 1
-"""1: the level of a row's first entry by 64; 15: `FIRST_LENGTH` follows"""
+"""1: the level of a row's first entry by 32; 15: `FIRST_LENGTH` follows"""
 FIRST_FINE = FIRST + 1
-"""15, by the symbol of `FIRST`: the level's next four bits; two more follow"""
+"""15, by the symbol of `FIRST`: the level's next four bits; one more follows"""
 FIRST_LENGTH = FIRST_FINE + 15
-"""1: bit length of a first level less 960"""
+"""1: bit length of a first level less 480"""
 STEP_LENGTH = FIRST_LENGTH + 1
 """1: bit length of a step of 200 or more"""
 ROW_FULL = STEP_LENGTH + 1
@@ -53,7 +53,7 @@ LABEL_LENGTH = LABEL + 2
 """1: bit length of the label's level less the row's last level"""
 MODELS = LABEL_LENGTH + 1
 
-LONG_FIRST = 960
+LONG_FIRST = 480
 """From this level on, a row's first level is coded by its bit length."""
 MISSED_INDEX = 16
 """What an id that is no candidate counts as in the running mean of indices."""

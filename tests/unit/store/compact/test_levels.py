@@ -22,7 +22,7 @@ def test_error_is_within_the_bound():
     stored = logprob_table()[to_levels(logprobs)]
     error = np.abs(stored.astype(np.float64) - logprobs)
     assert (error <= error_bound(logprobs)).all()
-    assert (error[(logprobs > -2)] <= 1 / 512).all()
+    assert (error[(logprobs > -2)] <= 1 / 256).all()
     assert (error >= 0.99 * error_bound(logprobs)).any()
 
 
