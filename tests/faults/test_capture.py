@@ -147,15 +147,13 @@ def live_until(moment: Moment, arguments: list, store: Path, log: Path) -> int:
     """Starts a capture, kills all of it at the given moment, and returns the driver's process id."""
     shards = num_shards(store)
 
-    def reached() -> bool:
-        if moment.what in ("shard", "draft") and num_shards(store) > shards:
-            return True
-        if moment.what == "draft":
-            return any((store / "shards").glob(".*"))
-        if moment.what == "teacher":
-            return (store / "teacher").exists()
-        return moment.what == "start" or "loading" in log.read_text()
-
+    reached = {
+        "teacher": lambda: (store / "teacher").exists(),
+        "start": lambda: True,
+        "loading": lambda: "loading" in log.read_text(),
+        "shard": lambda: num_shards(store) > shards,
+        "draft": lambda: num_shards(store) > shards or any((store / "shards").glob(".*")),
+    }[moment.what]
     with running(*arguments, log=log) as process:
         deadline, family = time.monotonic() + DEADLINE_S, {}
         while not reached():
