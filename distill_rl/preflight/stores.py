@@ -132,12 +132,18 @@ def make_store(folder: Path, manifest: Manifest, sources: list[Path]) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Makes other processes wait that enter it with the same folder, which is made. Does not on file systems without locks."""
+    """Makes other processes wait that enter it with the same folder, except on a file system without locks.
+
+    The folder is made if it does not exist. The lock is deleted when the block has made a store: who comes later finds
+    that, and does not need the lock.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a") as lock:
+    path = folder / ".lock"
+    with path.open("a") as lock:
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+        path.unlink(missing_ok=True)
 
 
 def open_stores(config: Config, teachers: Sequence[Opened], findings: Findings) -> None:
