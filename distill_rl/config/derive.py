@@ -351,6 +351,10 @@ def _world(config: Config, gpus: int, cpus: int) -> dict[str, str]:
         if parallel.replicas > 1:
             sharded = parallel.dp // parallel.replicas * parallel.tp
             world[name] += f", {parallel.replicas} replicas over {sharded} each"
+    for teacher in running_teachers(config):
+        if not runs_model(teacher):
+            readers = _processes(teacher.parallel.dp)
+            world[teacher.name] = f"{readers} to read {teacher.store}"
     if config.aligner.workers is not None:
         reason = "as configured"
     elif config.ray.address is None:

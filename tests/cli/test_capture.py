@@ -20,7 +20,14 @@ from tests.helpers.command import Cluster, Ended, distill_rl, distill_rl_in_proc
 
 pytestmark = pytest.mark.cli
 
-METRICS = ("train/kl_loss", "train/nll_loss", "train/loss", "train/grad_norm", "validation/kl_loss", "validation/acceptance")
+METRICS = (
+    "train/kl_loss",
+    "train/nll_loss",
+    "train/loss",
+    "train/grad_norm",
+    "validation/kl_loss",
+    "validation/acceptance",
+)
 VALIDATED = "evaluate.every=4"
 PACKED = ("data.packing=true", "student.parallel.dp=2", "train.micro_batch_size=1", "teachers.0.micro_batch_size=2")
 """Another layout than the usual one; the same file is captured and trained on."""
@@ -94,7 +101,9 @@ def test_a_run_from_a_store_has_the_bits_of_the_live_run(straight, same, materia
 def test_a_run_from_a_store_of_another_tokenizer_has_the_bits_of_the_live_run(material, cluster, tmp_path):
     live = train(material.config(tmp_path / "live", "foreign"), VALIDATED, cluster=cluster)
     store = captured(material, tmp_path, "foreign", cluster=cluster).store
-    run = train(config_of(material, tmp_path / "from-store", stored(store)), VALIDATED, "prefetch.depth=0", cluster=cluster)
+    run = train(
+        config_of(material, tmp_path / "from-store", stored(store)), VALIDATED, "prefetch.depth=0", cluster=cluster
+    )
     assert_equal_runs(run, live)
 
 
@@ -116,7 +125,9 @@ def test_other_rows_change_the_last_digits_only(straight, same, material, cluste
 
 def test_a_second_capture_computes_nothing(same):
     tokens = sum(piece.length for piece in Store(same.store).pieces())
-    assert re.search(rf"^stored    {tokens:,} tokens, .* MiB; 0 tokens were there before$", same.first.out, re.MULTILINE)
+    assert re.search(
+        rf"^stored    {tokens:,} tokens, .* MiB; 0 tokens were there before$", same.first.out, re.MULTILINE
+    )
     assert f"stored    0 tokens, 0.0 MiB; {tokens:,} tokens were there before" in same.again.out
 
 
@@ -208,7 +219,9 @@ def test_a_cache_is_filled_by_one_run_and_read_by_the_next(straight, material, c
 
 def test_everything_that_does_not_fit_a_store_is_refused_at_once(same, material, tmp_path):
     config = config_of(material, tmp_path, stored(same.store, model=f"{material.root}/student"))
-    ended = distill_rl_in_process("train", "-c", config, "loss.top_k=17", "loss.temperature=2", "teachers.0.export=logits")
+    ended = distill_rl_in_process(
+        "train", "-c", config, "loss.top_k=17", "loss.temperature=2", "teachers.0.export=logits"
+    )
     assert ended.code == 2
     for words in (
         ("teachers.0.store", "a store holds topk, and this teacher exports logits", "teachers.0.export=topk"),

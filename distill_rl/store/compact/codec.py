@@ -47,8 +47,11 @@ def encode(
     """
     from distill_rl.store.compact import encoder
 
-    tokens = _as(tokens, "tokens", np.int32, 1)
-    ids, logprobs = _as(targets["ids"], "ids", np.int32, 2), np.asarray(targets["logprobs"], np.float32)
+    missing = {"ids", "logprobs"} - set(targets)
+    if missing:
+        raise ValueError(f"targets: must hold ids and logprobs; {', '.join(sorted(missing))} missing")
+    tokens = _as(tokens, "tokens", 1)
+    ids, logprobs = _as(targets["ids"], "ids", 2), np.asarray(targets["logprobs"], np.float32)
     n, k = ids.shape
     rest, label = (_optional(targets, name, n) for name in ("rest_logprob", "label_logprob"))
     counts = _counted(tokens, ids, logprobs, rest, vocabulary_size)
@@ -82,7 +85,7 @@ def decode(
     Raises:
         ValueError: the block is damaged, or belongs to other tokens or another vocabulary.
     """
-    tokens = _as(tokens, "tokens", np.int32, 1)
+    tokens = _as(tokens, "tokens", 1)
     data = bytes(block)
     if len(data) < _HEADER.size or len(data) % 4:
         raise ValueError(f"block: must have {_HEADER.size} bytes and then words of 4; has {len(data)}")
@@ -133,16 +136,19 @@ def _checksum(tokens: np.ndarray, vocabulary_size: int, body: bytes) -> int:
     return zlib.crc32(body, zlib.crc32(known))
 
 
-def _as(array: np.ndarray, name: str, dtype: type, dimensions: int) -> np.ndarray:
-    """A copy of the array in `dtype`: contiguous, aligned and writable, so that Numba compiles for one kind of array.
+def _as(array: np.ndarray, name: str, dimensions: int) -> np.ndarray:
+    """A copy of the array in int32: contiguous, aligned and writable, so that Numba compiles for one kind of array.
 
     Raises:
-        ValueError: another number of dimensions, or no integers.
+        ValueError: another number of dimensions, no integers, or too large ones.
     """
     given = np.asarray(array)
     if given.ndim != dimensions or not np.issubdtype(given.dtype, np.integer):
         raise ValueError(f"{name}: must be integers in {dimensions} dimensions; got {given.dtype} {list(given.shape)}")
-    return np.array(given, dtype, order="C")
+    copy = np.array(given, np.int32, order="C")
+    if given.dtype != np.int32 and (copy != given).any():
+        raise ValueError(f"{name}: must fit into int32; got {given.min()} to {given.max()}")
+    return copy
 
 
 def _optional(targets: Mapping[str, np.ndarray], name: str, n: int) -> np.ndarray | None:

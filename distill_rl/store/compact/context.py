@@ -112,30 +112,11 @@ def remove(candidates, head, index):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def promote(order, uses, first, p):  # type: ignore[no-untyped-def]
-    """Counts one more use of what is at place p of `order`, and returns its new place.
+def promote(order, p):  # type: ignore[no-untyped-def]
+    """Moves what is at place p of `order` forward by a quarter, and returns its new place.
 
-    It changes places with the first of those that were used as often, which keeps `order` sorted.
-
-    Args:
-        order: what is sorted, most used first.
-        uses: their numbers of uses, by place.
-        first: by a number of uses, the first place that has it.
+    It changes places with what was there. What is promoted often comes to the front.
     """
-    c = uses[p]
-    f = first[c]
+    f = 3 * p >> 2
     order[p], order[f] = order[f], order[p]
-    uses[f] = c + 1
-    first[c] = f + 1
-    if f == 0 or uses[f - 1] != c + 1:
-        first[c + 1] = f
     return f
-
-
-@inlined
-def append(order, uses, first, size, item):  # type: ignore[no-untyped-def]
-    """Adds `item` with one use behind the `size` others."""
-    order[size] = item
-    uses[size] = 1
-    if size == 0 or uses[size - 1] != 1:
-        first[1] = size

@@ -11,7 +11,6 @@ import numpy as np
 
 from distill_rl.store.compact.coder import SOURCES, cached, compiled, inlined, take, take_bits
 from distill_rl.store.compact.context import (
-    append,
     fill,
     guessed_rest,
     index_model,
@@ -60,7 +59,7 @@ def _decode_rows(tokens, vocabulary_size, parts, tables, models, words, states, 
     n, k = ids.shape
     previous, candidates = same_token(tokens), np.empty(k + 4, np.int64)
     entries, counts = np.empty((n, k), np.int64), np.empty(n, np.int32)
-    order, uses, first = np.empty(n * k, np.int32), np.empty(n * k, np.int32), np.empty(n * k + 2, np.int32)
+    order = np.empty(n * k, np.int32)
     known, at, x0, x1 = np.int64(0), np.int64(0), states[0], states[1]
     for i in range(n):
         count = np.int64(k)
@@ -77,7 +76,7 @@ def _decode_rows(tokens, vocabulary_size, parts, tables, models, words, states, 
             symbol, x0, at = take(models, index_model(same, r, candidates, head, end, recent_index), x0, words, at)
             if symbol == ESCAPE:
                 index = np.int64(MISSED_INDEX)
-                x, known, x0, at = _take_missed(same, order, uses, first, known, models, x0, words, at)
+                x, known, x0, at = _take_missed(same, order, known, models, x0, words, at)
                 if x < 0 or x >= vocabulary_size:
                     return np.int64(_MALFORMED)
             else:
@@ -132,7 +131,7 @@ def _take_count(k, models, x, words, at):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _take_missed(same, order, uses, first, known, models, x, words, at):  # type: ignore[no-untyped-def]
+def _take_missed(same, order, known, models, x, words, at):  # type: ignore[no-untyped-def]
     """(id, known, x, at): an id that is no candidate, of which there were `known` before. An impossible place gives -1."""
     short, x, at = take(models, KNOWN + same, x, words, at)
     if short < NEW:
@@ -143,7 +142,7 @@ def _take_missed(same, order, uses, first, known, models, x, words, at):  # type
         place, x, at = take_below(length, x, words, at)
         if place > known:
             return np.int64(-1), known, x, at
-        return np.int64(order[promote(order, uses, first, place - 1)]), known, x, at
+        return np.int64(order[promote(order, place - 1)]), known, x, at
     short, x, at = take(models, NEW_LENGTH, x, words, at)
     if short == 0:
         value, x, at = take_bits(np.int64(3), x, words, at)
@@ -153,7 +152,7 @@ def _take_missed(same, order, uses, first, known, models, x, words, at):  # type
             more, x, at = take_bits(np.int64(4), x, words, at)
             length += more
         value, x, at = take_below(min(length, 31), x, words, at)
-    append(order, uses, first, known, value)
+    order[known] = value
     return value, known + 1, x, at
 
 

@@ -3,7 +3,7 @@
 A row's ids are guessed from an earlier row: the last one after the same token, or else the row above. Its list, in its
 order, are the candidates. Each id is coded as its index among the candidates that are left, and taken out of them. As
 related rows put ids in similar orders, most indices are small. An id that is no candidate is looked up among those to
-which that happened before in the block, which are kept in the order of how often; a new one is written out.
+which that happened before in the block, in a list in which the frequent ones come forward; a new one is written out.
 
 Log-probabilities are coded as steps from level to level along the row. The rest's level is coded as its difference from
 the mass that the row's levels leave. The label's usually costs nothing: the next token is known, and so is its place in
@@ -20,7 +20,6 @@ import numpy as np
 
 from distill_rl.store.compact.coder import IDS, SOURCES, VALUES, cached, compiled, finish, put, put_bits
 from distill_rl.store.compact.context import (
-    append,
     fill,
     guessed_rest,
     index_model,
@@ -76,9 +75,7 @@ def _encode_rows(tokens, ids, levels, counts, rests, labels, has_counts, masses,
         np.full(size, -1, np.int32),  # a hash table of the numbers that ids have by their first occurrence
         np.empty(n * k, np.int32),  # the ids, by number
         np.empty(n * k, np.int32),  # their places in the order, by number
-        np.empty(n * k, np.int32),  # the order, of numbers; see `promote` for it and the last two
-        np.empty(n * k, np.int32),
-        np.empty(n * k + 2, np.int32),
+        np.empty(n * k, np.int32),  # the order, of numbers
     )
     known, t = np.int64(0), np.int64(0)
     for i in range(n):
@@ -137,7 +134,7 @@ def _index_of(x, candidates, head, end):  # type: ignore[no-untyped-def]
 @compiled
 def _put_missed(x, same, missed, known, models, records, t):  # type: ignore[no-untyped-def]
     """(known, t): records an id that is no candidate, of which there were `known` before."""
-    slots, names, places, order, uses, first = missed
+    slots, names, places, order = missed
     at = slot_of(x, len(slots))
     while slots[at] >= 0 and names[slots[at]] != x:
         at = (at + 1) & (len(slots) - 1)
@@ -149,7 +146,7 @@ def _put_missed(x, same, missed, known, models, records, t):  # type: ignore[no-
         if short == NEW - 1:
             t = put_bits(IDS, length - NEW, 4, records, t)
         t = put_below(IDS, p + 1, length, records, t)
-        f = promote(order, uses, first, p)
+        f = promote(order, p)
         places[order[p]] = p
         places[order[f]] = f
         return known, t
@@ -164,7 +161,7 @@ def _put_missed(x, same, missed, known, models, records, t):  # type: ignore[no-
             t = put_bits(IDS, length - 18, 4, records, t)
         t = put_below(IDS, x, length, records, t)
     slots[at], names[known], places[known] = known, x, known
-    append(order, uses, first, known, known)
+    order[known] = known
     return known + 1, t
 
 

@@ -134,7 +134,7 @@ def test_bytes_are_those_of_the_format():
         "label_logprob": (-(np.arange(n) % 11) / 2).astype(np.float32),
     }
     block = encode((np.arange(n) % 13).astype(np.int32), targets, vocabulary_size=size)
-    assert hashlib.sha256(block).hexdigest()[:16] == "782b5d59385144a5"
+    assert hashlib.sha256(block).hexdigest()[:16] == "1b6ae891befdcf91"
 
 
 def test_another_process_makes_the_same_bytes():
@@ -171,6 +171,7 @@ def _set(place: Any, value: float):
         ("ids", _set(1, -1), "ids: must begin"),
         ("ids", lambda array: array[:, :0], "ids, logprobs: must have shape"),
         ("ids", lambda array: array.astype(np.float32), "ids: must be integers"),
+        ("ids", lambda array: array.astype(np.int64) + (1 << 32), "ids: must fit into int32"),
         ("ids", lambda array: array[0], "ids: must be integers in 2 dimensions"),
         ("logprobs", _set((2, 0), -99), "logprobs: must descend"),
         ("logprobs", _set((2, 1), np.nan), "logprobs: must descend"),
@@ -182,6 +183,12 @@ def _set(place: Any, value: float):
 def test_impossible_targets_are_refused(name, change, message):
     with pytest.raises(ValueError, match=message):
         encode(**_changed(name, change), vocabulary_size=50)
+
+
+def test_missing_targets_are_named():
+    tokens, targets = realistic(4, 50, 3)
+    with pytest.raises(ValueError, match="logprobs missing"):
+        encode(tokens, {"ids": targets["ids"]}, vocabulary_size=50)
 
 
 @pytest.mark.parametrize("mass", [0, -0.1, 1.01, float("nan")])
