@@ -24,7 +24,7 @@ from distill_rl.preflight.stores import make_store
 from distill_rl.store.manifest import read_manifest
 from distill_rl.store.shard import Shard
 from tests.cli.conftest import Material
-from tests.faults.conftest import Disturbed
+from tests.faults.conftest import Disturbed, assert_same_student
 from tests.faults.test_teachers import two_teachers
 from tests.helpers.captures import (
     WHOLE,
@@ -450,16 +450,16 @@ def test_every_flipped_bit_of_a_shard_is_found_or_harmless(calm_short, tmp_path)
 
 def test_a_store_deleted_while_it_is_read_is_harmless(material, calm_short, undisturbed, tmp_path):
     """A run maps the files at its start."""
-    store, steps = tmp_path / "store", ("train.steps=60", "schedule.steps=60")
+    store, steps = tmp_path / "store", ("train.steps=60", "schedule.steps=60", "teachers.0.missing=skip")
+    expected = undisturbed(from_store(calm_short.store), *steps)
     shutil.copytree(calm_short.store, store)
     config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
-    settings = (from_store(store), "teachers.0.missing=skip", *steps)
-    with running("train", "-c", config, *settings, log=tmp_path / "log") as process:
+    with running("train", "-c", config, from_store(store), *steps, log=tmp_path / "log") as process:
         until(lambda: series(run, "train/loss") or process.poll() is not None, "the first step")
         assert process.poll() is None, (tmp_path / "log").read_text()
         shutil.rmtree(store)
         assert process.wait(timeout=DEADLINE_S) == 0, (tmp_path / "log").read_text()
-    assert len(series(run, "train/loss")) == 60
+    assert_same_student(run, expected)
 
 
 def test_a_missing_store_is_one_line(material, tmp_path):
