@@ -14,6 +14,7 @@ import pytest
 
 from distill_rl.data.batch.pieces import STUDENT, splitter_of
 from distill_rl.data.batch.tokenization import Tokenization
+from distill_rl.data.reading import files
 from distill_rl.models.files.facts import fingerprint_model
 from distill_rl.models.hub import read_tokenizer, tokenizer_hash
 from distill_rl.preflight import Checked, gather
@@ -302,7 +303,9 @@ def test_with_roles_to_train_on_the_same_documents_are_found(kit):
     assert kit.check(store, *overrides, data="chat.jsonl").problems == []
 
 
-def test_what_compressed_data_lack_is_said_not_to_be_known(kit):
+def test_what_compressed_data_lack_is_said_not_to_be_known(kit, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(kit.root / "cache"))
+    monkeypatch.setattr(files, "SMALL_BYTES", 0)
     path = kit.root / "data.jsonl.gz"
     with gzip.open(path, "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in corpus_rows(64))
