@@ -1,20 +1,21 @@
 """Off-policy knowledge distillation of causal language models.
 
-distill_rl.distill("my.yaml")        a run, from its configuration to the exported student
-distill_rl.check("my.yaml")          its derived sizes and every problem; starts nothing
+distill_rl.distill("my.yaml")                 a run, from its configuration to the exported student
+distill_rl.capture("my.yaml", out="targets")  its teachers' targets, stored for students that are trained later
+distill_rl.check("my.yaml")                   its derived sizes and every problem; starts nothing
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distill_rl.api import Check, Distilled, check, distill
+    from distill_rl.api import Check, Distilled, capture, check, distill
     from distill_rl.config.schema import Config
     from distill_rl.errors import ConfigError, DistillError
     from distill_rl.system.signals import Preempted
 
 __version__ = "0.1.0"
-__all__ = ["Check", "Config", "ConfigError", "DistillError", "Distilled", "Preempted", "check", "distill"]
+__all__ = ["Check", "Config", "ConfigError", "DistillError", "Distilled", "Preempted", "capture", "check", "distill"]
 
 _HOME = {
     "Config": "distill_rl.config.schema",

@@ -1,4 +1,4 @@
-"""Runs from Python: `distill` and `check` do what `distill-rl train` and `distill-rl check` do.
+"""Runs from Python: `distill`, `capture` and `check` do what `distill-rl train`, `capture` and `check` do.
 
 They return results instead of printing them, and raise instead of giving exit codes.
 """
@@ -136,6 +136,38 @@ def distill(
     for record in read_records(paths.metrics):
         metrics |= {name: value for name, value in record.items() if name not in ("step", "time")}
     return Distilled(paths.root, paths.export, metrics)
+
+
+def capture(config: Source | None = None, /, *, out: str | PathLike[str], **settings: Any) -> Path:
+    """Stores the teachers' targets of a run's documents, as `distill-rl capture` does, and returns the store's folder.
+
+    Students are then trained with `teachers=[{"backend": "store", "store": out}]`. What the store has already is not
+    computed again.
+
+    Args:
+        config, settings: as for `distill`; a student is not needed.
+        out: folder of the store, or of one store per teacher.
+
+    Raises:
+        ConfigError, DistillError, KeyboardInterrupt, Preempted: as for `distill`; after each of them the same call goes
+            on.
+    """
+    from distill_rl.commands.capture import gather_capture, run_config
+
+    folder = Path(out).expanduser().absolute()
+    if not _one_at_a_time.acquire(blocking=False):
+        raise ConfigError("capture", "runs once at a time in a process", None, "wait for the other call")
+    try:
+        with console():
+            found = gather_capture(_source(config), folder, settings=_expanded(settings))
+            code = run_config(found.require_valid(), Signals(embedded=True), folder)
+    finally:
+        _one_at_a_time.release()
+    if code == EXIT_PREEMPTED:
+        raise Preempted(f"the capture into {folder} was asked to stop, and did; the same call goes on")
+    if code:
+        raise DistillError(f"the capture into {folder}", "must end with code 0", code)
+    return folder
 
 
 def check(config: Source | None = None, /, **settings: Any) -> Check:

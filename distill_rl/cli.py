@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -34,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(options)
     except DistillError as error:
         return _print_problems(error)
+    except BrokenPipeError:  # whoever reads what is printed has gone, as in `distill-rl store info STORE | head -2`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        return 1
     except KeyboardInterrupt:
         from distill_rl.system.signals import EXIT_INTERRUPTED
 

@@ -3,6 +3,7 @@
 #
 #   bash launch/quickstart.sh [--seed N] [key=value ...]       writes runs/quickstart and runs/quickstart-ce
 #   bash launch/quickstart.sh --cross [...]                    a teacher with another tokenizer; runs/quickstart-cross…
+#   bash launch/quickstart.sh --stored [...]                   stores the teacher's targets first, then trains without it
 #
 # Deletes the runs of an earlier quickstart.
 set -euo pipefail

@@ -5,7 +5,7 @@
 #   bash launch/test.sh -k packing -x         arguments are passed to pytest,
 #   bash launch/test.sh tests/unit            and so are paths
 #   bash launch/test.sh oldest                the default suite with the oldest supported packages, in .venv-oldest
-#   bash launch/test.sh examples              whole runs of minutes: the quickstart across tokenizers, each of configs/features, two nodes
+#   bash launch/test.sh examples              whole runs of minutes: the quickstart across tokenizers and from a store, each of configs/features, two nodes
 #   bash launch/test.sh layouts               training on four ranks: data-parallel, tensor-parallel, hybrid
 #   bash launch/test.sh faults                fault handling: real processes are killed, stopped and starved
 #   bash launch/test.sh gpu                   tests that need a CUDA device

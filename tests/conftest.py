@@ -1,4 +1,4 @@
-"""Scheduling of the default suite, which `launch/test.sh` runs in two processes: whole files go to the process that is free.
+"""What all tests share. The default suite runs in two processes, and whole files go to the process that is free.
 
 A test that looks at shared memory or at processes must tolerate those of another test that runs at the same time.
 """
@@ -8,6 +8,11 @@ import signal
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# A test that fails because a machine is busy says nothing.
+settings.register_profile("distill_rl", deadline=None)
+settings.load_profile("distill_rl")
 
 # For torch of this process and of all that it starts. A run with a single rank uses as many OpenMP threads as there are
 # cores, and by default these spin while they wait: beside another test they would take its cores, and each other's.

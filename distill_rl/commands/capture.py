@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from distill_rl.commands.dry_run import write_batch_script
 from distill_rl.commands.options import GPUS_PER_NODE
@@ -13,7 +14,7 @@ from distill_rl.config.paths import absolute
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, StoreError
 from distill_rl.observe.log import log_file, say, setup_console, status
-from distill_rl.preflight import gather, run_directory
+from distill_rl.preflight import Checked, gather, run_directory
 from distill_rl.run.stores import stores_of, to_capture
 from distill_rl.system import ownership
 from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
@@ -37,7 +38,6 @@ def capture(path: str, overrides: Sequence[str], *, out: Path, dry_run: bool, gp
         DistillError: bad input (all problems at once), or the error that ended the capture.
     """
     out = out.expanduser().absolute()
-    change = partial(to_capture, out=out)
     if gpus_per_node is not None and not dry_run:
         remedy = (
             "add --dry-run to write a batch script, or leave it out: a capture takes the GPUs that its dp and tp need"
@@ -45,16 +45,47 @@ def capture(path: str, overrides: Sequence[str], *, out: Path, dry_run: bool, gp
         raise ConfigError("--gpus-per-node", "has no effect without --dry-run", gpus_per_node, remedy)
     if dry_run:
         gpus = GPUS_PER_NODE if gpus_per_node is None else gpus_per_node
-        return write_batch_script(path, overrides, gpus_per_node=gpus, change=change, store=out)
+        return write_batch_script(path, overrides, gpus_per_node=gpus, change=partial(to_capture, out=out), store=out)
     setup_console()
     with status(f"checking  {path}"):
-        checked = gather(path, overrides, say=lambda text: say(f"data      {text}"), change=change)
+        checked = gather_capture(path, out, overrides)
         config = checked.require_valid()
     for note in checked.notes:
         say(f"note      {note}")
+    return run_config(config, Signals(), out)
+
+
+def gather_capture(
+    source: str | Path | Mapping[str, Any],
+    out: Path,
+    overrides: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> Checked:
+    """Reads, validates and inspects the configuration of a capture; otherwise as `gather`.
+
+    Args:
+        out: the absolute path of the store.
+    """
+    return gather(
+        source,
+        overrides,
+        settings,
+        say=lambda text: say(f"data      {text}"),
+        change=partial(to_capture, out=out),
+        trains=False,
+    )
+
+
+def run_config(config: Config, signals: Signals, out: Path) -> int:
+    """Runs a checked capture, as `capture` does after its checks; returns and raises as that does.
+
+    Args:
+        config: from `to_capture`.
+        signals: not entered yet.
+        out: the absolute path of the store.
+    """
     if config.ray.address is not None:  # workers on an existing cluster have other working directories
         config = absolute(config)
-    signals = Signals()
     out.mkdir(parents=True, exist_ok=True)
     ownership.close_folder(out)
     with run_directory.occupy(config, clean=False) as paths, log_file(paths.logs / "driver.log"), signals:

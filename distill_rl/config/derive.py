@@ -34,7 +34,8 @@ EXPORTS: dict[str, tuple[str, ...]] = {
 class TeacherSizes:
     name: str
     entries: int
-    """Per token: loss.top_k or the vocabulary if that is smaller, the vocabulary's columns, or the width of the hidden states."""
+    """Per token: loss.top_k or loss.draws, or the vocabulary if that is smaller; the vocabulary's columns; or the width of the
+    hidden states."""
     bytes_per_token: int
     bytes_per_slot: int
     """Targets of one full micro-batch of the widest rows."""
@@ -206,7 +207,7 @@ def stored_targets(config: Config, facts: Facts) -> int:
 def _teacher_sizes(config: Config, teacher: TeacherConfig, known: TeacherFacts, facts: Facts) -> TeacherSizes:
     """Sizes of the targets and the ring of one running teacher.
 
-    Where facts are missing, a top-k teacher counts loss.top_k entries per token, and a teacher that exports logits or
+    Where facts are missing, a top-k teacher counts loss.top_k entries per token, a sampled one loss.draws, and a teacher that exports logits or
     hidden states 0. `wire_dtype: auto` means fp16 with GPUs, else fp32; hidden states travel in the teacher's own
     dtype.
 
@@ -222,6 +223,8 @@ def _teacher_sizes(config: Config, teacher: TeacherConfig, known: TeacherFacts, 
         entries = model.vocabulary_columns if model else num_ids or 0
     elif teacher.export == "hidden":
         entries, dtype = model.hidden_size if model else 0, teacher.dtype
+    elif teacher.export == "sampled":
+        entries = min(config.loss.draws, model.vocabulary_columns if model else config.loss.draws)
     else:
         entries = min(config.loss.top_k, num_ids or config.loss.top_k)
     bytes_per_token = target_bytes_per_token(teacher.export, entries, ITEM_SIZE[dtype])
@@ -348,6 +351,10 @@ def _world(config: Config, gpus: int, cpus: int) -> dict[str, str]:
         if parallel.replicas > 1:
             sharded = parallel.dp // parallel.replicas * parallel.tp
             world[name] += f", {parallel.replicas} replicas over {sharded} each"
+    for teacher in running_teachers(config):
+        if not runs_model(teacher):
+            readers = _processes(teacher.parallel.dp)
+            world[teacher.name] = f"{readers} to read {teacher.store}"
     if config.aligner.workers is not None:
         reason = "as configured"
     elif config.ray.address is None:

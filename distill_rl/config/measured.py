@@ -55,7 +55,9 @@ def without_acceptance(config: Config, facts: Facts) -> dict[str, str]:
     """
     reasons = {}
     for teacher, method in zip(running_teachers(config), comparisons(config, facts)):
-        if _at_another_temperature(config, teacher):
+        if teacher.export == "sampled":
+            reasons[teacher.name] = "its draws (export: sampled) tell no probabilities"
+        elif _at_another_temperature(config, teacher):
             reasons[teacher.name] = f"its top k is taken at loss.temperature {config.loss.temperature:g}, not at 1"
         elif method not in (TOKENS, UNKNOWN):
             reasons[teacher.name] = "it is not compared token by token"

@@ -15,7 +15,8 @@ from distill_rl.losses.fused import fused_linear_kd_loss, fused_linear_logprobs
 from distill_rl.losses.kd import kd_loss
 from distill_rl.losses.logprobs import vocab_parallel_logprobs
 from distill_rl.losses.module import KDLoss
-from distill_rl.losses.targets import DenseLogits, HiddenStates, TeacherHidden, TopKLogprobs
+from distill_rl.losses.sampling import context_keys, vocab_parallel_sample
+from distill_rl.losses.targets import DenseLogits, HiddenStates, SampledTokens, TeacherHidden, TopKLogprobs
 from distill_rl.losses.topk import vocab_parallel_topk
 
 Bridge = VocabularyProjection
@@ -32,11 +33,13 @@ __all__ = [
     "KDLoss",
     "KDOutput",
     "LearnableProjection",
+    "SampledTokens",
     "StudentHidden",
     "TeacherHidden",
     "TopKLogprobs",
     "VocabularyProjection",
     "chunk_kd_loss",
+    "context_keys",
     "fused_linear_kd_loss",
     "fused_linear_logprobs",
     "kd_loss",
@@ -44,5 +47,6 @@ __all__ = [
     "reference_chunks",
     "token_agreement",
     "vocab_parallel_logprobs",
+    "vocab_parallel_sample",
     "vocab_parallel_topk",
 ]

@@ -40,7 +40,7 @@ from distill_rl.losses.core.student import Student, StudentHidden, student_of
 from distill_rl.losses.core.task import Batch, local_teacher, make_task
 from distill_rl.losses.divergence import resolve
 from distill_rl.losses.options import KDOptions
-from distill_rl.losses.targets import Teacher, TopKLogprobs
+from distill_rl.losses.targets import SampledTokens, Teacher, TopKLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,13 @@ def token_agreement(
         temperature: of both sides' softmax for the acceptance; that of the targets for TopKLogprobs.
 
     The other arguments are those of `kd_loss`. Labels say which rows count; a top-k row whose first id is −1 does not.
+    SampledTokens are refused: draws tell neither the most likely token nor any probability.
 
     Raises:
         ValueError: naming the argument, the rule and the value.
     """
+    if isinstance(teacher, SampledTokens):
+        raise ValueError("teacher: must be DenseLogits, TopKLogprobs or TeacherHidden; got SampledTokens")
     options = KDOptions(
         divergence="tvd", beta=0.0, temperature=temperature, tail="bucket", ignore_index=ignore_index, kd_ratio=1.0,
         chunk_size=chunk_size, validate=validate, backend="eager", reduction="sum", inplace_backward=False,
@@ -90,6 +93,7 @@ def token_agreement(
     task = make_task(options, Batch(labels, None, None, num_labels), leading, shard, student.like.device)
     targets = local_teacher(teacher, task)
     assert targets is not None
+    assert not isinstance(targets, SampledTokens)
     known = num_labels is not None or isinstance(student_logits, StudentHidden)
     kept = None
     if known or checks.looked_at(validate, student.like):  # otherwise it would wait for a GPU
@@ -114,11 +118,14 @@ def top_tokens(teacher: Teacher, rows: Tensor) -> Tensor:
     """The teacher's most likely token in each of these rows, int64 [n]; of equal logits the lowest id.
 
     Args:
-        teacher: top-k targets, or logits or hidden states over its whole vocabulary, with N rows.
+        teacher: top-k targets; draws, of which it is the one drawn most often; or logits or hidden states over its
+            whole vocabulary. N rows.
         rows: int64 [n], row numbers.
     """
     if isinstance(teacher, TopKLogprobs):
         return teacher.ids[rows, 0].long()
+    if isinstance(teacher, SampledTokens):
+        return teacher.most_drawn()[rows].long()
     dense = TeacherLogits(teacher)
     pieces = chunks(len(rows), default_chunk(dense.columns, rows.device))
     found = [dense.of(rows[piece], torch.float32).argmax(1) for piece in pieces]

@@ -13,7 +13,7 @@ from distill_rl.losses.core.student import Student, StudentHidden, student_of
 from distill_rl.losses.core.task import Batch, KDOutput, local_teacher, make_task, spread
 from distill_rl.losses.kernels import kernels_of
 from distill_rl.losses.options import Backend, KDOptions, Tail
-from distill_rl.losses.targets import Teacher, TopKLogprobs
+from distill_rl.losses.targets import SampledTokens, Teacher, TopKLogprobs
 
 
 @untraced
@@ -51,7 +51,8 @@ def kd_loss(
         teacher: the targets for the same rows; None for cross-entropy alone (`kd_ratio` 0).
         labels: int [N] or [B, S], already shifted. Rows with `ignore_index` contribute nothing; without labels every
             row counts.
-        divergence: forward_kl, reverse_kl, jsd, skewed_forward_kl, skewed_reverse_kl or tvd.
+        divergence: forward_kl, reverse_kl, jsd, skewed_forward_kl, skewed_reverse_kl or tvd; with SampledTokens
+            forward_kl only.
         beta: of jsd; the skew α of the skewed KLs.
         temperature: of both sides' softmax; D is scaled by its square (arXiv 1503.02531). CE is always at 1.
         tail: for TopKLogprobs. `bucket`: the columns outside the k are one more outcome; `truncate`: a plain sum over
@@ -93,7 +94,7 @@ def kd_loss(
     if kept is not None and targets is not None:
         targets = targets.select(kept)
     mask = None if leave_out or labels is None else task.reduction.valid
-    dense = targets is not None and not isinstance(targets, TopKLogprobs)
+    dense = targets is not None and not isinstance(targets, TopKLogprobs | SampledTokens)
     rows = counted.rows(targets, student.like)
     size = chunk_size or student.default_chunk(shard.widest, dense=dense, function=rows)
     plan = RowPlan.of(counted.num_rows, size, order=kept, counts=mask)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.core.task import KDOutput
-from distill_rl.losses.targets import DenseLogits, Teacher, TeacherHidden, TopKLogprobs
+from distill_rl.losses.targets import DenseLogits, SampledTokens, Teacher, TeacherHidden, TopKLogprobs
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
@@ -126,6 +126,9 @@ def _rows(
     if teacher is None:
         nothing = u.new_zeros(len(u))
         return nothing, nothing, nothing
+    if isinstance(teacher, SampledTokens):
+        kl = _sampled_kl(u, teacher)
+        return kl, torch.ones_like(kl), torch.ones_like(kl)
     name = _limit(divergence, beta)
     f = LOG_DIVERGENCES[name]
     if not isinstance(teacher, TopKLogprobs):
@@ -152,9 +155,18 @@ def _rows(
     return (f(p, q, beta) + BALANCES[name](p.exp(), q.exp(), beta)).sum(1), *masses
 
 
+def _sampled_kl(u: Tensor, teacher: SampledTokens) -> Tensor:
+    """The mean of log p − log q over each row's draws, [N]; −log q alone without `mean_logprob`. 0 without draws."""
+    counts, ids = teacher.counts.double(), teacher.ids.long()
+    drawn = counts.sum(1)
+    log_q = u.log_softmax(1).gather(1, ids.clamp_min(0))
+    mean = -(counts * log_q).sum(1) / drawn.clamp_min(1)
+    return mean if teacher.mean_logprob is None else mean + (drawn > 0) * teacher.mean_logprob.double()
+
+
 def token_agreement(
     student_logits: Tensor,
-    teacher: Teacher,
+    teacher: DenseLogits | TopKLogprobs | TeacherHidden,
     *,
     labels: Tensor | None = None,
     ignore_index: int = -100,

@@ -1,6 +1,6 @@
 """The teacher's targets for N tokens. Those sent between processes are plain tensors of N rows, their own wire format.
 
-Legend: N tokens, V vocabulary, Vl this rank's columns of it, k entries per token, Ht the teacher's hidden size.
+Legend: N tokens, V vocabulary, Vl this rank's columns of it, k or m entries per token, Ht the teacher's hidden size.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class TopKLogprobs:
     """
 
     ids: Tensor
-    """int32 or int64 [N, k], global vocabulary ids, distinct within a row"""
+    """int32 or int64 [N, k], global vocabulary ids, distinct within a row; −1 for an absent entry"""
     logprobs: Tensor
-    """any float [N, k], at `temperature`"""
+    """any float [N, k], at `temperature`; −inf for an absent entry"""
     rest_logprob: Tensor | None = None
     """[N], log of the mass outside the k; derived from the others when absent"""
     temperature: float = 1.0
@@ -94,6 +94,82 @@ class TopKLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """Draws from the teacher's distribution: an unbiased estimate of the whole of it (arXiv 2503.16870).
+
+    The weight of an id is its share of the row's draws, which is its probability in expectation. There is no rest: an id
+    that was not drawn has the weight 0, and the weights of a row sum to one.
+    """
+
+    ids: Tensor
+    """int32 or int64 [N, m], global vocabulary ids, distinct within a row; −1 for an absent entry"""
+    counts: Tensor
+    """any integer [N, m], how often each id was drawn; 0 for an absent entry"""
+    mean_logprob: Tensor | None = None
+    """[N], Σ weight · log p at `temperature`. Without it the loss is a cross-entropy with the teacher, which lacks the
+    teacher's entropy and has the same gradient"""
+    temperature: float = 1.0
+    label_logprob: Tensor | None = None
+    """[N], log-probability of the actual next token, at `temperature`"""
+
+    def weights(self, dtype: torch.dtype) -> Tensor:
+        """The estimated probabilities, [N, m]: each id's share of its row's draws. 0 in a row without draws."""
+        counts = self.counts.to(dtype)
+        return counts / counts.sum(1, keepdim=True).clamp_min(1)
+
+    def most_drawn(self) -> Tensor:
+        """The id that was drawn most often in each row, [N]; of equal counts the lowest id. −1 in a row without draws."""
+        most = self.counts.amax(1, keepdim=True)
+        beyond = torch.iinfo(self.ids.dtype).max
+        lowest = self.ids.masked_fill((self.counts < most) | (self.counts == 0), beyond).amin(1)
+        return lowest.masked_fill(lowest == beyond, -1)
+
+    def select(self, kept: Tensor) -> SampledTokens:
+        """The targets of the rows with the numbers `kept` only."""
+        return replace(
+            self,
+            ids=self.ids[kept],
+            counts=self.counts[kept],
+            mean_logprob=None if self.mean_logprob is None else self.mean_logprob[kept],
+            label_logprob=None if self.label_logprob is None else self.label_logprob[kept],
+        )
+
+    def to_tensors(self, wire_dtype: torch.dtype) -> dict[str, Tensor]:
+        """The wire format: `ids` int32 [N, m], `counts` int16 [N, m]; where present, in fp32 [N], `mean_logprob` and
+        `label_logprob`. The temperature is not part of it.
+
+        `wire_dtype` has no effect: weights that were rounded to 16 bits would be biased, counts are exact.
+        """
+        tensors = {"ids": self.ids.to(torch.int32), "counts": self.counts.to(torch.int16)}
+        if self.mean_logprob is not None:
+            tensors["mean_logprob"] = self.mean_logprob.float()
+        if self.label_logprob is not None:
+            tensors["label_logprob"] = self.label_logprob.float()
+        return tensors
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], temperature: float) -> SampledTokens:
+        """The inverse of `to_tensors`. The tensors are kept in their wire dtypes, not copied, and never written to.
+
+        Args:
+            temperature: of the distribution that was drawn from.
+
+        Raises:
+            ValueError: `ids` or `counts` is missing.
+        """
+        missing = {"ids", "counts"} - set(tensors)
+        if missing:
+            raise ValueError(f"tensors: must hold ids and counts; {', '.join(sorted(missing))} missing")
+        return cls(
+            ids=tensors["ids"],
+            counts=tensors["counts"],
+            mean_logprob=tensors.get("mean_logprob"),
+            temperature=temperature,
+            label_logprob=tensors.get("label_logprob"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class TeacherHidden:
     """Last hidden states and the output layer: exact dense KD whose logits never exist as a whole."""
 
@@ -131,24 +207,26 @@ class HiddenStates:
         return tensors
 
 
-Teacher = DenseLogits | TopKLogprobs | TeacherHidden
-Wire = DenseLogits | TopKLogprobs | HiddenStates
+Teacher = DenseLogits | TopKLogprobs | SampledTokens | TeacherHidden
+Wire = DenseLogits | TopKLogprobs | SampledTokens | HiddenStates
 """Targets in the form in which they are sent."""
 
 
 def target_of(tensors: Mapping[str, Tensor], temperature: float) -> Wire:
-    """The target whose wire format these tensors are, recognised by `hidden`, then `logits`, otherwise top-k.
+    """The target whose wire format these tensors are, recognised by `hidden`, `logits` or `counts`, otherwise top-k.
 
     The tensors are kept without a copy and never written to.
 
     Args:
-        temperature: of top-k log-probabilities; the other kinds do not keep it.
+        temperature: of top-k log-probabilities and of draws; the other kinds do not keep it.
 
     Raises:
-        ValueError: none of the three kinds.
+        ValueError: none of the four kinds.
     """
     if "hidden" in tensors:
         return HiddenStates(tensors["hidden"], tensors.get("label_logprob"))
     if "logits" in tensors:
         return DenseLogits(tensors["logits"], tensors.get("label_logprob"))
+    if "counts" in tensors:
+        return SampledTokens.from_tensors(tensors, temperature)
     return TopKLogprobs.from_tensors(tensors, temperature)

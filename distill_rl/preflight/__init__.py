@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.config.derive import total_steps
-from distill_rl.config.facts import Facts
+from distill_rl.config.facts import Facts, without_student
 from distill_rl.config.load import read_config
 from distill_rl.config.measured import unmeasured
 from distill_rl.config.rules import validate
@@ -33,7 +33,7 @@ from distill_rl.preflight.machine import (
 from distill_rl.preflight.memory import compare_memory
 from distill_rl.preflight.opened import Findings, Opened, open_models
 from distill_rl.preflight.pairs import compared_ids, projection_problems, teacher_facts, vocabulary_problems
-from distill_rl.preflight.stores import cache_problems, stored_ids_problems
+from distill_rl.preflight.stores import cache_problems, room_problems, stored_ids_problems
 from distill_rl.preflight.suites import check_suites
 from distill_rl.transport.room import total_bytes
 
@@ -79,6 +79,7 @@ def gather(
     download: bool = True,
     say: Callable[[str], None] = lambda _: None,
     change: Callable[[Config, list[str]], Config] = lambda config, _: config,
+    trains: bool = True,
 ) -> Checked:
     """Reads, validates and inspects a configuration and the run directory, so that a user sees every problem at once.
 
@@ -92,18 +93,21 @@ def gather(
         download, say: as for `inspect`.
         change: what a command makes of the settings before they are checked; it may add and remove problems, which are
             lines.
+        trains: as for `inspect`.
     """
     config, invalid = read_config(source, overrides, settings)
     if config is None:
         return Checked(None, invalid.lines, [], Facts())
     config = change(config, invalid.lines)
-    inspected = inspect(config, download=download, say=say)
+    inspected = inspect(config, download=download, say=say, trains=trains)
     later = [*validate.problems(config), *inspected.problems, *run_directory.problems(config, clean=clean)]
     lines = invalid.lines + [text for text in later if text.partition(":")[0] not in invalid.keys]
     return replace(inspected, problems=list(dict.fromkeys(lines)))
 
 
-def inspect(config: Config, *, download: bool = True, say: Callable[[str], None] = lambda _: None) -> Checked:
+def inspect(
+    config: Config, *, download: bool = True, say: Callable[[str], None] = lambda _: None, trains: bool = True
+) -> Checked:
     """Opens the models, tokenizers, data and suites of a configuration, and compares them with it and this machine.
 
     What is wrong raises nothing; it is listed in the result's `problems`. A hub name that cannot be reached is listed
@@ -113,6 +117,7 @@ def inspect(config: Config, *, download: bool = True, say: Callable[[str], None]
         download: download a hub data set to inspect it, and convert data that must be; otherwise of the former only the
             existence is checked, of the latter the first rows, and nothing is written.
         say: called with a line before data are converted or counted.
+        trains: False: no student is started, which then takes no GPU, memory or disk.
     """
     findings = Findings()
     problems = findings.problems
@@ -122,7 +127,7 @@ def inspect(config: Config, *, download: bool = True, say: Callable[[str], None]
     problems += vocabulary_problems(config, student, teachers)
     problems += stored_ids_problems(student, teachers)
     problems += projection_problems(config, student, teachers)
-    problems += cache_problems(config, teachers, on_gpu=visible_gpus() > 0)
+    problems += cache_problems(config, teachers, on_gpu=visible_gpus() > 0, captures=not trains)
     facts = data_facts(config, student, teachers, findings, Cache(write=download, say=say))
     facts = replace(
         facts,
@@ -139,11 +144,13 @@ def inspect(config: Config, *, download: bool = True, say: Callable[[str], None]
     problems += attention_problems(config, models, gpus=facts.gpus)
     problems += class_problems(config, models, gpus=facts.gpus)
     findings.notes += packing_notes(config, models)
-    problems += kernel_problems(config, student, facts.gpus)
+    problems += kernel_problems(config, student, facts.gpus) if trains else ()
     problems += backend_problems(config, teachers, facts.gpus)
-    problems += gpu_problems(config, facts.gpus)
-    problems += space_problems(config, facts)
-    compare_memory(config, facts, findings, host=total_bytes(), gpus=gpu_bytes() if facts.gpus else ())
+    problems += gpu_problems(config if trains else without_student(config), facts.gpus)
+    problems += space_problems(config, facts) if trains else ()
+    problems += room_problems(config, facts, captures=not trains) if not problems else ()
+    started = facts if trains else replace(facts, student=None)
+    compare_memory(config, started, findings, host=total_bytes(), gpus=gpu_bytes() if facts.gpus else ())
     return Checked(config, problems, findings.unreachable, facts, tuple(findings.notes))
 
 

@@ -79,6 +79,8 @@ def backend_problems(config: Config, teachers: Sequence[Opened], gpus: int) -> I
         rule = ""
         if method is not None and method not in CHUNK_METHODS:
             rule = f"triton has no kernel for {method}, the loss of {teacher.name}"
+        elif export == "sampled":
+            rule = f"triton has no kernel for the draws of {teacher.name} (export: sampled)"
         elif method is None and export != "topk" and not resolve(config.loss.divergence, config.loss.beta).leads:
             what = "hidden states" if export == "hidden" else export
             rule = f"triton has no kernel for {config.loss.divergence} against the {what} of {teacher.name}"

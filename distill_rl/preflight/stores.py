@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
@@ -10,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unicodedata import is_normalized
 
-from distill_rl.config.derive import total_steps
-from distill_rl.config.facts import repeats_documents, running_teachers, splits_documents, targets_store
+from distill_rl.config.derive import sizes, total_steps
+from distill_rl.config.facts import Facts, repeats_documents, running_teachers, splits_documents
 from distill_rl.config.paths import teacher_folder
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import StoreError, first_line, problem
 from distill_rl.models.files.facts import fingerprint_model
 from distill_rl.models.hub import resolve, tokenizer_hash, tokenizer_of
+from distill_rl.preflight.machine import size_text
 from distill_rl.preflight.opened import Findings, Opened
 from distill_rl.preflight.pairs import compared_ids
 from distill_rl.store.manifest import (
@@ -41,21 +45,29 @@ _CHUNK = 256
 
 
 def manifest_of(
-    config: Config, teacher: TeacherConfig, *, weights: str, tokenizer: str, vocabulary_size: int, on_gpu: bool
+    config: Config,
+    teacher: TeacherConfig,
+    *,
+    weights: str,
+    tokenizer: str,
+    vocabulary_size: int,
+    on_gpu: bool,
+    captures: bool,
 ) -> Manifest:
     """What the store of a teacher's targets says of itself, without the files that describe the teacher.
 
     Args:
         weights, tokenizer, vocabulary_size: see `Manifest`.
         on_gpu: whether the teacher runs on a GPU, which decides `wire_dtype: auto`.
+        captures: whether `capture.format` counts; a cache is exact.
     """
     wire_dtype: str = teacher.wire_dtype
     if wire_dtype == "auto":
         wire_dtype = "fp16" if on_gpu else "fp32"
     return Manifest(
-        format="exact",
+        format=config.capture.format if captures else "exact",
         kind=teacher.export,
-        entries=min(config.loss.top_k, vocabulary_size),
+        entries=config.loss.draws if teacher.export == "sampled" else min(config.loss.top_k, vocabulary_size),
         temperature=config.loss.temperature,
         wire_dtype=wire_dtype,
         dtype=teacher.dtype,
@@ -64,11 +76,15 @@ def manifest_of(
         weights=weights,
         tokenizer=tokenizer,
         vocabulary_size=vocabulary_size,
+        mass=config.capture.mass if captures else None,
     )
 
 
-def make_stores(job: Job, *, on_gpu: bool) -> None:
+def make_stores(job: Job, *, on_gpu: bool, captures: bool) -> None:
     """Makes the store of every teacher whose targets the run stores, or checks that one which exists fits.
+
+    Args:
+        on_gpu, captures: as for `manifest_of`.
 
     Raises:
         StoreError: it holds other targets, or cannot be written.
@@ -85,17 +101,50 @@ def make_stores(job: Job, *, on_gpu: bool) -> None:
             tokenizer=tokenizer_hash(tokenizer_of(teacher)),
             vocabulary_size=known.vocabulary_size,
             on_gpu=on_gpu,
+            captures=captures,
         )
-        if (folder / FILE).exists():
-            require_same(folder, manifest)
-            continue
         sources = [resolve(teacher.model, teacher.revision)]
         if teacher.tokenizer is not None:
             sources.append(resolve(teacher.tokenizer))
+        make_store(folder, manifest, sources)
+
+
+def make_store(folder: Path, manifest: Manifest, sources: list[Path]) -> None:
+    """Makes a store, or checks that one which exists fits. Of several runs that do so at the same time, one makes it.
+
+    Args:
+        manifest: without the files that describe the teacher.
+        sources: as of `describe_teacher`.
+
+    Raises:
+        StoreError: the store holds other targets, or cannot be written.
+    """
+    if not (folder / FILE).exists():
         try:
-            write_manifest(folder, replace(manifest, files=describe_teacher(folder, sources)))
+            with _locked(folder):
+                if not (folder / FILE).exists():
+                    for draft in folder.glob(f".{FILE}.*"):  # of a run that was killed
+                        draft.unlink()
+                    write_manifest(folder, replace(manifest, files=describe_teacher(folder, sources)))
         except OSError as error:
             raise StoreError(f"{folder}", "must be writable", first_line(error), "choose another folder") from error
+    require_same(folder, manifest)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Makes other processes wait that enter it with the same folder, except on a file system without locks.
+
+    The folder is made if it does not exist. The lock is deleted when the block has made a store: who comes later finds
+    that, and does not need the lock.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ".lock"
+    with path.open("a") as lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        path.unlink(missing_ok=True)
 
 
 def open_stores(config: Config, teachers: Sequence[Opened], findings: Findings) -> None:
@@ -128,6 +177,9 @@ def _problems(config: Config, key: str, settings: TeacherConfig, store: Store) -
         remedy = f"use {manifest.entries} or less, or capture again"
         yield problem("loss.top_k", f"must not exceed the {manifest.entries} entries of {settings.store}",
                       config.loss.top_k, remedy)  # fmt: skip
+    if manifest.kind == settings.export == "sampled" and config.loss.draws != manifest.entries:
+        remedy = f"set loss.draws={manifest.entries}, or capture again"
+        yield problem("loss.draws", f"must be that of {settings.store}, {manifest.entries}", config.loss.draws, remedy)
     if config.loss.temperature != manifest.temperature:
         rule = f"must be that of {settings.store}, {manifest.temperature:g}: log-probs cannot be taken to another one"
         remedy = f"set loss.temperature={manifest.temperature:g}, or capture again"
@@ -161,12 +213,13 @@ def stored_ids_problems(student: Opened, teachers: Sequence[Opened]) -> Iterator
         )
 
 
-def cache_problems(config: Config, teachers: Sequence[Opened], *, on_gpu: bool) -> Iterator[str]:
+def cache_problems(config: Config, teachers: Sequence[Opened], *, on_gpu: bool, captures: bool) -> Iterator[str]:
     """Yields a problem for every cache that holds other targets than the run would write, one line each.
 
     Args:
         teachers: opened, with what is known of their vocabularies.
         on_gpu: as far as this machine shows.
+        captures: as for `manifest_of`.
     """
     for opened in teachers:
         settings = opened.settings
@@ -185,6 +238,7 @@ def cache_problems(config: Config, teachers: Sequence[Opened], *, on_gpu: bool) 
                 tokenizer=opened.tokenizer_hash,
                 vocabulary_size=size,
                 on_gpu=on_gpu,
+                captures=captures,
             )
         except StoreError as error:
             yield from (f"{opened.key}.cache: {text}" for text in error.problems)
@@ -196,6 +250,38 @@ def cache_problems(config: Config, teachers: Sequence[Opened], *, on_gpu: bool) 
             yield problem(
                 f"{opened.key}.cache", rule, f"{settings.cache} ({'; '.join(differences)})", "name another folder"
             )
+
+
+def room_problems(config: Config, facts: Facts, *, captures: bool) -> Iterator[str]:
+    """Yields a problem for every store that a run would fill and that its disk has no room for, as a sample shows.
+
+    What is in the store already is not subtracted.
+
+    Args:
+        captures: as for `manifest_of`.
+    """
+    tokens = 0.0
+    for source in facts.sources:
+        if source.sample is None or source.documents is None:
+            return
+        tokens += source.sample.tokens_per_document * source.documents
+    if facts.num_documents and facts.total_steps is not None:
+        tokens *= min(1.0, facts.total_steps * config.train.global_batch_size / facts.num_documents)
+    for i, (teacher, targets) in enumerate(zip(running_teachers(config), sizes(config, facts).teachers)):
+        if teacher.cache is None:
+            continue
+        compact = captures and config.capture.format == "compact"
+        needed = int(tokens * (_TOKEN_BYTES + (targets.entries if compact else targets.bytes_per_token)))
+        folder = Path(teacher.cache).absolute()
+        free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free
+        if needed > free:
+            rule = f"the targets need about {size_text(needed)}, and {size_text(free)} are free"
+            remedy = "choose another disk, lower loss.top_k, or use capture.format=compact"
+            yield problem(f"teachers.{i}.cache", rule, teacher.cache, remedy)
+
+
+_TOKEN_BYTES = 6
+"""Bytes of a token in a store beside its targets: the token, and its part of the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,8 +486,3 @@ def _divider(
         return [Piece(cut, {}, {STUDENT: Extent(whole=not cut.truncated)})], {}
 
     return alone
-
-
-def needs_store(config: Config) -> bool:
-    """Whether the run reads or writes a store."""
-    return any(targets_store(teacher) is not None for teacher in running_teachers(config))

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 import distill_rl
+from distill_rl.config.paths import teacher_folder
 from distill_rl.errors import ConfigError, DistillError
 from distill_rl.evals.results.compare import of_run
 from distill_rl.observe.log import printable, say
@@ -27,7 +28,7 @@ from distill_rl.system.files import write_json
 from distill_rl.types import RunPaths
 
 NAME, CROSS_NAME = RECIPES
-CONTROL_SUFFIX = "-ce"
+CONTROL_SUFFIX, STORE_SUFFIX = "-ce", "-targets"
 SUITE = "exact_match"
 CONFIGS = Path(distill_rl.__file__).parents[1] / "configs"
 MODELS = ("teacher", "student_before", "student_after", "ce_only")
@@ -66,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def quickstart(options: argparse.Namespace) -> int:
     """Makes the material, trains the student and its control, scores four models, and prints and writes the results.
 
+    With `stored`, the teacher's targets are captured first, and the student is trained from the store.
+
     Options are those of `_parser`. Writes summary.json and report.html into the run directory of the distillation. If
     a training fails, its exit code is returned at once, without scores.
 
@@ -85,7 +88,18 @@ def quickstart(options: argparse.Namespace) -> int:
     material = make_material(options.material, options.seed, RECIPES[run])
     common = ["train", "-c", str(config), *(["--clean"] if options.clean else [])]
     settings = [*_settings(options, material), *options.overrides]
-    for name, run_settings in ((run, ()), (f"{run}{CONTROL_SUFFIX}", CONTROL_OVERRIDES)):
+    stored: tuple[str, ...] = ()
+    if options.stored:
+        store = options.runs / f"{run}{STORE_SUFFIX}"
+        if options.clean:
+            shutil.rmtree(store, ignore_errors=True)
+        say(f"capture   the teacher's targets into {store}")
+        code = run_cli(["capture", "-c", str(config), "--out", str(store), *settings, f"run.name={run}"])
+        if code:
+            print(f"quickstart: error: `distill-rl capture` ended with exit code {code}", file=sys.stderr)
+            return code
+        stored = _from_store(store)
+    for name, run_settings in ((run, stored), (f"{run}{CONTROL_SUFFIX}", CONTROL_OVERRIDES)):
         say(f"train     {name}")
         code = run_cli([*common, *settings, f"run.name={name}", *run_settings])
         if code:
@@ -101,6 +115,15 @@ def quickstart(options: argparse.Namespace) -> int:
     for name, path in (("student", paths.export), ("figures", paths.root / "summary.json"), ("report", report)):
         say(f"{name:<9} {path}")
     return verdict(summary)
+
+
+def _from_store(store: Path) -> tuple[str, ...]:
+    """Overrides with which a run reads the teacher's targets from a store, and nothing of the teacher's folder."""
+    return (
+        "teachers.0.backend=store",
+        f"teachers.0.store={store}",
+        f"teachers.0.model={teacher_folder(str(store))}",
+    )
 
 
 def verdict(summary: Mapping[str, Any]) -> int:
@@ -246,6 +269,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--cross", action="store_true", help="use a teacher with another tokenizer; runs go to runs/quickstart-cross")
+    add("--stored", action="store_true", help="capture the teacher's targets first, and train from them without it")
     config_help = "default: configs/quickstart.yaml, or configs/quickstart-cross.yaml with --cross"
     add("-c", "--config", type=Path, metavar="FILE", help=config_help)
     add("--seed", type=int, default=0, metavar="N", help="seed of data, models and data order; default: 0")

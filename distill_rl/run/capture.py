@@ -56,13 +56,14 @@ def capture(job: Job, signals: Signals) -> int:
     """
     with start_capture(job, signals) as actors:
         progress = Progress(began=time.monotonic())
-        stopped = _go_through(job, actors, signals, progress)
         restarts = 0
+        stopped = _go_through(job, actors, signals, progress)
+        written = actors.teachers.finish()
         while not stopped and actors.teachers.restarts > restarts:
             restarts = actors.teachers.restarts
             say("again     through all documents: a teacher that died may not have written everything")
             stopped = _go_through(job, actors, signals, progress)
-        written = actors.teachers.finish()
+            written = actors.teachers.finish()
     seconds = time.monotonic() - progress.began
     dp = sum(teacher.parallel.dp for teacher in job.config.teachers)
     share = 100 * progress.busy_s / max(seconds * dp, 1e-9)

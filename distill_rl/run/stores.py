@@ -37,7 +37,10 @@ def to_capture(config: Config, problems: list[str], out: Path) -> Config:
         config,
         run=replace(config.run, dir=str(out / CAPTURES)),
         student=student,
-        teachers=[_storing(teacher, folder, problems, i) for i, (teacher, folder) in enumerate(_folders(config, out))],
+        teachers=[
+            _storing(teacher, folder, problems, i, compact=config.capture.format == "compact")
+            for i, (teacher, folder) in enumerate(_folders(config, out))
+        ],
         train=replace(config.train, epochs=epochs),
         faults=replace(config.faults, lost_teacher="fail"),
         checkpoint=replace(config.checkpoint, resume="auto", keep_best=0, every=0),
@@ -72,12 +75,20 @@ def _folders(config: Config, out: Path) -> list[tuple[TeacherConfig, Path]]:
     return [(teacher, out / teacher.name) for teacher in config.teachers]
 
 
-def _storing(teacher: TeacherConfig, folder: Path, problems: list[str], i: int) -> TeacherConfig:
-    """A teacher that stores its targets in a folder."""
+def _storing(teacher: TeacherConfig, folder: Path, problems: list[str], i: int, *, compact: bool) -> TeacherConfig:
+    """A teacher that stores its targets in a folder.
+
+    Args:
+        compact: whether they are written in that format, which takes fp32.
+    """
     if teacher.backend == "store":
         rule = "a capture runs the teacher; this one is read from a store"
         problems.append(problem(f"teachers.{i}.backend", rule, "store", "use backend: hf and the model"))
-    return replace(teacher, cache=str(folder), score="static")
+    if compact and teacher.export != "topk":
+        rule = f"compact is a format of the top k, and teacher {teacher.name} exports {teacher.export}"
+        problems.append(problem("capture.format", rule, "compact", "use capture.format=exact"))
+    storing = replace(teacher, cache=str(folder), score="static")
+    return replace(storing, wire_dtype="fp32") if compact else storing
 
 
 def stores_of(config: Config) -> list[Path]:

@@ -7,7 +7,9 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,6 @@ from distill_rl.store.formats import encoded
 from distill_rl.store.manifest import SHARDS
 from distill_rl.store.shard import SUFFIX, Column, Record, Shard, serialize
 from distill_rl.store.store import Store
-from distill_rl.system import ownership
 from distill_rl.system.files import sync
 from distill_rl.types import PieceRef
 
@@ -26,11 +27,36 @@ SHARD_BYTES = 64 * 2**20
 """Targets of a shard, before they are compressed."""
 
 
+@dataclass(slots=True)
+class _Draft:
+    """What a shard will hold."""
+
+    records: list[Record] = field(default_factory=list)
+    encoded: list[bool] = field(default_factory=list)
+    """Of every record: whether its columns are in the format of the store."""
+    tokens: dict[tuple[bytes, int, int], list[np.ndarray]] = field(default_factory=dict)
+    """By name, first token and prefix: the tokens of the pieces."""
+    num_bytes: int = 0
+
+    def add(self, record: Record, *, encoded: bool) -> None:
+        self.records.append(record)
+        self.encoded.append(encoded)
+        key = record.piece.name, record.piece.first, record.piece.prefix
+        self.tokens.setdefault(key, []).append(record.tokens)
+        self.num_bytes += record.num_bytes
+
+    def holds(self, piece: PieceRef, tokens: np.ndarray) -> bool:
+        """As of `StoreWriter`."""
+        same_place = self.tokens.get((piece.name, piece.first, piece.prefix), ())
+        return any(np.array_equal(longer[: piece.length], tokens) for longer in same_place)
+
+
 class StoreWriter:
     """Collects pieces with their targets and writes them as shards, each of which appears complete or not at all.
 
-    A shard is written when 64 MiB have come together, or `write_every_s` seconds after the last one. What was not
-    written yet is lost with the process. Several writers, also of several machines, may fill one store.
+    A shard is begun when 64 MiB have come together, or `write_every_s` seconds after the last one. A thread compresses and
+    writes it while the teacher goes on; at most one is being written. What was not written yet is lost with the process.
+    Several writers, also of several machines, may fill one store.
 
     Args:
         store: takes in what was written.
@@ -39,17 +65,16 @@ class StoreWriter:
 
     def __init__(self, store: Store, *, write_every_s: float):
         self.store, self._every_s = store, write_every_s
-        self._records: list[Record] = []
-        self._waiting: dict[tuple[bytes, int, int], list[np.ndarray]] = {}
-        """By name, first token and prefix: the tokens of the pieces that were not written yet."""
-        self._num_bytes = 0
+        self._draft = _Draft()
+        self._begun: tuple[_Draft, Future[tuple[Path, int]]] | None = None
+        """The shard that the thread is writing, which will return its path and size."""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-writer")
         self.bytes_written = 0
-        self._written_at = time.monotonic()
-        self._prefix = f"{socket.gethostname()[:32]}-{os.getpid()}"
+        self._begun_at = time.monotonic()
         remove_abandoned(store.folder)
 
     def add(self, piece: PieceRef, tokens: np.ndarray, targets: Mapping[str, Column]) -> None:
-        """Adds a piece, and writes a shard if that is due. The arrays are copied.
+        """Adds a piece, and begins a shard if that is due. The arrays are copied.
 
         Args:
             tokens: int32 [piece.length]
@@ -58,49 +83,76 @@ class StoreWriter:
         Raises:
             StoreError: a shard cannot be written, for lack of space for example.
         """
-        self.copy(piece, tokens, encoded(self.store.manifest, tokens, targets))
+        self._add(piece, tokens, targets, encoded=False)
 
     def copy(self, piece: PieceRef, tokens: np.ndarray, columns: Mapping[str, Column]) -> None:
         """As `add`, with columns in the format of the store, such as another store of the same kind has."""
+        self._add(piece, tokens, columns, encoded=True)
+
+    def _add(self, piece: PieceRef, tokens: np.ndarray, columns: Mapping[str, Column], *, encoded: bool) -> None:
         copies = {name: Column(column.dtype, np.array(column.values)) for name, column in columns.items()}
-        record = Record(piece, np.array(tokens, np.int32), copies)
-        self._records.append(record)
-        key = piece.name, piece.first, piece.prefix
-        self._waiting.setdefault(key, []).append(record.tokens)
-        self._num_bytes += record.num_bytes
-        if self._num_bytes >= SHARD_BYTES:
-            self.flush()
+        self._draft.add(Record(piece, np.array(tokens, np.int32), copies), encoded=encoded)
+        if self._begun is not None and self._begun[1].done():
+            self._finish()
+        if self._draft.num_bytes >= SHARD_BYTES:
+            self._begin()
 
     def holds(self, piece: PieceRef, tokens: np.ndarray) -> bool:
         """Whether a piece with these tokens, or a longer one from the same place on, is waiting to be written."""
-        waiting = self._waiting.get((piece.name, piece.first, piece.prefix), ())
-        return any(np.array_equal(longer[: piece.length], tokens) for longer in waiting)
+        drafts = [self._draft, *([self._begun[0]] if self._begun is not None else [])]
+        return any(draft.holds(piece, tokens) for draft in drafts)
 
     def flush_if_due(self) -> None:
-        """Writes what is waiting if the last shard was written `write_every_s` seconds ago.
+        """Begins a shard of what is waiting if the last one was begun `write_every_s` seconds ago.
 
         Raises:
-            StoreError: as for `flush`.
+            StoreError: as for `flush`, of the shard before.
         """
-        if time.monotonic() - self._written_at >= self._every_s:
-            self.flush()
+        if time.monotonic() - self._begun_at >= self._every_s:
+            self._begin()
 
     def flush(self) -> None:
         """Writes all that is waiting, if anything is, and makes it durable.
 
         Raises:
-            StoreError: it cannot be written. Nothing that was written before is harmed.
+            StoreError: it cannot be written, and goes on waiting. Nothing that was written before is harmed.
         """
-        self._written_at = time.monotonic()
-        if not self._records:
+        self._begin()
+        self._finish()
+
+    def _begin(self) -> None:
+        """Lets the thread write what is waiting, once the shard before is written."""
+        self._finish()
+        self._begun_at = time.monotonic()
+        if self._draft.records:
+            draft, self._draft = self._draft, _Draft()
+            self._begun = draft, self._thread.submit(self._write, draft)
+
+    def _finish(self) -> None:
+        """Waits for the shard that is being written, if any, and lets the store take it in."""
+        if self._begun is None:
             return
-        content = serialize(self._records)
-        path = self.store.folder / SHARDS / f"{time.time_ns():016x}-{secrets.token_hex(4)}{SUFFIX}"
-        _write(path, content, self._prefix)
-        self.bytes_written += len(content)
+        (draft, writing), self._begun = self._begun, None
+        try:
+            path, num_bytes = writing.result()
+        except StoreError:
+            for record, encoded in zip(draft.records, draft.encoded):
+                self._draft.add(record, encoded=encoded)
+            raise
+        self.bytes_written += num_bytes
         self.store.add(Shard(path))
-        self._records, self._num_bytes = [], 0
-        self._waiting.clear()
+
+    def _write(self, draft: _Draft) -> tuple[Path, int]:
+        """Writes a shard, in the thread; returns its path and size."""
+        manifest = self.store.manifest
+        records = [
+            record if done else replace(record, targets=encoded(manifest, record.tokens, record.targets))
+            for record, done in zip(draft.records, draft.encoded)
+        ]
+        content = serialize(records)
+        path = self.store.folder / SHARDS / f"{time.time_ns():016x}-{secrets.token_hex(4)}{SUFFIX}"
+        _write(path, content, f"{socket.gethostname()[:32]}-{os.getpid()}")
+        return path, len(content)
 
 
 def _write(path: Path, content: bytes, owner: str) -> None:
@@ -111,11 +163,10 @@ def _write(path: Path, content: bytes, owner: str) -> None:
     """
     temporary = path.with_name(f".{owner}.{path.name}")
     try:
-        with temporary.open("xb") as file:
+        with open(temporary, "xb", opener=_closed) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        ownership.close_tree(temporary)
         temporary.rename(path)
         sync(path.parent)
     except OSError as error:
@@ -124,6 +175,11 @@ def _write(path: Path, content: bytes, owner: str) -> None:
         rule = f"a shard of {len(content):,} bytes must fit on the disk"
         remedy = "free some space and start the capture again: what was written before is kept"
         raise StoreError(f"{path.parent}", rule, error.strerror or str(error), remedy) from error
+
+
+def _closed(path: str, flags: int) -> int:
+    """Opens a file that others may not write to, even while it is being written: another run may open the store then."""
+    return os.open(path, flags, 0o644)
 
 
 def remove_abandoned(folder: Path) -> None:

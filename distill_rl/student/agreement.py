@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from distill_rl.losses import TopKLogprobs, VocabularyProjection, token_agreement
+from distill_rl.losses import SampledTokens, TopKLogprobs, VocabularyProjection, token_agreement
 from distill_rl.losses.agreement import top_tokens
 from distill_rl.losses.core.student import Student
 from distill_rl.losses.targets import Teacher
@@ -21,16 +21,22 @@ from distill_rl.types import IGNORE_INDEX, ChunkRows
 def agreement_of_tokens(student: Student, labels: Tensor, teacher: Teacher, num_labels: int | None) -> Tensor:
     """Compares with a teacher of the student's tokenizer, at every labelled position.
 
-    The acceptance is that of sampling at temperature 1. Top-k targets of another temperature do not tell it.
+    The acceptance is that of sampling at temperature 1. Top-k targets of another temperature do not tell it, and draws do
+    not either: Σ min(w, q) over their weights w would be too low. The most likely token of a teacher that is known by
+    draws is taken to be the one drawn most often.
 
     Args:
         teacher: over this rank's columns of the student's logits.
         num_labels: labelled positions; None: they are counted.
     """
+    known = not isinstance(teacher, SampledTokens)
+    if isinstance(teacher, SampledTokens):
+        ids = teacher.most_drawn()[:, None]
+        teacher = TopKLogprobs(ids, torch.zeros_like(ids, dtype=torch.float32), temperature=teacher.temperature)
     temperature = teacher.temperature if isinstance(teacher, TopKLogprobs) else 1.0
     found = token_agreement(student, teacher, labels=labels, temperature=temperature, num_labels=num_labels)
     count = found.num_tokens
-    acceptance = (found.acceptance, count) if temperature == 1 else (torch.zeros_like(count),) * 2
+    acceptance = (found.acceptance, count) if known and temperature == 1 else (torch.zeros_like(count),) * 2
     return torch.stack([each.double() for each in (found.top1, count, *acceptance)])
 
 

@@ -17,11 +17,16 @@ def problems(folder: Path) -> Iterator[str]:
 
     No file is opened.
     The owner must be this user or root, neither group nor others may write, and there may be no links or special files.
-    The folder must exist.
+    The folder must exist; what disappears from it meanwhile is not looked at.
     """
     for entry in (folder, *sorted(folder.rglob("*"))):
         name = "the folder" if entry == folder else str(entry.relative_to(folder))
-        info = entry.lstat()
+        try:
+            info = entry.lstat()
+        except FileNotFoundError:
+            if entry == folder:
+                raise
+            continue  # a draft that was renamed meanwhile
         if not (stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)):
             yield f"{name} is a {'link' if entry.is_symlink() else 'special file'}"
         elif info.st_uid not in (os.geteuid(), 0):

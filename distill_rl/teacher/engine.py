@@ -14,6 +14,7 @@ from distill_rl.config.facts import runs_model, teacher_rows
 from distill_rl.config.memory import target_bytes_per_token
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
+from distill_rl.losses import context_keys
 from distill_rl.losses.targets import Wire
 from distill_rl.models import forward
 from distill_rl.models.attention.varlen import documents_for
@@ -22,7 +23,15 @@ from distill_rl.models.inputs import micro_batches, to_device
 from distill_rl.models.load import DTYPES, load_model
 from distill_rl.parallel.mesh import World
 from distill_rl.system.gpu_memory import gpu_phase
-from distill_rl.teacher.targets import TargetHead, chunk_tokens, hidden_targets, logits_targets, score_of, topk_targets
+from distill_rl.teacher.targets import (
+    TargetHead,
+    chunk_tokens,
+    hidden_targets,
+    logits_targets,
+    sampled_targets,
+    score_of,
+    topk_targets,
+)
 from distill_rl.transport.base import Layout
 from distill_rl.types import RankBatch, TokenRows
 
@@ -67,8 +76,8 @@ class TeacherEngine:
         iterator that is left before its end does not change it.
 
         Yields:
-            The rows covered, and their TopKLogprobs, HiddenStates or DenseLogits as tensors in the wire dtype, on this
-            rank's device; the same on every tensor-parallel rank.
+            The rows covered, and their TopKLogprobs, SampledTokens, HiddenStates or DenseLogits as tensors in the wire
+            dtype, on this rank's device; the same on every tensor-parallel rank.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for first_row, rows in micro_batches(batch, self.micro_batch_size):
@@ -86,7 +95,13 @@ class TeacherEngine:
         export, model = self.teacher.export, self.model
         if export == "hidden":
             return target_bytes_per_token(export, model.config.hidden_size, model.dtype.itemsize)
-        entries = model.config.vocab_size if export == "logits" else self.config.loss.top_k
+        columns = model.config.vocab_size
+        by_export = {
+            "logits": columns,
+            "sampled": min(self.config.loss.draws, columns),
+            "topk": self.config.loss.top_k,
+        }
+        entries = by_export[export]
         return target_bytes_per_token(export, entries, self.wire_dtype.itemsize)
 
     @gpu_phase("teacher forward")
@@ -105,6 +120,9 @@ class TeacherEngine:
             return hidden_targets(hidden, labels, self.head, with_entropy=self.teacher.score == "entropy")
         if self.teacher.export == "logits":
             return logits_targets(hidden, labels, self.head, wire_dtype=self.wire_dtype), None
+        if self.teacher.export == "sampled":
+            keys = context_keys(ids, positions, self.config.run.seed).flatten()
+            return sampled_targets(hidden, labels, self.head, draws=self.config.loss.draws, keys=keys), None
         return topk_targets(hidden, labels, self.head, k=self.config.loss.top_k), None
 
 

@@ -10,7 +10,7 @@ The same class serves three purposes:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch import Tensor
 from distill_rl.config.facts import teacher_rows
 from distill_rl.config.memory import target_bytes_per_token
 from distill_rl.config.schema import Config, TeacherConfig
-from distill_rl.errors import DataError
+from distill_rl.errors import DataError, NumericsError
 from distill_rl.losses.targets import target_of
 from distill_rl.models.inputs import micro_batches, to_device
 from distill_rl.models.load import DTYPES
@@ -35,6 +35,7 @@ from distill_rl.transport.base import Layout
 from distill_rl.types import IGNORE_INDEX, PieceRef, RankBatch, TokenRows
 
 _NAMES = {
+    torch.int16: "I16",
     torch.int32: "I32",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -111,6 +112,7 @@ class StoredTeacher:
 
         Raises:
             DataError: the store lacks a piece, and there is no model.
+            NumericsError: what is to be stored is NaN.
             StoreError: what is read is damaged, or what was computed cannot be written.
         """
         total = 0.0
@@ -216,10 +218,20 @@ class StoredTeacher:
             on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
             for part in parts:
                 is_stored = _is_the_same(self.store.find(part.piece, part.tokens))
-                if not (is_stored or self.writer.holds(part.piece, part.tokens)):
-                    place = slice(part.start, part.start + part.piece.length)
-                    self.writer.add(part.piece, part.tokens, {n: _column(t[place]) for n, t in on_host.items()})
+                if is_stored or self.writer.holds(part.piece, part.tokens):
+                    continue
+                place = slice(part.start, part.start + part.piece.length)
+                targets = {name: tensor[place] for name, tensor in on_host.items()}
+                self._require_numbers(part, targets)
+                self.writer.add(part.piece, part.tokens, {name: _column(tensor) for name, tensor in targets.items()})
         return tensors
+
+    def _require_numbers(self, part: Part, targets: Mapping[str, Tensor]) -> None:
+        """Raises NumericsError if a target of a piece that is to be stored is NaN."""
+        for name, tensor in targets.items():
+            if tensor.is_floating_point() and tensor.isnan().any():
+                remedy = "try teachers[].dtype=fp32, or look for damaged weights"
+                raise NumericsError(f"teacher {self.teacher.name}", f"{name} must not be NaN", part.what, remedy)
 
     def _assemble(self, rows: TokenRows, parts: Sequence[Part], found: Sequence[Found]) -> dict[str, Tensor]:
         """The targets of the positions of a micro-batch, on the CPU; empty on ranks that have found nothing."""
@@ -231,7 +243,8 @@ class StoredTeacher:
             for part, place in zip(parts, found):
                 start = part.start + place.skip
                 for name, values in self._read(place).items():
-                    tensors[name][start : start + place.count] = values
+                    into = tensors[name][start : start + place.count]
+                    (into if values.ndim == 1 else into[:, : values.shape[1]]).copy_(values)
         return tensors
 
     def _read(self, place: Found) -> dict[str, Tensor]:
@@ -242,14 +255,26 @@ class StoredTeacher:
         return tensors
 
     def _filling(self, positions: int) -> dict[str, Tensor]:
-        """A valid target for every position, which padding keeps: half of the probability is that of k ids."""
+        """A valid target for every position, which padding keeps: half of the probability is that of k ids.
+
+        Of draws, all are of id 0.
+        """
         k = self._entries
         half = float(np.log(0.5))
-        tensors = {"ids": torch.arange(k, dtype=torch.int32).expand(positions, k)}
-        tensors["logprobs"] = torch.full((positions, k), half - float(np.log(k)), dtype=self._dtype)
-        tensors["rest_logprob"] = torch.full((positions,), half)
-        tensors["label_logprob"] = torch.full((positions,), half)
-        return tensors
+        if self.store.manifest.kind == "sampled":
+            first = torch.arange(k) == 0
+            return {
+                "ids": torch.where(first, 0, -1).to(torch.int32).expand(positions, k),
+                "counts": first.to(torch.int16).expand(positions, k),
+                "mean_logprob": torch.zeros(positions),
+                "label_logprob": torch.full((positions,), half),
+            }
+        return {
+            "ids": torch.arange(k, dtype=torch.int32).expand(positions, k),
+            "logprobs": torch.full((positions, k), half - float(np.log(k)), dtype=self._dtype),
+            "rest_logprob": torch.full((positions,), half),
+            "label_logprob": torch.full((positions,), half),
+        }
 
 
 def _is_the_same(found: Found | None) -> bool:

@@ -16,7 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from distill_rl.config.memory import TEACHER_CHUNK_BYTES as CHUNK_BYTES
 from distill_rl.config.memory import TEACHER_CHUNK_TOKENS as CHUNK_TOKENS
-from distill_rl.losses import DenseLogits, HiddenStates, TopKLogprobs, vocab_parallel_logprobs, vocab_parallel_topk
+from distill_rl.losses import (
+    DenseLogits,
+    HiddenStates,
+    SampledTokens,
+    TopKLogprobs,
+    vocab_parallel_logprobs,
+    vocab_parallel_sample,
+    vocab_parallel_topk,
+)
 from distill_rl.losses.options import Backend
 from distill_rl.losses.targets import Wire
 from distill_rl.parallel.shards import mask_padded_columns
@@ -80,6 +88,26 @@ def topk_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, k: int) ->
             _write(whole, name, part, rows, hidden.shape[0])
         del logits, top
     return TopKLogprobs.from_tensors(whole, head.temperature)
+
+
+def sampled_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, draws: int, keys: Tensor) -> SampledTokens:
+    """Returns per token the distinct ids of `draws` draws with their counts, the draws' mean log-probability, the label's.
+
+    Collective. Arguments as in `topk_targets`.
+
+    Args:
+        keys: int64 [N], see `vocab_parallel_sample`.
+
+    Returns:
+        Plain tensors of N rows, ids int32, counts int16, otherwise fp32, equal on every tensor-parallel rank.
+    """
+    whole: dict[str, Tensor] = {}
+    for rows, logits in head.chunks(hidden):
+        drawn = vocab_parallel_sample(logits, draws, keys=keys[rows], labels=labels[rows], temperature=head.temperature)
+        for name, part in drawn.to_tensors(torch.float32).items():
+            _write(whole, name, part, rows, hidden.shape[0])
+        del logits, drawn
+    return SampledTokens.from_tensors(whole, head.temperature)
 
 
 def logits_targets(hidden: Tensor, labels: Tensor, head: TargetHead, *, wire_dtype: torch.dtype) -> DenseLogits:
@@ -168,8 +196,10 @@ def score_of(
     return torch.where(labels != IGNORE_INDEX, values, 0).double().sum()
 
 
-def entropy(target: TopKLogprobs | DenseLogits, temperature: float, chunk: int) -> Tensor:
+def entropy(target: TopKLogprobs | SampledTokens | DenseLogits, temperature: float, chunk: int) -> Tensor:
     """Returns the entropy of each row in nats, fp32 [N]; all tokens outside a top k count as one more outcome.
+
+    Of draws it is an estimate without bias, minus their mean log-probability.
 
     Args:
         temperature: applied to logits; log-probabilities of the top k already have one.
@@ -178,6 +208,9 @@ def entropy(target: TopKLogprobs | DenseLogits, temperature: float, chunk: int) 
     if isinstance(target, DenseLogits):
         rows = (part.float().div_(temperature).log_softmax(1) for part in target.logits.split(chunk))
         return torch.cat([_entropy_of(logprobs) for logprobs in rows])
+    if isinstance(target, SampledTokens):
+        assert target.mean_logprob is not None
+        return -target.mean_logprob
     assert target.rest_logprob is not None
     return _entropy_of(torch.cat([target.logprobs.float(), target.rest_logprob.float()[:, None]], 1))
 

@@ -137,7 +137,7 @@ def _session(job: Job, total_steps: int, signals: Signals, *, placed: Config) ->
             num_aligners = aligner_workers(placed, gpus=gpus, cpus=cpus)
         plan = place_actors(placed, num_aligners, gpus=gpus, nodes=nodes(), needs=_memory_needs(job, int(gpus)))
         job = replace(job, plan=job.plan.for_device(on_gpu=gpus > 0))
-        make_stores(job, on_gpu=gpus > 0)
+        make_stores(job, on_gpu=gpus > 0, captures=placed is not config)
         calls = Calls(signals.raise_if_stopping, report_after_s=config.faults.report_after_s)
         calls.monitor = ProcessMonitor(config.faults, calls.processes, job.paths.logs)
         with reserve(

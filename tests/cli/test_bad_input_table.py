@@ -835,6 +835,7 @@ def test_a_store_that_cannot_be_used_is_refused(place, refused, overrides, words
     ("loss.chunk_average=chain", "loss.chunk_average=chain has no effect: only the losses xtoken, gold, hkl and uld"),
     ("loss.kd_weight=0 loss.ce_weight=1 loss.tail=truncate", "loss.tail=truncate, loss.top_k=16 have no effect: no teacher"),
     ("teachers.0.export=hidden", "loss.top_k=16 has no effect: no teacher exports a top k"),
+    ("loss.draws=9", "loss.draws=9 has no effect: no teacher draws tokens (teachers[].export: sampled)"),
     ("evaluate.limit=9 evaluate.batch_size=8", "evaluate.limit=9, evaluate.batch_size=8 have no effect: no suites are set"),
     ("data.messages_key=chat", "data.messages_key=chat has no effect: texts are read"),
     ("teachers.0.revision=main", "teachers.0.revision=main has no effect: teachers[].model is a folder"),

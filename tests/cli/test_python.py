@@ -96,7 +96,7 @@ def test_runs_in_one_process_end_resume_and_stop(material, tmp_path: Path):
 
 def test_the_page_runs_and_prints_what_it_shows(tmp_path: Path):
     blocks = snippets((DOCS / "python.md").read_text("utf-8"))
-    assert len(blocks) == 5
+    assert len(blocks) == 7
     script = "".join(f"{block.code}print('=====')\n" for block in blocks)
     _, out = ended(script, tmp_path)
     printed = out.split("=====\n")

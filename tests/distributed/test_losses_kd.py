@@ -98,6 +98,7 @@ def extremes(vocabulary: int) -> list[Case]:
         Case("reverse_kl", "topk", "bucket", 2.5),
         Case("skewed_reverse_kl", "topk_no_rest", "bucket", 1.0),
         Case("tvd", "topk", "renormalize", 1.0, reduction="none"),
+        Case("forward_kl", "sampled", "bucket", 2.5),
     ]
 
 

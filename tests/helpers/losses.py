@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from distill_rl.losses import DenseLogits, TeacherHidden, TopKLogprobs, reference
+from distill_rl.losses import DenseLogits, SampledTokens, TeacherHidden, TopKLogprobs, reference
 
 DIVERGENCES = tuple(reference.DIVERGENCES)
 TAILS = ("bucket", "truncate", "renormalize")
@@ -22,7 +22,7 @@ TEMPERATURES = (1.0, 2.5)
 
 @dataclass(frozen=True)
 class Case:
-    """One setting of the loss. `target` is dense, hidden, topk or topk_no_rest."""
+    """One setting of the loss. `target` is dense, hidden, topk, topk_no_rest, sampled or sampled_no_mean."""
 
     divergence: str
     target: str
@@ -39,10 +39,12 @@ class Case:
 
 
 def all_cases(targets: tuple[str, ...] = ("dense", "hidden", "topk", "topk_no_rest")) -> Iterator[Case]:
-    """Every divergence × target kind × tail × temperature; the tail varies for `topk` only."""
+    """Every divergence × target kind × tail × temperature, the tail for `topk` only; and draws, which have one divergence."""
     for divergence, target, temperature in itertools.product(DIVERGENCES, targets, TEMPERATURES):
         for tail in TAILS if target == "topk" else TAILS[:1]:
             yield Case(divergence, target, tail, temperature)
+    for target, temperature in itertools.product(("sampled", "sampled_no_mean"), TEMPERATURES):
+        yield Case("forward_kl", target, "bucket", temperature)
 
 
 @dataclass
@@ -67,11 +69,13 @@ class Batch:
         """[N, V]"""
         return 1.5 * self.teacher_hidden @ self.teacher_head.T + mask_of(self.bias)
 
-    def target(self, case: Case, k: int = 9) -> DenseLogits | TeacherHidden | TopKLogprobs:
+    def target(self, case: Case, k: int = 9) -> DenseLogits | TeacherHidden | TopKLogprobs | SampledTokens:
         if case.target == "dense":
             return DenseLogits(self.teacher)
         if case.target == "hidden":
             return TeacherHidden(self.teacher_hidden, self.teacher_head, logit_scale=1.5, bias=mask_of(self.bias))
+        if case.target.startswith("sampled"):
+            return draws(self.teacher, 2 * k, case.temperature, mean=case.target == "sampled")
         return top_k(self.teacher, k, case.temperature, rest=case.target == "topk")
 
 
@@ -103,6 +107,20 @@ def top_k(logits: Tensor, k: int, temperature: float, *, rest: bool = True) -> T
     top, ids = logprobs.topk(k, 1)
     others = logprobs.scatter(1, ids, -torch.inf).logsumexp(1) if rest else None
     return TopKLogprobs(ids, top, others, temperature)
+
+
+def draws(logits: Tensor, n: int, temperature: float, *, mean: bool = True) -> SampledTokens:
+    """n independent draws per row of whole logits, in plain torch; the entries are in no order. The last row has none."""
+    logprobs = (logits / temperature).log_softmax(1)
+    draw = torch.Generator().manual_seed(1)
+    rows = [torch.multinomial(row.exp(), n, replacement=True, generator=draw) for row in logprobs]
+    m = min(n, logits.shape[1])
+    ids, counts = torch.full((len(rows), m), -1), torch.zeros(len(rows), m, dtype=torch.int64)
+    for i, row in enumerate(rows[:-1]):
+        found, often = row.unique(return_counts=True)
+        ids[i, : len(found)], counts[i, : len(found)] = found.flip(0), often.flip(0)
+    drawn = torch.stack([each[row].mean() for each, row in zip(logprobs, rows)])
+    return SampledTokens(ids, counts, drawn if mean else None, temperature)
 
 
 def oracle(case: Case, data: Batch, target: Any, factor: float = 1.0) -> tuple[Any, Tensor]:

@@ -24,6 +24,7 @@ class Quickstart:
     ended: Ended
     runs: Path
     material: Path
+    stored: bool = False
 
     @property
     def run(self) -> Path:
@@ -31,7 +32,7 @@ class Quickstart:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        return ("--cross",) if self.crosses else ()
+        return _flags(self.name, self.stored)
 
     @property
     def crosses(self) -> bool:
@@ -55,14 +56,17 @@ def quickstart(*arguments: str | Path, cluster: Cluster | None = None) -> Ended:
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def finish(name: str, root: Path, steps: int, cluster: Cluster | None = None) -> Quickstart:
+def _flags(name: str, stored: bool) -> tuple[str, ...]:
+    return (*(["--cross"] if name == "quickstart-cross" else []), *(["--stored"] if stored else []))
+
+
+def finish(name: str, root: Path, steps: int, cluster: Cluster | None = None, *, stored: bool = False) -> Quickstart:
     """Runs a quickstart to its end. Without a cluster its runs start Ray, as a user's do."""
-    runs, material = root / "runs", root / "material"
-    flags = ["--cross"] if name == "quickstart-cross" else []
+    runs, material, flags = root / "runs", root / "material", _flags(name, stored)
     settings = ["--runs", runs, "--material", material, "--seed", str(SEED), *flags, f"train.steps={steps}"]
     ended = quickstart(*settings, cluster=cluster)
     assert ended.code == 0, ended.out + ended.err
-    return Quickstart(name, steps, ended, runs, material)
+    return Quickstart(name, steps, ended, runs, material, stored)
 
 
 class QuickstartContract:

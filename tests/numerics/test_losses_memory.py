@@ -16,6 +16,7 @@ from distill_rl.losses import (
     fused_linear_kd_loss,
     kd_loss,
     vocab_parallel_logprobs,
+    vocab_parallel_sample,
     vocab_parallel_topk,
 )
 from distill_rl.losses.targets import Teacher
@@ -29,11 +30,19 @@ def logits(seed: int) -> Tensor:
     return torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", ["dense", "topk"])
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+TARGETS = {
+    "dense": DenseLogits,
+    "topk": lambda teacher: vocab_parallel_topk(teacher, K),
+    "sampled": lambda teacher: vocab_parallel_sample(teacher, K, keys=torch.arange(ROWS)),
+}
+
+
+@pytest.mark.parametrize(
+    ("divergence", "kind"),
+    [*((name, kind) for name in ("forward_kl", "reverse_kl") for kind in ("dense", "topk")), ("forward_kl", "sampled")],
+)
 def test_kd_stays_below_two_and_a_half_bytes_per_logit(divergence: str, kind: str) -> None:
-    student, teacher = logits(0), logits(1)
-    target = DenseLogits(teacher) if kind == "dense" else vocab_parallel_topk(teacher, K)
+    student, target = logits(0), TARGETS[kind](logits(1))
     labels = torch.arange(ROWS)
 
     def step() -> None:

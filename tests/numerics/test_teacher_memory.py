@@ -9,19 +9,32 @@ import torch
 from torch.nn.functional import linear
 
 from distill_rl.bench.losses import peak_bytes
-from distill_rl.teacher.targets import TargetHead, hidden_targets, logits_targets, topk_targets
+from distill_rl.losses import SampledTokens
+from distill_rl.teacher.targets import TargetHead, hidden_targets, logits_targets, sampled_targets, topk_targets
 
 CHUNK, VOCABULARY, HIDDEN, K = 64, 8192, 16, 8
 COPIES = 2
 """Allowed copies of a chunk of fp32 logits: the logits, and half as much for log-probs, top-k and masked padding."""
 
+
+def _sampled(hidden: torch.Tensor, labels: torch.Tensor, head: TargetHead) -> SampledTokens:
+    return sampled_targets(hidden, labels, head, draws=K, keys=labels)
+
+
 MAKE = {
     "topk": partial(topk_targets, k=K),
+    "sampled": _sampled,
     "hidden": hidden_targets,
     "hidden and entropy": partial(hidden_targets, with_entropy=True),
     "logits": partial(logits_targets, wire_dtype=torch.float16),
 }
-PER_TOKEN = {"topk": 8 * K + 8, "hidden": 4, "hidden and entropy": 8, "logits": 2 * VOCABULARY + 4}
+PER_TOKEN = {
+    "topk": 8 * K + 8,
+    "sampled": 6 * K + 8,
+    "hidden": 4,
+    "hidden and entropy": 8,
+    "logits": 2 * VOCABULARY + 4,
+}
 """Bytes of the targets per token. Hidden states exist already and do not count."""
 
 

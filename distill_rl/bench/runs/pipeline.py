@@ -120,17 +120,20 @@ def figures(metrics: Path) -> dict[str, Any]:
     }
 
 
-def make_equal(root: Path, sizes: Mapping[str, int]) -> int:
+def make_equal(root: Path, sizes: Mapping[str, int], times: float = 1) -> int:
     """Writes a teacher whose forward pass takes about as long as a student's step; returns its number of layers.
 
     Scales the number of layers by the measured ratio of the two times. A pass has costs besides its layers, so this
     takes a few rounds, at most four. Each is a run of the command line, and prints a line.
+
+    Args:
+        times: or so many times as long.
     """
-    layers = 3 * STUDENT_LAYERS
+    layers = round(3 * STUDENT_LAYERS * times)
     for attempt in range(4):
         write_teacher(root, layers, sizes["length"])
         stages = run(root, f"calibration-{attempt}", 0, **{**sizes, "steps": WARM_UP + 8})
-        ratio = stages["student"] / stages["teacher"]
+        ratio = times * stages["student"] / stages["teacher"]
         print(f"teacher of {layers} layers: {stages['teacher']:.3f} s, student {stages['student']:.3f} s", flush=True)
         better = max(1, round(layers * ratio))
         if better == layers or 1 / 1.03 < ratio < 1.03:

@@ -73,7 +73,7 @@ class NoEffect:
 
 _ALIGNMENT = ("aligner.method", "aligner.fast_ids", "aligner.dp.backend", "aligner.dp.band")
 _TEACHERS = (
-    "loss.divergence", "loss.beta", "loss.tail", "loss.top_k", "loss.temperature", "loss.dynamic_scale",
+    "loss.divergence", "loss.beta", "loss.tail", "loss.top_k", "loss.draws", "loss.temperature", "loss.dynamic_scale",
     "loss.cross_tokenizer", "loss.chunk_average", "loss.uncommon_top_k", "loss.gold_relaxed", "loss.alm_tau",
     *_ALIGNMENT, "prefetch.slots", "transport", "faults.teacher_restarts", "faults.lost_teacher",
 )  # fmt: skip
@@ -107,6 +107,11 @@ TABLE: tuple[NoEffect, ...] = (
         ("loss.top_k",),
         lambda run: "topk" not in run.exports and run.none("hybrid", "xtoken"),
         "no teacher exports a top k, and only the losses hybrid and xtoken choose one themselves",
+    ),
+    NoEffect(
+        ("loss.draws",),
+        lambda run: "sampled" not in run.exports,
+        "no teacher draws tokens (teachers[].export: sampled)",
     ),
     NoEffect(
         ("loss.chunk_average",),
@@ -164,9 +169,19 @@ TABLE: tuple[NoEffect, ...] = (
         "all targets are read from stores, as they were captured",
     ),
     NoEffect(
+        ("capture.mass",),
+        lambda run: run.config.capture.format == "exact",
+        "capture.format is exact",
+    ),
+    NoEffect(
         ("capture.write_every_s",),
         lambda run: all(teacher.cache is None for teacher in run.config.teachers),
         "nothing is stored (teachers[].cache, or distill-rl capture)",
+    ),
+    NoEffect(
+        ("teachers[].wire_dtype",),
+        lambda run: run.exports == {"sampled"},
+        "draws are sent as integers",
     ),
     NoEffect(
         ("student.revision",),

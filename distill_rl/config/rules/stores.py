@@ -9,7 +9,7 @@ from distill_rl.config.paths import teacher_folder
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import problem
 
-STORED = ("topk",)
+STORED = ("topk", "sampled")
 """Values of `teachers[].export` that a store can hold."""
 
 

@@ -210,6 +210,7 @@ def _unit(config: Config) -> int | None:
 
 _LOSS_RANGES = {
     "temperature": (0.01, 100, "beyond that the loss, which is multiplied by its square, is rounding of fp32"),
+    "draws": (1, 32767, "beyond that their counts do not fit into 16 bits, in which they are sent"),
     "alm_tau": (0.01, 1e6, "beyond that all chunks are impossible or certain on both sides, and nothing is compared"),
 }
 """Setting of `loss` → its smallest and largest value, and why. What is not positive has its own rule."""
@@ -242,7 +243,8 @@ def _losses(config: Config) -> Iterator[str]:
 def _teachers(config: Config) -> Iterator[str]:
     """Problems of the teachers together, one line each.
 
-    Different scores, or a learnable projection although no teacher can use the loss xtoken.
+    Different scores, a learnable projection although no teacher can use the loss xtoken, or draws for another divergence than
+    forward_kl.
     """
     scores = {teacher.score for teacher in config.teachers}
     if len(scores) > 1:
@@ -251,6 +253,12 @@ def _teachers(config: Config) -> Iterator[str]:
         rule = "trains the projection of the loss xtoken; no teacher uses that loss"
         remedy = "set loss.cross_tokenizer=xtoken, or projection.learnable=false"
         yield problem("projection.learnable", rule, "true", remedy)
+    if config.loss.divergence != "forward_kl":
+        for teacher in running_teachers(config):
+            if teacher.export == "sampled":
+                rule = f"must be forward_kl, which the draws of teacher {teacher.name} (export: sampled) estimate"
+                remedy = "set loss.divergence=forward_kl, or another export"
+                yield problem("loss.divergence", rule, config.loss.divergence, remedy)
 
 
 def _losses_named(config: Config) -> set[str]:

@@ -98,11 +98,11 @@ class TeacherConfig:
     missing: Literal["fail", "skip", "live"] = "fail"
     """What to do about documents that the store does not have, for backend store. fail: refuse to start. skip: train without them. live: run the teacher for the micro-batches that hold one, which needs its model."""
     cache: Optional[str] = field(default=None, metadata=NOT_EMPTY)
-    """Folder of a store that this run fills and reads: targets are computed the first time that a document comes, and read afterwards. Made if it does not exist. For backend hf and export topk."""
-    export: Literal["topk", "hidden", "logits"] = "topk"
-    """What the teacher sends to the student. topk: the log-probs of the loss.top_k most likely tokens. hidden: its last hidden states, from which the student computes all logits with a copy of the teacher's output layer. logits: all logits. The cross-tokenizer losses `xtoken`, `gold`, `hkl`, `uld` and `strict` need hidden or logits."""
+    """Folder of a store that this run fills and reads: targets are computed the first time that a document comes, and read afterwards. Made if it does not exist. For backend hf and export topk or sampled."""
+    export: Literal["topk", "sampled", "hidden", "logits"] = "topk"
+    """What the teacher sends to the student. topk: the log-probs of the loss.top_k most likely tokens. sampled: loss.draws tokens drawn from its distribution, which estimate forward_kl without bias. hidden: its last hidden states, from which the student computes all logits with a copy of the teacher's output layer. logits: all logits. The cross-tokenizer losses `xtoken`, `gold`, `hkl`, `uld` and `strict` need hidden or logits, `hybrid` and `alm` do not take sampled."""
     wire_dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
-    """Dtype in which log-probs and logits are sent. auto: fp16 on GPUs, fp32 on CPUs. The mass outside the top k and the label's log-prob are always sent as fp32, hidden states always in the teacher's dtype."""
+    """Dtype in which log-probs and logits are sent. auto: fp16 on GPUs, fp32 on CPUs. The mass outside the top k and the label's log-prob are always sent as fp32, hidden states always in the teacher's dtype, draws as integers."""
 
 
 @dataclass
@@ -115,6 +115,8 @@ class LossConfig:
     """Mixture weight from 0 to 1: of the teacher's distribution in jsd and skewed_forward_kl, of the student's in skewed_reverse_kl. The other divergences ignore it."""
     top_k: int = field(default=64, metadata=POSITIVE)
     """Number of the teacher's most likely tokens that are kept per position. The total probability of all other tokens is kept as one number."""
+    draws: int = field(default=50, metadata=POSITIVE)
+    """Number of tokens that a teacher with export sampled draws from its distribution at every position, at most 32767; a token that is drawn several times is sent once, with its count. More draws make the loss less noisy and the targets larger, by 6 bytes each."""
     tail: Literal["bucket", "truncate", "renormalize"] = "bucket"
     """What happens to the probability outside the top k. bucket: all other tokens are compared together, as one more outcome. truncate: it is ignored. renormalize: both distributions are rescaled to sum to 1 over the top k."""
     temperature: float = field(default=1.0, metadata=POSITIVE)
@@ -335,6 +337,10 @@ class RayConfig:
 
 @dataclass
 class CaptureConfig:
+    format: Literal["exact", "compact"] = "exact"
+    """How `distill-rl capture` writes targets. exact: as they are sent, so that training has the bits of a live run. compact: ids entropy-coded and log-probs quantised, in about a tenth of the bytes (docs/store.md). A cache is always exact."""
+    mass: Optional[float] = field(default=None, metadata=POSITIVE_FRACTION)
+    """For format compact: keep only the fewest entries of a token whose probability adds up to this. null: keep all loss.top_k."""
     write_every_s: float = field(default=30.0, metadata=POSITIVE)
     """Seconds after which targets that were computed are written, for `distill-rl capture` and teachers[].cache. A process that is killed loses at most these seconds of work. They are also written whenever 64 MiB have come together."""
 

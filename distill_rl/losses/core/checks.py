@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from distill_rl.losses.targets import TopKLogprobs
+from distill_rl.losses.targets import SampledTokens, TopKLogprobs
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -197,24 +197,66 @@ def top_k(teacher: TopKLogprobs, num_rows: int, vocabulary: int, temperature: fl
             f"temperature: must be that of the teacher's targets, {teacher.temperature}; got {temperature}"
         )
     if looked_at(validate, ids) and ids.numel():
-        _distinct_ids(ids, vocabulary)
+        _distinct_ids(ids, vocabulary, absent=-1)
+        if bool((logprobs[ids < 0] > -torch.inf).any()):
+            raise ValueError("teacher.logprobs: must be -inf where the id is -1, an absent entry")
 
 
-def _distinct_ids(ids: Tensor, vocabulary: int) -> None:
+def sampled(teacher: SampledTokens, num_rows: int, vocabulary: int, temperature: float, validate: bool | None) -> None:
+    """Requires draws that fit the student: dtypes, shapes, temperature, distinct ids in range, and counts beside them.
+
+    The values are looked at as `looked_at` decides: on a CPU by default, on a GPU only with `validate`.
+
+    Args:
+        num_rows: N of the student.
+        vocabulary: number of ids.
+        temperature: at which the loss compares; the draws must have been made at the same one.
+
+    Raises:
+        ValueError: any of these does not fit; the message names the field.
+    """
+    ids, counts = teacher.ids, teacher.counts
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"teacher.ids: must be int32 or int64; got {ids.dtype}")
+    if ids.ndim != 2 or ids.shape[0] != num_rows or not ids.shape[1]:
+        raise ValueError(f"teacher.ids: must be [N, m] with N = {num_rows} rows and m >= 1; got {list(ids.shape)}")
+    if counts.shape != ids.shape or counts.is_floating_point() or counts.dtype == torch.bool:
+        raise ValueError(
+            f"teacher.counts: must be integers of the shape of ids, {list(ids.shape)}; "
+            f"got {counts.dtype} {list(counts.shape)}"
+        )
+    mean = teacher.mean_logprob
+    if mean is not None and mean.shape != ids.shape[:1]:
+        raise ValueError(f"teacher.mean_logprob: must be [N] with N = {num_rows} rows; got {list(mean.shape)}")
+    if teacher.temperature != temperature:
+        raise ValueError(
+            f"temperature: must be that of the teacher's targets, {teacher.temperature}; got {temperature}"
+        )
+    if not looked_at(validate, ids) or not ids.numel():
+        return
+    if bool(((counts > 0) != (ids >= 0)).any()) or int(counts.min()) < 0:
+        raise ValueError("teacher.counts: must be positive where there is an id, and 0 where the id is -1")
+    _distinct_ids(ids, vocabulary, absent=-1)
+
+
+def _distinct_ids(ids: Tensor, vocabulary: int, absent: int | None = None) -> None:
     """Requires ids [N, k] that lie in the vocabulary and occur at most once per row. Waits for the device.
 
     Args:
         ids: not empty.
         vocabulary: number of ids.
+        absent: an id, below all others, that may occur any number of times.
 
     Raises:
         ValueError: an id out of range or twice in a row; the message gives the id, and the row of a duplicate.
     """
     lowest, highest = int(ids.min()), int(ids.max())
-    if lowest < 0 or highest >= vocabulary:
+    if (lowest < 0 and lowest != absent) or highest >= vocabulary:
         raise ValueError(f"teacher.ids: must lie in [0, {vocabulary}); got {lowest if lowest < 0 else highest}")
     ordered = ids.sort(1).values
     twice = ordered[:, 1:] == ordered[:, :-1]
+    if absent is not None:
+        twice &= ordered[:, 1:] != absent
     if twice.any():
         row, column = twice.nonzero()[0].tolist()
         raise ValueError(

@@ -17,11 +17,16 @@ from distill_rl.losses.core.head import Head, HiddenChunks
 from distill_rl.losses.core.labels import LabelRows, LabelTerm
 from distill_rl.losses.core.reduce import Reduction
 from distill_rl.losses.core.row_function import RowFunction
+from distill_rl.losses.core.sampled import SampledRows
 from distill_rl.losses.core.shards import VocabularyShard, local_like
 from distill_rl.losses.core.sparse import TopKRows
 from distill_rl.losses.core.trees import as_tree
+from distill_rl.losses.divergence import ForwardKL
 from distill_rl.losses.options import KDOptions
-from distill_rl.losses.targets import DenseLogits, Teacher, TeacherHidden, TopKLogprobs
+from distill_rl.losses.targets import DenseLogits, SampledTokens, Teacher, TeacherHidden, TopKLogprobs
+
+Targets = TopKLogprobs | SampledTokens | TeacherChunks
+"""Targets in the form that row functions take."""
 
 
 @as_tree
@@ -41,7 +46,7 @@ class KDOutput:
     num_tokens: Tensor
     """int64 scalar: the rows that count."""
     teacher_mass: Tensor
-    """The teacher's probability in the compared columns; 1 for a dense teacher. Token weights do not enter."""
+    """The teacher's probability in the compared columns; 1 for a dense teacher and for draws. Token weights do not enter."""
     student_mass: Tensor
     """The student's probability in the same columns."""
 
@@ -84,7 +89,7 @@ class Task:
         labels = self.labels[kept]
         return replace(self, num_rows=len(kept), reduction=reduction, labels=labels, num_labels=len(kept)), kept
 
-    def rows(self, teacher: TopKLogprobs | TeacherChunks | None, like: Tensor) -> RowFunction:
+    def rows(self, teacher: Targets | None, like: Tensor) -> RowFunction:
         """The row function of this task: T²·D with or without cross-entropy, or the labels' log-probabilities at T = 1.
 
         Args:
@@ -99,6 +104,8 @@ class Task:
         divergence = options.resolved()
         if isinstance(teacher, TopKLogprobs):
             return TopKRows(teacher, self.shard, divergence, options.temperature, options.tail, label, like)
+        if isinstance(teacher, SampledTokens):
+            return SampledRows(teacher, self.shard, options.temperature, label, like)
         return DenseRows(teacher, self.shard, divergence, options.temperature, label, self.num_rows, like)
 
     def row_weights(self, dtype: torch.dtype, has_teacher: bool) -> tuple[Tensor | None, ...]:
@@ -197,10 +204,10 @@ def make_task(
     return Task(options, shard, leading.numel(), labels, reduction, batch.num_labels)
 
 
-def local_teacher(teacher: Teacher | None, task: Task) -> TopKLogprobs | TeacherChunks | None:
+def local_teacher(teacher: Teacher | None, task: Task) -> Targets | None:
     """The targets in the form that row functions take, checked against the student's rows and columns.
 
-    Top-k targets as they are; logits and hidden states as chunks of this rank's columns; None for cross-entropy alone.
+    Top-k targets and draws as they are; logits and hidden states as chunks of this rank's columns; None for cross-entropy alone.
 
     Raises:
         ValueError: no teacher although kd_ratio is above 0, or targets that do not fit.
@@ -213,6 +220,11 @@ def local_teacher(teacher: Teacher | None, task: Task) -> TopKLogprobs | Teacher
     if isinstance(teacher, TopKLogprobs):
         checks.top_k(teacher, task.num_rows, task.shard.total, options.temperature, options.validate)
         return teacher
+    if isinstance(teacher, SampledTokens):
+        if not isinstance(options.resolved(), ForwardKL):
+            raise ValueError(f"divergence: must be forward_kl with SampledTokens; got {options.divergence}")
+        checks.sampled(teacher, task.num_rows, task.shard.total, options.temperature, options.validate)
+        return teacher
     if isinstance(teacher, DenseLogits):
         checks.floating("teacher.logits", teacher.logits, (2, 3))
         logits = local_like(teacher.logits.detach(), task.shard, dim=-1, name="teacher.logits")
@@ -221,7 +233,8 @@ def local_teacher(teacher: Teacher | None, task: Task) -> TopKLogprobs | Teacher
         return LogitChunks(logits.reshape(task.num_rows, task.shard.size))
     if isinstance(teacher, TeacherHidden):
         return _hidden_teacher(teacher, task)
-    raise ValueError(f"teacher: must be DenseLogits, TopKLogprobs or TeacherHidden; got {type(teacher).__name__}")
+    kinds = "DenseLogits, TopKLogprobs, SampledTokens or TeacherHidden"
+    raise ValueError(f"teacher: must be {kinds}; got {type(teacher).__name__}")
 
 
 def _hidden_teacher(teacher: TeacherHidden, task: Task) -> HiddenChunks:

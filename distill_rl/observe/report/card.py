@@ -44,7 +44,7 @@ def model_card(
         "Optimizer steps": f"{step:,}",
         "Training data": str(redact(_data(config))),
         "Data, sha256": data_fingerprint,
-        "Loss": f"{config.loss.kd_weight:g} x KD ({config.loss.divergence}, top {config.loss.top_k}, "
+        "Loss": f"{config.loss.kd_weight:g} x KD ({config.loss.divergence}, {_entries(config)}, "
         f"T = {config.loss.temperature:g}) + {config.loss.ce_weight:g} x CE",
         "Seed": str(config.run.seed),
         "Configuration": fingerprint(config),
@@ -66,6 +66,14 @@ def _data(config: Config) -> str:
     """The path of the training data, or of every source with its weight."""
     data = config.data
     return ", ".join(f"{source.path} (weight {source.weight:g})" for source in data.sources) or str(data.path)
+
+
+def _entries(config: Config) -> str:
+    """What is compared of the teachers' distributions: their draws, or their top k."""
+    ways = {
+        f"{config.loss.draws} draws" if t.export == "sampled" else f"top {config.loss.top_k}" for t in config.teachers
+    }
+    return " and ".join(sorted(ways)) or f"top {config.loss.top_k}"
 
 
 def _header(config: Config) -> str:

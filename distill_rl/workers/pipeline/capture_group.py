@@ -55,13 +55,21 @@ class CaptureGroup:
     def finish(self) -> int:
         """Makes all teachers write what is waiting, and returns the bytes that they have written since the start.
 
+        A teacher that dies meanwhile is replaced; what it had not written is then missing (`restarts`).
+
         Raises:
-            DistillError: a teacher failed or cannot write.
+            DistillError: a teacher failed and cannot be recovered from, or cannot write.
         """
-        calls: Refs = {}
-        for _, group in self._teachers:
-            calls |= group.submit("finish_store")
-        return sum(self._gather(calls, "writing the last targets"))
+        what = "writing the last targets"
+        while True:
+            calls: Refs = {}
+            for _, group in self._teachers:
+                calls |= group.submit("finish_store")
+            try:
+                return sum(self._gather(calls, what))
+            except DistillError as error:
+                self._recovery.find_dead(error, what)
+                self._recovery.replace_dead()
 
     def _finish(self, sub_batch: SubBatch, what: str) -> list[TeacherStats]:
         """Waits for the teachers' calls on a sub-batch, replaces teachers that die, and frees its slots."""

@@ -19,7 +19,8 @@ def describe_transport(
 ) -> dict[str, Metric]:
     """Returns the metrics of one batch about the transport and the teachers' times, by name; empty without teachers.
 
-    These are bytes, bytes per position of the rows (padding included), and by teacher the use of its ring and the
+    These are bytes, bytes per position of the rows (padding included), the share of tokens whose targets came from a
+    store (where teachers have one), and by teacher the use of its ring and the
     seconds of `forward` and `publish` of its slowest replica, and the peak memory of its largest, in GiB.
 
     Args:
@@ -37,6 +38,9 @@ def describe_transport(
         "transport/bytes": Metric(float(num_bytes), "sum"),
         "transport/bytes_per_token": Metric(num_bytes / max(positions, 1), "mean", positions),
     }
+    if looked_up := sum(replica.tokens_read + replica.tokens_computed for replica in flat):
+        read = sum(replica.tokens_read for replica in flat)
+        metrics["store/read"] = Metric(read / looked_up, "mean", looked_up)
     for t, teacher in enumerate(teachers):
         if teacher.name in lost:
             continue

@@ -85,6 +85,16 @@ def test_hidden_export_counts_wire_dtype_and_output_layers(load):
 def test_small_vocabulary_limits_the_entries(load):
     (teacher,) = sizes(load("loss.top_k=500"), Facts(vocabulary_size=320)).teachers
     assert teacher.entries == 320
+    facts = Facts(teachers=(TeacherFacts(replace(MODEL, vocabulary_columns=320)),))
+    (teacher,) = sizes(load("loss.draws=500", "teachers.0.export=sampled"), facts).teachers
+    assert teacher.entries == 320
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_draws_are_an_id_and_a_count_each(load, dtype):
+    config = load("loss.draws=30", "teachers.0.export=sampled", f"teachers.0.wire_dtype={dtype}")
+    (teacher,) = sizes(config, Facts()).teachers
+    assert (teacher.entries, teacher.bytes_per_token) == (30, 30 * (4 + 2) + 4 + 4)
 
 
 def test_auto_wire_dtype_depends_on_the_device(load):

@@ -37,6 +37,7 @@ def configured(tmp_path: Path):
     (("teachers.0.loss=alm",), (), {"acceptance"}),
     ((AT_2,), (SAME,), {"acceptance"}),
     ((AT_2, "teachers.0.export=hidden"), (SAME,), set()),
+    (("teachers.0.export=sampled",), (SAME,), {"acceptance"}),
     (("loss.kd_weight=0", "loss.ce_weight=1"), (), {"kl_loss", "top1_agreement", "acceptance"}),
 ])  # fmt: skip
 def test_metrics_of_validation_with_one_teacher(configured, overrides, teachers, without):
@@ -60,6 +61,9 @@ def test_each_of_several_teachers_has_its_own(configured):
     ("validation/kl_loss/wide", (TWO,), None),
     ("validation/acceptance", (AT_2,),
      "is not measured for teacher big: its top k is taken at loss.temperature 2, not at 1; got validation/acceptance; "
+     "set checkpoint.best_by=validation/top1_agreement"),
+    ("validation/acceptance", ("teachers.0.export=sampled",),
+     "is not measured for teacher big: its draws (export: sampled) tell no probabilities; got validation/acceptance; "
      "set checkpoint.best_by=validation/top1_agreement"),
     ("validation/acceptance/wide", (TWO, "teachers.1.loss=uld", "teachers.1.export=hidden"),
      "is not measured for teacher wide: it is not compared token by token; got validation/acceptance/wide; "

@@ -66,6 +66,9 @@ def test_triton_needs_a_gpu_and_a_kernel_for_what_is_compared(problems, material
     assert problems(*hidden, "loss.divergence=jsd") == [
         "loss.backend: triton has no kernel for jsd against the hidden states of teacher big; set loss.backend=auto"
     ]
+    assert problems("loss.backend=triton", "teachers.0.export=sampled") == [
+        "loss.backend: triton has no kernel for the draws of teacher big (export: sampled); set loss.backend=auto"
+    ]
     across = ("loss.backend=triton", f"teachers.0.model={material}/foreign")
     assert problems(*across) == []
     assert problems(*across, "loss.cross_tokenizer=gold", "teachers.0.export=logits") == [

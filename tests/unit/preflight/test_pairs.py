@@ -73,6 +73,10 @@ def test_teacher_template_must_accept_the_chats(problems, material, teacher, exp
             "teachers.0.export: the loss xtoken needs logits or hidden; got topk; set teachers.0.export=logits",
         ),
         (["teachers.0.loss=strict"], "teachers.0.export: the loss strict needs logits or hidden; got topk"),
+        (
+            ["teachers.0.export=sampled"],
+            "teachers.0.export: the loss hybrid needs topk or logits or hidden; got sampled; set teachers.0.export=topk",
+        ),
         (["loss.top_k=601"], "loss.top_k: must not exceed the 600 ids of the tokenizer of teacher big; got 601"),
         (
             ["teachers.0.loss=same"],

@@ -17,6 +17,7 @@ from distill_rl.store.manifest import SHARDS
 from distill_rl.store.shard import SUFFIX, Column, Record
 from distill_rl.store.store import Store
 from distill_rl.store.writer import StoreWriter
+from tests.helpers.command import until
 from tests.helpers.stores import ids, labels, make_store, piece_of, record_of
 
 NEVER = float("inf")
@@ -40,11 +41,24 @@ def test_targets_are_written_when_they_are_due(store):
     for writer, name in ((patient, "one"), (eager, "two")):
         add(writer, record_of(name, range(4)))
         writer.flush_if_due()
+    until(lambda: len(Store(store.folder)), "a shard")
+    assert [piece.name for piece in Store(store.folder).pieces()] == [record_of("two", range(4)).piece.name]
+    eager.flush()
     (shard,) = store.shards
-    assert shard.piece(0) == record_of("two", range(4)).piece
     assert eager.bytes_written == shard.num_bytes > patient.bytes_written == 0
     patient.flush()
     assert len(Store(store.folder)) == 2
+
+
+def test_what_is_being_written_is_held(store):
+    writer = StoreWriter(store, write_every_s=0)
+    for i in range(4):
+        record = record_of(f"{i}", range(i, i + 4))
+        add(writer, record)
+        writer.flush_if_due()
+        assert writer.holds(record.piece, record.tokens) != (store.find(record.piece, record.tokens) is not None)
+    writer.flush()
+    assert len(store) == len(Store(store.folder)) == 4
 
 
 def test_nothing_is_written_when_nothing_waits(store):
@@ -61,9 +75,9 @@ def test_a_full_shard_is_written_without_being_due(store):
     for i in range(3):
         tokens = np.full(rows, i, np.int32)
         writer.add(piece_of("large", tokens), tokens, large)
-        assert len(files(store)) == (1 if i else 0)
-    assert len(store) == 2, "the third waits"
-    assert writer.holds(piece_of("large", tokens), tokens)
+        assert writer.holds(piece_of("large", tokens), tokens)
+    until(lambda: len(Store(store.folder)), "a shard")
+    assert len(Store(store.folder)) == 2, "the third waits"
 
 
 def test_the_arrays_may_be_changed_afterwards(store):
@@ -136,6 +150,22 @@ def test_shards_are_closed_to_others_whatever_the_umask(store):
         writer.flush()
     finally:
         os.umask(before)
+    assert len(Store(store.folder)) == 1
+
+
+def test_a_store_can_be_opened_while_another_process_writes_to_it(store, monkeypatch):
+    """Its draft is closed to others from the start, and may be renamed while the folder is looked through."""
+    opened = []
+    monkeypatch.setattr(os, "fsync", lambda _: opened.append(len(Store(store.folder))))
+    before = os.umask(0o000)
+    try:
+        writer = StoreWriter(store, write_every_s=0)
+        add(writer, record_of("one", range(4)))
+        writer.flush()
+    finally:
+        os.umask(before)
+    assert opened == [0, 1], "the file, then its folder"
+    monkeypatch.setattr(Path, "rglob", lambda folder, _: [folder / "renamed"] if folder.is_dir() else [])
     assert len(Store(store.folder)) == 1
 
 

@@ -77,6 +77,18 @@ def test_top_k_at_another_temperature_has_no_acceptance(world, folders):
     )
 
 
+def test_draws_have_no_acceptance(world, folders):
+    found = validated(world, folders[0], folders[1:], export="sampled", loss__draws=300)
+    assert set(found) == {"kl_loss", "nll_loss", "top1_agreement"}
+    whole = validated(world, folders[0], folders[1:], export="logits")
+    assert found["nll_loss"] == pytest.approx(whole["nll_loss"], rel=1e-5)
+    assert found["kl_loss"] == pytest.approx(whole["kl_loss"], rel=0.05)
+    same = validated(world, folders[0], folders[:1], export="sampled", loss__draws=300)
+    assert same["kl_loss"] == pytest.approx(0, abs=1e-5)
+    # The token drawn most often is the most likely one, unless others are as likely to within one draw in 300.
+    assert same["top1_agreement"] > 0.5
+
+
 def test_chunks_of_one_token_with_a_counterpart_are_compared():
     # Chunks of row 0: 1:1, 2:1, 1:1; of row 1: 1:1, 1:1 and 1:2.
     student = np.array([[0, 1, 1, 2, -1], [0, -1, 1, 2, -1]], np.int32)

@@ -142,7 +142,7 @@ def test_hidden_states_keep_the_dtype_of_the_model(world, tmp_path, rows):
     assert torch.equal(made[:, :VOCABULARY], logits["logits"][:, :VOCABULARY])
 
 
-@pytest.mark.parametrize("export", ["topk", "hidden", "logits"])
+@pytest.mark.parametrize("export", ["topk", "sampled", "hidden", "logits"])
 @pytest.mark.parametrize("wire", ["fp32", "fp16"])
 def test_bytes_per_token_is_exact(world, folder, rows, export, wire):
     for dtype in ("fp32", "bf16"):
@@ -166,6 +166,59 @@ def test_score_is_summed_over_labelled_tokens(world, folder, rows, export):
     assert scores["static"] == 0.0
     assert scores["ce"] == pytest.approx(-exact.gather(1, labels.clamp(min=0)[:, None])[used].sum().item(), rel=1e-5)
     assert scores["entropy"] == pytest.approx(-(exact.exp() * exact).sum(1)[used].sum().item(), rel=1e-5)
+
+
+def test_draws_are_those_of_the_plain_model(world, folder, rows):
+    """The weights differ from the plain model's probabilities by less than one draw, and the log-probs are its own."""
+    teacher = engine(world, folder, export="sampled")
+    teacher.config.loss.draws = 40
+    found = engine_targets(teacher, rank_batch(rows))
+    assert {name: (tuple(t.shape), t.dtype) for name, t in found.items()} == {
+        "ids": ((4 * WIDTH, 40), torch.int32),
+        "counts": ((4 * WIDTH, 40), torch.int16),
+        "mean_logprob": ((4 * WIDTH,), torch.float32),
+        "label_logprob": ((4 * WIDTH,), torch.float32),
+    }
+    exact = plain_logits(plain_model(folder), rows, VOCABULARY).flatten(0, 1).log_softmax(1)
+    labels = torch.tensor(rows.labels, dtype=torch.long).flatten()
+    used = labels >= 0
+    ids = torch.where(found["ids"] < 0, VOCABULARY, found["ids"].long())
+    counts = torch.zeros(len(ids), VOCABULARY + 1).scatter_add_(1, ids, found["counts"].float())[:, :VOCABULARY]
+    assert (counts.sum(1) == 40).all()
+    assert ((counts - 40 * exact.exp())[used].abs() < 1 + 1e-3).all()
+    torch.testing.assert_close(
+        found["mean_logprob"][used].double(), (counts.double() / 40 * exact).sum(1)[used], rtol=1e-5, atol=1e-5
+    )
+    wanted = exact.gather(1, labels.clamp(min=0)[:, None])[used, 0]
+    torch.testing.assert_close(found["label_logprob"][used].double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_draws_depend_on_the_seed_and_the_document_alone(world, folder):
+    documents = random_documents(4, seed=7)
+    alone = token_rows([[document] for document in documents], WIDTH)
+    packed = token_rows([[documents[3], documents[1]], [documents[0], documents[2]]], 2 * WIDTH)
+    teacher = engine(world, folder, export="sampled", micro_batch_size=1)
+    one, other = (engine_targets(teacher, rank_batch(rows)) for rows in (alone, packed))
+    places = [packed_at * WIDTH for packed_at in (2, 0, 2, 0)]  # rows of 2 * WIDTH
+    places[1] += len(documents[3])
+    places[2] += len(documents[0])
+    for i, (document, place) in enumerate(zip(documents, places)):
+        mine, theirs = slice(i * WIDTH, i * WIDTH + len(document)), slice(place, place + len(document))
+        # Logits of a packed document are rounded otherwise, which moves a draw once in a million.
+        same = (one["ids"][mine] == other["ids"][theirs]).all(1)
+        assert same.float().mean() > 0.9
+    teacher.config.run.seed = 1
+    assert not torch.equal(engine_targets(teacher, rank_batch(alone))["ids"], one["ids"])
+
+
+def test_entropy_of_draws_is_an_estimate(world, folder, rows):
+    exact = plain_logits(plain_model(folder), rows, VOCABULARY).flatten(0, 1).log_softmax(1)
+    used = torch.tensor(rows.labels).flatten() >= 0
+    wanted = -(exact.exp() * exact).sum(1)[used].sum().item()
+    teacher = engine(world, folder, export="sampled", score="entropy")
+    teacher.config.loss.draws = 200
+    engine_targets(teacher, rank_batch(rows))
+    assert teacher.score == pytest.approx(wanted, rel=0.01)
 
 
 def test_unsupported_backend_is_refused(world, folder):

@@ -18,6 +18,7 @@ from distill_rl.store.writer import StoreWriter
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.teacher.stored import StoredTeacher
 from distill_rl.types import IGNORE_INDEX, RankBatch
+from tests.helpers.command import until
 from tests.helpers.engines import engine_config, engine_targets, random_documents
 from tests.helpers.models import write_tiny_model
 from tests.helpers.stores import batch_of, is_of_pieces, make_store, piece_of
@@ -214,7 +215,7 @@ def test_a_cache_publishes_what_the_teacher_computes_and_then_reads_it(kit, batc
 def test_a_cache_writes_when_it_is_due(kit, batch):
     teacher = kit.cached(kit.store(), write_every_s=0)
     engine_targets(teacher, batch)
-    assert len(Store(teacher.store.folder)) == 5, "a killed run would have lost them"
+    until(lambda: len(Store(teacher.store.folder)) == 5, "targets written")
 
 
 def test_replicas_read_what_the_others_have_written(kit, batch):

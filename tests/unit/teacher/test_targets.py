@@ -9,6 +9,7 @@ from distill_rl.teacher.targets import (
     chunk_tokens,
     hidden_targets,
     logits_targets,
+    sampled_targets,
     topk_targets,
 )
 
@@ -63,6 +64,23 @@ def test_head_sees_one_chunk_at_a_time_and_none_twice(case):
     seen: list[int] = []
     targets(case, 5, seen=seen)
     assert seen == [5, 5, 5, 2]
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_chunking_changes_no_draw(case, chunk: int):
+    hidden, weight, labels = case
+    keys = torch.arange(TOKENS)
+
+    def drawn(chunk: int):
+        head = TargetHead(lambda part: part @ weight.T, 2.0, VOCABULARY, chunk)
+        return sampled_targets(hidden, labels, head, draws=8, keys=keys)
+
+    whole, parts = drawn(TOKENS), drawn(chunk)
+    assert parts.temperature == 2.0
+    assert parts.ids.max() < VOCABULARY
+    # A product of other shapes may round logits otherwise, which moves a draw once in a million.
+    assert (parts.ids == whole.ids).all(1).float().mean() > 0.9
+    torch.testing.assert_close(parts.label_logprob, whole.label_logprob, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 17])

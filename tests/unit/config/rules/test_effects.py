@@ -14,6 +14,7 @@ from distill_rl.config.rules.validate import problems
 
 TEXT = "{student: {model: s}, teachers: [{model: t}], data: {path: d}, train: {steps: 10}}"
 SAME = "teachers.0.loss=same"
+SAMPLED = "teachers.0.export=sampled"
 ALONE = ("loss.kd_weight=0", "loss.ce_weight=1")
 VALIDATED = ("data.validation.fraction=0.1", "evaluate.every=5")
 SUITES = ("evaluate.suites=[gsm8k]", "evaluate.data=d")
@@ -39,6 +40,7 @@ CASES: dict[tuple[str, str], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("loss.beta", "no teacher"): ("0.1", ALONE, ("loss.divergence=jsd",)),
     ("loss.tail", "no teacher"): ("truncate", ALONE, (SAME,)),
     ("loss.top_k", "no teacher"): ("8", ALONE, ()),
+    ("loss.draws", "no teacher is started"): ("8", (*ALONE, SAMPLED), (SAMPLED,)),
     ("loss.temperature", "no teacher"): ("2", ALONE, ()),
     ("loss.dynamic_scale", "no teacher"): ("on", ALONE, ()),
     ("loss.cross_tokenizer", "no teacher"): ("alm", ALONE, ()),
@@ -59,6 +61,8 @@ CASES: dict[tuple[str, str], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("loss.beta", "mixture weight"): ("0.1", (), ("loss.divergence=skewed_reverse_kl",)),
     ("loss.tail", "where a top k is compared"): ("truncate", (SAME, "teachers.0.export=hidden"), loss("hybrid")),
     ("loss.top_k", "no teacher exports"): ("8", loss("gold"), loss("xtoken")),
+    ("loss.draws", "draws tokens"): ("8", (), (SAMPLED, *TWO)),
+    ("teachers.0.wire_dtype", "integers"): ("bf16", (SAMPLED,), ()),
     ("loss.chunk_average", "combine"): ("chain", loss("hybrid"), loss("uld")),
     ("loss.uncommon_top_k", "by rank"): ("8", loss("xtoken"), loss("hkl")),
     ("loss.gold_relaxed", "relaxed"): ("true", loss("uld"), loss("hkl")),
@@ -78,6 +82,7 @@ CASES: dict[tuple[str, str], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("teachers.0.dtype", "as they were captured"): ("fp32", STORED, ()),
     ("teachers.0.attention", "as they were captured"): ("sdpa", STORED, ()),
     ("teachers.0.wire_dtype", "as they were captured"): ("bf16", STORED, ()),
+    ("capture.mass", "format is exact"): ("0.9", (), ("capture.format=compact",)),
     ("capture.write_every_s", "nothing is stored"): ("5", (), ("teachers.0.cache=c",)),
     ("student.revision", "folder"): ("main", (f"student.model={FOLDER}",), ("student.model=org/model",)),
     ("teachers.0.revision", "folder"): ("main", (f"teachers.0.model={FOLDER}",), ("teachers.0.model=org/model",)),
@@ -176,6 +181,13 @@ def test_setting_is_reported_only_where_it_has_no_effect(reported, setting, reas
     assert reason in line.partition("no effect: ")[2]
     assert reported(setting, *effective, f"{setting}={value}", facts=facts) == []
     assert reported(setting, *idle, facts=facts) == [], "not set"
+
+
+@pytest.mark.parametrize("setting", ["loss.top_k=8", "loss.tail=truncate"])
+def test_draws_have_neither_top_k_nor_tail(reported, setting):
+    key = setting.partition("=")[0]
+    assert len(reported(key, SAME, SAMPLED, setting)) == 1
+    assert reported(key, SAME, SAMPLED, *TWO, setting) == []
 
 
 def test_settings_with_one_reason_share_a_line(reported):

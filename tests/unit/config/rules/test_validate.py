@@ -60,6 +60,17 @@ def test_every_divergence_and_tail_is_allowed(load, divergence, tail):
         (["teachers.0.micro_batch_size=0"], "teachers.0.micro_batch_size: must be 1 or more; got 0"),
         (["data.max_length=0"], "data.max_length: must be 1 or more; got 0"),
         (["loss.top_k=0"], "loss.top_k: must be 1 or more; got 0"),
+        (["loss.draws=0"], "loss.draws: must be 1 or more; got 0"),
+        (
+            ["loss.draws=32768"],
+            "loss.draws: must lie in [1, 32767]: beyond that their counts do not fit into 16 bits, in which they are sent; "
+            "got 32768",
+        ),
+        (
+            ["teachers.0.export=sampled", "loss.divergence=jsd"],
+            "loss.divergence: must be forward_kl, which the draws of teacher teacher (export: sampled) estimate; got jsd; "
+            "set loss.divergence=forward_kl, or another export",
+        ),
         (
             ["loss.temperature=101"],
             "loss.temperature: must lie in [0.01, 100]: beyond that the loss, which is multiplied by its square, is "

@@ -1,0 +1,470 @@
+"""Captures that are killed, stopped, starved of disk space or run side by side, and stores that are damaged or deleted."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from distill_rl.errors import StoreError
+from distill_rl.preflight.stores import make_store
+from distill_rl.store.manifest import read_manifest
+from distill_rl.store.shard import Shard
+from tests.cli.conftest import Material
+from tests.faults.conftest import Disturbed, assert_same_student
+from tests.faults.test_teachers import two_teachers
+from tests.helpers.captures import (
+    WHOLE,
+    assert_clean,
+    contents,
+    from_store,
+    info,
+    num_shards,
+    num_tokens,
+    records,
+    the_error,
+    unfinished,
+)
+from tests.helpers.command import (
+    distill_rl,
+    environment,
+    leftovers,
+    running,
+    series,
+    shared_memory,
+    survivors,
+    temporary,
+    told,
+    until,
+)
+from tests.helpers.corpus import write_corpus
+from tests.helpers.models import write_tiny_model
+
+pytestmark = pytest.mark.cli
+
+KILLS, MOST_SHARDS = 20, 4
+OFTEN, SELDOM = "capture.write_every_s=0.01", "capture.write_every_s=1000"
+DEADLINE_S = 240
+
+
+@pytest.fixture(scope="module")
+def long(material: Material) -> tuple[str, ...]:
+    """The settings of a capture that takes some seconds, so that it can be disturbed."""
+    corpus = write_corpus(material.root / "long.jsonl", rows=1280, seed=8)
+    return (f"data.path={corpus}", *WHOLE)
+
+
+@dataclass(frozen=True)
+class Calm:
+    """An undisturbed capture."""
+
+    store: Path
+    seconds: float
+
+    def equals(self, store: Path) -> bool:
+        return contents(store) == contents(self.store)
+
+
+@pytest.fixture(scope="module")
+def calm(material: Material, long: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    return _calm(material, tmp_path_factory, *long)
+
+
+@pytest.fixture(scope="module")
+def calm_short(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    """Of the documents of eight steps."""
+    return _calm(material, tmp_path_factory)
+
+
+def _calm(material: Material, tmp_path_factory: pytest.TempPathFactory, *settings: str) -> Calm:
+    folder, began = tmp_path_factory.mktemp("calm"), time.monotonic()
+    ended = distill_rl("capture", "-c", material.config(folder), "--out", folder / "store", *settings)
+    assert ended.code == 0, ended.err
+    assert_clean(folder / "store")
+    assert "twice" not in info(folder / "store")
+    return Calm(folder / "store", time.monotonic() - began)
+
+
+@pytest.fixture
+def command(material: Material, tmp_path: Path) -> Callable[..., list]:
+    """command(settings…): the arguments of a capture into tmp_path/store."""
+
+    def arguments(*settings: str) -> list:
+        return ["capture", "-c", material.config(tmp_path), "--out", tmp_path / "store", *settings]
+
+    return arguments
+
+
+@contextmanager
+def capturing(arguments: list, folder: Path) -> Iterator[Disturbed]:
+    """Yields a capture while it computes. Afterwards nothing of it may be left."""
+    before, log = shared_memory(), folder / "log"
+    with running(*arguments, log=log) as process:
+        run = Disturbed(process, folder / "store" / "captures" / "tiny", log, {})
+        run.wait_for_output("capture ")
+        run.look_again()
+        family = leftovers(process.pid)
+        yield run
+        family |= leftovers(process.pid) if process.is_running() and process.poll() is None else {}
+    assert not survivors(family.values())
+    until(lambda: shared_memory() <= before, "shared memory given back")
+    assert not temporary(process.pid)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When to kill a capture: `after_s` seconds after its start, the models' loading, a shard, or its draft.
+
+    The kill comes at the latest a few shards later, so that a fast machine does not reach the end.
+    """
+
+    what: str
+    after_s: float
+
+
+def moments(seed: int, start_s: float) -> list[Moment]:
+    draw = random.Random(seed)
+    kinds = ["start"] * 5 + ["loading"] * 3 + ["shard"] * 6 + ["draft"] * (KILLS - 15)
+    draw.shuffle(kinds)
+    longest_s = {"start": start_s, "loading": 2.0, "shard": 0.5, "draft": 0.002}
+    return [Moment("teacher", 0.0), *(Moment(kind, draw.uniform(0, longest_s[kind])) for kind in kinds)]
+
+
+def live_until(moment: Moment, arguments: list, store: Path, log: Path) -> int:
+    """Starts a capture, kills all of it at the given moment, and returns the driver's process id."""
+    shards = num_shards(store)
+
+    reached = {
+        "teacher": lambda: (store / "teacher").exists(),
+        "start": lambda: True,
+        "loading": lambda: "loading" in log.read_text(),
+        "shard": lambda: num_shards(store) > shards,
+        "draft": lambda: num_shards(store) > shards or any((store / "shards").glob(".*")),
+    }[moment.what]
+    with running(*arguments, log=log) as process:
+        deadline, family = time.monotonic() + DEADLINE_S, {}
+        while not reached():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, moment
+            time.sleep(0.001)
+        deadline = time.monotonic() + moment.after_s
+        while time.monotonic() < deadline and process.poll() is None and num_shards(store) <= shards + MOST_SHARDS:
+            family |= leftovers(process.pid)
+        assert process.poll() is None, log.read_text()
+        if moment.what != "draft":
+            family |= leftovers(process.pid)
+        os.killpg(process.pid, signal.SIGSTOP)  # while its descendants are listed
+        family |= leftovers(process.pid)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=30)
+    alive = survivors(family.values(), deadline_s=20)
+    assert not alive, told(alive)
+    return process.pid
+
+
+def test_twenty_kills_at_any_moment_lose_and_damage_nothing(command, long, calm, tmp_path):
+    before, store = shared_memory(), tmp_path / "store"
+    drivers, halves = [], 0
+    for i, moment in enumerate(moments(11, 0.4 * calm.seconds)):
+        arguments = command(*long, OFTEN, f"prefetch.depth={i % 3}")
+        drivers.append(live_until(moment, arguments, store, tmp_path / f"log-{i}"))
+        halves += len(unfinished(store))
+        assert "damaged" not in (tmp_path / f"log-{i}").read_text()
+    assert len(drivers) == KILLS
+    assert num_shards(store) > KILLS // 2, "most of the kills must have come while targets were written"
+    half = store / "shards" / f".{socket.gethostname()[:32]}-{drivers[-1]}.0-0.safetensors"
+    half.write_bytes(b"half")
+    ended = distill_rl(*command(*long, OFTEN))
+    assert ended.code == 0, ended.err
+    assert not re.search(r"; 0 tokens were there before", ended.out)
+    assert_clean(store)
+    assert "twice" not in info(store)
+    assert calm.equals(store)
+    assert not [left for pid in drivers for left in temporary(pid)]
+    until(lambda: shared_memory() <= before, "shared memory given back")
+
+
+def test_a_killed_teacher_is_replaced_and_nothing_is_missing(command, long, calm, tmp_path):
+    """Nothing was written when it died, so all that it had computed is computed once more."""
+    with capturing(command(*long, SELDOM), tmp_path) as run:
+        run.kill_busy("big/dp0-tp0")
+        run.wait_for_output("restarting big/dp0-tp0 (1 of faults.teacher_restarts=3)")
+        run.wait_for_output("again     through all documents")
+        assert run.end() == 0, run.text
+        assert run.text.count("again     through") == 1
+        assert "Traceback" not in run.text
+    assert_clean(tmp_path / "store")
+    assert calm.equals(tmp_path / "store")
+
+
+def test_without_a_budget_a_dead_teacher_ends_the_capture(material, command, long, calm, tmp_path):
+    """Another teacher cannot take its place, so dropping it is not among the remedies."""
+    big, other = (tmp_path / "store" / name for name in ("big", "other"))
+    settings = (*long, OFTEN, two_teachers(material), "faults.teacher_restarts=0")
+    with capturing(command(*settings), tmp_path) as run:
+        until(lambda: num_shards(big) > 1 and num_shards(other) > 1, "two shards")
+        run.kill_busy("big/dp0-tp0")
+        assert run.end() == 1, run.text
+        (error,) = run.errors
+        for word in ("teacher big", "faults.teacher_restarts=0", "its process died", "what was written is kept"):
+            assert word in error
+        assert "--resume" not in error
+        assert "drop_and_reweight" not in error
+        assert "Traceback" not in run.text
+    for store in (big, other):
+        assert distill_rl("store", "verify", store).code == 0
+    kept = contents(big)
+    assert kept
+    assert kept.items() <= contents(calm.store).items()
+
+
+def test_a_killed_aligner_is_replaced_without_a_trace(command, long, calm, tmp_path):
+    with capturing(command(*long), tmp_path) as run:
+        os.kill(run.actors["aligner-0"], signal.SIGKILL)
+        assert run.end() == 0, run.text
+        assert "aligner-0 is replaced (1 of faults.aligner_restarts=10)" in run.text
+        assert "again     through" not in run.text
+    assert_clean(tmp_path / "store")
+    assert calm.equals(tmp_path / "store")
+
+
+def test_sigterm_writes_what_was_computed_and_exits_85(command, long, calm, tmp_path):
+    store, arguments = tmp_path / "store", command(*long, SELDOM)
+    with capturing(arguments, tmp_path) as run:
+        os.killpg(run.process.pid, signal.SIGTERM)  # to every process of the job, as a scheduler does
+        assert run.end() == 85, run.text
+        assert "stopped   what was computed is stored; the same command goes on" in run.text
+        computed = int(re.search(r"^stored +([\d,]+) tokens", run.text, re.MULTILINE)[1].replace(",", ""))
+    assert_clean(store)
+    kept = contents(store)
+    assert num_tokens(store) >= computed > 0
+    assert kept.items() <= contents(calm.store).items()
+    ended = distill_rl(*arguments)
+    assert ended.code == 0, ended.err
+    assert calm.equals(store)
+    assert f"; {num_tokens(calm.store) - _stored(ended.out):,} tokens were there before" in ended.out
+
+
+def _stored(text: str) -> int:
+    """The tokens that a capture says it has computed."""
+    return int(re.search(r"^stored +([\d,]+) tokens", text, re.MULTILINE)[1].replace(",", ""))
+
+
+FULL_DISK = """\
+mount -t tmpfs -o "size=$1" tmpfs "$2" || exit 77
+store=$2 size=$3 python=$4
+shift 4
+"$python" -m distill_rl "$@"
+echo "full: exit code $?"
+"$python" -m distill_rl store verify "$store" && find "$store" -name '.*.safetensors'
+mount -o "remount,size=$size" "$store"
+"$python" -m distill_rl "$@"
+echo "room: exit code $?"
+cp -a "$store" "$store.kept"
+"""
+"""Arguments: size, store, a size that is enough, Python, arguments. Copies the store before its file system goes away."""
+
+
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(command, long, calm, tmp_path):
+    store = tmp_path / "store"
+    store.mkdir()
+    size = sum(path.stat().st_size for path in (calm.store / "shards").iterdir())
+    arguments = [str(int(0.6 * size)), store, str(4 * size), sys.executable, *command(*long, OFTEN)]
+    done = subprocess.run(
+        ["unshare", "--mount", "--map-root-user", "bash", "-c", FULL_DISK, "bash", *map(str, arguments)],
+        capture_output=True, text=True, timeout=DEADLINE_S, env=environment(),
+    )  # fmt: skip
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
+    _, rest = done.stdout.split("full: exit code ")
+    assert rest.startswith("2\n"), done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("distill-rl: error:")]
+    needed = int(re.search(r"a shard of ([\d,]+) bytes must fit on the disk", error)[1].replace(",", ""))
+    assert 0 < needed < size
+    assert "No space left on device" in error
+    assert "what was written before is kept" in error
+    assert "Traceback" not in done.stderr
+    assert "Logging error" not in done.stderr
+    verified, again = rest.removeprefix("2\n").split("every checksum matches\n")
+    assert ".safetensors" not in again.partition("room")[0], "no half file is left"
+    assert not verified.startswith("verified   0 files")
+    assert "room: exit code 0" in done.stdout, done.stderr
+    assert _stored(rest) < num_tokens(calm.store)
+    assert calm.equals(tmp_path / "store.kept")
+
+
+def test_two_captures_of_the_same_documents_at_once_do_no_harm(command, calm_short, tmp_path):
+    """Each writes at its end, so all pieces are there twice. A third of the same name is refused."""
+    store, both = tmp_path / "store", tmp_path / "both"
+    with (
+        running(*command(SELDOM, "run.name=one"), log=tmp_path / "one") as one,
+        running(*command(SELDOM, "run.name=two"), log=tmp_path / "two") as two,
+    ):
+        lock = store / "captures" / "one" / ".lock"
+        until(lambda: (lock.exists() and lock.read_text()) or one.poll() is not None, "the first capture")
+        third = distill_rl(*command(SELDOM, "run.name=one"))
+        assert third.code == 2
+        assert f"{lock.parent}: the run directory is in use; got by process {one.pid}" in the_error(third)
+        for process, log in ((one, tmp_path / "one"), (two, tmp_path / "two")):
+            assert process.wait(timeout=DEADLINE_S) == 0, log.read_text()
+    assert_clean(store)
+    expected = contents(calm_short.store)
+    assert f"twice      {len(expected)} pieces" in info(store)
+    assert all(columns == expected[piece] for piece, columns in records(store))
+    merged = distill_rl("store", "merge", store, "--out", both)
+    assert merged.code == 0, merged.err
+    assert f"merged     {len(expected)} pieces" in merged.out
+    assert_clean(both)
+    assert calm_short.equals(both)
+
+
+def test_stores_made_at_the_same_time_are_made_once(material, calm_short, tmp_path):
+    """Of two kinds of targets one is refused. What a killed capture left half-written is removed."""
+    store, manifest = tmp_path / "store", read_manifest(calm_short.store)
+    store.mkdir()
+    (store / ".manifest.json.0").write_text("{")
+
+    def make(i: int) -> str:
+        try:
+            make_store(store, replace(manifest, entries=16 + i % 2, files={}), [material.root / "teacher"])
+        except StoreError as error:
+            return str(error)
+        return "made"
+
+    with ThreadPoolExecutor(8) as pool:
+        outcomes = list(pool.map(make, range(8)))
+    assert sorted(outcome == "made" for outcome in outcomes) == [False] * 4 + [True] * 4, outcomes
+    assert len({outcomes[i] for i in (0, 2, 4, 6)} | {outcomes[i] for i in (1, 3, 5, 7)}) == 2
+    assert all("entries per token" in outcome for outcome in outcomes if outcome != "made")
+    assert not unfinished(store)
+    assert read_manifest(store).files == manifest.files
+
+
+def test_targets_of_another_kind_are_refused_with_every_difference(material, calm_short, tmp_path):
+    other, store = material.root / "other_teacher", tmp_path / "store"
+    write_tiny_model(other, hidden=32, seed=9)
+    shutil.copytree(calm_short.store, store)
+    before = _files(store)
+    settings = (f"teachers.0.model={other}", "loss.top_k=8", "loss.temperature=2.0", "teachers.0.wire_dtype=fp16")
+    ended = distill_rl("capture", "-c", material.config(tmp_path), "--out", store, *settings)
+    assert ended.code == 2
+    error = the_error(ended)
+    for clause in (
+        "the teacher's weights ",
+        "entries per token 16 here, 8 there",
+        "temperature 1.0 here, 2.0 there",
+        "wire_dtype fp32 here, fp16 there",
+    ):
+        assert clause in error
+    assert str(store) in error
+    assert _files(store) == before
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _flip(path: Path, byte: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1
+    path.write_bytes(content)
+
+
+def _damage(store: Path, part: str) -> Path:
+    """Flips a bit in a part of a store, and returns the file."""
+    (shard,) = (store / "shards").iterdir()
+    opened = Shard(shard)
+    place = {"record": "logprobs", "index": "names"}.get(part)
+    file, byte = {
+        "header": (shard, shard.read_bytes().index(b'"dtype"') + 1),
+        "manifest": (store / "manifest.json", 200),
+        "teacher": (store / "teacher" / "config.json", 100),
+    }.get(part, (shard, opened._place(place or "ids")[0]))
+    _flip(file, byte)
+    return file
+
+
+@pytest.mark.parametrize("part", ["record", "index", "header", "manifest", "teacher"])
+def test_a_flipped_bit_is_named_with_file_place_and_remedy(material, calm_short, tmp_path, part):
+    store = tmp_path / "store"
+    shutil.copytree(calm_short.store, store)
+    file = _damage(store, part)
+    ended = distill_rl("train", "-c", material.config(tmp_path), from_store(store))
+    assert ended.code == 2, ended.err
+    error, *consequences = ended.errors
+    assert re.search(rf"{re.escape(str(file))}, bytes? \d", error), error
+    assert all(str(file) in line for line in consequences), "a teacher's configuration may also be unreadable"
+    assert "Traceback" not in ended.err
+    assert "copy" in error
+    assert "again" in error
+    verified = distill_rl("store", "verify", store)
+    assert verified.code == 2
+    assert str(file) in the_error(verified)
+
+
+def test_every_flipped_bit_of_a_shard_is_found_or_harmless(calm_short, tmp_path):
+    """One bit of every byte of the header and the index, and of every seventh of the rest."""
+    (shard,) = (calm_short.store / "shards").iterdir()
+    content, expected = bytearray(shard.read_bytes()), dict(records(calm_short.store))
+    opened, damaged = Shard(shard), tmp_path / shard.name
+    draw = random.Random(5)
+    columns = min(opened._place(name)[0] for name in opened.columns)
+    places = [*range(opened._data_start), *draw.sample(range(opened._data_start, len(content)), 300), columns]
+    found = 0
+    for place in places:
+        bit = 1 << draw.randrange(8)
+        content[place] ^= bit
+        damaged.write_bytes(content)
+        content[place] ^= bit
+        try:
+            again = Shard(damaged)
+        except StoreError:
+            found += 1
+            continue
+        if again.problems():
+            found += 1
+        else:
+            assert [again.piece(i) for i in range(len(again))] == [opened.piece(i) for i in range(len(opened))]
+            for i in range(len(again)):
+                columns = {name: column.values.tobytes() for name, column in again.targets(i).items()}
+                piece = again.piece(i)
+                assert (
+                    columns.items()
+                    <= expected[piece.name, piece.first, piece.prefix, piece.length, piece.whole].items()
+                )
+    assert found > 0.8 * len(places)
+
+
+def test_a_store_deleted_while_it_is_read_is_harmless(material, calm_short, undisturbed, tmp_path):
+    """A run maps the files at its start."""
+    store, steps = tmp_path / "store", ("train.steps=60", "schedule.steps=60", "teachers.0.missing=skip")
+    expected = undisturbed(from_store(calm_short.store), *steps)
+    shutil.copytree(calm_short.store, store)
+    config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
+    with running("train", "-c", config, from_store(store), *steps, log=tmp_path / "log") as process:
+        until(lambda: series(run, "train/loss") or process.poll() is not None, "the first step")
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        shutil.rmtree(store)
+        assert process.wait(timeout=DEADLINE_S) == 0, (tmp_path / "log").read_text()
+    assert_same_student(run, expected)
+
+
+def test_a_missing_store_is_one_line(material, tmp_path):
+    ended = distill_rl("train", "-c", material.config(tmp_path), from_store(tmp_path / "nowhere"))
+    assert ended.code == 2
+    error = the_error(ended)
+    assert f"{tmp_path / 'nowhere'}" in error
+    assert "no such folder" in error
