@@ -795,7 +795,7 @@ EVAL = "eval --suites gsm8k --data {root}/corpus.jsonl --model {root}"
     ("capture -c {config} --out {root}/refused loss.kd_weight=0 loss.ce_weight=1",
      ("teachers: a capture needs a teacher", "loss.kd_weight above 0")),
     ("capture -c {config} --out {root}/refused teachers.0.export=hidden",
-     ("teachers.0.cache: a store holds topk, and this teacher exports hidden", "set teachers.0.export=topk")),
+     ("teachers.0.cache: a store holds topk or sampled, and this teacher exports hidden", "set teachers.0.export=topk")),
     ("capture -c {config} --out {root}/corpus.jsonl", ("corpus.jsonl", "must be")),
     ("store info {root}/run", ("/run: must be a store", "`distill-rl capture` has made", "no manifest.json")),
     ("store verify {root}/nowhere", ("/nowhere: must be a store", "no such folder")),
@@ -819,7 +819,7 @@ def test_a_command_that_cannot_work_is_refused(place, monkeypatch, capsys, comma
     ("teachers.0.backend=store  teachers.0.store={root}/run", ("teachers.0.store: ", "must be a store", "no manifest.json")),
     ("teachers.0.store={root}/run", ("teachers.0.store: is read with backend store only", "add teachers.0.backend=store")),
     ("teachers.0.cache={root}/refused  teachers.0.export=logits",
-     ("teachers.0.cache: a store holds topk, and this teacher exports logits", "or run the teacher without cache")),
+     ("teachers.0.cache: a store holds topk or sampled, and this teacher exports logits", "or run the teacher without cache")),
     ("teachers.0.cache={root}/refused  teachers.1={{name: other, model: {root}/short, cache: {root}/refused}}",
      ("teachers: every teacher needs a store of its own", "name another folder for each")),
 ])  # fmt: skip

@@ -224,7 +224,11 @@ def test_everything_that_does_not_fit_a_store_is_refused_at_once(same, material,
     )
     assert ended.code == 2
     for words in (
-        ("teachers.0.store", "a store holds topk, and this teacher exports logits", "teachers.0.export=topk"),
+        (
+            "teachers.0.store",
+            "a store holds topk or sampled, and this teacher exports logits",
+            "teachers.0.export=topk",
+        ),
         ("teachers.0.export", "the store holds topk", "got logits"),
         ("loss.top_k", "must not exceed the 16 entries", "got 17", "use 16 or less, or capture again"),
         ("loss.temperature", "log-probs cannot be taken to another one", "got 2.0", "set loss.temperature=1"),

@@ -135,7 +135,7 @@ def test_everything_that_the_store_does_not_have_is_reported_at_once(kit, tmp_pa
         f"loss.temperature: must be that of {store}, 1: log-probs cannot be taken to another one; got 2.0; set loss.temp",
         f"loss.top_k: must not exceed the {TOP} entries of {store}; got 9; use {TOP} or less, or capture again",
         "teachers.0.export: the store holds topk; got logits; set teachers.0.export=topk",
-        "teachers.0.store: a store holds topk, and this teacher exports logits",
+        "teachers.0.store: a store holds topk or sampled, and this teacher exports logits",
         f"teachers.0.model: must be the model of {store} (org/teacher, weights ",
     ):
         assert len([line for line in lines if line.startswith(words)]) == 1, (words, lines)
