@@ -72,6 +72,8 @@ def decisive(config: Config) -> dict[str, Any]:
     for key in ("activation_checkpointing", "compile", "attention"):
         del tree["student"][key]
     for teacher in tree["teachers"]:
+        if teacher["backend"] == "store":  # a store may be copied; the fingerprint of its teacher is compared
+            del teacher["model"]
         del teacher["micro_batch_size"], teacher["attention"], teacher["backend"], teacher["store"], teacher["cache"]
         if teacher["missing"] != "skip":  # which documents are trained on
             del teacher["missing"]

@@ -45,10 +45,10 @@ def info(folder: Path) -> Iterator[str]:
         f"targets    {what} of {manifest.vocabulary_size:,} ids at temperature {manifest.temperature:g}, "
         f"{manifest.wire_dtype}, format {manifest.format}"
     )
-    names = {piece.name for piece in store.pieces()}
+    documents, pieces = _distinct(store)
     whole = sum(int((shard.whole & (shard.first == 0)).sum()) for shard in store.shards)
-    twice = len(store) - len({(piece.name, piece.first, piece.length) for piece in store.pieces()})
-    yield f"documents  {len(names):,} in {len(store):,} pieces, {whole:,} of them whole documents"
+    twice = len(store) - pieces
+    yield f"documents  {documents:,} in {len(store):,} pieces, {whole:,} of them whole documents"
     if twice:
         yield f"twice      {twice:,} pieces; `distill-rl store merge` leaves them out"
     sizes: dict[str, int] = {}
@@ -61,6 +61,20 @@ def info(folder: Path) -> Iterator[str]:
         parts = ", ".join(f"{name} {size / tokens:.1f}" for name, size in sizes.items())
         yield f"size       {total / tokens:.1f} bytes per token ({parts})"
         yield from _retained(store)
+
+
+def _distinct(store: Store) -> tuple[int, int]:
+    """Number of different documents, and of different pieces of them."""
+    if not len(store):
+        return 0, 0
+    names = np.concatenate([shard.names for shard in store.shards])
+    places = [np.stack([shard.first, shard.length], axis=1) for shard in store.shards]
+    pieces = np.concatenate([names, np.concatenate(places).astype("<i8").view(np.uint8)], axis=1)
+
+    def count(rows: np.ndarray) -> int:
+        return len(np.unique(np.ascontiguousarray(rows).view(f"V{rows.shape[1]}")))
+
+    return count(names), count(pieces)
 
 
 def _retained(store: Store) -> Iterator[str]:

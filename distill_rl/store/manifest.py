@@ -84,7 +84,7 @@ def require_same(folder: Path, manifest: Manifest) -> None:
     differences = list(read_manifest(folder).differences(manifest))
     if differences:
         rule = "one store holds the targets of one teacher, taken in one way"
-        raise StoreError(f"{folder}", rule, "; ".join(differences), "give another folder with --out")
+        raise StoreError(f"{folder}", rule, "; ".join(differences), "keep them in folders of their own")
 
 
 def describe_teacher(folder: Path, sources: list[Path]) -> dict[str, str]:
@@ -114,7 +114,8 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / FILE
     if not folder.is_dir() or not path.is_file():
         rule = "must be a store, a folder that `distill-rl capture` has made"
-        raise StoreError(f"{folder}", rule, f"no {FILE}" if folder.is_dir() else "no such folder")
+        found = f"no {FILE}" if folder.is_dir() else "no such folder"
+        raise StoreError(f"{folder}", rule, found, "name the folder that was given with --out")
     remedy = "copy it again from where the store was made"
     try:
         value = json.loads(path.read_text("utf-8"))
@@ -128,7 +129,10 @@ def read_manifest(folder: Path) -> Manifest:
     if checksum != _checksum(value):
         raise StoreError(f"{path}, byte 0", "does not match its checksum: it was damaged or edited", None, remedy)
     del value["version"]
-    return Manifest(**value)
+    try:
+        return Manifest(**value)
+    except TypeError as error:
+        raise StoreError(f"{path}", "must be a manifest of a store", first_line(error), remedy) from error
 
 
 def description_problems(folder: Path, manifest: Manifest) -> Iterator[str]:

@@ -11,6 +11,7 @@ The index has a checksum, and so has every record in every column. They are comp
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 from collections.abc import Mapping, Sequence
@@ -140,7 +141,10 @@ class Shard:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if path.stat().st_size else b""
         except OSError as error:
-            raise StoreError(f"{path}", "must be readable", error.strerror or str(error), REMEDY) from error
+            remedy = REMEDY
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # nothing is wrong with the file
+                remedy = "allow more open files (ulimit -n), or put the shards together with `distill-rl store merge`"
+            raise StoreError(f"{path}", "must be readable", error.strerror or str(error), remedy) from error
         self._tensors, metadata, self._data_start = self._header()
         try:
             if metadata.get("version") != VERSION:

@@ -54,6 +54,7 @@ class Store:
         allow_open_files(len(files))
         self.shards = [Shard(path) for path in files]
         self._index()
+        self._last: tuple[Path, int, dict[str, Column]] | None = None
 
     def __len__(self) -> int:
         return sum(len(shard) for shard in self.shards)
@@ -132,8 +133,14 @@ class Store:
             StoreError: the record is damaged.
         """
         stop = found.start + found.count
-        columns = decoded(self.manifest, found.shard, found.record)
+        columns = self._decoded(found.shard, found.record)
         return {name: Column(column.dtype, column.values[found.start : stop]) for name, column in columns.items()}
+
+    def _decoded(self, shard: Shard, record: int) -> dict[str, Column]:
+        """The targets of a record. The last one is kept, since the pieces of a document mostly follow each other."""
+        if self._last is None or self._last[:2] != (shard.path, record):
+            self._last = shard.path, record, decoded(self.manifest, shard, record)
+        return self._last[2]
 
     def _index(self) -> None:
         """Sorts the names of all shards by their first eight bytes; further shards are kept in a dictionary."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -151,7 +153,7 @@ class StoreWriter:
         ]
         content = serialize(records)
         path = self.store.folder / SHARDS / f"{time.time_ns():016x}-{secrets.token_hex(4)}{SUFFIX}"
-        _write(path, content, f"{socket.gethostname()[:32]}-{os.getpid()}")
+        _write(path, content, f"{process_home()}-{os.getpid()}")
         return path, len(content)
 
 
@@ -172,8 +174,10 @@ def _write(path: Path, content: bytes, owner: str) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        rule = f"a shard of {len(content):,} bytes must fit on the disk"
-        remedy = "free some space and start the capture again: what was written before is kept"
+        rule, remedy = f"a shard of {len(content):,} bytes must be written", "fix this"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            rule, remedy = f"a shard of {len(content):,} bytes must fit on the disk", "free some space"
+        remedy += " and start again: what was written before is kept"
         raise StoreError(f"{path.parent}", rule, error.strerror or str(error), remedy) from error
 
 
@@ -183,10 +187,19 @@ def _closed(path: str, flags: int) -> int:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Removes half-written shards of processes of this machine that have ended."""
-    host = socket.gethostname()[:32]
-    for path in (folder / SHARDS).glob(f".{host}-*{SUFFIX}"):
-        pid = path.name.removeprefix(f".{host}-").partition(".")[0]
+    """Removes half-written shards of processes of this machine, or container, that have ended."""
+    home = process_home()
+    for path in (folder / SHARDS).glob(f".{home}-*{SUFFIX}"):
+        pid = path.name.removeprefix(f".{home}-").partition(".")[0]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)):
             with suppress(OSError):
                 path.unlink()
+
+
+def process_home() -> str:
+    """Tells where process ids mean the same: in one container, on one machine, since it was started. 16 hex digits."""
+    boot, container = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts += [boot.read_text("ascii"), str(container.readlink())]
+    return blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()

@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from distill_rl.errors import StoreError
 from distill_rl.preflight.stores import make_store
 from distill_rl.store.manifest import read_manifest
 from distill_rl.store.shard import Shard
+from distill_rl.store.writer import process_home
 from tests.cli.conftest import Material
 from tests.faults.conftest import Disturbed, assert_same_student
 from tests.faults.test_teachers import two_teachers
@@ -185,7 +185,7 @@ def test_twenty_kills_at_any_moment_lose_and_damage_nothing(command, long, calm,
         assert "damaged" not in (tmp_path / f"log-{i}").read_text()
     assert len(drivers) == KILLS
     assert num_shards(store) > KILLS // 2, "most of the kills must have come while targets were written"
-    half = store / "shards" / f".{socket.gethostname()[:32]}-{drivers[-1]}.0-0.safetensors"
+    half = store / "shards" / f".{process_home()}-{drivers[-1]}.0-0.safetensors"
     half.write_bytes(b"half")
     ended = distill_rl(*command(*long, OFTEN))
     assert ended.code == 0, ended.err

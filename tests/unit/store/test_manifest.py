@@ -120,7 +120,7 @@ def test_every_difference_to_another_capture_is_named(tmp_path):
         "format exact here, compact there",
         "mass None here, 0.9 there",
         "one store holds the targets of one teacher",
-        "give another folder",
+        "keep them in folders of their own",
     ):
         assert words in line
 
