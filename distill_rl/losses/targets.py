@@ -37,9 +37,9 @@ class TopKLogprobs:
     """
 
     ids: Tensor
-    """int32 or int64 [N, k], global vocabulary ids, distinct within a row"""
+    """int32 or int64 [N, k], global vocabulary ids, distinct within a row; −1 for an absent entry"""
     logprobs: Tensor
-    """any float [N, k], at `temperature`"""
+    """any float [N, k], at `temperature`; −inf for an absent entry"""
     rest_logprob: Tensor | None = None
     """[N], log of the mass outside the k; derived from the others when absent"""
     temperature: float = 1.0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill_rl.config.facts import ModelFacts, running_teachers, runs_model
+from distill_rl.config.paths import teacher_folder
 from distill_rl.config.reading.walk import MISSING
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.errors import DistillError, first_line, problem
@@ -102,7 +103,7 @@ def _open(opened: Opened, findings: Findings) -> None:
     key, model = opened.key, opened.settings
     folder = _folder(f"{key}.model", model.model, model.revision, findings)
     if folder is not None:
-        needed = Path(model.model).expanduser().is_dir() and (isinstance(model, StudentConfig) or runs_model(model))
+        needed = Path(model.model).expanduser().is_dir() and not _only_described(model)
         _open_weights(f"{key}.model", folder, opened, findings, needed=needed)
         if is_adapter(folder):  # its line says what to do; that it lacks a tokenizer, too, adds nothing
             folder = None
@@ -110,6 +111,13 @@ def _open(opened: Opened, findings: Findings) -> None:
         folder = _folder(f"{key}.tokenizer", model.tokenizer, None, findings)
     if folder is not None:
         _open_tokenizer(f"{key}.tokenizer", folder, opened, findings)
+
+
+def _only_described(model: StudentConfig | TeacherConfig) -> bool:
+    """Whether the model's folder need not have weights: nobody loads it, or it is a store's that lacks its model."""
+    if isinstance(model, StudentConfig):
+        return False
+    return not runs_model(model) or model.model == teacher_folder(model.store or "")
 
 
 def _open_weights(key: str, folder: Path, opened: Opened, findings: Findings, *, needed: bool) -> None:

@@ -427,7 +427,7 @@ def _look_up(
         for document in unsure:
             pieces, names = pieces_of(document)
             for i, store in stores.items():
-                if any(store.find(*side_of(piece, i, names)) is None for piece in pieces):
+                if not all(store.has(*side_of(piece, i, names)) for piece in pieces):
                     counts[i] += 1
                     if len(examples[i]) < SHOWN:
                         examples[i].append(f"row {row_of(document)}")

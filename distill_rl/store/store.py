@@ -13,6 +13,7 @@ from distill_rl.store.formats import decoded
 from distill_rl.store.manifest import FILE, SHARDS, Manifest, read_manifest
 from distill_rl.store.shard import SUFFIX, Column, Shard
 from distill_rl.system import ownership
+from distill_rl.system.files import allow_open_files
 from distill_rl.types import PieceRef
 
 
@@ -49,7 +50,9 @@ class Store:
         if problem := next(ownership.problems(folder / FILE), None) or next(_loose(folder / SHARDS), None):
             rule = "only this user and root may own or change a store"
             raise StoreError(f"{folder}", rule, problem, "copy it to a folder of your own: cp -r")
-        self.shards = [Shard(path) for path in shard_files(folder)]
+        files = shard_files(folder)
+        allow_open_files(len(files))
+        self.shards = [Shard(path) for path in files]
         self._index()
 
     def __len__(self) -> int:
@@ -63,8 +66,20 @@ class Store:
     def add(self, shard: Shard) -> None:
         """Takes in a shard that was written after the store had been opened."""
         self.shards.append(shard)
+        allow_open_files(len(self.shards))
         for i in range(len(shard)):
             self._added.setdefault(shard.names[i].tobytes(), []).append((len(self.shards) - 1, i))
+
+    def refresh(self) -> None:
+        """Takes in the shards that other processes have written since the store was opened.
+
+        Raises:
+            StoreError: one of them is damaged.
+        """
+        known = {shard.path for shard in self.shards}
+        for path in shard_files(self.folder):
+            if path not in known:
+                self.add(Shard(path))
 
     def records(self, name: bytes) -> list[tuple[Shard, int]]:
         """All records of a document."""
@@ -105,6 +120,10 @@ class Store:
                     before = 1 if piece.prefix else 0  # the position that predicts the first token of the text
                     later = Found(shard, i, start - before, piece.prefix - before, len(body) + before)
         return later
+
+    def has(self, piece: PieceRef, tokens: np.ndarray) -> bool:
+        """Whether the store has the targets of a piece; one without tokens needs none. As `find`."""
+        return not piece.length or self.find(piece, tokens) is not None
 
     def targets(self, found: Found) -> dict[str, Column]:
         """The targets that `find` has found, [found.count, …]; read-only.

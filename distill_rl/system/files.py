@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+_OTHER_FILES = 512
+"""Files, sockets and pipes that a process has open beside those that `allow_open_files` is asked for."""
 
 
 def write_atomic(path: str | Path, content: str | bytes) -> None:
@@ -66,6 +70,17 @@ def append_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
             if file.read() != b"\n":
                 file.write(b"\n")
         file.write("".join(f"{json.dumps(row)}\n" for row in rows).encode())
+
+
+def allow_open_files(count: int) -> None:
+    """Raises this process's limit of open files, if it can and must, so that it may have `count` beside all others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * count + _OTHER_FILES  # twice, so that the limit is not raised for each further file
+    if soft == resource.RLIM_INFINITY or soft >= count + _OTHER_FILES:
+        return
+    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def sync(path: str | Path) -> None:

@@ -116,6 +116,8 @@ class StoredTeacher:
             StoreError: what is read is damaged, or what was computed cannot be written.
         """
         total = 0.0
+        if self.writer is not None and self.teacher.parallel.dp > 1:
+            self.store.refresh()  # with what the other replicas have written
         for layout, rows, parts, found in self._micro_batches(batch):
             if found is not None:
                 tensors = self._assemble(rows, parts, found)
@@ -130,6 +132,8 @@ class StoredTeacher:
                 total += float(score_of(self.teacher.score, target, None, labels, temperature, CHUNK_TOKENS))
             yield layout, tensors
         self.score = total
+        if self.writer is not None:
+            self.writer.flush_if_due()
 
     def fill(self, batch: RankBatch) -> None:
         """Computes and writes what the store lacks of this rank's part of a batch; micro-batches that it has are skipped.

@@ -791,6 +791,16 @@ EVAL = "eval --suites gsm8k --data {root}/corpus.jsonl --model {root}"
     ("align --student {root}/run --teacher {root}/teacher --data {root}/corpus.jsonl",
      ("tokenizer ", "must hold a tokenizer", "no tokenizer.json in")),
     (EVAL + "/adapter", ("model adapter: ", "LORA adapter of org/base", "merge_and_unload()")),
+    ("capture -c {config} --out {root}/refused --gpus-per-node 4", ("--gpus-per-node: ", "without --dry-run", "4", "add --dry")),
+    ("capture -c {config} --out {root}/refused loss.kd_weight=0 loss.ce_weight=1",
+     ("teachers: a capture needs a teacher", "loss.kd_weight above 0")),
+    ("capture -c {config} --out {root}/refused teachers.0.export=hidden",
+     ("teachers.0.cache: a store holds topk, and this teacher exports hidden", "set teachers.0.export=topk")),
+    ("capture -c {config} --out {root}/corpus.jsonl", ("corpus.jsonl", "must be")),
+    ("store info {root}/run", ("/run: must be a store", "`distill-rl capture` has made", "no manifest.json")),
+    ("store verify {root}/nowhere", ("/nowhere: must be a store", "no such folder")),
+    ("store merge {root}/run {root}/nowhere --out {root}/refused", ("/run: must be a store", "no manifest.json")),
+    ("store export {root}/run --out {root}/refused", ("/run: must be a store", "no manifest.json")),
 ])  # fmt: skip
 def test_a_command_that_cannot_work_is_refused(place, monkeypatch, capsys, command, words):
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", NO_CLUSTER)
@@ -801,6 +811,22 @@ def test_a_command_that_cannot_work_is_refused(place, monkeypatch, capsys, comma
     errors = [text.removeprefix(PREFIX) for text in printed.err.splitlines() if text.startswith(PREFIX)]
     assert len([text for text in errors if all(word in text for word in words)]) == 1, printed.err
     assert printed.out == ""
+    assert not (place.root / "refused").exists()
+
+
+@pytest.mark.parametrize(("overrides", "words"), [
+    ("teachers.0.backend=store", ("teachers.0.store: backend store needs the folder of a store", "add teachers.0.store=")),
+    ("teachers.0.backend=store  teachers.0.store={root}/run", ("teachers.0.store: ", "must be a store", "no manifest.json")),
+    ("teachers.0.store={root}/run", ("teachers.0.store: is read with backend store only", "add teachers.0.backend=store")),
+    ("teachers.0.cache={root}/refused  teachers.0.export=logits",
+     ("teachers.0.cache: a store holds topk, and this teacher exports logits", "or run the teacher without cache")),
+    ("teachers.0.cache={root}/refused  teachers.1={{name: other, model: {root}/short, cache: {root}/refused}}",
+     ("teachers: every teacher needs a store of its own", "name another folder for each")),
+])  # fmt: skip
+def test_a_store_that_cannot_be_used_is_refused(place, refused, overrides, words):
+    line = refused(place.config("stores"), *overrides.format(root=place.root).split("  "))
+    assert all(word in line for word in words), line
+    assert not (place.root / "stores").exists()
     assert not (place.root / "refused").exists()
 
 

@@ -197,7 +197,9 @@ def top_k(teacher: TopKLogprobs, num_rows: int, vocabulary: int, temperature: fl
             f"temperature: must be that of the teacher's targets, {teacher.temperature}; got {temperature}"
         )
     if looked_at(validate, ids) and ids.numel():
-        _distinct_ids(ids, vocabulary)
+        _distinct_ids(ids, vocabulary, absent=-1)
+        if bool((logprobs[ids < 0] > -torch.inf).any()):
+            raise ValueError("teacher.logprobs: must be -inf where the id is -1, an absent entry")
 
 
 def sampled(teacher: SampledTokens, num_rows: int, vocabulary: int, temperature: float, validate: bool | None) -> None:

@@ -129,7 +129,8 @@ def translated(teacher: TopKLogprobs, projection: VocabularyProjection, dtype: t
         dtype: of the returned log-probabilities.
     """
     floor = floor_of(dtype)
-    ids = projection.to_student[teacher.ids.long()]
+    given = teacher.ids.long()
+    ids = torch.where(given < 0, -1, projection.to_student[given.clamp_min(0)])
     logprobs = teacher.logprobs.to(dtype).clamp_min(floor)
     rest = rest_of(logprobs) if teacher.rest_logprob is None else teacher.rest_logprob.to(dtype).clamp_min(floor)
     absent = ids < 0

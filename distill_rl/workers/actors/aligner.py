@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +21,8 @@ from distill_rl.workers.actors.rank import Worker
 from distill_rl.workers.cluster.gauges import Gauges
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from distill_rl.data.batch.document_aligner import AlignedDocuments
     from distill_rl.data.batch.naming import StoredTargets
-    from distill_rl.store.store import Store
-    from distill_rl.types import PieceRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +147,11 @@ def _stored_targets(config: Config) -> StoredTargets:
 
     teachers = [*enumerate(running_teachers(config))]
     required = {
-        i: _has(Store(Path(teacher.store)))
+        i: Store(Path(teacher.store)).has
         for i, teacher in teachers
         if teacher.backend == "store" and teacher.store and teacher.missing == "skip"
     }
     return StoredTargets(frozenset(i for i, teacher in teachers if targets_store(teacher) is not None), required)
-
-
-def _has(store: Store) -> Callable[[PieceRef, np.ndarray], bool]:
-    """Whether a store has a piece with these tokens."""
-    return lambda piece, tokens: store.find(piece, tokens) is not None
 
 
 def _require_cuda() -> None:

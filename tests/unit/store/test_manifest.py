@@ -77,10 +77,12 @@ def test_a_flipped_bit_anywhere_is_noticed(tmp_path):
         damaged = bytearray(content)
         damaged[place] ^= 1 << place % 7
         (tmp_path / FILE).write_bytes(damaged)
+        line = ""
         try:
             assert read_manifest(tmp_path) == MANIFEST, "only white space may differ"
         except StoreError as error:
-            assert str(tmp_path / FILE) in str(error)
+            line = str(error)
+        assert not line or str(tmp_path / FILE) in line
 
 
 def test_a_folder_without_a_store_is_told_from_none(tmp_path):

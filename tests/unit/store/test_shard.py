@@ -147,7 +147,7 @@ def test_a_shard_cut_off_anywhere_is_refused(tmp_path):
 
 def test_another_version_is_refused_as_such(tmp_path):
     content = serialize([record_of("one", range(3))])
-    with pytest.raises(StoreError, match="a shard of version 1; this one was written by another version.*got 2"):
+    with pytest.raises(StoreError, match=r"a shard of version 1; this one was written by another version.*got 2"):
         opened(tmp_path, content.replace(b'"version":"1"', b'"version":"2"'))
 
 

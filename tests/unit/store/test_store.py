@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import resource
+
 import numpy as np
 import pytest
 
@@ -144,7 +147,9 @@ def test_a_shard_that_is_being_written_is_not_read(whole):
 def test_a_store_that_others_can_write_is_refused(whole, changed):
     path = whole.shards[0].path if changed == "shard" else whole.folder / changed
     path.chmod(path.stat().st_mode | 0o020)
-    with pytest.raises(StoreError, match="only this user and root may own or change a store.*can be written by others"):
+    with pytest.raises(
+        StoreError, match=r"only this user and root may own or change a store.*can be written by others"
+    ):
         Store(whole.folder)
 
 
@@ -166,3 +171,38 @@ def test_damage_is_reported_when_the_record_is_read(whole):
     assert find(damaged, TOKENS, text="another") is None
     with pytest.raises(StoreError, match="tokens of record 0 does not match its checksum"):
         find(damaged, TOKENS)
+
+
+def test_a_piece_without_tokens_needs_no_targets(whole):
+    nothing = TOKENS[:0]
+    assert whole.has(piece_of("another document", nothing), nothing)
+    assert whole.has(piece_of(TEXT, TOKENS), TOKENS)
+    assert not whole.has(piece_of("another document", TOKENS), TOKENS)
+
+
+def test_shards_of_other_processes_are_taken_in_on_request(whole):
+    other = Store(whole.folder)
+    record = record_of("new", ids(1, 2), number=30)
+    writer = StoreWriter(other, write_every_s=0)
+    writer.add(record.piece, record.tokens, record.targets)
+    writer.flush()
+    assert not whole.has(record.piece, record.tokens)
+    for _ in range(2):
+        whole.refresh()
+        assert find(whole, record.tokens, text="new") == [-30, -31]
+        assert len(whole) == 2
+
+
+def test_more_shards_than_the_usual_limit_of_open_files_are_read(tmp_path):
+    """A capture over night writes more than a thousand shards, and a process may often open 1024 files."""
+    shards = [[record_of(f"{i}", ids(i, 5), number=i)] for i in range(60)]
+    folder = make_store(tmp_path / "store", *shards).folder
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(folder, os.O_RDONLY)  # the smallest descriptor that is free
+    os.close(free)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 20, hard))
+        store = Store(folder)
+        assert find(store, ids(59, 5), text="59") == [-59, -60]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from distill_rl.config.schema import ParallelConfig
 from distill_rl.errors import DataError
 from distill_rl.store.store import Store
 from distill_rl.store.writer import StoreWriter
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.teacher.stored import StoredTeacher
 from distill_rl.types import IGNORE_INDEX, RankBatch
+from tests.helpers.command import until
 from tests.helpers.engines import engine_config, engine_targets, random_documents
 from tests.helpers.models import write_tiny_model
 from tests.helpers.stores import batch_of, is_of_pieces, make_store, piece_of
@@ -208,6 +210,22 @@ def test_a_cache_publishes_what_the_teacher_computes_and_then_reads_it(kit, batc
     assert_equal_at_pieces(engine_targets(teacher, batch), live, batch)
     assert (teacher.use.read, teacher.use.computed, len(calls)) == (tokens_of(batch), tokens_of(batch), 2)
     assert len(teacher.store) == 5
+
+
+def test_a_cache_writes_when_it_is_due(kit, batch):
+    teacher = kit.cached(kit.store(), write_every_s=0)
+    engine_targets(teacher, batch)
+    until(lambda: len(Store(teacher.store.folder)) == 5, "targets written")
+
+
+def test_replicas_read_what_the_others_have_written(kit, batch):
+    """In the second epoch a document may come to another replica, which has the same cache open."""
+    store = kit.store()
+    one, other = (kit.cached(Store(store.folder), parallel=ParallelConfig(dp=2)) for _ in range(2))
+    engine_targets(one, batch)
+    one.close()
+    engine_targets(other, batch)
+    assert (other.use.read, other.use.computed) == (tokens_of(batch), 0)
 
 
 def test_a_cache_goes_on_in_another_process(kit, batch):

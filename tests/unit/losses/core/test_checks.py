@@ -41,7 +41,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "teacher.ids: must be distinct within a row; got 2 twice in row 0",
     ),
     "id too large": (lambda: kd_loss(LOGITS, top(ids=ids(1, 2, 3, 10))), r"teacher.ids: must lie in \[0, 10\); got 10"),
-    "id negative": (lambda: kd_loss(LOGITS, top(ids=ids(1, 2, 3, -1))), r"teacher.ids: must lie in \[0, 10\); got -1"),
+    "id negative": (lambda: kd_loss(LOGITS, top(ids=ids(1, 2, 3, -2))), r"teacher.ids: must lie in \[0, 10\); got -2"),
+    "probability of an absent id": (
+        lambda: kd_loss(LOGITS, top(ids=ids(1, 2, 3, -1))),
+        "teacher.logprobs: must be -inf where the id is -1",
+    ),
     "ids of floats": (
         lambda: kd_loss(LOGITS, top(ids=TOP.logprobs)),
         "teacher.ids: must be int32 or int64; got torch.float32",
