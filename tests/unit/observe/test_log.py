@@ -54,9 +54,13 @@ def test_log_file_gets_info_messages(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_log_on_a_full_disk_does_not_hide_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="the cause"), log.log_file("/dev/full"):
-        log.get("driver").warning("lost")
-        raise ValueError("the cause")
+    def fail() -> None:
+        with log.log_file("/dev/full"):
+            log.get("driver").warning("lost")
+            raise ValueError("the cause")
+
+    with pytest.raises(ValueError, match="the cause"):
+        fail()
     assert "Logging error" not in capsys.readouterr().err
 
 
