@@ -7,7 +7,7 @@ import os
 import sys
 import unicodedata
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +82,28 @@ def status(text: str) -> Iterator[None]:
         print("\x1b[2K", end="\r", file=sys.stderr, flush=True)
 
 
+class _File(logging.FileHandler):
+    """A log that cannot be written must neither end a run nor hide why it ends."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):  # of what is still in the buffer; the file is closed all the same
+            super().close()
+
+
 @contextmanager
 def log_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Appends the package's log messages of level info and above to a file while the block runs; creates its folder.
 
     If the console shows debug messages, the file gets them too. The package logger's level is lowered meanwhile if
-    necessary. Yields the path.
+    necessary. What cannot be written, because the disk is full for example, is dropped. Yields the path.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    handler = _File(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     debug = os.environ.get(VARIABLE, "").strip().lower() == "debug"
     handler.setLevel(logging.DEBUG if debug else logging.INFO)

@@ -25,6 +25,7 @@ from distill_rl.preflight.opened import Findings, Opened
 from distill_rl.preflight.pairs import compared_ids
 from distill_rl.store.manifest import (
     FILE,
+    SHARDS,
     Manifest,
     describe_teacher,
     description_problems,
@@ -33,6 +34,7 @@ from distill_rl.store.manifest import (
     write_manifest,
 )
 from distill_rl.store.store import Store
+from distill_rl.system.files import size_of
 
 if TYPE_CHECKING:
     from distill_rl.preflight.job import Job
@@ -255,7 +257,7 @@ def cache_problems(config: Config, teachers: Sequence[Opened], *, on_gpu: bool, 
 def room_problems(config: Config, facts: Facts, *, captures: bool) -> Iterator[str]:
     """Yields a problem for every store that a run would fill and that its disk has no room for, as a sample shows.
 
-    What is in the store already is not subtracted.
+    What is in the store counts as done: a capture that was stopped needs room for the rest only.
 
     Args:
         captures: as for `manifest_of`.
@@ -273,6 +275,7 @@ def room_problems(config: Config, facts: Facts, *, captures: bool) -> Iterator[s
         compact = captures and config.capture.format == "compact"
         needed = int(tokens * (_TOKEN_BYTES + (targets.entries if compact else targets.bytes_per_token)))
         folder = Path(teacher.cache).absolute()
+        needed -= size_of(folder / SHARDS)
         free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free
         if needed > free:
             rule = f"the targets need about {size_text(needed)}, and {size_text(free)} are free"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from distill_rl.preflight.stores import make_store
 from distill_rl.store.manifest import read_manifest
 from distill_rl.store.shard import Shard
 from distill_rl.store.writer import process_home
+from distill_rl.system.files import size_of
 from tests.cli.conftest import Material
 from tests.faults.conftest import Disturbed, assert_same_student
 from tests.faults.test_teachers import two_teachers
@@ -265,24 +267,31 @@ def _stored(text: str) -> int:
 
 FULL_DISK = """\
 mount -t tmpfs -o "size=$1" tmpfs "$2" || exit 77
-store=$2 size=$3 python=$4
-shift 4
-"$python" -m distill_rl "$@"
+store=$2 python=$3
+shift 3
+"$python" -m distill_rl "$@" &
+while kill -0 $! && ! ls "$store"/shards/*.safetensors; do sleep 0.05; done >/dev/null 2>&1
+head -c 1G /dev/zero >"$store/other" 2>/dev/null
+wait $!
 echo "full: exit code $?"
-"$python" -m distill_rl store verify "$store" && find "$store" -name '.*.safetensors'
-mount -o "remount,size=$size" "$store"
+"$python" -m distill_rl store verify "$store"
+find "$store" -name '.*.safetensors'
+rm "$store/other"
 "$python" -m distill_rl "$@"
 echo "room: exit code $?"
 cp -a "$store" "$store.kept"
 """
-"""Arguments: size, store, a size that is enough, Python, arguments. Copies the store before its file system goes away."""
+"""Another file fills the disk once a shard is written. Arguments: size, store, Python, arguments of the capture.
+
+Copies the store before its file system goes away.
+"""
 
 
 def test_a_full_disk_is_one_line_and_the_same_command_goes_on(command, long, calm, tmp_path):
     store = tmp_path / "store"
     store.mkdir()
     size = sum(path.stat().st_size for path in (calm.store / "shards").iterdir())
-    arguments = [str(int(0.6 * size)), store, str(4 * size), sys.executable, *command(*long, OFTEN)]
+    arguments = [str(2 * size), store, sys.executable, *command(*long, OFTEN)]
     done = subprocess.run(
         ["unshare", "--mount", "--map-root-user", "bash", "-c", FULL_DISK, "bash", *map(str, arguments)],
         capture_output=True, text=True, timeout=DEADLINE_S, env=environment(),
@@ -299,11 +308,27 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(command, long, cal
     assert "Traceback" not in done.stderr
     assert "Logging error" not in done.stderr
     verified, again = rest.removeprefix("2\n").split("every checksum matches\n")
-    assert ".safetensors" not in again.partition("room")[0], "no half file is left"
     assert not verified.startswith("verified   0 files")
+    assert not again.startswith(str(store)), "no half file is left"
     assert "room: exit code 0" in done.stdout, done.stderr
     assert _stored(rest) < num_tokens(calm.store)
     assert calm.equals(tmp_path / "store.kept")
+
+
+def test_a_capture_that_goes_on_needs_room_for_the_rest_only(material, calm_short, tmp_path):
+    """All is stored, on a disk that has no room to do it once more."""
+    store, size = tmp_path / "store", 1.2 * size_of(calm_short.store)
+    store.mkdir()
+    script = f"mount -t tmpfs -o size={size:.0f} tmpfs {store} || exit 77; cp -r {calm_short.store}/. {store}; "
+    capture = [sys.executable, "-m", "distill_rl", "capture", "-c", material.config(tmp_path), "--out", store]
+    done = subprocess.run(
+        ["unshare", "--mount", "--map-root-user", "bash", "-c", script + shlex.join(map(str, capture))],
+        capture_output=True, text=True, timeout=DEADLINE_S, env=environment(),
+    )  # fmt: skip
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    assert _stored(done.stdout) == 0
 
 
 def test_two_captures_of_the_same_documents_at_once_do_no_harm(command, calm_short, tmp_path):

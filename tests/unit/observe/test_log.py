@@ -53,6 +53,17 @@ def test_log_file_gets_info_messages(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert line.endswith("INFO distill_rl.driver: step 1 of 10")
 
 
+def test_a_log_on_a_full_disk_does_not_hide_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        with log.log_file("/dev/full"):
+            log.get("driver").warning("lost")
+            raise ValueError("the cause")
+
+    with pytest.raises(ValueError, match="the cause"):
+        fail()
+    assert "Logging error" not in capsys.readouterr().err
+
+
 def test_tracebacks_are_indented_in_the_file(tmp_path: Path) -> None:
     with log.log_file(tmp_path / "driver.log") as path:
         try:
