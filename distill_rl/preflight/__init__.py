@@ -33,7 +33,7 @@ from distill_rl.preflight.machine import (
 from distill_rl.preflight.memory import compare_memory
 from distill_rl.preflight.opened import Findings, Opened, open_models
 from distill_rl.preflight.pairs import compared_ids, projection_problems, teacher_facts, vocabulary_problems
-from distill_rl.preflight.stores import cache_problems, room_problems, stored_ids_problems
+from distill_rl.preflight.stores.check import cache_problems, room_problems, stored_ids_problems
 from distill_rl.preflight.suites import check_suites
 from distill_rl.transport.room import total_bytes
 

@@ -19,7 +19,7 @@ from distill_rl.preflight.expected import expect, source_facts
 from distill_rl.preflight.labels import check_labels
 from distill_rl.preflight.opened import Findings, Opened
 from distill_rl.preflight.pairs import check_alignment, template_problems
-from distill_rl.preflight.stores import compare_documents
+from distill_rl.preflight.stores.documents import compare_documents
 
 if TYPE_CHECKING:
     from distill_rl.data.reading.cache import Cache

@@ -80,7 +80,7 @@ def open_models(config: Config, findings: Findings) -> tuple[Opened, list[Opened
 
     What fails is added to the findings. `cross_tokenizer_loss` of the teachers is left None (`vocabulary_problems`).
     """
-    from distill_rl.preflight.stores import open_stores
+    from distill_rl.preflight.stores.check import open_stores
 
     student = Opened("student", "student", config.student)
     teachers = [Opened(f"teachers.{i}", f"teacher {t.name}", t) for i, t in enumerate(running_teachers(config))]

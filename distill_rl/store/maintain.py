@@ -170,7 +170,7 @@ def merge(folders: Sequence[Path], out: Path) -> str:
                 if writer.holds(piece, tokens) or (found is not None and not found.in_context):
                     skipped += 1
                     continue
-                writer.copy(piece, tokens, shard.targets(i))
+                writer.add_encoded(piece, tokens, shard.targets(i))
                 copied += 1
     writer.flush()
     return f"merged     {copied:,} pieces into {out}; {skipped:,} were there already"

@@ -47,7 +47,9 @@ class Store:
     def __init__(self, folder: Path):
         self.folder = folder
         self.manifest: Manifest = read_manifest(folder)
-        if problem := next(ownership.problems(folder / FILE), None) or next(_loose(folder / SHARDS), None):
+        if problem := next(ownership.problems(folder / FILE), None) or next(
+            _permission_problems(folder / SHARDS), None
+        ):
             rule = "only this user and root may own or change a store"
             raise StoreError(f"{folder}", rule, problem, "copy it to a folder of your own: cp -r")
         files = shard_files(folder)
@@ -126,6 +128,10 @@ class Store:
         """Whether the store has the targets of a piece; one without tokens needs none. As `find`."""
         return not piece.length or self.find(piece, tokens) is not None
 
+    def has_whole(self, name: bytes) -> bool:
+        """Whether the store has a document in one piece, by its name."""
+        return any(shard.whole[i] and not shard.first[i] for shard, i in self.records(name))
+
     def targets(self, found: Found) -> dict[str, Column]:
         """The targets that `find` has found, [found.count, …]; read-only.
 
@@ -160,7 +166,7 @@ def shard_files(folder: Path) -> list[Path]:
     return sorted(path for path in (folder / SHARDS).glob(f"*{SUFFIX}") if not path.name.startswith("."))
 
 
-def _loose(folder: Path) -> Iterator[str]:
+def _permission_problems(folder: Path) -> Iterator[str]:
     """Why others may have changed the shards; a folder that does not exist holds none."""
     if folder.is_dir():
         yield from ownership.problems(folder)

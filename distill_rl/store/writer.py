@@ -87,7 +87,7 @@ class StoreWriter:
         """
         self._add(piece, tokens, targets, encoded=False)
 
-    def copy(self, piece: PieceRef, tokens: np.ndarray, columns: Mapping[str, Column]) -> None:
+    def add_encoded(self, piece: PieceRef, tokens: np.ndarray, columns: Mapping[str, Column]) -> None:
         """As `add`, with columns in the format of the store, such as another store of the same kind has."""
         self._add(piece, tokens, columns, encoded=True)
 
@@ -165,7 +165,7 @@ def _write(path: Path, content: bytes, owner: str) -> None:
     """
     temporary = path.with_name(f".{owner}.{path.name}")
     try:
-        with open(temporary, "xb", opener=_closed) as file:
+        with open(temporary, "xb", opener=_open_private) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -181,7 +181,7 @@ def _write(path: Path, content: bytes, owner: str) -> None:
         raise StoreError(f"{path.parent}", rule, error.strerror or str(error), remedy) from error
 
 
-def _closed(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     """Opens a file that others may not write to, even while it is being written: another run may open the store then."""
     return os.open(path, flags, 0o644)
 

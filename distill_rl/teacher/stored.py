@@ -45,7 +45,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PieceInRows:
     """A piece in the rows of a micro-batch."""
 
     piece: PieceRef
@@ -63,7 +63,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Use:
+class TokenCounts:
     """Tokens of pieces, by where their targets came from, since the start."""
 
     read: int = 0
@@ -93,7 +93,7 @@ class StoredTeacher:
         self.micro_batch_size = teacher_rows(config, teacher)
         self.score = 0.0
         """As of `TeacherEngine`."""
-        self.use = Use()
+        self.use = TokenCounts()
         manifest = store.manifest
         self._entries = config.loss.top_k if manifest.kind == "topk" else manifest.entries
         self._dtype = DTYPES[manifest.wire_dtype]
@@ -160,7 +160,7 @@ class StoredTeacher:
 
     def _micro_batches(
         self, batch: RankBatch, *, reading: bool = True
-    ) -> Iterator[tuple[Layout, TokenRows, list[Part], list[Found] | None]]:
+    ) -> Iterator[tuple[Layout, TokenRows, list[PieceInRows], list[Found] | None]]:
         """Yields every micro-batch with its pieces, and where they are; None if it has to be computed.
 
         On ranks after the first of a tensor-parallel group an empty list stands for what the first has found.
@@ -181,7 +181,7 @@ class StoredTeacher:
                 found = found if is_stored.item() else None
             yield Layout(first_row, *rows.shape), rows, parts, found
 
-    def _find(self, parts: Sequence[Part], *, reading: bool) -> list[Found] | None:
+    def _find(self, parts: Sequence[PieceInRows], *, reading: bool) -> list[Found] | None:
         """Where the store has the pieces; None if it lacks one and there is a model.
 
         Raises:
@@ -194,7 +194,7 @@ class StoredTeacher:
                     continue
                 self.writer.flush()
             found = self.store.find(part.piece, part.tokens)
-            if self.live is not None and not _is_the_same(found):
+            if self.live is not None and not _is_exact_match(found):
                 return None
             if found is None:
                 remedy = "see `distill-rl check`; set teachers[].missing to skip or live, or capture it"
@@ -202,7 +202,9 @@ class StoredTeacher:
             places.append(found)
         return places
 
-    def _compute(self, layout: Layout, rows: TokenRows, batch: RankBatch, parts: Sequence[Part]) -> dict[str, Tensor]:
+    def _compute(
+        self, layout: Layout, rows: TokenRows, batch: RankBatch, parts: Sequence[PieceInRows]
+    ) -> dict[str, Tensor]:
         """Runs the model on a micro-batch, and writes the pieces that the store lacks. Collective.
 
         Every token but a piece's first gets a label, whatever this run is trained on: another one may need it.
@@ -217,7 +219,7 @@ class StoredTeacher:
         if self.writer is not None:
             on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
             for part in parts:
-                is_stored = _is_the_same(self.store.find(part.piece, part.tokens))
+                is_stored = _is_exact_match(self.store.find(part.piece, part.tokens))
                 if is_stored or self.writer.holds(part.piece, part.tokens):
                     continue
                 place = slice(part.start, part.start + part.piece.length)
@@ -226,18 +228,18 @@ class StoredTeacher:
                 self.writer.add(part.piece, part.tokens, {name: _column(tensor) for name, tensor in targets.items()})
         return tensors
 
-    def _require_numbers(self, part: Part, targets: Mapping[str, Tensor]) -> None:
+    def _require_numbers(self, part: PieceInRows, targets: Mapping[str, Tensor]) -> None:
         """Raises NumericsError if a target of a piece that is to be stored is NaN."""
         for name, tensor in targets.items():
             if tensor.is_floating_point() and tensor.isnan().any():
                 remedy = "try teachers[].dtype=fp32, or look for damaged weights"
                 raise NumericsError(f"teacher {self.teacher.name}", f"{name} must not be NaN", part.what, remedy)
 
-    def _assemble(self, rows: TokenRows, parts: Sequence[Part], found: Sequence[Found]) -> dict[str, Tensor]:
+    def _assemble(self, rows: TokenRows, parts: Sequence[PieceInRows], found: Sequence[Found]) -> dict[str, Tensor]:
         """The targets of the positions of a micro-batch, on the CPU; empty on ranks that have found nothing."""
         if self.world.tp_rank:
             return {}
-        tensors = {name: tensor.clone() for name, tensor in self._filling(rows.input_ids.size).items()}
+        tensors = {name: tensor.clone() for name, tensor in self._padding_targets(rows.input_ids.size).items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             for part, place in zip(parts, found):
@@ -251,10 +253,10 @@ class StoredTeacher:
         """What the store has of a piece; a smaller `loss.top_k` than the store's is cut from it."""
         tensors = {name: _tensor(column) for name, column in self.store.targets(place).items()}
         if self.store.manifest.kind == "topk" and self._entries < self.store.manifest.entries:
-            tensors = _fewer(tensors, self._entries)
+            tensors = _cut_to_k(tensors, self._entries)
         return tensors
 
-    def _filling(self, positions: int) -> dict[str, Tensor]:
+    def _padding_targets(self, positions: int) -> dict[str, Tensor]:
         """A valid target for every position, which padding keeps: half of the probability is that of k ids.
 
         Of draws, all are of id 0.
@@ -277,24 +279,24 @@ class StoredTeacher:
         }
 
 
-def _is_the_same(found: Found | None) -> bool:
+def _is_exact_match(found: Found | None) -> bool:
     """Whether the store has just what the model would compute, not targets that it made with more context."""
     return found is not None and not found.in_context
 
 
-def _parts(rows: TokenRows, pieces: Sequence[tuple[PieceRef, ...]]) -> list[Part]:
+def _parts(rows: TokenRows, pieces: Sequence[tuple[PieceRef, ...]]) -> list[PieceInRows]:
     """The pieces of the rows of a micro-batch, with their places and tokens."""
-    parts: list[Part] = []
+    parts: list[PieceInRows] = []
     width = rows.shape[1]
     for row, of_row in enumerate(pieces):
         start = 0
         for piece in of_row:
-            parts.append(Part(piece, row * width + start, rows.input_ids[row, start : start + piece.length]))
+            parts.append(PieceInRows(piece, row * width + start, rows.input_ids[row, start : start + piece.length]))
             start += piece.length
     return parts
 
 
-def _fewer(tensors: dict[str, Tensor], k: int) -> dict[str, Tensor]:
+def _cut_to_k(tensors: dict[str, Tensor], k: int) -> dict[str, Tensor]:
     """Top-k targets with the first `k` entries; the probability of the others is added to the rest."""
     dropped = tensors["logprobs"][:, k:].float()
     rest = torch.logsumexp(torch.cat([dropped, tensors["rest_logprob"][:, None]], dim=1), dim=1)

@@ -20,7 +20,7 @@ from distill_rl.models.files.facts import visible_gpus
 from distill_rl.observe.log import say
 from distill_rl.observe.timing import StepTimer
 from distill_rl.preflight.job import Job
-from distill_rl.preflight.stores import make_stores
+from distill_rl.preflight.stores.make import make_stores
 from distill_rl.system.environment import environment
 from distill_rl.system.files import write_json
 from distill_rl.system.signals import Signals

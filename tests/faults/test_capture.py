@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import StoreError
-from distill_rl.preflight.stores import make_store
+from distill_rl.preflight.stores.make import make_store
 from distill_rl.store.manifest import read_manifest
 from distill_rl.store.shard import Shard
 from distill_rl.store.writer import process_home

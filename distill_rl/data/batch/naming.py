@@ -26,7 +26,7 @@ def name_of(text: str) -> bytes:
     return blake2b(normalised.encode("utf-8", "surrogatepass"), digest_size=NAME_BYTES).digest()
 
 
-def side_of(piece: Piece, teacher: int, names: Mapping[int, bytes]) -> tuple[PieceRef, np.ndarray]:
+def ref_and_tokens(piece: Piece, teacher: int, names: Mapping[int, bytes]) -> tuple[PieceRef, np.ndarray]:
     """By which a store finds a piece as a teacher reads it, and the teacher's tokens of it, int32 [n].
 
     Args:
@@ -42,8 +42,8 @@ def side_of(piece: Piece, teacher: int, names: Mapping[int, bytes]) -> tuple[Pie
 
 
 def ref_of(piece: Piece, teacher: int, names: Mapping[int, bytes]) -> PieceRef:
-    """The first part of `side_of`."""
-    return side_of(piece, teacher, names)[0]
+    """The first part of `ref_and_tokens`."""
+    return ref_and_tokens(piece, teacher, names)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class StoredTargets:
         """Whether every store that decides has all pieces of a document.
 
         Args:
-            names: as for `side_of`.
+            names: as for `ref_and_tokens`.
         """
-        return all(has(*side_of(piece, i, names)) for i, has in self.required.items() for piece in pieces)
+        return all(has(*ref_and_tokens(piece, i, names)) for i, has in self.required.items() for piece in pieces)
 
 
 NONE_STORED = StoredTargets()
