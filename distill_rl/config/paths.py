@@ -27,6 +27,16 @@ def absolute(config: Config) -> Config:
     return config
 
 
+def described_by(model: StudentConfig | TeacherConfig) -> tuple[str, str | None]:
+    """Where config and tokenizer of a model are, and the revision: those of a teacher that only reads a store are there.
+
+    So a machine that trains need not have the teacher, whatever `model` says.
+    """
+    if isinstance(model, TeacherConfig) and model.backend == "store" and model.missing != "live" and model.store:
+        return teacher_folder(model.store), None
+    return model.model, model.revision
+
+
 def teacher_folder(store: str) -> str:
     """The folder in a store with the files that describe its teacher: all that a model's folder has but weights."""
     return str(Path(store) / "teacher")

@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distill_rl.config.paths import described_by
 from distill_rl.config.schema import StudentConfig, TeacherConfig
 from distill_rl.errors import ConfigError, first_line
 from distill_rl.models.files.headers import read_headers, weight_problems
@@ -130,11 +131,13 @@ def read_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
 def tokenizer_of(model: StudentConfig | TeacherConfig) -> PreTrainedTokenizerBase:
     """The fast tokenizer of a model's settings: `tokenizer` or, if that is not set, the one beside the model.
 
-    The model's revision does not apply to a `tokenizer` of its own. Raises as `read_tokenizer`.
+    The model's revision does not apply to a `tokenizer` of its own. For a teacher that only reads a store, it is the one
+    in the store. Raises as `read_tokenizer`.
     """
-    if model.tokenizer is not None:
+    path, revision = described_by(model)
+    if model.tokenizer is not None and path == model.model:
         return read_tokenizer(model.tokenizer)
-    return read_tokenizer(model.model, model.revision)
+    return read_tokenizer(path, revision)
 
 
 def configured_stops(path: str | Path, revision: str | None = None) -> tuple[int, ...]:
@@ -162,7 +165,7 @@ def configured_stops(path: str | Path, revision: str | None = None) -> tuple[int
 
 def stops_of(model: StudentConfig | TeacherConfig) -> tuple[int, ...]:
     """The ids that end an answer of a model's settings, as in `configured_stops`."""
-    return configured_stops(model.model, model.revision)
+    return configured_stops(*described_by(model))
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -183,6 +186,16 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """The highest id plus one, including added tokens: the number of columns that stand for a token."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def cached(name: str, revision: str | None = None) -> Path | None:
+    """The folder of a hub model with its weights, if they are in the cache of this machine; asks no hub."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_WEIGHTS, local_files_only=True))
+    except Exception:  # no such name, or no hub's name at all
+        return None
 
 
 def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:

@@ -82,7 +82,7 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
             check_labels(config, "data.validation", training.kind, held_out, student, findings)
     if not problems:
         check_alignment(config, documents, student, teachers, findings)
-    if not problems and not validate.problems(config):
+    if not any(text.startswith(("data.", "student")) for text in problems) and not validate.problems(config):
         compare_documents(config, training, validation, student, teachers, findings, cache.say)
     facts = Facts(
         num_documents=len(training) if training.exact else None,

@@ -12,6 +12,7 @@ from typing import Any
 
 from distill_rl.config.derive import cross_tokenizer_loss
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts, running_teachers, runs_model, splits_documents
+from distill_rl.config.paths import described_by
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan, pad_id
 from distill_rl.data.mixture import Interleaved, Mixture
@@ -182,7 +183,7 @@ def _cross_tokenizer_spec(
 
     folder = Path(config.run.dir).expanduser().absolute() / ".projections"
     student_columns = read_config(config.student.model, config.student.revision).vocab_size
-    teacher_columns = read_config(teacher.model, teacher.revision).vocab_size
+    teacher_columns = read_config(*described_by(teacher)).vocab_size
     try:
         path = cached_projection(
             folder,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill_rl.config.facts import ModelFacts, running_teachers, runs_model
-from distill_rl.config.paths import teacher_folder
+from distill_rl.config.paths import described_by, teacher_folder
 from distill_rl.config.reading.walk import MISSING
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.errors import DistillError, first_line, problem
@@ -101,13 +101,14 @@ def _open(opened: Opened, findings: Findings) -> None:
     from distill_rl.models.files.facts import is_adapter
 
     key, model = opened.key, opened.settings
-    folder = _folder(f"{key}.model", model.model, model.revision, findings)
+    path, revision = described_by(model)
+    folder = _folder(f"{key}.model", path, revision, findings)
     if folder is not None:
-        needed = Path(model.model).expanduser().is_dir() and not _only_described(model)
+        needed = Path(path).expanduser().is_dir() and not _only_described(model)
         _open_weights(f"{key}.model", folder, opened, findings, needed=needed)
         if is_adapter(folder):  # its line says what to do; that it lacks a tokenizer, too, adds nothing
             folder = None
-    if model.tokenizer is not None:
+    if model.tokenizer is not None and path == model.model:
         folder = _folder(f"{key}.tokenizer", model.tokenizer, None, findings)
     if folder is not None:
         _open_tokenizer(f"{key}.tokenizer", folder, opened, findings)

@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import Any
 
 import distill_rl
-from distill_rl.config.paths import teacher_folder
 from distill_rl.errors import ConfigError, DistillError
 from distill_rl.evals.results.compare import of_run
 from distill_rl.observe.log import printable, say
@@ -118,12 +117,8 @@ def quickstart(options: argparse.Namespace) -> int:
 
 
 def _from_store(store: Path) -> tuple[str, ...]:
-    """Overrides with which a run reads the teacher's targets from a store, and nothing of the teacher's folder."""
-    return (
-        "teachers.0.backend=store",
-        f"teachers.0.store={store}",
-        f"teachers.0.model={teacher_folder(str(store))}",
-    )
+    """Overrides with which a run reads the teacher's targets from a store."""
+    return "teachers.0.backend=store", f"teachers.0.store={store}"
 
 
 def verdict(summary: Mapping[str, Any]) -> int:

@@ -55,14 +55,28 @@ class Manifest:
         mine, theirs = asdict(self), asdict(other)
         for name in mine:
             if name not in ("model", "revision", "files") and mine[name] != theirs[name]:
-                yield f"{_WORDS.get(name, name)} {_short(mine[name])} here, {_short(theirs[name])} there"
+                yield f"{_WORDS[name]} {_short(mine[name])} here, {_short(theirs[name])} there"
 
 
-_WORDS = {"weights": "the teacher's weights", "tokenizer": "the teacher's tokenizer", "entries": "entries per token"}
+_WORDS = {
+    "format": "capture.format",
+    "kind": "teachers[].export",
+    "entries": "entries per token (loss.top_k or loss.draws)",
+    "temperature": "loss.temperature",
+    "wire_dtype": "teachers[].wire_dtype",
+    "dtype": "teachers[].dtype",
+    "weights": "the teacher's weights",
+    "tokenizer": "the teacher's tokenizer",
+    "vocabulary_size": "ids that are compared",
+    "mass": "capture.mass",
+}
+"""What a user calls the fields."""
 
 
 def _short(value: Any) -> Any:
-    """A hash is shown with its first digits."""
+    """A value as it is written in YAML; of a hash the first digits."""
+    if value is None:
+        return "null"
     return value[:12] if isinstance(value, str) and len(value) == 64 else value
 
 

@@ -164,7 +164,7 @@ TABLE: tuple[NoEffect, ...] = (
         "no teacher is read from a store",
     ),
     NoEffect(
-        ("teachers[].dtype", "teachers[].attention", "teachers[].wire_dtype"),
+        ("teachers[].dtype", "teachers[].attention", "teachers[].wire_dtype", "teachers[].tokenizer"),
         lambda run: bool(run.config.teachers) and not any(runs_model(teacher) for teacher in run.config.teachers),
         "all targets are read from stores, as they were captured",
     ),

@@ -14,7 +14,7 @@ from distill_rl.config.paths import teacher_folder
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import StoreError, problem
 from distill_rl.models.files.facts import fingerprint_model
-from distill_rl.models.hub import resolve
+from distill_rl.models.hub import cached
 from distill_rl.preflight.machine import size_text
 from distill_rl.preflight.opened import Findings, Opened
 from distill_rl.preflight.pairs import compared_ids
@@ -69,9 +69,17 @@ def _problems(config: Config, key: str, settings: TeacherConfig, store: Store) -
 
 
 def _model_problems(key: str, settings: TeacherConfig, manifest: Manifest) -> Iterator[str]:
-    """Yields a problem if the model that the settings name is another than the store's; none if it cannot be read."""
-    findings = Findings()
-    found = findings.attempt(key, lambda: fingerprint_model(resolve(settings.model, settings.revision, weights=True)))
+    """Yields a problem if the model that the settings name is another than the store's.
+
+    A model that is not on this machine is not compared: it is not needed.
+    """
+    folder, findings = Path(settings.model).expanduser(), Findings()
+    if not folder.is_dir():
+        found_in_cache = findings.attempt(key, lambda: cached(settings.model, settings.revision))
+        if found_in_cache is None:
+            return
+        folder = found_in_cache
+    found = findings.attempt(key, lambda: fingerprint_model(folder))
     if found is not None and found != manifest.weights:
         rule = f"must be the model of {settings.store} ({manifest.model}, weights {manifest.weights[:12]})"
         remedy = "leave it out, name the same revision, or capture again"
@@ -85,6 +93,9 @@ def stored_ids_problems(student: Opened, teachers: Sequence[Opened]) -> Iterator
     """
     for opened in teachers:
         size = opened.vocabulary_size if opened.shared is None else compared_ids(student, [*teachers])
+        if opened.store is not None and opened.tokenizer_hash not in (None, opened.store.manifest.tokenizer):
+            rule = f"must be that of {opened.store.folder}: the store keeps its tokens"
+            yield problem(f"{opened.key}.tokenizer", rule, opened.tokenizer_hash[:12], "leave it out, or capture again")
         if opened.store is None or size is None or opened.store.manifest.vocabulary_size == size:
             continue
         rule = f"has probabilities of {opened.store.manifest.vocabulary_size:,} ids; this run compares {size:,}"
@@ -126,10 +137,10 @@ def cache_problems(config: Config, teachers: Sequence[Opened], *, on_gpu: bool, 
         if config.ray.address is not None:  # what the cluster's nodes have is not known yet
             manifest = replace(manifest, wire_dtype=there.wire_dtype)
         if differences := list(there.differences(manifest)):
+            key = "--out" if captures else f"{opened.key}.cache"
             rule = "one store holds the targets of one teacher, taken in one way"
-            yield problem(
-                f"{opened.key}.cache", rule, f"{settings.cache} ({'; '.join(differences)})", "name another folder"
-            )
+            remedy = "name another folder, or take the targets as before"
+            yield problem(key, rule, f"{settings.cache} ({'; '.join(differences)})", remedy)
 
 
 def room_problems(config: Config, facts: Facts, *, captures: bool) -> Iterator[str]:

@@ -50,7 +50,7 @@ def manifest_of(
         weights=weights,
         tokenizer=tokenizer,
         vocabulary_size=vocabulary_size,
-        mass=config.capture.mass if captures else None,
+        mass=config.capture.mass if captures and config.capture.format == "compact" else None,
     )
 
 

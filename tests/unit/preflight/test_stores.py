@@ -356,8 +356,8 @@ def test_a_cache_of_other_targets_is_refused_with_every_difference(kit, cached, 
     )
     mine, theirs = (fingerprint_model(folder)[:12] for folder in (kit.material / "teacher", other))
     for words in (
-        f"entries per token {TOP} here, 9 there",
-        "wire_dtype fp32 here, fp16 there",
+        f"entries per token (loss.top_k or loss.draws) {TOP} here, 9 there",
+        "teachers[].wire_dtype fp32 here, fp16 there",
         f"the teacher's weights {mine} here, {theirs} there",
         "name another folder",
     ):

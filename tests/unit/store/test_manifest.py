@@ -110,15 +110,15 @@ def test_every_difference_to_another_capture_is_named(tmp_path):
         require_same(tmp_path, other)
     line = str(refused.value)
     for words in (
-        "entries per token 3 here, 64 there",
-        "temperature 1.0 here, 2.0 there",
-        "wire_dtype fp32 here, fp16 there",
-        "dtype fp32 here, bf16 there",
+        "entries per token (loss.top_k or loss.draws) 3 here, 64 there",
+        "loss.temperature 1.0 here, 2.0 there",
+        "teachers[].wire_dtype fp32 here, fp16 there",
+        "teachers[].dtype fp32 here, bf16 there",
         "the teacher's weights aaaaaaaaaaaa here, cccccccccccc there",
         "the teacher's tokenizer bbbbbbbbbbbb here, dddddddddddd there",
-        "vocabulary_size 320 here, 321 there",
-        "format exact here, compact there",
-        "mass None here, 0.9 there",
+        "ids that are compared 320 here, 321 there",
+        "capture.format exact here, compact there",
+        "capture.mass null here, 0.9 there",
         "one store holds the targets of one teacher",
         "keep them in folders of their own",
     ):
