@@ -13,6 +13,7 @@ import torch
 
 from distill_rl.config.schema import ParallelConfig
 from distill_rl.errors import DataError
+from distill_rl.store.compact import error_bound
 from distill_rl.store.store import Store
 from distill_rl.store.writer import StoreWriter
 from distill_rl.teacher.engine import TeacherEngine
@@ -23,7 +24,7 @@ from tests.helpers.engines import engine_config, engine_targets, random_document
 from tests.helpers.models import write_tiny_model
 from tests.helpers.stores import batch_of, is_of_pieces, make_store, piece_of
 
-VOCABULARY, WIDTH, TOP = 320, 24, 16
+VOCABULARY, WIDTH, TOP, DRAWS = 320, 24, 16, 6
 SHORT = WIDTH // 2
 
 
@@ -46,10 +47,11 @@ class Kit:
         self.world, self.model, self.root = world, model, root
 
     def store(self, **changes) -> Store:
-        return make_store(self.root / "store", entries=TOP, **changes)
+        return make_store(self.root / "store", **{"entries": TOP} | changes)
 
     def live(self, micro_batch_size: int = 2, top_k: int = TOP, **settings) -> TeacherEngine:
         config = engine_config("unused", [self.model], loss__top_k=top_k, train__micro_batch_size=micro_batch_size)
+        config.loss.draws = DRAWS
         config.teachers[0] = replace(config.teachers[0], **settings)
         return TeacherEngine(config, config.teachers[0], self.world, vocabulary_size=VOCABULARY)
 
@@ -68,7 +70,11 @@ class Kit:
     def captured(self, batch: RankBatch, micro_batch_size: int = 2, **settings) -> Store:
         """A new store with the targets of a batch."""
         changes = {"wire_dtype": settings["wire_dtype"]} if "wire_dtype" in settings else {}
-        teacher = self.cached(self.store(**changes), micro_batch_size=micro_batch_size, **settings)
+        return self.filled(self.store(**changes), batch, micro_batch_size=micro_batch_size, **settings)
+
+    def filled(self, store: Store, batch: RankBatch, **settings) -> Store:
+        """The store with the targets of a batch, opened again."""
+        teacher = self.cached(store, **settings)
         teacher.fill(batch)
         teacher.close()
         return Store(teacher.store.folder)
@@ -164,6 +170,45 @@ def test_a_smaller_top_k_adds_what_it_drops_to_the_rest(kit, batch):
     # The sum is taken in fp32, whose rounding is 6e-8 of a log-probability below one or two.
     torch.testing.assert_close(found["rest_logprob"].double()[at], dropped.log()[at], rtol=1e-6, atol=1e-6)
     assert reader.bytes_per_token == kit.live(top_k=few).bytes_per_token
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_sampled_targets_are_the_live_ones_to_the_bit(kit, batch, micro_batch_size):
+    store = kit.filled(kit.store(kind="sampled", entries=DRAWS), batch, export="sampled")
+    reader = kit.reader(store, micro_batch_size, export="sampled")
+    found, live = engine_targets(reader, batch), engine_targets(kit.live(export="sampled"), batch)
+    assert_equal_at_pieces(found, live, batch)
+    at = torch.from_numpy(is_of_pieces(batch))
+    assert (found["counts"][at].sum(1) == DRAWS).all()
+    assert (found["counts"][~at].sum(1) == 1).all(), "padding has one draw"
+    assert torch.isfinite(found["mean_logprob"]).all()
+
+
+@pytest.mark.parametrize("mass", [None, 0.05])
+def test_compact_targets_are_the_live_ones_within_their_bound(kit, batch, mass):
+    store = kit.filled(kit.store(format="compact", mass=mass), batch)
+    found, live = engine_targets(kit.reader(store), batch), engine_targets(kit.live(), batch)
+    at = torch.from_numpy(is_of_pieces(batch))
+    kept = found["ids"][at] >= 0
+    assert kept[:, 0].all()
+    assert kept.all() == (mass is None)
+    assert torch.equal(found["ids"][at][kept], live["ids"][at][kept])
+    bound = error_bound(live["logprobs"][at][kept].numpy())
+    error = (found["logprobs"][at][kept] - live["logprobs"][at][kept]).abs().numpy()
+    assert (error <= bound + 1e-6).all()
+    assert (found["logprobs"][at][~kept] == -torch.inf).all()
+    total = found["logprobs"].double().exp().sum(1) + found["rest_logprob"].double().exp()
+    # Every log-probability, that of the rest included, is off by at most the largest bound.
+    assert (total[at].log().abs() <= error_bound(np.array([-20.0])).max()).all()
+
+
+def test_a_smaller_top_k_is_cut_from_rows_of_few_entries(kit, batch):
+    store = kit.filled(kit.store(format="compact", mass=0.05), batch)
+    few, all_entries = (engine_targets(kit.reader(store, top_k=k), batch) for k in (2, TOP))
+    at = torch.from_numpy(is_of_pieces(batch))
+    assert torch.equal(few["ids"][at], all_entries["ids"][at, :2])
+    dropped = all_entries["logprobs"][:, 2:].double().exp().sum(1) + all_entries["rest_logprob"].double().exp()
+    torch.testing.assert_close(few["rest_logprob"].double()[at], dropped.log()[at], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("score", ["ce", "entropy", "static"])
