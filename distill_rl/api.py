@@ -149,8 +149,8 @@ def capture(config: Source | None = None, /, *, out: str | PathLike[str], **sett
         out: folder of the store, or of one store per teacher.
 
     Raises:
-        ConfigError, DistillError, KeyboardInterrupt, Preempted: as for `distill`; after each of them the same call goes
-            on.
+        ConfigError, DistillError, KeyboardInterrupt, Preempted: as for `distill`; after the last two the same call
+            continues.
     """
     from distill_rl.commands.capture import gather_capture, run_config
 
@@ -160,11 +160,11 @@ def capture(config: Source | None = None, /, *, out: str | PathLike[str], **sett
     try:
         with console():
             found = gather_capture(_source(config), folder, settings=_expanded(settings))
-            code = run_config(found.require_valid(), Signals(embedded=True), folder)
+            code = run_config(found.require_valid(), Signals(embedded=True), found.facts, folder)
     finally:
         _one_at_a_time.release()
     if code == EXIT_PREEMPTED:
-        raise Preempted(f"the capture into {folder} was asked to stop, and did; the same call goes on")
+        raise Preempted(f"the capture into {folder} was asked to stop, and did; the same call continues it")
     if code:
         raise DistillError(f"the capture into {folder}", "must end with code 0", code)
     return folder

@@ -10,6 +10,7 @@ from typing import Any
 
 from distill_rl.commands.dry_run import write_batch_script
 from distill_rl.commands.options import GPUS_PER_NODE
+from distill_rl.config.facts import Facts
 from distill_rl.config.paths import absolute
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, StoreError
@@ -26,8 +27,8 @@ log = logging.getLogger(__name__)
 def capture(path: str, overrides: Sequence[str], *, out: Path, dry_run: bool, gpus_per_node: int | None) -> int:
     """Stores the targets of a configuration's documents that `out` lacks, and returns the exit code of the process.
 
-    0 when all is stored; 85 if SIGTERM or SIGUSR1 stopped it: what was computed is stored, and the same command goes
-    on. Handles the signals of this process meanwhile.
+    0 when all is stored; 85 if SIGTERM or SIGUSR1 stopped it: what was computed is stored, and the same command
+    continues. Handles the signals of this process meanwhile.
 
     Args:
         out: folder of the store, or of one store per teacher; made if it does not exist.
@@ -52,7 +53,7 @@ def capture(path: str, overrides: Sequence[str], *, out: Path, dry_run: bool, gp
         config = checked.require_valid()
     for note in checked.notes:
         say(f"note      {note}")
-    return run_config(config, Signals(), out)
+    return run_config(config, Signals(), checked.facts, out)
 
 
 def gather_capture(
@@ -76,12 +77,13 @@ def gather_capture(
     )
 
 
-def run_config(config: Config, signals: Signals, out: Path) -> int:
+def run_config(config: Config, signals: Signals, facts: Facts, out: Path) -> int:
     """Runs a checked capture, as `capture` does after its checks; returns and raises as that does.
 
     Args:
         config: from `to_capture`.
         signals: not entered yet.
+        facts: what the checks found.
         out: the absolute path of the store.
     """
     if config.ray.address is not None:  # workers on an existing cluster have other working directories
@@ -90,9 +92,9 @@ def run_config(config: Config, signals: Signals, out: Path) -> int:
     ownership.close_folder(out)
     with run_directory.occupy(config, clean=False) as paths, log_file(paths.logs / "driver.log"), signals:
         try:
-            return _run(config, paths, signals)
+            return _run(config, paths, signals, facts)
         except Preempted:
-            say("stopped   before anything was computed; the same command goes on")
+            say("stopped   before anything was computed; run the same command again to continue")
             return EXIT_PREEMPTED
         except OSError as error:
             log.info("the capture failed", exc_info=True)
@@ -104,14 +106,22 @@ def run_config(config: Config, signals: Signals, out: Path) -> int:
             raise
 
 
-def _run(config: Config, paths: RunPaths, signals: Signals) -> int:
-    """Opens models and data, and captures."""
+def _run(config: Config, paths: RunPaths, signals: Signals, facts: Facts) -> int:
+    """Opens models and data, and captures. Says what rows there are, and who decides."""
     say("opening   models and data")
     from distill_rl.preflight.job import prepare
     from distill_rl.run.capture import capture as run_capture
 
     with signals.at_once():
         job = prepare(config, paths)
+    for source in facts.sources:
+        say(f"data      {source}")
+    if facts.step is not None:
+        say(f"rows      {facts.step}")
+    if config.student.model == config.teachers[0].model:
+        say(
+            f"rows      no student is named: they are cut as the tokenizer of teacher {config.teachers[0].name} reads them"
+        )
     code = run_capture(job, signals)
     for folder in stores_of(config):
         say(f"store     {folder}")

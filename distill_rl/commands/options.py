@@ -96,7 +96,7 @@ def _add_store(commands: Any) -> None:
     """Adds the commands capture and store to the subparsers."""
     description = (
         "Run the teachers of a configuration over its data and store what they would send to a student, so that any "
-        "number of students can be trained without them (docs/store.md). The same command goes on after a stop."
+        "number of students can be trained without them (docs/store.md). The same command continues after a stop."
     )
     add = _command(
         commands, "capture", "capture.capture", "store the teachers' targets, for training later", description

@@ -40,7 +40,7 @@ class Progress:
         return [
             f"{self.computed / seconds:,.0f} tokens/s",
             f"{self.computed:,} computed",
-            f"{self.found:,} stored before",
+            f"{self.found:,} already stored",
         ]
 
 
@@ -48,8 +48,8 @@ def capture(job: Job, signals: Signals) -> int:
     """Stores the targets of all documents that the stores lack, and returns the exit code of the process.
 
     0 when all is stored; EXIT_PREEMPTED if a request to stop came: what was computed is then stored, and the same
-    command goes on. A teacher that died may have computed targets that it had not written; the documents are then gone
-    through once more, which costs only those.
+    command continues. A teacher that died may have computed targets that it had not written; the documents are then
+    scanned once more, which costs only those.
 
     Raises:
         DistillError: a worker failed and cannot be recovered from, or the disk is full. What was written is kept.
@@ -61,7 +61,7 @@ def capture(job: Job, signals: Signals) -> int:
         written = actors.teachers.finish()
         while not stopped and actors.teachers.restarts > restarts:
             restarts = actors.teachers.restarts
-            say("again     through all documents: a teacher that died may not have written everything")
+            say("again     all documents are scanned once more: a teacher that died may not have written everything")
             stopped = _go_through(job, actors, signals, progress)
             written = actors.teachers.finish()
     seconds = time.monotonic() - progress.began
@@ -70,10 +70,10 @@ def capture(job: Job, signals: Signals) -> int:
     rate = progress.computed / max(seconds, 1e-9)
     say(f"rate      {rate:,.0f} tokens/s; the teachers computed {min(share, 100):.0f} % of the time")
     say(
-        f"stored    {progress.computed:,} tokens, {written / 2**20:,.1f} MiB; {progress.found:,} tokens were there before"
+        f"stored    {progress.computed:,} tokens, {written / 2**20:,.1f} MiB; {progress.found:,} tokens were already stored"
     )
     if stopped:
-        say("stopped   what was computed is stored; the same command goes on")
+        say("stopped   what was computed is stored; run the same command again to continue")
         return EXIT_PREEMPTED
     return 0
 

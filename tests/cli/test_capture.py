@@ -126,9 +126,9 @@ def test_other_rows_change_the_last_digits_only(straight, same, material, cluste
 def test_a_second_capture_computes_nothing(same):
     tokens = sum(piece.length for piece in Store(same.store).pieces())
     assert re.search(
-        rf"^stored    {tokens:,} tokens, .* MiB; 0 tokens were there before$", same.first.out, re.MULTILINE
+        rf"^stored    {tokens:,} tokens, .* MiB; 0 tokens were already stored$", same.first.out, re.MULTILINE
     )
-    assert f"stored    0 tokens, 0.0 MiB; {tokens:,} tokens were there before" in same.again.out
+    assert f"stored    0 tokens, 0.0 MiB; {tokens:,} tokens were already stored" in same.again.out
 
 
 def test_a_capture_leaves_logs_and_nothing_of_a_run(same):
