@@ -10,13 +10,13 @@ from typing import Any
 
 from distill_rl.commands.dry_run import write_batch_script
 from distill_rl.commands.options import GPUS_PER_NODE
+from distill_rl.config.capture import stores_of, to_capture
 from distill_rl.config.facts import Facts
 from distill_rl.config.paths import absolute
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, StoreError
 from distill_rl.observe.log import log_file, say, setup_console, status
 from distill_rl.preflight import Checked, gather, run_directory
-from distill_rl.run.stores import stores_of, to_capture
 from distill_rl.system import ownership
 from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
 from distill_rl.types import RunPaths

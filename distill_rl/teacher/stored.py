@@ -62,6 +62,20 @@ class PieceInRows:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The rows of one forward pass, and the pieces that they hold."""
+
+    layout: Layout
+    rows: TokenRows
+    pieces: list[PieceInRows]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the pieces."""
+        return sum(part.piece.length for part in self.pieces)
+
+
 @dataclass(slots=True)
 class TokenCounts:
     """Tokens of pieces, by where their targets came from, since the start."""
@@ -118,19 +132,19 @@ class StoredTeacher:
         total = 0.0
         if self.writer is not None and self.teacher.parallel.dp > 1:
             self.store.refresh()  # with what the other replicas have written
-        for layout, rows, parts, found in self._micro_batches(batch):
-            if found is not None:
-                tensors = self._assemble(rows, parts, found)
-                self.use.read += sum(part.piece.length for part in parts)
+        for micro_batch in self._micro_batches(batch):
+            if self._is_stored(micro_batch):
+                tensors = self._read(micro_batch)
+                self.use.read += micro_batch.num_tokens
             else:
-                tensors = self._compute(layout, rows, batch, parts)
+                tensors = self._compute(micro_batch, batch)
             if self.teacher.score != "static" and tensors:
                 target = target_of(tensors, self.config.loss.temperature)
                 assert target.label_logprob is not None
-                labels = to_device(rows.labels, target.label_logprob.device).flatten()
+                labels = to_device(micro_batch.rows.labels, target.label_logprob.device).flatten()
                 temperature = self.config.loss.temperature
                 total += float(score_of(self.teacher.score, target, None, labels, temperature, CHUNK_TOKENS))
-            yield layout, tensors
+            yield micro_batch.layout, tensors
         self.score = total
         if self.writer is not None:
             self.writer.flush_if_due()
@@ -139,13 +153,14 @@ class StoredTeacher:
         """Computes and writes what the store lacks of this rank's part of a batch; micro-batches that it has are skipped.
 
         Raises:
+            NumericsError: what is to be stored is NaN.
             StoreError: it cannot be written.
         """
-        for layout, rows, parts, found in self._micro_batches(batch, reading=False):
-            if found is not None:
-                self.use.read += sum(part.piece.length for part in parts)
+        for micro_batch in self._micro_batches(batch):
+            if self._is_stored(micro_batch):
+                self.use.read += micro_batch.num_tokens
             else:
-                self._compute(layout, rows, batch, parts)
+                self._compute(micro_batch, batch)
         if self.writer is not None:
             self.writer.flush_if_due()
 
@@ -158,69 +173,68 @@ class StoredTeacher:
         if self.writer is not None:
             self.writer.flush()
 
-    def _micro_batches(
-        self, batch: RankBatch, *, reading: bool = True
-    ) -> Iterator[tuple[Layout, TokenRows, list[PieceInRows], list[Found] | None]]:
-        """Yields every micro-batch with its pieces, and where they are; None if it has to be computed.
-
-        On ranks after the first of a tensor-parallel group an empty list stands for what the first has found.
-
-        Args:
-            reading: False: what waits to be written counts as found, and its place is left out.
-
-        Raises:
-            DataError: a piece is not in the store, and there is no model.
-        """
+    def _micro_batches(self, batch: RankBatch) -> Iterator[MicroBatch]:
+        """Yields the micro-batches of this rank's part of a batch."""
         for first_row, rows in micro_batches(batch, self.micro_batch_size):
             start = first_row - batch.first_row
-            parts = _parts(rows, batch.pieces[start : start + self.micro_batch_size])
-            found = self._find(parts, reading=reading) if self.world.tp_rank == 0 else []
-            if self.live is not None and self.world.tp > 1:
-                is_stored = torch.tensor([found is not None], dtype=torch.int64, device=self.world.device)
-                dist.broadcast(is_stored, group=self.world.tp_group, group_src=0)
-                found = found if is_stored.item() else None
-            yield Layout(first_row, *rows.shape), rows, parts, found
+            pieces = _pieces_in(rows, batch.pieces[start : start + self.micro_batch_size])
+            yield MicroBatch(Layout(first_row, *rows.shape), rows, pieces)
 
-    def _find(self, parts: Sequence[PieceInRows], *, reading: bool) -> list[Found] | None:
-        """Where the store has the pieces; None if it lacks one and there is a model.
+    def _is_stored(self, micro_batch: MicroBatch) -> bool:
+        """Whether the store has, or will have, all pieces of a micro-batch; the same on every tensor-parallel rank.
+
+        Collective if there is a model. Only the first rank knows what it has written.
 
         Raises:
             DataError: it lacks one, and there is no model.
         """
-        places = []
-        for part in parts:
-            if self.writer is not None and self.writer.holds(part.piece, part.tokens):
-                if not reading:
-                    continue
-                self.writer.flush()
-            found = self.store.find(part.piece, part.tokens)
-            if self.live is not None and not _is_exact_match(found):
-                return None
-            if found is None:
-                remedy = "see `distill-rl check`; set teachers[].missing to skip or live, or capture it"
-                raise DataError(f"store {self.store.folder}", "must have every document of the run", part.what, remedy)
-            places.append(found)
-        return places
+        if self.live is None:
+            return all(self._find(part) is not None for part in micro_batch.pieces)
+        is_stored = self.world.tp_rank > 0 or all(map(self._has, micro_batch.pieces))
+        if self.world.tp > 1:
+            answer = torch.tensor([is_stored], dtype=torch.int64, device=self.world.device)
+            dist.broadcast(answer, group=self.world.tp_group, group_src=0)
+            is_stored = bool(answer.item())
+        return is_stored
 
-    def _compute(
-        self, layout: Layout, rows: TokenRows, batch: RankBatch, parts: Sequence[PieceInRows]
-    ) -> dict[str, Tensor]:
+    def _has(self, part: PieceInRows) -> bool:
+        """Whether just what the model would compute for a piece is stored, or waits to be written."""
+        if self.writer is not None and self.writer.holds(part.piece, part.tokens):
+            return True
+        found = self.store.find(part.piece, part.tokens)
+        return found is not None and not found.in_context  # with more context the model would give other targets
+
+    def _find(self, part: PieceInRows) -> Found:
+        """Where the store has a piece; what waits is written first.
+
+        Raises:
+            DataError: it has none.
+        """
+        if self.writer is not None and self.writer.holds(part.piece, part.tokens):
+            self.writer.flush()
+        found = self.store.find(part.piece, part.tokens)
+        if found is None:
+            remedy = "see `distill-rl check`; set teachers[].missing to skip or live, or capture it"
+            raise DataError(f"store {self.store.folder}", "must have every document of the run", part.what, remedy)
+        return found
+
+    def _compute(self, micro_batch: MicroBatch, batch: RankBatch) -> dict[str, Tensor]:
         """Runs the model on a micro-batch, and writes the pieces that the store lacks. Collective.
 
         Every token but a piece's first gets a label, whatever this run is trained on: another one may need it.
         """
         assert self.live is not None
+        rows = micro_batch.rows
         labels = np.full_like(rows.labels, IGNORE_INDEX)
-        for part in parts:
+        for part in micro_batch.pieces:
             labels.reshape(-1)[part.start : part.start + part.piece.length - 1] = part.tokens[1:]
-        alone = RankBatch(batch.index, layout.first_row, replace(rows, labels=labels), batch.num_labels)
+        alone = RankBatch(batch.index, micro_batch.layout.first_row, replace(rows, labels=labels), batch.num_labels)
         ((_, tensors),) = self.live.forward(alone)
-        self.use.computed += sum(part.piece.length for part in parts)
+        self.use.computed += micro_batch.num_tokens
         if self.writer is not None:
             on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
-            for part in parts:
-                is_stored = _is_exact_match(self.store.find(part.piece, part.tokens))
-                if is_stored or self.writer.holds(part.piece, part.tokens):
+            for part in micro_batch.pieces:
+                if self._has(part):
                     continue
                 place = slice(part.start, part.start + part.piece.length)
                 targets = {name: tensor[place] for name, tensor in on_host.items()}
@@ -235,23 +249,25 @@ class StoredTeacher:
                 remedy = "try teachers[].dtype=fp32, or look for damaged weights"
                 raise NumericsError(f"teacher {self.teacher.name}", f"{name} must not be NaN", part.what, remedy)
 
-    def _assemble(self, rows: TokenRows, parts: Sequence[PieceInRows], found: Sequence[Found]) -> dict[str, Tensor]:
-        """The targets of the positions of a micro-batch, on the CPU; empty on ranks that have found nothing."""
+    def _read(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """The targets of the positions of a micro-batch, on the CPU; empty after the first tensor-parallel rank."""
         if self.world.tp_rank:
             return {}
-        tensors = {name: tensor.clone() for name, tensor in self._padding_targets(rows.input_ids.size).items()}
+        padding = self._padding_targets(micro_batch.rows.input_ids.size)
+        tensors = {name: tensor.clone() for name, tensor in padding.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            for part, place in zip(parts, found):
-                start = part.start + place.skip
-                for name, values in self._read(place).items():
-                    into = tensors[name][start : start + place.count]
+            for part in micro_batch.pieces:
+                found = self._find(part)
+                start = part.start + found.skip
+                for name, values in self._targets(found).items():
+                    into = tensors[name][start : start + found.count]
                     (into if values.ndim == 1 else into[:, : values.shape[1]]).copy_(values)
         return tensors
 
-    def _read(self, place: Found) -> dict[str, Tensor]:
+    def _targets(self, found: Found) -> dict[str, Tensor]:
         """What the store has of a piece; a smaller `loss.top_k` than the store's is cut from it."""
-        tensors = {name: _tensor(column) for name, column in self.store.targets(place).items()}
+        tensors = {name: _tensor(column) for name, column in self.store.targets(found).items()}
         if self.store.manifest.kind == "topk" and self._entries < self.store.manifest.entries:
             tensors = _cut_to_k(tensors, self._entries)
         return tensors
@@ -279,12 +295,7 @@ class StoredTeacher:
         }
 
 
-def _is_exact_match(found: Found | None) -> bool:
-    """Whether the store has just what the model would compute, not targets that it made with more context."""
-    return found is not None and not found.in_context
-
-
-def _parts(rows: TokenRows, pieces: Sequence[tuple[PieceRef, ...]]) -> list[PieceInRows]:
+def _pieces_in(rows: TokenRows, pieces: Sequence[tuple[PieceRef, ...]]) -> list[PieceInRows]:
     """The pieces of the rows of a micro-batch, with their places and tokens."""
     parts: list[PieceInRows] = []
     width = rows.shape[1]

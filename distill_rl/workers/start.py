@@ -86,7 +86,7 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
         ConfigError: the resources are not available, or a transport that was requested by name does not work.
         WorkerError: an actor failed to start.
     """
-    with _session(job, total_steps, signals, placed=job.config) as (job, actors, calls):
+    with _session(job, total_steps, signals, captures=False) as (job, actors, calls):
         assert actors.student is not None
         running = _connect(job, actors, actors.student, calls, timer)
         calls.interrupted = signals.raise_if_interrupted  # from now on a stop can wait for the step and a save
@@ -106,10 +106,10 @@ def start_capture(job: Job, signals: Signals) -> Iterator[CaptureActors]:
     Raises:
         DistillError: as for `start_actors`.
     """
-    with _session(job, 0, signals, placed=without_student(job.config)) as (job, actors, calls):
+    with _session(job, 0, signals, captures=True) as (job, actors, calls):
         calls.after_death = "run the same command again: what was written is kept"
         rings = ring_plan(job.config)
-        pipeline = Pipeline(_pool(job, actors.aligners, calls), actors.teachers, job.plan, rings, "capture")
+        pipeline = Pipeline(_pool(job, actors.aligners, calls), actors.teachers, job.plan, rings, "store_targets")
         recovery = TeacherRecovery(job.config, actors.teachers, set(), calls, None, pipeline)
         calls.interrupted = signals.raise_if_interrupted  # from now on a stop can wait for the batch
         yield CaptureActors(pipeline, CaptureGroup(job.config, actors.teachers, calls, pipeline, recovery), calls)
@@ -117,15 +117,16 @@ def start_capture(job: Job, signals: Signals) -> Iterator[CaptureActors]:
 
 
 @contextmanager
-def _session(job: Job, total_steps: int, signals: Signals, *, placed: Config) -> Iterator[tuple[Job, _Actors, Calls]]:
+def _session(job: Job, total_steps: int, signals: Signals, *, captures: bool) -> Iterator[tuple[Job, _Actors, Calls]]:
     """Starts (or joins) Ray, creates and starts all actors, and yields them with the job for this cluster.
 
     When the block ends the actors are killed, and Ray is ended or left; see `start_actors`.
 
     Args:
-        placed: the configuration by which actors are created and placed: the job's, perhaps without a student.
+        captures: without a student, and `capture.format` counts.
     """
     config = job.config
+    placed = without_student(config) if captures else config
     local_aligners = aligner_workers(placed, gpus=visible_gpus(), cpus=len(os.sched_getaffinity(0)))
     num_cpus = sum(compute_groups(placed)) + local_aligners + evaluators(placed)
     with ray_session(config.ray, num_cpus=num_cpus, target_bytes=_target_bytes(job), started=signals.install_again):
@@ -137,7 +138,7 @@ def _session(job: Job, total_steps: int, signals: Signals, *, placed: Config) ->
             num_aligners = aligner_workers(placed, gpus=gpus, cpus=cpus)
         plan = place_actors(placed, num_aligners, gpus=gpus, nodes=nodes(), needs=_memory_needs(job, int(gpus)))
         job = replace(job, plan=job.plan.for_device(on_gpu=gpus > 0))
-        make_stores(job, on_gpu=gpus > 0, captures=placed is not config)
+        make_stores(job, on_gpu=gpus > 0, captures=captures)
         calls = Calls(signals.raise_if_stopping, report_after_s=config.faults.report_after_s)
         calls.monitor = ProcessMonitor(config.faults, calls.processes, job.paths.logs)
         with reserve(

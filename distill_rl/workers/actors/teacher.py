@@ -165,7 +165,7 @@ class TeacherWorker(RankWorker):
         self._gauges.add("teacher_positions", measured.num_positions)
         return Published(tuple(handles), measured, self._engine.score)
 
-    def capture(self, rows: Sequence[RankBatch], sub_batch: int, slots: Sequence[Slot]) -> Published:
+    def store_targets(self, rows: Sequence[RankBatch], sub_batch: int, slots: Sequence[Slot]) -> Published:
         """Computes and stores what the store lacks of this replica's rows of a sub-batch; publishes nothing.
 
         Arguments as of `forward`; the slots, which only bound how many calls wait, are not used.

@@ -39,7 +39,7 @@ class Pipeline:
 
     Args:
         rings: the number of slots per ring, and how many of them a sub-batch takes.
-        method: of the teachers. `capture` publishes nothing: slots then bound how many calls wait, and nothing else.
+        method: of the teachers. `store_targets` publishes nothing: slots then bound how many calls wait, and nothing else.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Pipeline:
         teachers: Teachers,
         plan: BatchPlan,
         rings: RingPlan,
-        method: Literal["forward", "capture"] = "forward",
+        method: Literal["forward", "store_targets"] = "forward",
     ):
         self._method = method
         self.aligners, self._teachers, self._plan, self._rings = aligners, list(teachers), plan, rings

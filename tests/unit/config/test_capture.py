@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from distill_rl.config.capture import CAPTURES, stores_of, to_capture
 from distill_rl.config.schema import Config, DataConfig, EvaluateConfig, StudentConfig, TeacherConfig
 from distill_rl.config.schema.fields import MISSING
-from distill_rl.run.stores import CAPTURES, stores_of, to_capture
 
 OUT = Path("/targets")
 
