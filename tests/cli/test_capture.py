@@ -250,7 +250,7 @@ def test_a_capture_into_a_store_of_other_targets_is_refused(same, material, tmp_
     )
     assert ended.code == 2
     (line,) = ended.errors
-    assert "entries per token 16 here, 8 there; temperature 1.0 here, 2.0 there" in line
+    assert "(loss.top_k or loss.draws) 16 here, 8 there; loss.temperature 1.0 here, 2.0 there" in line
     assert changed_at(same.store) == before
 
 
