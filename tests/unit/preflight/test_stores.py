@@ -19,8 +19,9 @@ from distill_rl.data.reading import files
 from distill_rl.models.files.facts import fingerprint_model
 from distill_rl.models.hub import read_tokenizer, tokenizer_hash
 from distill_rl.preflight import Checked, gather
+from distill_rl.preflight.stores import documents
 from distill_rl.store.manifest import TEACHER, describe_teacher, write_manifest
-from distill_rl.store.shard import Record
+from distill_rl.store.shard import Record, serialize
 from distill_rl.store.store import Store
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.models import write_tiny_model
@@ -31,11 +32,11 @@ TOP, ALL, SIZE = 8, 10**6, 320
 EPOCH = ("train.steps=null", "train.epochs=1")
 
 
-def records(documents: Sequence[dict], tokenizer: Any, *, max_length: int = ALL, split: bool = False) -> list[Record]:
+def records(rows: Sequence[dict], tokenizer: Any, *, max_length: int = ALL, split: bool = False) -> list[Record]:
     """The documents as a capture with this tokenizer would have divided them; of the targets only the shapes are right."""
     tokenization = Tokenization(tokenizer, format="auto", loss_on="all", max_length=max_length)
     found = []
-    for row, document in enumerate(documents):
+    for row, document in enumerate(rows):
         encoded = tokenization.encode_all({"row": row, **document})
         if split:
             pieces = splitter_of(tokenizer, max_length, {}).split(encoded, {})
@@ -71,8 +72,8 @@ class Kit:
             "dtype": "bf16",
             "files": describe_teacher(folder, [model]),
         }
-        documents = records(kept, tokenizer, max_length=max_length, split=split)
-        make_store(folder, documents, **known | changes)
+        of_rows = records(kept, tokenizer, max_length=max_length, split=split)
+        make_store(folder, of_rows, **known | changes)
         return folder
 
     def check(self, store: Path, *overrides: str, entry: str = "", data: str = "data.jsonl", **options: Any) -> Checked:
@@ -264,10 +265,10 @@ def test_all_epochs_of_a_mixture_are_looked_up(kit):
     assert counts == ["36 of 44", "64 of 72"], "half of 72 and of 144 places, and never more than there are"
 
 
-@pytest.mark.parametrize("documents", ["cut", "split"])
+@pytest.mark.parametrize("long", ["cut", "split"])
 @pytest.mark.parametrize("teacher", ["teacher", "foreign"])
-def test_whole_documents_serve_shorter_rows(kit, documents, teacher):
-    overrides = (*EPOCH, "data.max_length=24", f"data.long_documents={documents}")
+def test_whole_documents_serve_shorter_rows(kit, long, teacher):
+    overrides = (*EPOCH, "data.max_length=24", f"data.long_documents={long}")
     assert kit.check(kit.store(teacher=teacher), *overrides).problems == []
 
 
@@ -307,6 +308,17 @@ def test_a_text_in_another_form_is_not_taken_for_one_that_is_stored(kit):
     settings = (*EPOCH, f"data.path={path}")
     assert kit.check(kit.store(data=decomposed), *settings).problems == []
     assert "lacks 16 of 16 documents" in only(kit.check(kit.store(data=composed), *settings).problems)
+
+
+@pytest.mark.parametrize("first", [4, 256])
+def test_names_tell_nothing_if_the_tokens_at_the_start_are_others(kit, monkeypatch, first):
+    """As with a tokenizer that ends a text in another token."""
+    monkeypatch.setattr(documents, "_SURELY", first)
+    folder = kit.store()
+    (shard,) = Store(folder).shards
+    others = [Record(shard.piece(i), shard.tokens(i)[::-1].copy(), shard.targets(i)) for i in range(len(shard))]
+    shard.path.write_bytes(serialize(others))
+    assert "lacks 24 of 24 documents (100 %)" in only(kit.check(folder).problems)
 
 
 def test_with_roles_to_train_on_the_same_documents_are_found(kit):
