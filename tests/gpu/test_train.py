@@ -57,6 +57,22 @@ def test_the_transport_changes_no_bit(material, tmp_path, export):
     assert curves["cuda_ipc"] == curves["object_store"] == curves["shared_memory"]
 
 
+@pytest.mark.parametrize("export", ["topk", "sampled"])
+def test_a_run_from_a_store_keeps_every_bit(material, tmp_path, export):
+    """Targets cross in fp16, and the reader is on the CPU."""
+    common = (f"teachers.0.export={export}", "train.deterministic=true", "student.dtype=bf16", "teachers.0.dtype=bf16")
+    store, config = tmp_path / "store", material.config(tmp_path)
+    ended = distill_rl("capture", "-c", config, "--out", store, *common)
+    assert ended.code == 0, ended.err
+    curves = []
+    for name, settings in (("live", ()), ("stored", ("teachers.0.backend=store", f"teachers.0.store={store}"))):
+        ended = distill_rl("train", "-c", config, *common, *settings, f"run.name={name}")
+        assert ended.code == 0, ended.err
+        run = tmp_path / "runs" / name
+        curves.append([series(run, metric) for metric in ("train/loss", "train/kl_loss", "train/grad_norm")])
+    assert curves[0] == curves[1]
+
+
 @pytest.mark.parametrize("worker", ["TeacherWorker", "StudentWorker"])
 def test_a_killed_worker_leaves_no_ipc_counters(material, tmp_path, worker):
     """Torch counts the readers of a shared buffer in a file, which a process killed by SIGKILL leaves behind."""
