@@ -68,7 +68,7 @@ def read_config(
     config = build(Config, resolved, findings)
     replace_paths(config, partial(_known_home, findings))
     for teacher in config.teachers:
-        if teacher.store and not teacher.model:
+        if teacher.store and teacher.model is None:  # as a model that is not needed is read
             teacher.model = teacher_folder(teacher.store)
     return config, findings
 
