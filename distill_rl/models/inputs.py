@@ -28,8 +28,8 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
     The host does not wait: a GPU copies from page-locked memory, after the work queued on its stream.
     """
-    pinned = device.type == "cuda"
-    return torch.tensor(array, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=pinned)
+    tensor = torch.tensor(array, dtype=torch.int64)  # torch cannot pin what it makes from NumPy in the same call
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def tensor_to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -8,6 +8,9 @@ from tests.helpers.chunks import assert_gradient, assert_sums, documents, oracle
 
 pytestmark = pytest.mark.gpu
 
+SIGNS = 1e-3
+"""Bound for ULD: its gradient is made of signs, and of differences smaller than fp32's rounding any sign may come out."""
+
 
 @pytest.mark.parametrize("average", ["mean", "chain"])
 @pytest.mark.parametrize("method", METHODS)
@@ -26,7 +29,7 @@ def test_values_and_gradients_match_the_oracle_and_repeat(method, average):
         (output.kd + output.ce).backward()
         on_cpu = type(output)(*(getattr(output, name).cpu() for name in type(output).__dataclass_fields__))
         assert_sums(on_cpu, expected, 1e-5)
-        assert_gradient(student.grad.cpu(), gradient, 1e-5)
+        assert_gradient(student.grad.cpu(), gradient, SIGNS if method == "uld" else 1e-5)
         gradients.append(student.grad)
     if method == "xtoken":  # cuSPARSE does not fix the order of summation
         torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)

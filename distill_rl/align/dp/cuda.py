@@ -28,6 +28,9 @@ MAX_THREADS = 128
 # The simulator runs every thread of a block as a Python thread.
 WARP = 4 if numba.config.ENABLE_CUDASIM else 32
 
+if not hasattr(np, "row_stack"):
+    np.row_stack = np.vstack  # type: ignore[attr-defined]  # NumPy 2.5 dropped this alias; numba-cuda 0.30 compiles with it
+
 _choose = cuda.jit(device=True)(choose)
 _trace_back = cuda.jit(device=True)(trace_back)
 
