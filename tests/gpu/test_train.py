@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Material
-from tests.helpers.command import actor_pid, distill_rl, leftovers, records, running, series, until
+from tests.helpers.command import actor_pid, distill_rl, leftovers, running, series, until
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -84,7 +84,12 @@ def test_a_killed_worker_leaves_no_ipc_counters(material, tmp_path, worker):
         pids = leftovers(process.pid)
         assert counters(pids)
         os.kill(actor_pid(process.pid, worker), signal.SIGKILL)
-        assert process.wait(timeout=60) == 1, log.read_text()
+        if worker == "TeacherWorker":  # it is replaced, and the run goes on
+            done = len(series(run, "train/loss"))
+            until(lambda: len(series(run, "train/loss")) > done + 5 or process.poll() is not None, "later steps")
+            pids |= leftovers(process.pid)
+            process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == (130 if worker == "TeacherWorker" else 1), log.read_text()
     assert counters(pids) == []
 
 
@@ -100,6 +105,7 @@ def test_an_aligner_on_the_gpu_runs_the_dynamic_programme(material, tmp_path):
             "aligner.method=dp", "aligner.num_gpus=0.1", f"aligner.dp.backend={backend}",
         )  # fmt: skip
         assert result.code == 0, result.err
-        runs.append(records(tmp_path / backend / "runs" / "tiny"))
-    assert runs[0][0]["align/method/dp/numba"] == runs[1][0]["align/method/dp/cuda"] == 8
-    assert [record["train/kl_loss"] for record in runs[0]] == [record["train/kl_loss"] for record in runs[1]]
+        run, metrics = tmp_path / backend / "runs" / "tiny", (f"align/method/dp/{backend}", "train/loss")
+        runs.append([series(run, metric) for metric in metrics])
+    assert runs[0] == runs[1]
+    assert runs[0][0][0] == (1, 8)

@@ -67,7 +67,10 @@ class Gradients:
         """
         assert self.weight is not None
         wide = accumulator(self.weight.dtype)
-        if self.weight.dtype == wide and not self.weight.is_cuda:
+        if self.weight.is_cuda and gradient.dtype == chunk.dtype != wide:
+            self._add_on_gpu(gradient.T, chunk, wide)
+            return
+        if self.weight.dtype == wide and (not self.weight.is_cuda or chunk.dtype == wide):
             self.weight.addmm_(gradient.T, chunk.to(wide))
             return
         narrow, chunk = chunk.dtype, chunk if self.weight.is_cuda else chunk.to(wide)
@@ -77,6 +80,14 @@ class Gradients:
                 self.weight[columns] = product
             else:
                 self.weight[columns] += product
+
+    def _add_on_gpu(self, transposed: Tensor, chunk: Tensor, wide: torch.dtype) -> None:
+        """`_add_to_weight` for bf16 and fp16: one product, which adds to the sum in fp32 as it writes it."""
+        assert self.weight is not None
+        if self.weight.dtype == wide:
+            torch.addmm(self.weight, transposed, chunk, out_dtype=wide, out=self.weight)
+        else:
+            torch.mm(transposed, chunk, out=self.weight)
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """Returns the gradients of hidden, weight and bias in the dtypes of the inputs; None where none is needed.

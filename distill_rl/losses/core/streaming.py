@@ -223,7 +223,7 @@ class Centre:
         if not logits.shape[1]:
             self.local[rows] = self.NOTHING
             return
-        largest = logits.amax(1)
+        largest = logits.amax(1).to(self.local.dtype)
         self.local[rows] = largest.masked_fill_(largest == -torch.inf, self.NOTHING)
 
     def moved(self, rows: slice) -> Tensor:
