@@ -105,6 +105,7 @@ def write_config(
     """Writes the configuration of a run to `<root>/<name>.yaml` and returns its path.
 
     The run is `runs/<name>`, with the models student/ and teacher/ and the data text.jsonl; all are below `root`.
+    A document is one row, cut at `length`, so that all steps have the same shape.
 
     Args:
         root: the folder of all these.
@@ -118,7 +119,7 @@ def write_config(
         "run": {"name": name, "dir": f"{root}/runs"},
         "student": {"model": f"{root}/student", "dtype": "fp32"},
         "teachers": [{"name": "teacher", "model": f"{root}/teacher", "dtype": "fp32"}],
-        "data": {"path": f"{root}/text.jsonl", "max_length": length},
+        "data": {"path": f"{root}/text.jsonl", "max_length": length, "long_documents": "cut"},
         "loss": {"top_k": top_k},
         "optimizer": {"lr": lr},
         "train": {"steps": steps, "global_batch_size": batch, "micro_batch_size": micro_batch},
