@@ -62,7 +62,7 @@ def test_top_k_bounds_the_exact_acceptance_from_above() -> None:
     assert exact == pytest.approx(40 - float(distance), abs=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", TARGETS)
 def test_narrow_logits_are_compared_in_fp32(kind: str, dtype: torch.dtype) -> None:
     data = related(num_rows=30, vocabulary=997, padding=5)
