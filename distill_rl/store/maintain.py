@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,11 +25,16 @@ from distill_rl.store.shard import Shard
 from distill_rl.store.store import Store, shard_files
 from distill_rl.store.writer import StoreWriter
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 _SAMPLED = 256
 """Records of which the retained probability is measured."""
 _BINS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999, 1.0)
 """Upper ends of the histogram of retained probability."""
 _BAR = 40
+_ROW_GROUP = 256
+"""Pieces that are decoded at once for a Parquet file."""
 
 
 def info(folder: Path) -> Iterator[str]:
@@ -200,21 +207,51 @@ def export(folder: Path, out: Path) -> str:
 
 
 def _write_parquet(manifest: Manifest, shard: Shard, path: Path) -> None:
-    """Writes one shard; bfloat16 becomes float32, which Parquet has."""
+    """Writes one shard, in groups of pieces, so that a shard need not fit into memory when it is decoded."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    columns: dict[str, list] = {name: [] for name in ("document", "first", "prefix", "whole", "tokens")}
-    for i in range(len(shard)):
-        piece = shard.piece(i)
-        for name, value in (("document", piece.name.hex()), ("first", piece.first), ("prefix", piece.prefix),
-                            ("whole", piece.whole), ("tokens", shard.tokens(i))):  # fmt: skip
-            columns[name].append(value)
-        for name, column in decoded(manifest, shard, i).items():
-            values = column.values
-            if column.dtype == "BF16":
-                values = (values.astype(np.int32) << 16).view(np.float32)
-            columns.setdefault(name, []).append(list(values) if values.ndim > 1 else values)
+    schema = None  # of the first piece: an empty list has no type of its own
     temporary = path.with_name(f".{path.name}")
-    parquet.write_table(pa.table(columns), temporary)
+    with ExitStack() as opened:
+        for start in range(0, len(shard), _ROW_GROUP):
+            rows = [_parquet_row(manifest, shard, i) for i in range(start, min(start + _ROW_GROUP, len(shard)))]
+            if schema is None:
+                schema = pa.schema({name: _parquet_type(value) for name, value in rows[0].items()})
+                writer = opened.enter_context(parquet.ParquetWriter(temporary, schema))
+            columns = {name: [_lists(row[name]) for row in rows] for name in schema.names}
+            writer.write_table(pa.table(columns, schema))
     temporary.replace(path)
+
+
+def _parquet_row(manifest: Manifest, shard: Shard, record: int) -> dict[str, Any]:
+    """A piece and its targets, by the names of the columns; bfloat16 becomes float32, which Parquet has."""
+    piece = shard.piece(record)
+    row = {
+        "document": piece.name.hex(),
+        "first": piece.first,
+        "prefix": piece.prefix,
+        "whole": piece.whole,
+        "tokens": shard.tokens(record),
+    }
+    for name, column in decoded(manifest, shard, record).items():
+        is_bfloat16 = column.dtype == "BF16"
+        row[name] = (column.values.astype(np.int32) << 16).view(np.float32) if is_bfloat16 else column.values
+    return row
+
+
+def _parquet_type(value: Any) -> pa.DataType:
+    """The type of a column: that of the value, and a list for every dimension of an array."""
+    import pyarrow as pa
+
+    if not isinstance(value, np.ndarray):
+        return pa.scalar(value).type
+    kind = pa.from_numpy_dtype(value.dtype)
+    for _ in range(value.ndim):
+        kind = pa.list_(kind)
+    return kind
+
+
+def _lists(value: Any) -> Any:
+    """The value as Arrow takes it, which knows arrays of one dimension only."""
+    return list(value) if isinstance(value, np.ndarray) and value.ndim > 1 else value

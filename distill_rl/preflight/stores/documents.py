@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 from unicodedata import is_normalized
 
@@ -22,6 +23,8 @@ SHOWN = 3
 """Documents that are named in a message."""
 _SURELY = 256
 """Documents at the start that are found by their tokens, whatever their names say."""
+_SAY_EVERY_S = 30.0
+"""Seconds between two lines of progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ def compare_documents(
     Args:
         training, validation: the documents; None: no validation.
         teachers: the running ones, opened.
-        say: called with a line before documents are looked up.
+        say: called with a line before documents are looked up, and every half minute.
     """
     stored = {i: opened.store for i, opened in enumerate(teachers) if opened.store is not None}
     if not stored or student.tokenizer is None or any(opened.tokenizer is None for opened in teachers):
@@ -65,8 +68,11 @@ def compare_documents(
         )
         return
     say("the documents of the run are looked up in the stores of targets")
-    documents = chain(_trained_on(config, training), _validated_on(config, validation))
-    for i, missing in _look_up(config, training.kind, documents, student, teachers, stored).items():
+    documents = chain(
+        zip(_trained_on(config, training), repeat("row")),
+        zip(_validated_on(config, validation), repeat("validation row")),
+    )
+    for i, missing in _look_up(config, training.kind, documents, student, teachers, stored, say).items():
         if not missing.count:
             continue
         opened = teachers[i]
@@ -143,12 +149,13 @@ def _validated_on(config: Config, validation: Any) -> Iterator[Mapping[str, Any]
 def _look_up(
     config: Config,
     kind: str,
-    documents: Iterable[Mapping[str, Any]],
+    documents: Iterable[tuple[Mapping[str, Any], str]],
     student: Opened,
     teachers: Sequence[Opened],
     stores: Mapping[int, Store],
+    say: Callable[[str], None],
 ) -> dict[int, MissingDocuments]:
-    """What each store lacks, by the index of its teacher.
+    """What each store lacks, by the index of its teacher. Each document comes with the word for its row.
 
     1. The first documents are tokenised, divided and found by their tokens, as in the run.
     2. So are all others, but those that every store has whole under their name. If that was wrong for one of the first
@@ -159,8 +166,11 @@ def _look_up(
 
     pieces_of = _divider(config, kind, student, teachers, StoredTargets(frozenset(stores)))
     counts, examples, checked = dict.fromkeys(stores, 0), {i: list[str]() for i in stores}, 0
-    names_tell = True
-    for document in documents:
+    names_tell, said = True, time.monotonic()
+    for document, word in documents:
+        if time.monotonic() >= said + _SAY_EVERY_S:
+            said = time.monotonic()
+            say(f"{checked:,} documents are looked up")
         checked += 1
         known = _is_known(document, stores.values())
         if known and names_tell and checked > _SURELY:
@@ -173,7 +183,7 @@ def _look_up(
         for i in lacking:
             counts[i] += 1
             if len(examples[i]) < SHOWN:
-                examples[i].append(f"row {row_of(document)}")
+                examples[i].append(f"{word} {row_of(document)}")
     return {i: MissingDocuments(counts[i], checked, tuple(examples[i])) for i in stores}
 
 

@@ -210,6 +210,15 @@ def test_missing_documents_are_counted_and_named(kit):
     assert set(named) < {f"row {row}" for row in without}
 
 
+def test_a_long_look_up_says_how_far_it_is(kit, monkeypatch):
+    monkeypatch.setattr("distill_rl.preflight.stores.documents._SAY_EVERY_S", 0)
+    said: list[str] = []
+    kit.check(kit.store(), *EPOCH, say=said.append)
+    assert [line for line in said if "are looked up" in line and "stores" not in line] == [
+        f"{count} documents are looked up" for count in range(64)
+    ]
+
+
 def test_missing_documents_that_are_skipped_are_a_note(kit):
     checked = kit.check(kit.store(without=(5, 60)), *EPOCH, entry=", missing: skip")
     assert checked.problems == []

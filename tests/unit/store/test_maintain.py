@@ -193,9 +193,11 @@ def test_merge_reports_a_damaged_source_and_a_target_that_is_a_file(store, tmp_p
 # ------------------------------------------------------------------ export
 
 
+@pytest.mark.parametrize("group", [1, 256])
 @pytest.mark.parametrize(("wire_dtype", "dtype"), [("fp32", "F32"), ("fp16", "F16"), ("bf16", "BF16")])
-def test_parquet_files_have_the_contents_of_the_store(tmp_path, wire_dtype, dtype):
-    shards = [[record_of("one", range(6), dtype=dtype), record_of("empty", [], dtype=dtype)],
+def test_parquet_files_have_the_contents_of_the_store(tmp_path, monkeypatch, wire_dtype, dtype, group):
+    monkeypatch.setattr(maintain, "_ROW_GROUP", group)
+    shards = [[record_of("empty", [], dtype=dtype), record_of("one", range(6), dtype=dtype)],
               [record_of("two", ids(9, 4, 5), number=70, dtype=dtype, first=4, prefix=1, whole=False)]]  # fmt: skip
     store = make_store(tmp_path / "store", *shards, wire_dtype=wire_dtype)
     out = tmp_path / "out" / "parquet"
