@@ -1,4 +1,4 @@
-"""Which engine gives a teacher's targets: one that runs the model, one that reads a store, or both."""
+"""What gives a teacher's targets: the model itself, a store, or both."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.parallel.mesh import World
 from distill_rl.store.store import Store
 from distill_rl.store.writer import StoreWriter
+from distill_rl.teacher.backends.base import TeacherBackend
+from distill_rl.teacher.backends.store import StoredTeacher
 from distill_rl.teacher.engine import TeacherEngine
-from distill_rl.teacher.stored import StoredTeacher
 
 
-def build_teacher(
-    config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int
-) -> TeacherEngine | StoredTeacher:
-    """The engine of one rank of a teacher; arguments as of `TeacherEngine`.
+def build_teacher(config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int) -> TeacherBackend:
+    """What gives the targets on one rank of a teacher; arguments as of `TeacherEngine`.
 
     Raises:
         ConfigError: as for `TeacherEngine`.

@@ -104,6 +104,9 @@ class TeacherEngine:
         entries = by_export[export]
         return target_bytes_per_token(export, entries, self.wire_dtype.itemsize)
 
+    def close(self) -> None:
+        """Does nothing: the process that holds the model ends."""
+
     @gpu_phase("teacher forward")
     @torch.no_grad()
     def _target(self, rows: TokenRows, labels: Tensor) -> tuple[Wire, Tensor | None]:

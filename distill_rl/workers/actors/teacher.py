@@ -1,4 +1,4 @@
-"""The teacher actor: a thin shell around TeacherEngine that publishes what the engine computes."""
+"""The teacher actor: a thin shell around a TeacherBackend that publishes its targets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distill_rl.workers.cluster.gauges import Gauges
 from distill_rl.workers.pipeline.slots import FIRST_GENERATION
 
 if TYPE_CHECKING:
-    from distill_rl.teacher.stored import StoredTeacher
+    from distill_rl.teacher.backends.store import StoredTeacher
 
 _SLACK = 4096
 """Bytes of a slot for the gaps between its tensors."""
@@ -50,7 +50,7 @@ class Published:
     handles: tuple[Handle, ...] = ()
     measured: TeacherStats = TeacherStats()
     score: float = 0.0
-    """Sum over the supervised tokens of its part of the batch; see `TeacherEngine.score`."""
+    """Sum over the supervised tokens of its part of the batch; see `TeacherBackend.score`."""
 
 
 class TeacherWorker(RankWorker):
@@ -194,20 +194,17 @@ class TeacherWorker(RankWorker):
     def finish_store(self) -> int:
         """Writes what is waiting to be stored, and returns the bytes of all that this rank has written."""
         engine = self._storing()
-        engine.close()
+        engine.flush()
         return 0 if engine.writer is None else engine.writer.bytes_written
 
     def stop(self) -> None:
-        """Writes what is waiting to be stored, then does as every rank does."""
-        from distill_rl.teacher.stored import StoredTeacher
-
-        if isinstance(self._engine, StoredTeacher):
-            self._engine.close()
+        """Closes the backend, which writes what is waiting to be stored; then does as every rank does."""
+        self._engine.close()
         super().stop()
 
     def _storing(self) -> StoredTeacher:
         """The engine of a teacher with a store."""
-        from distill_rl.teacher.stored import StoredTeacher
+        from distill_rl.teacher.backends.store import StoredTeacher
 
         assert isinstance(self._engine, StoredTeacher)
         return self._engine

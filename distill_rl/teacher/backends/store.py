@@ -29,7 +29,7 @@ from distill_rl.parallel.mesh import World
 from distill_rl.store.shard import Column
 from distill_rl.store.store import Found, Store
 from distill_rl.store.writer import StoreWriter
-from distill_rl.teacher.engine import TeacherEngine
+from distill_rl.teacher.backends.base import TeacherBackend
 from distill_rl.teacher.targets import CHUNK_TOKENS, score_of
 from distill_rl.transport.base import Layout
 from distill_rl.types import IGNORE_INDEX, PieceRef, RankBatch, TokenRows
@@ -99,14 +99,14 @@ class StoredTeacher:
         teacher: TeacherConfig,
         world: World,
         store: Store,
-        live: TeacherEngine | None = None,
+        live: TeacherBackend | None = None,
         writer: StoreWriter | None = None,
     ):
         self.config, self.teacher, self.world = config, teacher, world
         self.store, self.live, self.writer = store, live, writer
         self.micro_batch_size = teacher_rows(config, teacher)
         self.score = 0.0
-        """As of `TeacherEngine`."""
+        """As of `TeacherBackend`."""
         self.use = TokenCounts()
         manifest = store.manifest
         self._entries = config.loss.top_k if manifest.kind == "topk" else manifest.entries
@@ -119,7 +119,7 @@ class StoredTeacher:
         return stored if self.live is None else max(stored, self.live.bytes_per_token)
 
     def forward(self, batch: RankBatch) -> Iterator[tuple[Layout, dict[str, Tensor]]]:
-        """Yields the targets of this rank's part of a global batch, as `TeacherEngine.forward` does.
+        """Yields the targets of this rank's part of a global batch, as `TeacherBackend.forward` does.
 
         They are on the CPU where they were read, and on this rank's device where they were computed. Positions of padding
         have some valid target. Ranks after the first of a tensor-parallel group yield only what was computed.
@@ -164,7 +164,7 @@ class StoredTeacher:
         if self.writer is not None:
             self.writer.flush_if_due()
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """Writes what is waiting.
 
         Raises:
@@ -172,6 +172,18 @@ class StoredTeacher:
         """
         if self.writer is not None:
             self.writer.flush()
+
+    def close(self) -> None:
+        """Writes what is waiting, and closes what computes.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        try:
+            self.flush()
+        finally:
+            if self.live is not None:
+                self.live.close()
 
     def _micro_batches(self, batch: RankBatch) -> Iterator[MicroBatch]:
         """Yields the micro-batches of this rank's part of a batch."""

@@ -16,8 +16,8 @@ from distill_rl.errors import DataError
 from distill_rl.store.compact import error_bound
 from distill_rl.store.store import Store
 from distill_rl.store.writer import StoreWriter
+from distill_rl.teacher.backends.store import StoredTeacher
 from distill_rl.teacher.engine import TeacherEngine
-from distill_rl.teacher.stored import StoredTeacher
 from distill_rl.types import IGNORE_INDEX, RankBatch
 from tests.helpers.command import until
 from tests.helpers.engines import engine_config, engine_targets, random_documents

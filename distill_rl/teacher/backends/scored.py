@@ -1,0 +1,203 @@
+"""A teacher behind a program that scores prompts, such as vLLM: token ids in, log-probabilities of each next token out.
+
+Rows → documents → prompts → top-k targets at the places of the documents:
+
+1. Every document with a label becomes a prompt, without the tokens after its last labelled one. Padding and documents
+   without a label are never sent.
+2. A `PromptScorer` gives, for every position of a prompt, the k most likely next tokens and the log-probability of the
+   token that follows.
+3. The rest, the probability of all other tokens, is the complement: log(1 − Σ exp(logprobs)), taken in fp64.
+4. Targets are written to the documents' positions. All other positions keep a target that is valid and unused.
+
+The answers are checked, because a wrong target is worse than none: each is about the tokens that were sent, nothing is
+NaN, and no distribution has a mass above one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distill_rl.config.facts import teacher_rows
+from distill_rl.config.memory import target_bytes_per_token
+from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.errors import NumericsError
+from distill_rl.losses.targets import TopKLogprobs
+from distill_rl.models.inputs import micro_batches
+from distill_rl.parallel.mesh import World
+from distill_rl.teacher.engine import wire_dtype
+from distill_rl.teacher.targets import CHUNK_TOKENS, score_of
+from distill_rl.transport.base import Layout
+from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
+
+MASS_TOLERANCE = 1e-3
+"""How far Σ exp(logprobs) may exceed one: half precision on the way explains this much, a wrong answer more."""
+_LEAST_REST = 2.0**-24
+"""The smallest mass of the rest: a sum of fp32 numbers near one does not tell a smaller complement from zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a scorer says of a prompt of L tokens. Row p is about the token that follows position p, so there are L − 1."""
+
+    ids: np.ndarray
+    """int32 [L − 1, k], distinct within a row, most likely first; −1 at the end of a row for absent entries"""
+    logprobs: np.ndarray
+    """fp32 [L − 1, k], natural logarithm, over the whole vocabulary at temperature 1; −inf for absent entries"""
+    next_logprobs: np.ndarray
+    """fp32 [L − 1], of the token that does follow"""
+
+
+class PromptScorer(Protocol):
+    """Gives the log-probabilities of prompts."""
+
+    def score(self, prompts: Sequence[np.ndarray], k: int) -> Iterator[tuple[int, Scores]]:
+        """Yields (index of a prompt, its scores), each once, in any order.
+
+        Args:
+            prompts: int32 [L] each, at least two tokens.
+            k: entries per position.
+
+        Raises:
+            DistillError: the scores cannot be had.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends what the scorer has started."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a prompt's targets belong."""
+
+    micro_batch: int
+    start: int
+    """Its first position, counted over the rows of the micro-batch one after the other."""
+
+
+class ScoredTeacher:
+    """Top-k targets from a `PromptScorer`, on one rank.
+
+    Args:
+        config: the run's settings; `loss.temperature` must be 1.
+        teacher: one of `config.teachers`, with export topk.
+        world: this rank of the teacher's mesh.
+        vocabulary_size: ids of the tokenizer. An entry of another id is absent, and its mass is part of the rest.
+        scorer: what is asked.
+    """
+
+    def __init__(
+        self, config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int, scorer: PromptScorer
+    ):
+        self.config, self.teacher, self.world, self.scorer = config, teacher, world, scorer
+        self.micro_batch_size = teacher_rows(config, teacher)
+        self.wire_dtype = wire_dtype(teacher.wire_dtype, world.device)
+        self.score = 0.0
+        self._vocabulary_size, self._k = vocabulary_size, config.loss.top_k
+
+    @property
+    def bytes_per_token(self) -> int:
+        return target_bytes_per_token("topk", self._k, self.wire_dtype.itemsize)
+
+    def forward(self, batch: RankBatch) -> Iterator[tuple[Layout, dict[str, Tensor]]]:
+        """As of `TeacherBackend`. All prompts of the batch are sent before the first answer is awaited.
+
+        Raises:
+            NumericsError: an answer that is NaN, or that has more than the whole probability.
+            DistillError: as for `PromptScorer.score`.
+        """
+        waiting = list(micro_batches(batch, self.micro_batch_size))
+        places, prompts = _prompts_of([rows for _, rows in waiting])
+        targets = [_Targets.of(rows.input_ids.size, self._k) for _, rows in waiting]
+        missing = np.bincount([place.micro_batch for place in places], minlength=len(waiting))
+        answers = iter(self.scorer.score(prompts, self._k)) if prompts else iter(())
+        total = 0.0
+        for i, (first_row, rows) in enumerate(waiting):
+            while missing[i]:
+                prompt, scores = next(answers)
+                place = places[prompt]
+                self._write(targets[place.micro_batch], place.start, scores)
+                missing[place.micro_batch] -= 1
+            target = targets[i].as_topk()
+            if self.teacher.score != "static":
+                labels = torch.from_numpy(rows.labels.astype(np.int64)).flatten()
+                total += float(score_of(self.teacher.score, target, None, labels, 1.0, CHUNK_TOKENS))
+            yield Layout(first_row, *rows.shape), target.to_tensors(self.wire_dtype)
+        self.score = total
+
+    def close(self) -> None:
+        self.scorer.close()
+
+    def _write(self, targets: _Targets, start: int, scores: Scores) -> None:
+        """Checks the scores of a prompt and writes them from position `start` on.
+
+        Raises:
+            NumericsError: as for `forward`.
+        """
+        ids, logprobs = scores.ids, scores.logprobs
+        if (unknown := ids >= self._vocabulary_size).any():
+            ids, logprobs = _without(ids, logprobs, unknown)
+        if np.isnan(logprobs).any() or np.isnan(scores.next_logprobs).any():
+            raise NumericsError(f"teacher {self.teacher.name}", "log-probs must not be NaN", "NaN", "see its server")
+        mass = np.exp(logprobs.astype(np.float64)).sum(1)
+        if (mass > 1 + MASS_TOLERANCE).any():
+            rule = "the probabilities of its top k must not exceed 1 together"
+            raise NumericsError(f"teacher {self.teacher.name}", rule, f"{mass.max():.4f}", "see its server")
+        rows = slice(start, start + len(ids))
+        targets.ids[rows], targets.logprobs[rows] = ids, logprobs
+        targets.rest[rows] = np.log(np.maximum(1 - mass, _LEAST_REST))
+        targets.labels[rows] = scores.next_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class _Targets:
+    """Targets of the positions of a micro-batch, on the host."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    rest: np.ndarray
+    labels: np.ndarray
+
+    @classmethod
+    def of(cls, positions: int, k: int) -> _Targets:
+        """A valid target at every position: half of the probability is that of k ids."""
+        half = np.float32(np.log(0.5))
+        return cls(
+            np.tile(np.arange(k, dtype=np.int32), (positions, 1)),
+            np.full((positions, k), half - np.float32(np.log(k)), np.float32),
+            np.full(positions, half, np.float32),
+            np.full(positions, half, np.float32),
+        )
+
+    def as_topk(self) -> TopKLogprobs:
+        ids, logprobs, rest, labels = map(torch.from_numpy, (self.ids, self.logprobs, self.rest, self.labels))
+        return TopKLogprobs(ids, logprobs, rest, 1.0, labels)
+
+
+def _prompts_of(micro_batches: Sequence[TokenRows]) -> tuple[list[_Place], list[np.ndarray]]:
+    """The documents that have labels, each up to its last labelled token, and where they are."""
+    places, prompts = [], []
+    for i, rows in enumerate(micro_batches):
+        width = rows.shape[1]
+        for row in range(rows.shape[0]):
+            starts = np.flatnonzero(rows.position_ids[row] == 0)
+            for start, stop in zip(starts, [*starts[1:], width]):
+                labelled = np.flatnonzero(rows.labels[row, start:stop] != IGNORE_INDEX)
+                if len(labelled):
+                    places.append(_Place(i, row * width + int(start)))
+                    prompts.append(rows.input_ids[row, start : start + labelled[-1] + 2])
+    return places, prompts
+
+
+def _without(ids: np.ndarray, logprobs: np.ndarray, dropped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Both [n, k], without the entries `dropped`: the others keep their order, and absent ones stand at the end."""
+    order = np.argsort(dropped, axis=1, kind="stable")
+    ids, logprobs = np.where(dropped, -1, ids), np.where(dropped, -np.inf, logprobs)
+    return np.take_along_axis(ids, order, 1), np.take_along_axis(logprobs, order, 1).astype(np.float32)
