@@ -107,7 +107,7 @@ def shares_of(made: Sequence[Piece], vocabulary: int) -> dict[str, float]:
     return {"ids": lists - values, "values": values, "rest_and_label": everything - lists, "token": TOKEN_BYTES}
 
 
-def speeds(made: Sequence[Piece], vocabulary: int, rounds: int = 3) -> dict[str, float]:
+def speeds(made: Sequence[Piece], vocabulary: int, rounds: int = 20) -> dict[str, float]:
     """Tokens per second of CPU time, the best of some rounds, after one that is not timed."""
     blocks = [(tokens, encode(tokens, targets, vocabulary_size=vocabulary)) for tokens, targets in made]
     best = {"encode": float("inf"), "decode": float("inf")}

@@ -28,7 +28,7 @@ def test_a_requeued_capture_computes_only_what_was_missing(cluster, material, tm
         job.signal("USR1")
         cluster.start_requeued(job.id)
         job.assert_nothing_left()
-        assert "stopped   what was computed is stored; the same command goes on" in job.log
+        assert "stopped   what was computed is stored; run the same command again to continue" in job.log
         assert "stopped and saved; continues with attempt 2 (requeue)" in job.log
         assert_clean(store)
         kept, expected = num_tokens(store), contents(tmp_path / "calm")

