@@ -46,7 +46,7 @@ class AskedTokens:
             labels = torch.where(kept, labels, IGNORE_INDEX)
         tensor = None
         if not is_even:
-            tensor = torch.from_numpy(np.ascontiguousarray(of_tokens)).to(labels.device, non_blocking=True)
+            tensor = torch.tensor(of_tokens).to(labels.device, non_blocking=True)  # a copy: the array may be read-only
         weight = float(own[0]) if is_even and len(own) else 1.0
         return cls(labels, len(own), is_all, weight, tensor, weights.total)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from distill_rl.config.schema import TeacherConfig
 from distill_rl.observe.metrics import Metric
 from distill_rl.student.asked_tokens import AskedCounts
 from distill_rl.student.objective import Blend, Objective, ObjectiveOutput
@@ -71,7 +72,7 @@ class LossSums:
                 means["teacher_mass"] = mass
         if self._num_teachers > 1:
             for teacher, value, share in zip(objective.teachers, kd_per_teacher, blend.shares):
-                if share > 0 or teacher.weight == 0:  # otherwise the run has lost it
+                if _is_here(teacher, share):  # otherwise the run has lost it, or it is asked for nothing
                     means[f"kl_loss/{teacher.name}"] = value
         metrics = {f"{prefix}/{name}": Metric(value, "mean", num_labels) for name, value in means.items()}
         if asked:
@@ -79,7 +80,8 @@ class LossSums:
             metrics |= {f"{prefix}/{name}": metric for name, metric in of_teachers.items() if name in means}
             metrics |= {
                 f"{prefix}/taught/{teacher.name}": Metric(each.num_labels / max(num_labels, 1), "mean", num_labels)
-                for teacher, each in zip(objective.teachers, asked)
+                for teacher, weight, each in zip(objective.teachers, blend.weights, asked)
+                if _is_here(teacher, weight)
             }
         metrics |= self._agreement_metrics(prefix, objective, sums[3 + self._num_teachers :])
         return metrics | {f"{prefix}/tokens": Metric(num_labels, "sum")}
@@ -100,11 +102,8 @@ class LossSums:
         mass, kd = sums[2], sums[3 : 3 + self._num_teachers]
         taught = sum(weight * each.total for weight, each in zip(blend.weights, asked))
         learnt = sum(weight * value for weight, value in zip(blend.weights, kd))
-        lost_first = next((i for i, weight in enumerate(blend.weights) if weight > 0), 0)
-        metrics = {
-            "kl_loss": _mean(learnt, taught),
-            "teacher_mass": _mean(mass, asked[lost_first].num_labels),
-        }
+        first = next((i for i, teacher in enumerate(objective.teachers) if _is_here(teacher, blend.weights[i])), 0)
+        metrics = {"kl_loss": _mean(learnt, taught), "teacher_mass": _mean(mass, asked[first].num_labels)}
         for teacher, value, each in zip(objective.teachers, kd, asked):
             metrics[f"kl_loss/{teacher.name}"] = _mean(value, each.total)
         return metrics
@@ -122,6 +121,11 @@ class LossSums:
                 if count > 0:
                     metrics[f"{prefix}/{name}{suffix}"] = Metric(total / count, "mean", count)
         return metrics
+
+
+def _is_here(teacher: TeacherConfig, share: float) -> bool:
+    """Whether the run still has a teacher, given its share of the KD."""
+    return share > 0 or teacher.weight == 0
 
 
 def _mean(total: float, size: float) -> Metric:
