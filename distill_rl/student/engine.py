@@ -229,7 +229,7 @@ class StudentEngine:
         """Returns losses and agreement with the teachers on held-out rows, without gradient or dropout. Collective.
 
         They are `validation/nll_loss` and with teachers, as in `LossSums.metrics`, `kl_loss`, `top1_agreement` and
-        `acceptance`. The arguments are those of `train_step`. The metrics are merged over ranks like its own; on all but
+        `acceptance`, and `taught/NAME` of teachers that are chosen by row. The arguments are those of `train_step`. The metrics are merged over ranks like its own; on all but
         the first tensor-parallel rank the result is `{}`. The model is in training mode afterwards.
         """
         blend = self.objective.blend(scores, self.kd_scale, _sizes(batch))
@@ -240,7 +240,7 @@ class StudentEngine:
             reshard(self.model)
             self.model.train()
         report = self._metrics("validation", batch, sums, blend)
-        return {name: metric for name, metric in report.items() if is_validated(name)}
+        return {name: metric for name, metric in report.items() if is_validated(name) or "/taught/" in name}
 
     @gpu_phase("checkpoint copy")
     def save(self, directory: str | Path, marker: str | Path | None = None) -> None:
