@@ -45,4 +45,6 @@ def routing_notes(config: Config, source: Source, documents: Mapping[int, Any]) 
                     )
     nobody = sum(not any(weight > 0 for weight in weights_of(document) or ()) for document in found)
     if nobody:
-        yield f"teachers: none is asked for {nobody} of {len(rows)} rows of a sample; they are trained on with CE alone"
+        has_ce = config.loss.ce_weight > 0 or config.loss.dynamic_scale != "off"
+        then = "they are trained on with CE alone" if has_ce else "loss.ce_weight is 0, so nothing is learnt from them"
+        yield f"teachers: none is asked for {nobody} of {len(rows)} rows of a sample; {then}"
