@@ -157,7 +157,7 @@ def references(folders) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
         total = sum(share * size for share, size in zip(SHARES, sizes))
         kd = sum(share * size / total * mean for share, size, mean in zip(SHARES, sizes, means))
         (kd + CE_WEIGHT * ce / labels).backward()
-        wanted[export, method] = whole_gradients(model), [float(mean) for mean in means], float(kd)
+        wanted[export, method] = whole_gradients(model), [float(mean.detach()) for mean in means], float(kd.detach())
     return wanted
 
 
