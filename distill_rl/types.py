@@ -101,7 +101,7 @@ class TokenRows:
         """Positions that a model computes."""
         return self.input_ids.size if self.widths is None else int(self.widths.sum())
 
-    def __getitem__(self, rows: slice) -> TokenRows:
+    def __getitem__(self, rows: slice | np.ndarray) -> TokenRows:
         widths = None if self.widths is None else self.widths[rows]
         return TokenRows(self.input_ids[rows], self.labels[rows], self.position_ids[rows], widths)
 
@@ -132,6 +132,9 @@ class ChunkRows:
     """Labelled student tokens inside a chunk, over the global batch."""
     widths: tuple[np.ndarray, np.ndarray] | None = None
     """`TokenRows.widths` of the student's and of the teacher's rows."""
+    weighted: tuple[float, float] | None = None
+    """For a teacher that is chosen by row: `num_chunks` and `num_one_to_one` with every chunk counted by the weight of
+    its document. None: all count alike."""
 
     def __getitem__(self, rows: slice) -> ChunkRows:
         widths = self.widths and (self.widths[0][rows], self.widths[1][rows])
@@ -141,6 +144,22 @@ class ChunkRows:
         """The chunks of a micro-batch, without the positions that no model computes."""
         student, teacher = map(_common_width, self.widths or (None, None))
         return replace(self, student=self.student[:, :student], teacher=self.teacher[:, :teacher], widths=None)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWeights:
+    """What one teacher is asked about the student's rows (`teachers[].where`, `teachers[].weight_column`)."""
+
+    of_tokens: np.ndarray
+    """float32 [R, S]: at a labelled position the weight of its document for this teacher, 0 if it is not asked about
+    it; 0 at all other positions."""
+    total: float
+    """Their sum over the *global* batch: the denominator of this teacher's KD by tokens."""
+    num_labels: int
+    """Labelled tokens with a weight above 0, over the global batch."""
+
+    def __getitem__(self, rows: slice) -> TokenWeights:
+        return replace(self, of_tokens=self.of_tokens[rows])
 
 
 def _common_width(widths: np.ndarray | None) -> int | None:
@@ -184,6 +203,11 @@ class RankBatch:
     """For the student only: one per running teacher, None for a teacher that reads the student's rows."""
     pieces: tuple[tuple[PieceRef, ...], ...] = ()
     """For a teacher whose targets are read or stored: of every row, what it holds, in order."""
+    asked: np.ndarray | None = None
+    """For a teacher only: bool [R], the rows that it is asked for. None: all of them."""
+    token_weights: tuple[TokenWeights | None, ...] = ()
+    """For the student only: one per running teacher, None for a teacher that is asked for all rows with weight 1; empty
+    if all teachers are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +232,8 @@ class AlignmentInfo:
     """Documents whose two tokenizations spell the same bytes."""
     methods: Mapping[str, int]
     """Number of documents by the method that aligned them; `dp` is followed by its engine, as in `dp/numba`."""
+    num_labels: int | None = None
+    """Labelled student tokens of the documents that the teacher is asked for; None: of all documents."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,6 +150,11 @@ def running_teachers(config: Config) -> list[TeacherConfig]:
     return list(config.teachers) if config.loss.kd_weight > 0 else []
 
 
+def is_chosen_by_row(teacher: TeacherConfig) -> bool:
+    """Whether the columns of a row say if, or how much, the teacher is asked for it."""
+    return bool(teacher.where) or teacher.weight_column is not None
+
+
 def runs_model(teacher: TeacherConfig) -> bool:
     """Whether the run loads this teacher's model: not if all of its targets are read from a store."""
     return teacher.backend != "store" or teacher.missing == "live"

@@ -15,7 +15,17 @@ from typing import Any, Literal, get_args, get_origin
 from distill_rl.config import schema
 from distill_rl.config.reading.foreign import FOREIGN
 from distill_rl.config.reading.interpolate import ENVIRONMENT
-from distill_rl.config.reading.walk import MISSING, as_yaml, default_of, hints, item_kind, leaves, pattern_of, unwrap
+from distill_rl.config.reading.walk import (
+    MISSING,
+    as_yaml,
+    default_of,
+    hints,
+    is_mapping,
+    item_kind,
+    leaves,
+    pattern_of,
+    unwrap,
+)
 from distill_rl.config.rules.validate import NOT_AVAILABLE
 from distill_rl.config.schema import Config, data
 from distill_rl.system.files import write_atomic
@@ -118,6 +128,8 @@ def _type(kind: Any) -> str:
     plain, optional = unwrap(kind)
     if get_origin(plain) is Literal:
         text = ", ".join(f"`{choice}`" for choice in get_args(plain))
+    elif is_mapping(plain):
+        text = "values or lists of values by name"
     elif item_kind(plain) is not None:
         text = f"list of {_type(item_kind(plain))}s"
     else:

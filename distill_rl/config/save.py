@@ -77,6 +77,8 @@ def decisive(config: Config) -> dict[str, Any]:
         del teacher["micro_batch_size"], teacher["attention"], teacher["backend"], teacher["store"], teacher["cache"]
         if teacher["missing"] != "skip":  # which documents are trained on
             del teacher["missing"]
+        if teacher["weight_column"] is None:  # an empty `where` has no leaf either
+            del teacher["weight_column"]
     for key in ("workers", "deadline_s", "fast_ids", "dp"):
         del tree["aligner"][key]
     return dict(flat(tree))

@@ -17,10 +17,17 @@ PINNED_BYTES = 64 * 2**20
 def micro_batches(batch: RankBatch, size: int) -> Iterator[tuple[int, TokenRows]]:
     """Yields the batch in order, `size` rows at a time: the global index of the first row, and the rows.
 
-    Each micro-batch is as wide as its rows need, so the widths differ.
+    Each micro-batch is as wide as its rows need, so the widths differ. Rows that a teacher is not asked for are left out
+    (`RankBatch.asked`), and so are micro-batches of such rows alone.
     """
     for start in range(0, batch.rows.shape[0], size):
-        yield batch.first_row + start, batch.rows[start : start + size].cut()
+        rows = batch.rows[start : start + size]
+        if batch.asked is not None:
+            asked = batch.asked[start : start + size]
+            if not asked.any():
+                continue
+            rows = rows[asked]
+        yield batch.first_row + start, rows.cut()
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

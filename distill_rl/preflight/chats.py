@@ -48,6 +48,7 @@ def check_chats(
         teachers: with their `cross_tokenizer_loss` set.
     """
     from distill_rl.data.batch.chat import roles_to_train_on
+    from distill_rl.data.routing import asked, weights_of
 
     data = config.data
     roles = roles_to_train_on(data.loss_on, data.loss_roles)
@@ -57,13 +58,14 @@ def check_chats(
     texts = _render_all(config, "data", student, "the student's tokenizer", rows, roles, findings)
     if texts is None:
         return
-    for teacher in teachers:
+    for i, teacher in enumerate(teachers):
         if teacher.tokenizer is None:
             continue
         if teacher.cross_tokenizer_loss is None:
             findings.notes += _other_template(teacher, rows, texts)
         elif teacher.tokenizer.chat_template:
-            _render_all(config, teacher.key, teacher, f"{teacher.name}'s tokenizer", rows, (), findings)
+            of_teacher = [row for row in rows if asked(weights_of(row), i)]
+            _render_all(config, teacher.key, teacher, f"{teacher.name}'s tokenizer", of_teacher, (), findings)
 
 
 def _unknown_roles(roles: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

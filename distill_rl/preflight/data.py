@@ -19,11 +19,13 @@ from distill_rl.preflight.expected import expect, source_facts
 from distill_rl.preflight.labels import check_labels
 from distill_rl.preflight.opened import Findings, Opened
 from distill_rl.preflight.pairs import check_alignment, template_problems
+from distill_rl.preflight.routing import routing_notes
 from distill_rl.preflight.stores.documents import compare_documents
 
 if TYPE_CHECKING:
     from distill_rl.data.reading.cache import Cache
     from distill_rl.data.reading.source import Source
+    from distill_rl.data.routing import Routing
 
 SAMPLED_ROWS = 64
 """Number of rows read from the start; as many more are read evenly spaced over the data."""
@@ -61,6 +63,9 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
     samples = [_read_sample(config, key, part, findings) for (key, _), part in zip(opened, parts)]
     documents = [*chain(*(sample.values() for sample in samples))]
     held_out = [] if validation is None else [*_read_sample(config, "data.validation", validation, findings).values()]
+    if len(problems) == num_problems:
+        for part, sampled in zip(parts, samples):
+            findings.notes += routing_notes(config, part, sampled)
     if training.kind == "messages" and len(problems) == num_problems:
         check_chats(config, documents + held_out, student, teachers, findings)
     problems += _count_problems(config, main, training, findings)
@@ -101,6 +106,7 @@ def _open(config: Config, findings: Findings, cache: Cache) -> list[tuple[str, S
     from distill_rl.data.reading.sources import HubError, each_source, is_hub_name, open_one
     from distill_rl.models.files.facts import find_data_set
 
+    routing = _routing(config)
     opened: list[tuple[str, Source | None]] = []
     for key, settings in each_source(config.data):
         path, source = settings.path, None
@@ -114,13 +120,20 @@ def _open(config: Config, findings: Findings, cache: Cache) -> list[tuple[str, S
             try:
                 source = findings.attempt(
                     key,
-                    lambda: open_one(key, settings, cache=cache),  # noqa: B023 (called at once)
+                    lambda: open_one(key, settings, cache=cache, routing=routing),  # noqa: B023 (called at once)
                     let_pass=HubError,
                 )
             except HubError as error:
                 findings.unreachable.append(str(error))
         opened.append((key, source))
     return opened
+
+
+def _routing(config: Config) -> Routing | None:
+    """Which teachers a row is for."""
+    from distill_rl.data.routing import Routing
+
+    return Routing.of(config)
 
 
 def _divide(config: Config, sources: list[Source], findings: Findings, cache: Cache) -> Any:
@@ -137,7 +150,9 @@ def _divide(config: Config, sources: list[Source], findings: Findings, cache: Ca
             return None
     try:
         divided = findings.attempt(
-            "data.validation", lambda: split_validation(source, data, config.run.seed, cache=cache), let_pass=HubError
+            "data.validation",
+            lambda: split_validation(source, data, config.run.seed, cache=cache, routing=_routing(config)),
+            let_pass=HubError,
         )
     except HubError as error:
         findings.unreachable.append(str(error))

@@ -19,6 +19,7 @@ from distill_rl.data.mixture import Interleaved, Mixture
 from distill_rl.data.order import Order
 from distill_rl.data.reading.source import Source
 from distill_rl.data.reading.sources import open_source, split_validation
+from distill_rl.data.routing import Routing
 from distill_rl.errors import ConfigError
 from distill_rl.models.files.facts import fingerprint_model, read_model_facts
 from distill_rl.models.hub import read_config, resolve, stops_of, tokenizer_hash, tokenizer_of, vocabulary_size
@@ -82,8 +83,9 @@ def prepare(config: Config, paths: RunPaths) -> Job:
     Raises:
         ConfigError: a projection that cannot be built, or tokenizers that the settings do not allow.
     """
-    source = open_source(config.data)
-    train, validation = split_validation(source, config.data, config.run.seed)
+    routing = Routing.of(config)
+    source = open_source(config.data, routing=routing)
+    train, validation = split_validation(source, config.data, config.run.seed, routing=routing)
     tokenizer = tokenizer_of(config.student)
     teachers = running_teachers(config)
     teacher_tokenizers = [tokenizer_of(teacher) for teacher in teachers]

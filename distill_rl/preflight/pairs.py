@@ -180,9 +180,12 @@ def check_alignment(config: Config, source: Any, student: Opened, teachers: list
     Args:
         source: the training documents, indexed from 0.
     """
-    for teacher in teachers:
+    from distill_rl.data.routing import asked, weights_of
+
+    for i, teacher in enumerate(teachers):
         if teacher.cross_tokenizer_loss is not None and student.tokenizer is not None and teacher.tokenizer is not None:
-            findings.attempt(teacher.key, partial(_require_chunks, config, source, student, teacher))
+            documents = [document for document in source if asked(weights_of(document), i)]
+            findings.attempt(teacher.key, partial(_require_chunks, config, documents, student, teacher))
 
 
 def _require_chunks(config: Config, source: Any, student: Opened, teacher: Opened) -> None:

@@ -44,6 +44,7 @@ from distill_rl.models.parallelize import GradientReduction, reshard
 from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World, data_mesh
 from distill_rl.student import checkpoint
+from distill_rl.student.asked_tokens import AskedCounts
 from distill_rl.student.forward_pass import ForwardPass
 from distill_rl.student.loss_sums import LossSums
 from distill_rl.student.objective import Blend, Objective, Target
@@ -140,7 +141,8 @@ class StudentEngine:
             teachers, T² included; a mean over chunks where chunks are compared), with several also
             `train/kl_loss/NAME`; `train/nll_loss`; `train/teacher_mass`, if the first teacher has the student's
             tokenizer. All are means over this rank's labelled tokens with their number as weight, so that merging over
-            ranks gives the mean of the global batch;
+            ranks gives the mean of the global batch; KD and mass of teachers that are chosen by row are means over what
+            they are asked for, and `train/taught/NAME` is the share of the labelled tokens that this is;
             `train/tokens`, this rank's labelled tokens; `train/grad_norm`, before clipping; `train/lr`;
             `train/kd_scale`, with teachers under `loss.dynamic_scale`;
             `train/unlabelled`, 1 if nothing in the global batch is trained on, so that the gradient is zero;
@@ -167,15 +169,16 @@ class StudentEngine:
         dynamic = self.config.loss.dynamic_scale if self.objective.teachers else "off"
         if dynamic == "exact":
             with torch.no_grad():
-                self.kd_scale = ce_over_kd(self._run(batch, targets, self.objective.blend(scores)), self.world)
-        blend = self.objective.blend(scores, self.kd_scale)
+                first = self.objective.blend(scores, asked=_sizes(batch))
+                self.kd_scale = ce_over_kd(self._run(batch, targets, first), self.world)
+        blend = self.objective.blend(scores, self.kd_scale, _sizes(batch))
         sums = self._run(batch, targets, blend, backward=True, last=last)
         self._losses.add(sums, blend, batch.num_labels)
-        if dynamic == "on":
+        if dynamic == "on" and any(blend.shares):  # a batch in which nothing is taught says nothing of KD
             self.kd_scale = ce_over_kd(sums, self.world)
         metrics = self._metrics("train", batch, sums, blend)
         if metrics:
-            compared = self.objective.num_compared(batch.num_labels, batch.chunks)
+            compared = self.objective.num_compared(batch.num_labels, batch.chunks, batch.token_weights)
             metrics["train/unlabelled"] = Metric(float(compared == 0), "max")
         if metrics and dynamic != "off":
             metrics["train/kd_scale"] = Metric(blend.kd, "last")
@@ -226,10 +229,10 @@ class StudentEngine:
         """Returns losses and agreement with the teachers on held-out rows, without gradient or dropout. Collective.
 
         They are `validation/nll_loss` and with teachers, as in `LossSums.metrics`, `kl_loss`, `top1_agreement` and
-        `acceptance`. The arguments are those of `train_step`. The metrics are merged over ranks like its own; on all but
+        `acceptance`, and `taught/NAME` of teachers that are chosen by row. The arguments are those of `train_step`. The metrics are merged over ranks like its own; on all but
         the first tensor-parallel rank the result is `{}`. The model is in training mode afterwards.
         """
-        blend = self.objective.blend(scores, self.kd_scale)
+        blend = self.objective.blend(scores, self.kd_scale, _sizes(batch))
         self.model.eval()
         try:
             sums = self._run(batch, targets, blend, with_agreement=bool(self.objective.teachers))
@@ -237,7 +240,7 @@ class StudentEngine:
             reshard(self.model)
             self.model.train()
         report = self._metrics("validation", batch, sums, blend)
-        return {name: metric for name, metric in report.items() if is_validated(name)}
+        return {name: metric for name, metric in report.items() if is_validated(name) or "/taught/" in name}
 
     @gpu_phase("checkpoint copy")
     def save(self, directory: str | Path, marker: str | Path | None = None) -> None:
@@ -349,9 +352,11 @@ class StudentEngine:
             if backward:
                 self._reduction.before_micro_batch(last and first_row + rows.shape[0] == end)
             start = first_row - batch.first_row
-            chunks = [part and part[start : start + rows.shape[0]].cut() for part in batch.chunks]
+            part = slice(start, start + rows.shape[0])
+            chunks = [each and each[part].cut() for each in batch.chunks]
+            weights = [each and each[part] for each in batch.token_weights]
             with gpu_phase("forward"), targets(first_row, rows.shape[0]) as fetched:
-                output = self.forward_pass(rows, fetched, batch.num_labels, chunks, blend, with_agreement)
+                output = self.forward_pass(rows, fetched, batch.num_labels, chunks, blend, with_agreement, weights)
                 if backward:
                     with gpu_phase("backward"):
                         output.loss.backward()
@@ -366,7 +371,8 @@ class StudentEngine:
         if self.world.tp_rank:
             return {}
         num_labels = int(np.count_nonzero(batch.rows.labels != IGNORE_INDEX))
-        return sums.metrics(prefix, self.objective, blend, num_labels)
+        asked = [AskedCounts.of(weights, num_labels) for weights in batch.token_weights]
+        return sums.metrics(prefix, self.objective, blend, num_labels, asked)
 
     def all_agree(self, able: bool) -> bool:
         """Returns, on every rank, whether `able` is true on all of them. Collective."""
@@ -397,3 +403,13 @@ class StudentEngine:
         """
         text = f"{self.config.run.seed}/{self.step}/{self.world.dp_rank}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1)
+
+
+def _sizes(batch: RankBatch) -> list[float] | None:
+    """Per teacher the summed weights of the tokens of the global batch that it is asked for (`Objective.blend`).
+
+    None if teachers are not chosen by row.
+    """
+    if not batch.token_weights:
+        return None
+    return [float(batch.num_labels) if weights is None else weights.total for weights in batch.token_weights]

@@ -15,8 +15,9 @@ from distill_rl.models import forward
 from distill_rl.models.attention.varlen import Documents, documents_for
 from distill_rl.models.inputs import tensor_to_device, to_device
 from distill_rl.parallel.shards import mask_padded_columns
+from distill_rl.student.asked_tokens import AskedTokens
 from distill_rl.student.objective import Blend, Objective, ObjectiveOutput, Target
-from distill_rl.types import IGNORE_INDEX, ChunkRows, TokenRows
+from distill_rl.types import IGNORE_INDEX, ChunkRows, TokenRows, TokenWeights
 
 
 class ForwardPass:
@@ -41,6 +42,7 @@ class ForwardPass:
         chunks: Sequence[ChunkRows | None],
         blend: Blend,
         with_agreement: bool,
+        token_weights: Sequence[TokenWeights | None] = (),
     ) -> ObjectiveOutput:
         """The forward pass of a micro-batch and its loss; other arguments as in `Objective.forward`.
 
@@ -49,11 +51,13 @@ class ForwardPass:
         Args:
             rows: in host memory, like `chunks`.
             targets: on any device.
+            token_weights: of these rows (`RankBatch.token_weights`), as wide as they are or wider.
         """
         labels = to_device(rows.labels, self._device)
         here = [target and _on_device(target, self._device) for target in targets]
         own_labels = int(np.count_nonzero(rows.labels != IGNORE_INDEX))
-        arguments = labels, here, num_labels, chunks, blend, own_labels, with_agreement
+        asked = [weights and AskedTokens.of(weights, labels, own_labels) for weights in token_weights]
+        arguments = labels, here, num_labels, chunks, blend, own_labels, with_agreement, asked
         if not self._fused:
             return self._objective(self.logits(rows), *arguments)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from distill_rl.config.schema import TeacherConfig
 from distill_rl.observe.metrics import Metric
+from distill_rl.student.asked_tokens import AskedCounts
 from distill_rl.student.objective import Blend, Objective, ObjectiveOutput
 
 
@@ -37,17 +41,26 @@ class LossSums:
         """fp64 [1 + teachers]: this rank's sums of CE and of every teacher's KD."""
         return torch.cat([self._sums[1:2], self._sums[3:]])
 
-    def metrics(self, prefix: str, objective: Objective, blend: Blend, num_labels: int) -> dict[str, Metric]:
+    def metrics(
+        self,
+        prefix: str,
+        objective: Objective,
+        blend: Blend,
+        num_labels: int,
+        asked: Sequence[AskedCounts] = (),
+    ) -> dict[str, Metric]:
         """Returns the means of what was added, by name with `{prefix}/`.
 
         They are `loss` and `nll_loss`; with teachers `kl_loss`, and `teacher_mass` if the first one has the student's
         tokenizer; with several also `kl_loss/NAME` of those that the run has not lost; with agreement also
         `top1_agreement` and `acceptance` where they have a meaning, with several teachers one each, `/NAME`. In
-        addition, `tokens` is `num_labels`. Waits for the device, once.
+        addition, `tokens` is `num_labels`. If teachers are chosen by row, KD and mass are means over what they are asked
+        for, and `taught/NAME` is the share of the labelled tokens that each is asked for. Waits for the device, once.
 
         Args:
             blend: of the step whose micro-batches were added.
             num_labels: this rank's labelled tokens in them: divides the sums, and is the weight of the means.
+            asked: per teacher what it is asked for of them; empty: teachers are not chosen by row.
         """
         everything = self._sums if self._agreement is None else torch.cat([self._sums, self._agreement.flatten()])
         sums = everything.tolist()
@@ -59,11 +72,41 @@ class LossSums:
                 means["teacher_mass"] = mass
         if self._num_teachers > 1:
             for teacher, value, share in zip(objective.teachers, kd_per_teacher, blend.shares):
-                if share > 0 or teacher.weight == 0:  # otherwise the run has lost it
+                if _is_here(teacher, share):  # otherwise the run has lost it, or it is asked for nothing
                     means[f"kl_loss/{teacher.name}"] = value
         metrics = {f"{prefix}/{name}": Metric(value, "mean", num_labels) for name, value in means.items()}
+        if asked:
+            of_teachers = self._asked_metrics(objective, blend, num_labels, asked, sums)
+            metrics |= {f"{prefix}/{name}": metric for name, metric in of_teachers.items() if name in means}
+            metrics |= {
+                f"{prefix}/taught/{teacher.name}": Metric(each.num_labels / max(num_labels, 1), "mean", num_labels)
+                for teacher, weight, each in zip(objective.teachers, blend.weights, asked)
+                if _is_here(teacher, weight)
+            }
         metrics |= self._agreement_metrics(prefix, objective, sums[3 + self._num_teachers :])
         return metrics | {f"{prefix}/tokens": Metric(num_labels, "sum")}
+
+    def _asked_metrics(
+        self,
+        objective: Objective,
+        blend: Blend,
+        num_labels: int,
+        asked: Sequence[AskedCounts],
+        sums: Sequence[float],
+    ) -> dict[str, Metric]:
+        """Returns the metrics that are means over what teachers are asked for, each with the size of that as its weight.
+
+        Args:
+            sums: of `_sums`; other arguments as of `metrics`.
+        """
+        mass, kd = sums[2], sums[3 : 3 + self._num_teachers]
+        taught = sum(weight * each.total for weight, each in zip(blend.weights, asked))
+        learnt = sum(weight * value for weight, value in zip(blend.weights, kd))
+        first = next((i for i, teacher in enumerate(objective.teachers) if _is_here(teacher, blend.weights[i])), 0)
+        metrics = {"kl_loss": _mean(learnt, taught), "teacher_mass": _mean(mass, asked[first].num_labels)}
+        for teacher, value, each in zip(objective.teachers, kd, asked):
+            metrics[f"kl_loss/{teacher.name}"] = _mean(value, each.total)
+        return metrics
 
     def _agreement_metrics(self, prefix: str, objective: Objective, sums: list[float]) -> dict[str, Metric]:
         """Returns `top1_agreement` and `acceptance` of every teacher, from rows of `ObjectiveOutput.agreement`.
@@ -78,3 +121,13 @@ class LossSums:
                 if count > 0:
                     metrics[f"{prefix}/{name}{suffix}"] = Metric(total / count, "mean", count)
         return metrics
+
+
+def _is_here(teacher: TeacherConfig, share: float) -> bool:
+    """Whether the run still has a teacher, given its share of the KD."""
+    return share > 0 or teacher.weight == 0
+
+
+def _mean(total: float, size: float) -> Metric:
+    """The mean of a sum over items of this size together, which is its weight; 0 without any."""
+    return Metric(total / size if size > 0 else 0.0, "mean", size)

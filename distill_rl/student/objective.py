@@ -7,6 +7,13 @@ labels and C chunks in the global batch, a micro-batch contributes
     chunk by chunk      kd · wᵢ · Σ KD(chunk) / C  +  ce · Σ CE(token) / L
 
 so that the sum over all micro-batches and ranks is the loss of the global batch, however it is divided.
+
+If teachers are chosen by row, token n has the weight uᵢₙ for teacher i, 0 where that is not asked, and Wᵢ = Σₙ uᵢₙ over the
+labels of the global batch. KDᵢ is the mean over what teacher i is asked for, and counts by how much that is:
+
+    KD  =  Σᵢ (wᵢ·Wᵢ / Σⱼ wⱼ·Wⱼ) · KDᵢ          KDᵢ  =  Σₙ uᵢₙ · KDᵢ(token n) / Wᵢ
+
+or by chunks, Σ u · KDᵢ(chunk) / Σ u over the chunks of the global batch. If nothing is taught in a batch, KD is 0.
 Shapes as in `distill_rl.types`; N = R·S tokens of one micro-batch.
 """
 
@@ -30,13 +37,16 @@ from distill_rl.losses.core.student import Student, columns_of
 from distill_rl.losses.core.trees import as_tree
 from distill_rl.losses.targets import Teacher, Wire
 from distill_rl.student.agreement import agreement_of_chunks, agreement_of_tokens
+from distill_rl.student.asked_tokens import AskedTokens
 from distill_rl.student.chunk_rows import flat_chunks
 from distill_rl.student.projections import CrossTokenizerLoss
 from distill_rl.student.teacher_heads import TeacherHead
-from distill_rl.types import ChunkRows
+from distill_rl.types import ChunkRows, TokenWeights
 
 Target = Wire
 """A teacher's targets for one micro-batch, as they arrive."""
+_TINY = 1e-300
+"""In place of a denominator of 0: what it divides is 0, too."""
 
 
 @as_tree
@@ -52,8 +62,11 @@ class ObjectiveOutput:
     ce: Tensor
     """Scalar: summed cross-entropy with the labels, at T = 1."""
     kd_per_teacher: tuple[Tensor, ...]
+    """Scalars: each teacher's summed KD, weighted by its weights of the tokens if it is chosen by row. KD of chunks is
+    scaled so that division by the (weighted) labels gives the mean over chunks."""
     teacher_mass: Tensor
-    """Scalar: summed probability inside the first teacher's top k; 0 without teachers."""
+    """Scalar: summed probability inside the first teacher's top k, of the tokens that it is asked for; 0 without
+    teachers."""
     agreement: Tensor | None = None
     """fp64 [teachers, 4], if it was asked for: rows with the same most likely token on both sides, and rows compared;
     summed acceptance, and rows compared. Zeros for what has no meaning."""
@@ -66,7 +79,10 @@ class Blend:
     kd: float
     ce: float
     shares: tuple[float, ...]
-    """Per teacher; they sum to one."""
+    """Per teacher; they sum to one, or are all 0 if no teacher is asked for anything in the batch."""
+    weights: tuple[float, ...] = ()
+    """If teachers are chosen by row: per teacher its share before the size of what it is asked for counts, 0 if the run
+    has lost it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +139,7 @@ class Objective(nn.Module):
             if loss is not None and isinstance(loss[1], nn.Module):
                 self.projections[str(i)] = loss[1]
 
-    def blend(self, scores: Sequence[float] = (), kd_scale: float = 1.0) -> Blend:
+    def blend(self, scores: Sequence[float] = (), kd_scale: float = 1.0, asked: Sequence[float] | None = None) -> Blend:
         """Returns the weights of a step: the share of each teacher wᵢ ∝ weightᵢ · exp(−scoreᵢ), and those of KD and CE.
 
         Args:
@@ -131,16 +147,29 @@ class Objective(nn.Module):
                 the run has lost, but not for all. Empty: shares follow from the weights alone.
             kd_scale: weight of KD under `loss.dynamic_scale`, where CE has the weight 1. Ignored if that is off or
                 there are no teachers; the configured weights then apply.
+            asked: per teacher the summed weights of the labelled tokens of the global batch that it is asked for, by
+                which its share is multiplied; None: teachers are not chosen by row.
         """
         weights = [teacher.weight for teacher in self.teachers]
         if scores:
             weights = [weight * math.exp(min(scores) - score) for weight, score in zip(weights, scores)]
         shares = tuple(weight / sum(weights) for weight in weights)
+        alone: tuple[float, ...] = ()
+        if asked is not None:
+            alone = shares
+            products = [share * size for share, size in zip(shares, asked)]
+            total = sum(products)
+            shares = tuple(product / total if total > 0 else 0.0 for product in products)
         if self.config.dynamic_scale == "off" or not shares:
-            return Blend(self.config.kd_weight, self.config.ce_weight, shares)
-        return Blend(kd_scale, 1.0, shares)
+            return Blend(self.config.kd_weight, self.config.ce_weight, shares, alone)
+        return Blend(kd_scale, 1.0, shares, alone)
 
-    def num_compared(self, num_labels: int, chunks: Sequence[ChunkRows | None] = ()) -> int:
+    def num_compared(
+        self,
+        num_labels: int,
+        chunks: Sequence[ChunkRows | None] = (),
+        token_weights: Sequence[TokenWeights | None] = (),
+    ) -> int:
         """Returns how many labels and chunks of a global batch enter the loss; with 0 its gradient is zero.
 
         KD with one tokenizer compares labels, KD across tokenizers chunks, and CE labels again.
@@ -148,14 +177,20 @@ class Objective(nn.Module):
         Args:
             num_labels: labelled tokens of the global batch.
             chunks: as for `forward`; each states the number of the global batch.
+            token_weights: of the teachers (`RankBatch.token_weights`).
         """
         has_ce = not self.teachers or self.config.ce_weight > 0 or self.config.dynamic_scale != "off"
         count = num_labels if has_ce else 0
-        for teacher, cross, rows in zip(
-            self.teachers, self.cross_tokenizer, tuple(chunks) or (None,) * len(self.teachers)
+        nothing = (None,) * len(self.teachers)
+        for teacher, cross, rows, weights in zip(
+            self.teachers, self.cross_tokenizer, tuple(chunks) or nothing, tuple(token_weights) or nothing
         ):
-            if teacher.weight > 0:
-                count += num_labels if cross is None or rows is None else _num_chunks(cross[0], rows)
+            if teacher.weight == 0:
+                continue
+            if cross is not None and rows is not None:
+                count += rows.num_one_to_one if cross[0] == "strict" else rows.num_chunks
+            else:
+                count += num_labels if weights is None else weights.num_labels
         return count
 
     def forward(
@@ -168,6 +203,7 @@ class Objective(nn.Module):
         blend: Blend | None = None,
         own_labels: int | None = None,
         with_agreement: bool = False,
+        asked: Sequence[AskedTokens | None] = (),
     ) -> ObjectiveOutput:
         """Returns the loss of one micro-batch, with its parts as detached sums.
 
@@ -186,6 +222,8 @@ class Objective(nn.Module):
                 are made here.
             with_agreement: also measure how far both sides agree (`ObjectiveOutput.agreement`), in a pass of its own
                 over the vocabulary for every teacher.
+            asked: per teacher what it is asked for in this micro-batch, None for all labelled tokens with weight 1;
+                `blend` must have been made with the sizes. Empty: all None.
 
         Raises:
             ValueError: the number of targets is not that of the teachers; chunks are missing or superfluous; or hidden
@@ -199,17 +237,29 @@ class Objective(nn.Module):
             return ObjectiveOutput(term.loss, term.kd, term.ce, (), term.teacher_mass)
 
         first = next((i for i, target in enumerate(targets) if target is not None), 0)
+        parts = tuple(asked) or (None,) * len(targets)
+        # CE takes part in the pass of the first teacher whose pass can have it, and a pass of its own if there is none.
+        carriers = (i for i, part in enumerate(parts) if targets[i] is not None and _carries_ce(part, chunks[i]))
+        carrier = next(carriers, first if not asked else None)
         terms = [
-            self._term(batch, i, target, chunks[i], blend.kd * blend.shares[i], blend.ce if i == first else 0.0)
+            self._term(
+                batch, i, target, chunks[i], blend.kd * blend.shares[i], blend.ce if i == carrier else 0.0, parts[i]
+            )
             for i, target in enumerate(targets)
         ]
+        of_ce = self._token_term(batch, None, 0.0, blend.ce) if carrier is None else terms[carrier]
+        losses = [term.loss for term in terms] + ([of_ce.loss] if carrier is None else [])
+        # The KD of what a teacher is asked for counts as a mean over all labels does (`ObjectiveOutput.kd`).
+        scales = [1.0 if part is None else batch.num_labels / max(part.total, _TINY) for part in parts]
         return ObjectiveOutput(
-            loss=torch.stack([term.loss for term in terms]).sum(),
-            kd=torch.stack([term.kd * share for term, share in zip(terms, blend.shares)]).sum(),
-            ce=terms[first].ce,
+            loss=torch.stack(losses).sum(),
+            kd=torch.stack(
+                [term.kd * (share * scale) for term, share, scale in zip(terms, blend.shares, scales)]
+            ).sum(),
+            ce=of_ce.ce,
             kd_per_teacher=tuple(term.kd for term in terms),
             teacher_mass=terms[first].teacher_mass,
-            agreement=self._agreement(batch, targets, chunks) if with_agreement else None,
+            agreement=self._agreement(batch, targets, chunks, parts) if with_agreement else None,
         )
 
     def _chunks_of(
@@ -227,52 +277,71 @@ class Objective(nn.Module):
         return per_teacher
 
     def _term(
-        self, batch: _MicroBatch, teacher: int, target: Target | None, rows: ChunkRows | None, kd: float, ce: float
+        self,
+        batch: _MicroBatch,
+        teacher: int,
+        target: Target | None,
+        rows: ChunkRows | None,
+        kd: float,
+        ce: float,
+        asked: AskedTokens | None,
     ) -> _Term:
-        """Compares one teacher, by tokens or by chunks; zeros for one that the run has lost.
+        """Compares one teacher, by tokens or by chunks; zeros for one that the run has lost, or that is not asked.
 
         Args:
             teacher: its index.
             rows: its chunks; None for the student's tokenizer.
             kd, ce: weights of the two losses.
+            asked: what it is asked for; None: everything.
         """
         cross = self.cross_tokenizer[teacher]
-        if target is None:
+        if target is None or (asked is not None and not _is_taught(asked, rows)):
             zero = torch.zeros((), device=batch.labels.device)
             return _Term(zero, zero, zero, zero)
         if cross is not None and rows is not None:
-            return self._chunk_term(batch, self._with_head(target, teacher), rows, cross, kd, ce)
-        return self._token_term(batch, self._comparable(batch.student, target, teacher), kd, ce)
+            return self._chunk_term(batch, self._with_head(target, teacher), rows, cross, kd, ce, asked)
+        return self._token_term(batch, self._comparable(batch.student, target, teacher), kd, ce, asked)
 
-    def _token_term(self, batch: _MicroBatch, target: Teacher | None, kd: float, ce: float) -> _Term:
+    def _token_term(
+        self, batch: _MicroBatch, target: Teacher | None, kd: float, ce: float, asked: AskedTokens | None = None
+    ) -> _Term:
         """Compares one teacher token by token, and adds CE in the same pass.
 
-        `kd_loss` blends them as ratio · KD + (1 − ratio) · CE, hence ratio = kd / (kd + ce) and the factor kd + ce.
+        `kd_loss` blends them as ratio · KD + (1 − ratio) · CE, hence ratio = kd / (kd + ce) and the factor kd + ce. With
+        `asked`, kd stands for kd · labels · weight / Wᵢ.
 
         Args:
             target: None: CE alone.
-            kd, ce: weights of the two losses.
+            kd, ce: weights of the two losses; `ce` is 0 unless all labelled tokens are asked for with one weight.
+            asked: None: all labelled tokens with weight 1.
 
         Returns:
-            The loss, (kd · ΣKD + ce · ΣCE) / labels of the global batch, and the sums without weights.
+            The loss, kd · ΣKD / Wᵢ + ce · ΣCE / labels of the global batch; and the sums, that of KD with the weights of
+            the tokens.
         """
+        labels, num_labels, weight = batch.labels, batch.own_labels, 1.0
+        if asked is not None:
+            labels, num_labels, weight = asked.labels, asked.num_labels, asked.weight
+            kd = kd * weight * batch.num_labels / asked.total
         factor = kd + ce
         ratio = kd / factor if factor > 0 else 1.0
         output = kd_loss(
             batch.student,
             target,
-            labels=batch.labels,
+            labels=labels,
             divergence=self.config.divergence,
             beta=self.config.beta,
             temperature=self.config.temperature,
             tail=self.config.tail,
             kd_ratio=0.0 if target is None else ratio,
+            token_weights=None if asked is None else asked.weights,
             reduction="sum",
-            num_labels=batch.own_labels,
+            num_labels=num_labels,
             backend=self.backend,
         )
         assert output.ce_loss is not None, "labels were given"
-        return _Term(output.loss * (factor / batch.num_labels), output.kd_loss, output.ce_loss, output.teacher_mass)
+        kd_sum = output.kd_loss if asked is None else output.kd_loss * weight
+        return _Term(output.loss * (factor / batch.num_labels), kd_sum, output.ce_loss, output.teacher_mass)
 
     def _chunk_term(
         self,
@@ -282,6 +351,7 @@ class Objective(nn.Module):
         cross: CrossTokenizerLoss,
         kd: float,
         ce: float,
+        asked: AskedTokens | None,
     ) -> _Term:
         """Compares a teacher of another tokenizer chunk by chunk.
 
@@ -290,17 +360,20 @@ class Objective(nn.Module):
             rows: the chunks of the micro-batch's rows.
             cross: the method and the projection between the vocabularies.
             kd, ce: weights of the two losses.
+            asked: what it is asked for; None: everything.
 
         Returns:
             The loss, kd · ΣKD / chunks + ce · ΣCE / labels, both counted over the global batch (with method `strict`
             only chunks of one token on both sides count); and the sums without weights, that of KD times labels /
-            chunks.
+            chunks. With `asked`, chunks are summed and counted with their weights, and labels with those of the teacher.
         """
         method, projection = cross
+        numbers = flat_chunks(rows, batch.labels.device)
+        weights = None if asked is None else asked.of_chunks(numbers)
         output = chunk_kd_loss(
             batch.student,
             target,
-            flat_chunks(rows, batch.labels.device),
+            numbers,
             projection() if isinstance(projection, nn.Module) else projection,
             method=method,
             labels=batch.labels,
@@ -313,19 +386,30 @@ class Objective(nn.Module):
             uncommon_top_k=self.config.uncommon_top_k,
             relaxed=self.config.gold_relaxed,
             tau=self.config.alm_tau,
+            reduction="sum" if weights is None else "none",
             backend=self.backend,
         )
-        labels_per_chunk = batch.num_labels / max(_num_chunks(method, rows), 1)
-        loss = output.kd * (kd * labels_per_chunk / batch.num_labels) + output.ce * (ce / batch.num_labels)
-        return _Term(loss, output.kd.detach() * labels_per_chunk, output.ce.detach(), output.teacher_mass)
+        if asked is None:
+            labels_per_chunk = batch.num_labels / max(_num_chunks(method, rows), 1)
+            loss = output.kd * (kd * labels_per_chunk / batch.num_labels) + output.ce * (ce / batch.num_labels)
+            return _Term(loss, output.kd.detach() * labels_per_chunk, output.ce.detach(), output.teacher_mass)
+        num_chunks = max(_num_chunks(method, rows), _TINY)
+        sum_kd = output.kd * asked.weight if weights is None else (output.kd * weights.to(output.kd.dtype)).sum()
+        sum_ce = output.ce if weights is None else output.ce.sum()
+        loss = sum_kd * (kd / num_chunks) + sum_ce * (ce / batch.num_labels)
+        return _Term(loss, sum_kd.detach() * (asked.total / num_chunks), sum_ce.detach(), output.teacher_mass)
 
     def _agreement(
-        self, batch: _MicroBatch, targets: Sequence[Target | None], chunks: Sequence[ChunkRows | None]
+        self,
+        batch: _MicroBatch,
+        targets: Sequence[Target | None],
+        chunks: Sequence[ChunkRows | None],
+        asked: Sequence[AskedTokens | None],
     ) -> Tensor:
         """Measures how far the student agrees with each teacher: `ObjectiveOutput.agreement`."""
         found: list[Tensor] = []
-        for i, (target, rows, cross) in enumerate(zip(targets, chunks, self.cross_tokenizer)):
-            if target is None:
+        for i, (target, rows, cross, part) in enumerate(zip(targets, chunks, self.cross_tokenizer, asked)):
+            if target is None or (part is not None and not _is_taught(part, rows)):
                 found.append(torch.zeros(4, dtype=torch.float64, device=batch.labels.device))
             elif cross is not None and rows is not None:
                 teacher, projection = self._with_head(target, i), cross[1]
@@ -333,7 +417,8 @@ class Objective(nn.Module):
                 found.append(agreement_of_chunks(batch.student, batch.labels, teacher, rows, fixed))
             else:
                 teacher = self._comparable(batch.student, target, i)
-                found.append(agreement_of_tokens(batch.student, batch.labels, teacher, batch.own_labels))
+                labels, count = (batch.labels, batch.own_labels) if part is None else (part.labels, part.num_labels)
+                found.append(agreement_of_tokens(batch.student, labels, teacher, count))
         return torch.stack(found)
 
     def _comparable(self, student: Student, target: Target, teacher: int) -> Teacher:
@@ -360,9 +445,26 @@ class Objective(nn.Module):
         return head.attach(target)
 
 
-def _num_chunks(method: str, rows: ChunkRows) -> int:
-    """The number of chunks of the global batch that a cross-tokenizer loss compares."""
-    return rows.num_one_to_one if method == "strict" else rows.num_chunks
+def _num_chunks(method: str, rows: ChunkRows) -> float:
+    """The number of chunks of the global batch that a cross-tokenizer loss compares, or the sum of their weights."""
+    every, one_to_one = rows.weighted or (rows.num_chunks, rows.num_one_to_one)
+    return one_to_one if method == "strict" else every
+
+
+def _is_taught(asked: AskedTokens, rows: ChunkRows | None) -> bool:
+    """Whether a teacher is asked for anything in a micro-batch: a token, or a chunk if it is compared by chunks."""
+    return asked.num_labels > 0 if rows is None else bool((rows.student >= 0).any())
+
+
+def _carries_ce(asked: AskedTokens | None, rows: ChunkRows | None) -> bool:
+    """Whether the pass over the vocabulary for a teacher can have the CE of all labelled tokens.
+
+    The pass for chunks computes it for all of them. The one for tokens leaves out those that the teacher is not asked for,
+    and gives KD and CE the same weights.
+    """
+    if asked is None:
+        return True
+    return _is_taught(asked, rows) and (rows is not None or (asked.is_all and asked.weights is None))
 
 
 def _with_columns_of(student: Student, target: DenseLogits) -> DenseLogits:

@@ -31,6 +31,7 @@ from distill_rl.teacher.targets import (
     sampled_targets,
     score_of,
     topk_targets,
+    unused_targets,
 )
 from distill_rl.transport.base import Layout
 from distill_rl.types import RankBatch, TokenRows
@@ -92,17 +93,30 @@ class TeacherEngine:
     @property
     def bytes_per_token(self) -> int:
         """Bytes per token of the tensors that `forward` yields; columns that are padding count, too."""
-        export, model = self.teacher.export, self.model
-        if export == "hidden":
-            return target_bytes_per_token(export, model.config.hidden_size, model.dtype.itemsize)
-        columns = model.config.vocab_size
+        return target_bytes_per_token(self.teacher.export, self._entries, self._dtype.itemsize)
+
+    @property
+    def _entries(self) -> int:
+        """Ids, columns or numbers per position of the targets."""
+        model = self.model.config
         by_export = {
-            "logits": columns,
-            "sampled": min(self.config.loss.draws, columns),
+            "hidden": model.hidden_size,
+            "logits": model.vocab_size,
+            "sampled": min(self.config.loss.draws, model.vocab_size),
             "topk": self.config.loss.top_k,
         }
-        entries = by_export[export]
-        return target_bytes_per_token(export, entries, self.wire_dtype.itemsize)
+        return int(by_export[self.teacher.export])
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of the targets' log-probabilities, logits or hidden states."""
+        return self.model.dtype if self.teacher.export == "hidden" else self.wire_dtype  # type: ignore[no-any-return]
+
+    def unused_targets(self, positions: int) -> dict[str, Tensor]:
+        """As of `TeacherBackend`."""
+        return unused_targets(
+            self.teacher.export, positions, self._entries, self._dtype, vocabulary_size=self.head.vocabulary_size
+        )
 
     def close(self) -> None:
         """Does nothing: the process that holds the model ends."""

@@ -7,6 +7,7 @@ exists at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -153,6 +154,45 @@ def hidden_targets(
             _write(whole, name, part, rows, hidden.shape[0], torch.float32)
         del logits
     return HiddenStates(hidden, whole["label_logprob"]), whole.get("entropy")
+
+
+def unused_targets(
+    kind: str, positions: int, entries: int, dtype: torch.dtype, *, vocabulary_size: int | None = None
+) -> dict[str, Tensor]:
+    """A valid target for each of some positions that nothing reads, such as padding, in the wire form of their kind.
+
+    Half of the probability is that of `entries` ids, of draws all are of id 0, and logits and hidden states are 0.
+
+    Args:
+        kind: `teachers[].export`.
+        entries: ids per position; of logits the columns, of hidden states their size.
+        dtype: of log-probabilities, logits or hidden states.
+        vocabulary_size: columns of logits from here on are padding; None: there is none.
+
+    Returns:
+        Tensors on the CPU with `positions` rows, each with memory of its own.
+    """
+    half = torch.full((positions,), math.log(0.5))
+    if kind == "hidden":
+        return {"hidden": torch.zeros(positions, entries, dtype=dtype), "label_logprob": half}
+    if kind == "logits":
+        logits = torch.zeros(positions, entries, dtype=dtype)
+        logits[:, vocabulary_size or entries :] = -torch.inf
+        return {"logits": logits, "label_logprob": half}
+    if kind == "sampled":
+        first = torch.arange(entries) == 0
+        return {
+            "ids": torch.where(first, 0, -1).to(torch.int32).repeat(positions, 1),
+            "counts": first.to(torch.int16).repeat(positions, 1),
+            "mean_logprob": torch.zeros(positions),
+            "label_logprob": half,
+        }
+    return {
+        "ids": torch.arange(entries, dtype=torch.int32).repeat(positions, 1),
+        "logprobs": torch.full((positions, entries), math.log(0.5) - math.log(entries), dtype=dtype),
+        "rest_logprob": half,
+        "label_logprob": half.clone(),
+    }
 
 
 def _write(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from distill_rl.quickstart.material import make_material
 from distill_rl.quickstart.recipe import RECIPES
 from tests.helpers.command import distill_rl, series
-from tests.helpers.corpus import write_corpus
+from tests.helpers.corpus import corpus_rows, write_corpus
 
 pytestmark = pytest.mark.cli
 
@@ -19,6 +20,7 @@ STEPS = 3
 ELSEWHERE = {"trackers": "tests/monitoring/test_trackers.py, where W&B and MLflow are installed"}
 OVERRIDES = {
     "plain-text": ("data.path=corpus.jsonl",),
+    "routed-teachers": ("data.path=domains.jsonl",),
     "several-sources": ("data.sources=[{path: corpus.jsonl, weight: 3}, {path: corpus.jsonl}]",),
 }
 """The paths in these files are placeholders."""
@@ -31,6 +33,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for recipe in RECIPES.values():
         make_material(folder / ".cache" / "quickstart", 0, replace(recipe, teacher_steps=20))
     write_corpus(folder / "corpus.jsonl", rows=400)
+    chats = [
+        row | {"domain": ("sorting", "other", "nobody's")[i % 3], "weight": 1 + i % 2}
+        for i, row in enumerate(corpus_rows(400, messages=True))
+    ]
+    (folder / "domains.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
     return folder
 
 

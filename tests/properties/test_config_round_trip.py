@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill_rl.config.load import load_config
-from distill_rl.config.reading.walk import MISSING, hints, item_kind, unwrap
+from distill_rl.config.reading.walk import MISSING, hints, is_mapping, item_kind, unwrap
 from distill_rl.config.save import redact, save_config
 from distill_rl.config.schema import Config
 
@@ -47,6 +47,10 @@ def instances(kind: Any) -> st.SearchStrategy:
         strategy = st.builds(plain, **{entry.name: instances(hints(plain)[entry.name]) for entry in fields(plain)})
     elif get_origin(plain) is Literal:
         strategy = st.sampled_from(get_args(plain))
+    elif is_mapping(plain):
+        single = TEXTS | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
+        names = TEXTS.filter(lambda name: "${" not in name and "$\\" not in name)
+        strategy = st.dictionaries(names, single | st.lists(single, max_size=2), max_size=2)
     elif item_kind(plain) is not None:
         strategy = st.lists(instances(item_kind(plain)), max_size=2)
     else:

@@ -67,6 +67,11 @@ def item_kind(kind: Any) -> Any:
     return get_args(kind)[0] if get_origin(kind) is list else None
 
 
+def is_mapping(kind: Any) -> bool:
+    """Whether a setting is a mapping from names, which the user chooses, to single values or lists of them."""
+    return get_origin(unwrap(kind)[0]) is dict
+
+
 def default_of(entry: Field) -> Any:
     """Default value of a field, a fresh one for each call; `dataclasses.MISSING` if the field has none."""
     if entry.default_factory is not NO_DEFAULT:
@@ -181,6 +186,9 @@ def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) ->
         if isinstance(value, list):
             inner = item_kind(plain)
             return [_value(inner, entry, MISSING, findings, join(key, i)) for i, entry in enumerate(value)]
+    elif is_mapping(plain):
+        if isinstance(value, Mapping):
+            return _mapping(value, findings, key)
     elif get_origin(plain) is Literal:
         # YAML 1.1 reads an unquoted `on` or `off` as a boolean.
         word = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
@@ -200,6 +208,27 @@ def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) ->
         default = build(plain, {}, unsaid, key)  # type: ignore[arg-type]
         findings.keys |= unsaid.keys
     return default
+
+
+def _mapping(value: Mapping[Any, Any], findings: Findings, key: str) -> dict[str, Any]:
+    """The entries of a mapping whose name is a text, and whose value is a text, a number, true, false or a list of these.
+
+    Others are reported in `findings` and left out.
+    """
+    found: dict[str, Any] = {}
+    for name, entry in value.items():
+        if not isinstance(name, str):
+            findings.add(join(key, name), "the name must be text", _shown(name), f'put it in quotes: "{name}"')
+        elif all(_is_single(one) for one in (entry if isinstance(entry, list) else [entry])):
+            found[name] = entry
+        else:
+            rule = "must be a text, a finite number, true or false, or a list of these"
+            findings.add(join(key, name), rule, _shown(entry))
+    return found
+
+
+def _is_single(value: Any) -> bool:
+    return isinstance(value, str | bool | int) or (isinstance(value, float) and isfinite(value))
 
 
 def _wrong_choice(kind: Any, value: Any, default: Any, findings: Findings, key: str) -> Any:
@@ -263,7 +292,9 @@ def _expected(kind: Any) -> str:
     """The type of a setting in words, for `must be ...`: `a whole number or null`. Not for Literals."""
     plain, optional = unwrap(kind)
     inner = item_kind(plain)
-    if is_dataclass(plain):
+    if is_mapping(plain):
+        text = "a mapping from names to values"
+    elif is_dataclass(plain):
         text = f"a section with the keys {', '.join(entry.name for entry in fields(plain))}"  # type: ignore[arg-type]
     elif inner is not None:
         text = {str: "a list of texts", float: "a list of numbers"}.get(inner, "a list of sections")
@@ -294,6 +325,8 @@ def _type_remedy(plain: Any, value: Any, key: str, default: Any) -> str:
         return f"""put it in quotes: {key.rpartition(".")[2]}: "{as_yaml(value)}" """.rstrip()
     if is_dataclass(plain):
         return "indent its keys below it"
+    if is_mapping(plain):
+        return f"for example {key}={{column: value}}"
     return f"for example {key}={_example(plain, default)}"
 
 

@@ -75,7 +75,7 @@ _ALIGNMENT = ("aligner.method", "aligner.fast_ids", "aligner.dp.backend", "align
 _TEACHERS = (
     "loss.divergence", "loss.beta", "loss.tail", "loss.top_k", "loss.draws", "loss.temperature", "loss.dynamic_scale",
     "loss.cross_tokenizer", "loss.chunk_average", "loss.uncommon_top_k", "loss.gold_relaxed", "loss.alm_tau",
-    *_ALIGNMENT, "prefetch.slots", "transport", "faults.teacher_restarts", "faults.lost_teacher",
+    *_ALIGNMENT, "teachers[].where", "teachers[].weight_column", "prefetch.slots", "transport", "faults.teacher_restarts", "faults.lost_teacher",
 )  # fmt: skip
 _SUITES = (
     "suites_every", "data", "backend", "limit", "final_limit", "num_fewshot", "max_new_tokens", "samples", "teachers",

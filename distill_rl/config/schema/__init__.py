@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 from distill_rl.config.schema.data import DataConfig as DataConfig
 from distill_rl.config.schema.data import SourceConfig as SourceConfig
@@ -82,6 +82,10 @@ class TeacherConfig:
     """Weight of this teacher in the KD loss, relative to the sum of all teachers' weights."""
     score: Literal["static", "ce", "entropy"] = "static"
     """How the teachers' weights adapt to each batch. static: they do not. ce, entropy: each `weight` is multiplied by the softmax over the teachers of their negative cross-entropy with the batch, or of their negative entropy on it. All teachers must have the same value."""
+    where: dict[str, Any] = field(default_factory=dict)
+    """Rows that this teacher is asked for: a value, or a list of values, for one or more columns of the data, all of which must match. {domain: [maths, physics]} asks it for the rows whose column `domain` holds maths or physics. Other rows are trained on without it (docs/losses.md). {}: all rows."""
+    weight_column: Optional[str] = field(default=None, metadata=NOT_EMPTY)
+    """Column of the data with the weight of each row for this teacher, a number of 0 or more, by which its KD is multiplied; it is not asked for rows of weight 0. With `where`, read for the rows that match. null: all rows have weight 1."""
     loss: Optional[TeacherLoss] = None
     """Loss between this teacher and the student. null: token by token if both have the same tokenizer (added tokens at the end of one do not count), otherwise loss.cross_tokenizer. same: token by token, and an error if the tokenizers differ. Any other value: that cross-tokenizer loss over chunks of text, even if the tokenizers are the same."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from distill_rl.config.facts import row_width, running_teachers, teacher_length,
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.packing import deal_by_length, first_fit
 from distill_rl.data.batch.tokenization import Encoded
-from distill_rl.types import IGNORE_INDEX, ChunkRows, PieceRef, RankBatch, TokenRows
+from distill_rl.types import IGNORE_INDEX, ChunkRows, PieceRef, RankBatch, TokenRows, TokenWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,12 @@ def pad_id(tokenizer: Any, num_ids: int | None = None) -> int:
     return next(id for id in candidates if id is not None and (num_ids is None or id < num_ids))
 
 
-def arrange(sides: Sequence[Sequence[Encoded]], capacities: Sequence[int], plan: BatchPlan) -> list[list[int]]:
+def arrange(
+    sides: Sequence[Sequence[Encoded]],
+    capacities: Sequence[int],
+    plan: BatchPlan,
+    kinds: Sequence[Hashable] | None = None,
+) -> list[list[int]]:
     """Which documents each row holds: their indices, in order. All sides lay out the same rows.
 
     With packing, first fit over the lengths on all sides at once. Otherwise a row holds one document, and rows of like
@@ -121,17 +126,20 @@ def arrange(sides: Sequence[Sequence[Encoded]], capacities: Sequence[int], plan:
     Args:
         sides: the same documents as each tokenizer reads them; empty ones are allowed.
         capacities: most tokens per row, for each side.
+        kinds: one per document; only documents of the same kind share a row. None: all are of one kind.
 
     Raises:
         ValueError: with packing, a document that is too long.
     """
     lengths = np.array([[len(document.input_ids) for document in side] for side in sides], dtype=np.int64).T
-    return arrange_lengths(lengths, capacities, plan)
+    return arrange_lengths(lengths, capacities, plan, kinds)
 
 
-def arrange_lengths(lengths: np.ndarray, capacities: ArrayLike, plan: BatchPlan) -> list[list[int]]:
+def arrange_lengths(
+    lengths: np.ndarray, capacities: ArrayLike, plan: BatchPlan, kinds: Sequence[Hashable] | None = None
+) -> list[list[int]]:
     """As `arrange`, for documents of which only the lengths are known, int64 [documents, sides]."""
-    rows = _in_order(lengths, capacities, plan)
+    rows = _in_order(lengths, capacities, plan, kinds)
     if plan.packing:
         return rows
     fill = (lengths / np.asarray(capacities)).max(axis=1, initial=0)
@@ -140,15 +148,36 @@ def arrange_lengths(lengths: np.ndarray, capacities: ArrayLike, plan: BatchPlan)
     return [rows[i] for i in order]
 
 
-def _in_order(lengths: np.ndarray, capacities: ArrayLike, plan: BatchPlan) -> list[list[int]]:
+def _in_order(
+    lengths: np.ndarray, capacities: ArrayLike, plan: BatchPlan, kinds: Sequence[Hashable] | None = None
+) -> list[list[int]]:
     """`arrange` without changing the order of rows that hold one document.
 
     Args:
         lengths: int [documents, sides].
     """
-    rows = first_fit(lengths, capacities) if plan.packing else [[i] for i in range(len(lengths))]
+    if not plan.packing:
+        rows = [[i] for i in range(len(lengths))]
+    elif kinds is None:
+        rows = first_fit(lengths, capacities)
+    else:
+        rows = _first_fit_by_kind(lengths, capacities, kinds)
     num_rows = -(-max(len(rows), 1) // plan.row_multiple) * plan.row_multiple
     return rows + [[] for _ in range(num_rows - len(rows))]
+
+
+def _first_fit_by_kind(lengths: np.ndarray, capacities: ArrayLike, kinds: Sequence[Hashable]) -> list[list[int]]:
+    """`first_fit` among the documents of each kind; rows stand in the order of their first documents.
+
+    So rows of all kinds are spread over the batch, and no rank has most of one kind.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        members.setdefault(kind, []).append(i)
+    rows = [
+        [of_kind[i] for i in row] for of_kind in members.values() for row in first_fit(lengths[of_kind], capacities)
+    ]
+    return sorted(rows, key=lambda row: row[0])
 
 
 def lay_out(
@@ -215,6 +244,8 @@ def divide(
     num_labels: int,
     chunks: Sequence[ChunkRows | None] = (),
     pieces: Sequence[tuple[PieceRef, ...]] = (),
+    asked: np.ndarray | None = None,
+    token_weights: Sequence[TokenWeights | None] = (),
 ) -> list[list[RankBatch]]:
     """Cuts rows into sub-batches and each of these into contiguous parts of equal size, one per data-parallel rank.
 
@@ -225,6 +256,8 @@ def divide(
         num_labels: in the whole batch; each part carries it.
         chunks: one entry per teacher, cut like the rows; None for a teacher without chunks.
         pieces: what every row holds, cut like the rows; empty: the parts do not say.
+        asked: bool [R], the rows that a teacher is asked for, cut like the rows; None: all.
+        token_weights: one entry per teacher, cut like the rows; None for a teacher that is asked for all rows.
 
     Returns:
         For each rank its parts, one per sub-batch.
@@ -237,5 +270,16 @@ def divide(
         for rank, of_rank in enumerate(parts):
             part = slice(first + rank * size, first + (rank + 1) * size)
             part_chunks = tuple(None if chunk_rows is None else chunk_rows[part] for chunk_rows in chunks)
-            of_rank.append(RankBatch(index, part.start, rows[part], num_labels, part_chunks, tuple(pieces[part])))
+            of_rank.append(
+                RankBatch(
+                    index,
+                    part.start,
+                    rows[part],
+                    num_labels,
+                    part_chunks,
+                    tuple(pieces[part]),
+                    None if asked is None else asked[part],
+                    tuple(None if weights is None else weights[part] for weights in token_weights),
+                )
+            )
     return parts

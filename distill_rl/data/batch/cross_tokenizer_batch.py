@@ -39,6 +39,7 @@ from distill_rl.data.batch.collate import BatchPlan, arrange, divide, lay_out, p
 from distill_rl.data.batch.document_aligner import AlignedDocuments, CrossTokenizerTeacher, DocumentAligner
 from distill_rl.data.batch.naming import NONE_STORED, StoredTargets
 from distill_rl.data.batch.pieces import STUDENT, Extent, Piece, splitter_of
+from distill_rl.data.batch.row_shares import RowShares
 from distill_rl.data.batch.tokenization import Encoded, Tokenization
 from distill_rl.types import (
     IGNORE_INDEX,
@@ -114,7 +115,7 @@ class BatchBuilder:
             aligned = AlignedDocuments({}, refs=self._stored.no_refs())
             for document in documents:
                 row = row_of(document)
-                aligned.add(row, None if row in skip else self._pieces(document), {}, self._stored)
+                aligned.add(document, None if row in skip else self._pieces(document), {}, self._stored)
         self._require_known_ids(aligned)
         return aligned
 
@@ -147,9 +148,11 @@ class BatchBuilder:
         encoded = documents.encoded
         theirs = documents.of_teachers()
         capacities = [self._plan.max_length, *(self._plan.length_of(i) for i in theirs)]
-        members = arrange([encoded, *theirs.values()], capacities, self._plan)
+        shares = RowShares.of(documents.weights, encoded)
+        members = arrange([encoded, *theirs.values()], capacities, self._plan, None if shares is None else shares.kinds)
         rows = lay_out(encoded, self._plan, members)
         num_labels = _count_labels(rows)
+        token_weights = () if shares is None else shares.token_weights(members, rows)
         chunks: list[ChunkRows | None] = [None] * self._num_teachers if self._teachers else []
         infos: list[AlignmentInfo] = []
         teacher_parts: list[list[list[RankBatch]]] = []
@@ -157,14 +160,22 @@ class BatchBuilder:
             teacher_rows, teacher_labels = rows, num_labels
             if i in self._teachers:
                 teacher_rows = lay_out(theirs[i], self._plan, members, pad_id(self._teachers[i].tokenizer))
-                chunk_rows = _chunk_rows(documents.alignments[i], encoded, members, rows, teacher_rows)
+                weights = None if shares is None else shares.of_teacher(i)
+                chunk_rows = _chunk_rows(documents.alignments[i], encoded, members, rows, teacher_rows, weights)
                 teacher_labels = _count_labels(teacher_rows)
                 chunks[i] = chunk_rows
-                infos.append(_describe(self._teachers[i], documents, i, chunk_rows))
+                asked_tokens = token_weights[i] if token_weights else None
+                asked_labels = None if asked_tokens is None else asked_tokens.num_labels
+                infos.append(_describe(self._teachers[i], documents, i, chunk_rows, asked_labels))
             refs = documents.refs.get(i)
             pieces = () if refs is None else [tuple(refs[j] for j in row if refs[j].length) for row in members]
-            teacher_parts.append(divide(teacher_rows, sharding, self._plan, index, teacher_labels, pieces=pieces))
-        student_parts = divide(rows, self._plan.student, self._plan, index, num_labels, chunks)
+            asked = None if shares is None else shares.asked(i, members)
+            teacher_parts.append(
+                divide(teacher_rows, sharding, self._plan, index, teacher_labels, pieces=pieces, asked=asked)
+            )
+        student_parts = divide(
+            rows, self._plan.student, self._plan, index, num_labels, chunks, token_weights=token_weights
+        )
         info = _summary(index, cursor, documents, rows, num_labels, infos, time.perf_counter() - began)
         return info, student_parts, teacher_parts
 
@@ -242,6 +253,7 @@ def _chunk_rows(
     members: Sequence[Sequence[int]],
     student_rows: TokenRows,
     teacher_rows: TokenRows,
+    weights: np.ndarray | None = None,
 ) -> ChunkRows:
     """Step 5: the chunks of both sides, as numbers that belong to predictions.
 
@@ -249,6 +261,7 @@ def _chunk_rows(
         documents: one alignment per document, after step 3.
         encoded: the student's side of the documents, which may be longer than in the alignment.
         members: the documents of each row, for both sides.
+        weights: float64 [documents], of the teacher; None: all are 1.
     """
     student = np.full(student_rows.shape, -1, dtype=np.int32)
     teacher = np.full(teacher_rows.shape, -1, dtype=np.int32)
@@ -268,12 +281,18 @@ def _chunk_rows(
             teacher_start += len(document.teacher_ids)
     assert student_rows.widths is not None
     assert teacher_rows.widths is not None
+    counts = [(document.num_chunks, document.counts["1:1"]) for document in documents]
+    weighted = None
+    if weights is not None:
+        all_chunks, one_to_one = (weights @ np.array(counts, dtype=np.float64).reshape(-1, 2)).tolist()
+        weighted = (all_chunks, one_to_one)
     return ChunkRows(
         widths=(student_rows.widths, teacher_rows.widths),
         student=student,
         teacher=teacher,
-        num_chunks=sum(document.num_chunks for document in documents),
-        num_one_to_one=sum(document.counts["1:1"] for document in documents),
+        num_chunks=sum(all_chunks for all_chunks, _ in counts),
+        num_one_to_one=sum(one_to_one for _, one_to_one in counts),
+        weighted=weighted,
         num_covered=int(np.count_nonzero((student >= 0) & (student_rows.labels != IGNORE_INDEX))),
     )
 
@@ -283,13 +302,19 @@ def _count_labels(rows: TokenRows) -> int:
     return int(np.count_nonzero(rows.labels != IGNORE_INDEX))
 
 
-def _describe(teacher: CrossTokenizerTeacher, documents: AlignedDocuments, i: int, chunks: ChunkRows) -> AlignmentInfo:
+def _describe(
+    teacher: CrossTokenizerTeacher, documents: AlignedDocuments, i: int, chunks: ChunkRows, num_labels: int | None
+) -> AlignmentInfo:
     """The statistics of teacher `i`'s alignments in a batch: chunks, exact documents, and documents by method.
 
-    Documents that were left out do not count. The method "dp" is reported with its backend.
+    Documents that were left out, or that the teacher is not asked for, do not count. The method "dp" is reported with its backend.
     """
     pairs = documents.alignments[i]
-    present = [pairs[pieces[0]] for pieces, kept in zip(documents.by_document, documents.present) if kept]
+    present = [
+        pairs[pieces[0]]
+        for pieces, kept in zip(documents.by_document, documents.present)
+        if kept and (not documents.weights or documents.weights[pieces[0]][i] > 0)
+    ]
     name_of_dp = f"dp/{teacher.aligner.backend}"
     methods = Counter(name_of_dp if document.method == "dp" else document.method for document in present)
     return AlignmentInfo(
@@ -299,4 +324,5 @@ def _describe(teacher: CrossTokenizerTeacher, documents: AlignedDocuments, i: in
         num_covered=chunks.num_covered,
         num_exact=sum(document.exact for document in present),
         methods=dict(methods),
+        num_labels=num_labels,
     )

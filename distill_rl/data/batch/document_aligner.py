@@ -17,11 +17,12 @@ import numpy as np
 from distill_rl.align import Alignment, TokenAligner, Tokenized
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.batch.chat import render_document
-from distill_rl.data.batch.naming import NONE_STORED, StoredTargets, name_of, ref_of
+from distill_rl.data.batch.naming import NONE_STORED, NOTHING, StoredTargets, name_of, ref_of
 from distill_rl.data.batch.pieces import STUDENT, Extent, Piece, splitter_of
 from distill_rl.data.batch.tokenization import NO_TOKENS, Encoded, Tokenization, starts_within
 from distill_rl.data.batch.unrendered import TemplateCoverage
 from distill_rl.data.reading.layouts import template_options
+from distill_rl.data.routing import asked, weights_of
 from distill_rl.errors import DataError
 from distill_rl.types import BadRow, PieceRef, Row, row_of
 
@@ -73,25 +74,27 @@ class CrossTokenizerTeacher:
 class TokenizedDocument:
     """One document after step 1: all its tokens on every side."""
 
-    student: Tokenized
+    student: Tokenized | None
+    """None if no teacher with its own tokenizer is asked for the document."""
     encoded: Encoded
     """The student's tokens again, with the mask of those that are trained on."""
     teachers: dict[int, Tokenized]
-    """By index of the teacher; only teachers with their own tokenizer."""
+    """By index of the teacher; only teachers with their own tokenizer that are asked for the document."""
     names: dict[int, bytes]
     """The document's name for each of these teachers."""
 
 
 _EMPTY = np.zeros(0, dtype=np.int32)
 LEFT_OUT = Alignment(_EMPTY, _EMPTY, _EMPTY, _EMPTY, 0, "none", exact=False)
-"""Stands for a document that is left out of the batch; its row stays, empty."""
+"""Stands for a document that is left out of the batch, or that a teacher is not asked for; its row stays, empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlignedDocuments:
     """Documents after step 3, in order; each in one piece, or in several (`pieces.py`).
 
-    A document that was skipped or failed is one empty piece (`NO_TOKENS`, `LEFT_OUT`).
+    A document that was skipped or failed is one empty piece (`NO_TOKENS`, `LEFT_OUT`). One that a teacher is not asked for
+    is empty on that teacher's side (`LEFT_OUT`).
     """
 
     alignments: dict[int, list[Alignment]]
@@ -111,8 +114,16 @@ class AlignedDocuments:
     """One per piece, by index of the teacher; only teachers whose targets are read or stored."""
     not_stored: list[Row] = field(default_factory=list)
     """Documents that were skipped because some store does not have them."""
+    weights: list[tuple[float, ...]] = field(default_factory=list)
+    """One per piece: the weights of the running teachers; empty if they are not chosen by row."""
 
-    def add(self, row: Row, pieces: Sequence[Piece] | None, names: Mapping[int, bytes], stored: StoredTargets) -> None:
+    def add(
+        self,
+        document: Mapping[str, Any],
+        pieces: Sequence[Piece] | None,
+        names: Mapping[int, bytes],
+        stored: StoredTargets,
+    ) -> None:
         """Adds a document; `pieces` is None for one that was skipped or failed.
 
         One that a store should have and does not is skipped, too.
@@ -120,7 +131,8 @@ class AlignedDocuments:
         Args:
             names: the document's name for teachers with their own tokenizer; the others use that of `Encoded`.
         """
-        if pieces is not None and not stored.have(pieces, names):
+        row, weights = row_of(document), weights_of(document)
+        if pieces is not None and not stored.have(pieces, names, weights):
             pieces = None
             self.not_stored.append(row)
         self.rows.append(row)
@@ -130,10 +142,12 @@ class AlignedDocuments:
         self.num_pieces.append(len(pieces))
         for piece in pieces:
             self.encoded.append(piece.encoded)
-            for i, pair in piece.alignments.items():
-                self.alignments[i].append(pair)
+            for i, pairs in self.alignments.items():
+                pairs.append(piece.alignments.get(i, LEFT_OUT))
             for i, refs in self.refs.items():
-                refs.append(ref_of(piece, i, names))
+                refs.append(ref_of(piece, i, names) if asked(weights, i) else NOTHING)
+            if weights is not None:
+                self.weights.append(weights)
 
     @property
     def by_document(self) -> list[list[int]]:
@@ -153,6 +167,7 @@ class AlignedDocuments:
             bad_rows=[bad for part in parts for bad in part.bad_rows],
             refs={i: [ref for part in parts for ref in part.refs[i]] for i in parts[0].refs},
             not_stored=[row for part in parts for row in part.not_stored],
+            weights=[weights for part in parts for weights in part.weights],
         )
 
     def of_teachers(self) -> dict[int, list[Encoded]]:
@@ -210,7 +225,11 @@ class DocumentAligner:
         present = [tokens for tokens in tokenized if tokens is not None]
         for i, teacher in self._teachers.items():
             # A GPU aligner works on all documents at once; this changes no result.
-            teacher.aligner.solve_ahead((tokens.student, tokens.teachers[i]) for tokens in present)
+            teacher.aligner.solve_ahead(
+                (tokens.student, tokens.teachers[i])
+                for tokens in present
+                if tokens.student is not None and i in tokens.teachers
+            )
 
         aligned = AlignedDocuments({i: [] for i in self._teachers}, bad_rows=bad_rows, refs=self._stored.no_refs())
         for document, tokens in zip(documents, tokenized):
@@ -218,7 +237,7 @@ class DocumentAligner:
             if tokens is not None:
                 with _recording_failure(document, bad_rows):
                     pieces = self._split(tokens) if self._splitter else [self._cut(tokens)]
-            aligned.add(row_of(document), pieces, {} if tokens is None else tokens.names, self._stored)
+            aligned.add(document, pieces, {} if tokens is None else tokens.names, self._stored)
         return aligned
 
     def pieces_of(self, document: Mapping[str, Any]) -> tuple[list[Piece], dict[int, bytes]]:
@@ -236,24 +255,38 @@ class DocumentAligner:
         """Step 1: all tokens of a document on every side, not cut to `max_length`.
 
         All sides read the same text, so it is normalised for every aligner first. Both sides of a text end in eos if
-        they have one.
+        they have one. Only teachers that are asked for the document count: without any, it is tokenised as for a student
+        that has no such teacher.
 
         Raises:
             DataError: a document that the user has to fix.
         """
+        teachers = self._asked(document)
+        if not teachers:
+            return TokenizedDocument(None, self._tokenization.encode_all(document), {}, {})
         if "messages" in document:
-            return self._tokenize_chat(document)
+            return self._tokenize_chat(document, teachers)
         self._tokenization.require_text_allowed(document)
         text = document["text"]
-        for teacher in self._teachers.values():
+        for teacher in teachers.values():
             text = teacher.aligner.normalize(text)
-        student = self._any_aligner.tokenize_student(text, end=True)
+        # The student's side is the same in all aligners.
+        student = next(iter(teachers.values())).aligner.tokenize_student(text, end=True)
         name = name_of(document["text"])
         encoded = Encoded(student.ids, np.ones(len(student.ids), dtype=bool), name=name)
-        teachers = {i: teacher.aligner.tokenize_teacher(text, end=True) for i, teacher in self._teachers.items()}
-        return TokenizedDocument(student, encoded, teachers, dict.fromkeys(teachers, name))
+        theirs = {i: teacher.aligner.tokenize_teacher(text, end=True) for i, teacher in teachers.items()}
+        return TokenizedDocument(student, encoded, theirs, dict.fromkeys(theirs, name))
 
-    def _tokenize_chat(self, document: Mapping[str, Any]) -> TokenizedDocument:
+    def _asked(self, document: Mapping[str, Any]) -> Mapping[int, CrossTokenizerTeacher]:
+        """The teachers with their own tokenizer that are asked for a document, by index."""
+        weights = weights_of(document)
+        if weights is None:
+            return self._teachers
+        return {i: teacher for i, teacher in self._teachers.items() if asked(weights, i)}
+
+    def _tokenize_chat(
+        self, document: Mapping[str, Any], teachers: Mapping[int, CrossTokenizerTeacher]
+    ) -> TokenizedDocument:
         """Step 1 for chat messages, which every side renders with its own template.
 
         Only the turns of some roles are marked as trained on if `data.loss_on` or `data.loss_roles` say so, otherwise
@@ -263,10 +296,10 @@ class DocumentAligner:
             DataError: a tokenizer without a chat template, a chat that a template refuses or does not render in full,
                 or turns that cannot be found.
         """
-        for teacher in self._teachers.values():
+        for teacher in teachers.values():
             document = {key: teacher.aligner.normalize_all(value) for key, value in document.items()}
         text, spans, left_out = self._tokenization.render(document)
-        aligner, options = self._any_aligner, template_options(document)
+        aligner, options = next(iter(teachers.values())).aligner, template_options(document)
         student = aligner.tokenize_messages(document["messages"], "student", rendered=text, options=options)
         assert student.offsets is not None
         mask = np.ones(len(student.ids), dtype=bool)
@@ -277,31 +310,29 @@ class DocumentAligner:
                     (len(aligner.normalize(text[:first])), len(aligner.normalize(text[:stop]))) for first, stop in spans
                 ]
             mask = starts_within(spans, student.offsets[:, 0])
-        teachers = {}
-        for i, teacher in self._teachers.items():
-            teachers[i], missing = _tokenize_for(teacher, document, self._tokenization.unrendered)
+        theirs = {}
+        for i, teacher in teachers.items():
+            theirs[i], missing = _tokenize_for(teacher, document, self._tokenization.unrendered)
             left_out += missing
         encoded = Encoded(student.ids, mask, left_out=left_out, name=name_of(student.text))
-        return TokenizedDocument(student, encoded, teachers, {i: name_of(other.text) for i, other in teachers.items()})
-
-    @property
-    def _any_aligner(self) -> TokenAligner:
-        """For the student's side, which is the same in all aligners."""
-        return next(iter(self._teachers.values())).aligner
+        return TokenizedDocument(student, encoded, theirs, {i: name_of(other.text) for i, other in theirs.items()})
 
     def _cut(self, document: TokenizedDocument) -> Piece:
-        """Steps 2 and 3: the beginning of a document, up to the last boundary shared with every teacher.
+        """Steps 2 and 3: the beginning of a document, up to the last boundary shared with every teacher that is asked.
 
         All sides have at most their `max_length` tokens; the alignments hold only chunks that can be trained on.
         """
+        if document.student is None:
+            encoded = document.encoded.cut(self._tokenization.max_length)
+            return Piece(encoded, {}, {STUDENT: Extent(whole=not encoded.truncated)})
         alignments = {
-            i: teacher.aligner.pair(
+            i: self._teachers[i].aligner.pair(
                 document.student,
-                document.teachers[i],
+                tokens,
                 max_student_tokens=self._tokenization.max_length,
                 max_teacher_tokens=self._max_lengths[i],
             )
-            for i, teacher in self._teachers.items()
+            for i, tokens in document.teachers.items()
         }
         encoded = document.encoded.cut(min(len(alignment.student_ids) for alignment in alignments.values()))
         mask = encoded.label_mask
@@ -315,9 +346,11 @@ class DocumentAligner:
     def _split(self, document: TokenizedDocument) -> list[Piece]:
         """Steps 2 and 3: all of a document, in pieces whose alignments hold only chunks that can be trained on."""
         assert self._splitter is not None
-        alignments = {
-            i: teacher.aligner.pair(document.student, document.teachers[i]) for i, teacher in self._teachers.items()
-        }
+        alignments = {}
+        if document.student is not None:
+            alignments = {
+                i: self._teachers[i].aligner.pair(document.student, tokens) for i, tokens in document.teachers.items()
+            }
         return [
             Piece(encoded, {i: pair.trainable(encoded.label_mask) for i, pair in pairs.items()}, extents)
             for encoded, pairs, extents in self._splitter.split(document.encoded, alignments)

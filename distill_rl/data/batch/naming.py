@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from distill_rl.data.routing import asked
 from distill_rl.types import NAME_BYTES, PieceRef
 
 if TYPE_CHECKING:
@@ -59,13 +60,21 @@ class StoredTargets:
         """An empty list for each of these teachers."""
         return {i: [] for i in self.teachers}
 
-    def have(self, pieces: Sequence[Piece], names: Mapping[int, bytes]) -> bool:
-        """Whether every store that decides has all pieces of a document.
+    def have(self, pieces: Sequence[Piece], names: Mapping[int, bytes], weights: Sequence[float] | None = None) -> bool:
+        """Whether every store that decides has all pieces of a document, if its teacher is asked for it.
 
         Args:
             names: as for `ref_and_tokens`.
+            weights: the document's, if teachers are chosen by row (`routing.weights_of`).
         """
-        return all(has(*ref_and_tokens(piece, i, names)) for i, has in self.required.items() for piece in pieces)
+        return all(
+            has(*ref_and_tokens(piece, i, names))
+            for i, has in self.required.items()
+            if asked(weights, i)
+            for piece in pieces
+        )
 
 
 NONE_STORED = StoredTargets()
+NOTHING = PieceRef(b"", 0, 0, 0, True)
+"""Stands for a piece that a teacher is not asked for."""

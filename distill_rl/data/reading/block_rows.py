@@ -153,7 +153,7 @@ class LineRows:
     def __init__(self, path: Path, index: LineIndex, layout: Layout, store: BlockStore):
         self._path, self._layout, self._store, self._index = path, layout, store, index
         self._parse = text_row if kind_of(path) == ".txt" else json_row
-        self._names = (*layout.required, *layout.optional)
+        self._names = layout.names
         self.blocks = Blocks(index.rows[1:], np.diff(index.offsets))
 
     def __len__(self) -> int:

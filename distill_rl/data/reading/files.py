@@ -192,7 +192,7 @@ def _open_parquet(path: Path, layout: Layout, access: Access) -> Rows:
 
 def _table(path: Path, layout: Layout, access: Access, rows: int | None = None) -> pa.Table:
     """The rows of a file, or the first of them, as a table of text. Raises DataError if there are none."""
-    names = [*layout.required, *layout.optional]
+    names = layout.names
     found = records.documents(path, layout, names, access.sample_by, strict=access.strict)
     batches = list(_batches(islice(found, rows), names if access.strict else [*names, PROBLEM]))
     if not batches:
@@ -206,9 +206,10 @@ def _open_converted(path: Path, layout: Layout, access: Access) -> Rows:
     Copies are keyed by path, size, modification time and layout, so an edited file is converted again. If nothing may be
     written, only the first rows are read.
     """
-    cache, names = access.cache, [*layout.required, *layout.optional]
+    cache, names = access.cache, [*layout.names]
     names += [] if access.strict else [PROBLEM]
-    target = cache.entry(path, f"{layout}\0{access.strict}\0{access.sample_by}", ".parquet")
+    columns = f"{layout}{' '.join(map(repr, layout.chosen_by))}"
+    target = cache.entry(path, f"{columns}\0{access.strict}\0{access.sample_by}", ".parquet")
     if not _is_complete(target):
         if not cache.write:
             return HeadRows(_table(path, layout, access, _HEAD_ROWS))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.reading.convert import from_alpaca, from_sharegpt
 from distill_rl.data.reading.values import MEDIA, check_strings, check_text, check_value, parse_json, without_nulls
+from distill_rl.data.routing import WEIGHTS, Routing
 from distill_rl.errors import DataError
 
 Kind = Literal["text", "messages"]
@@ -57,6 +58,8 @@ class Layout:
     required: tuple[str, ...]
     """Columns that every file must have; the first is the main one."""
     tools_key: str = "tools"
+    routing: Routing | None = field(default=None, repr=False)
+    """Which teachers a row is for; None: every row is for all of them."""
 
     @property
     def kind(self) -> Kind:
@@ -72,7 +75,19 @@ class Layout:
     def optional(self) -> tuple[str, ...]:
         """Columns that are read where a file has them."""
         tools = () if self.format == "text" else (self.tools_key,)
-        return tuple(key for key in (*_OPTIONAL[self.format], *tools) if key not in self.required)
+        known = {*self.required, *self.chosen_by}
+        return tuple(key for key in (*_OPTIONAL[self.format], *tools) if key not in known)
+
+    @property
+    def chosen_by(self) -> tuple[str, ...]:
+        """Columns that every file must have because teachers are chosen by them."""
+        found = () if self.routing is None else self.routing.columns
+        return tuple(key for key in found if key not in self.required)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All columns that are read."""
+        return (*self.required, *self.chosen_by, *self.optional)
 
     def columns(self, available: Sequence[str], name: str) -> list[str]:
         """The columns to read of a file or folder that has these.
@@ -83,16 +98,25 @@ class Layout:
         for key in self.required:
             if key not in available:
                 raise no_column(name, key, available, self.format)
+        for key in self.chosen_by:
+            if key not in available:
+                assert self.routing is not None
+                close = difflib.get_close_matches(key, available, n=1, cutoff=0.5)
+                remedy = f"did you mean {close[0]!r}?" if close else ""
+                rule = f"a column of the data, which {self.routing.named_by(key)} names"
+                raise DataError(f"{name}: column {key!r}", rule, f"the columns {list(available)}", remedy)
         media = sorted(MEDIA & set(available)) if self.kind == "messages" else []
         if media:
             remedy = "remove the column if the chats make sense without it"
             raise DataError(
                 f"{name}: column {media[0]!r}", "chats are text only", f"the columns {list(available)}", remedy
             )
-        return [*self.required, *(key for key in self.optional if key in available)]
+        return [*self.required, *self.chosen_by, *(key for key in self.optional if key in available)]
 
     def document(self, row: Mapping[str, Any], at: Callable[[str], str]) -> dict[str, Any]:
         """The document that a row becomes: `{"text": …}`, or `{"messages": […]}` with "tools" and VARIABLES if it has any.
+
+        If teachers are chosen by row, it has their weights, too (`routing.WEIGHTS`).
 
         Args:
             row: the values of the columns; optional ones may be missing or null.
@@ -102,7 +126,7 @@ class Layout:
             DataError: a value of another form.
         """
         if self.format == "text":
-            return {"text": check_text(row[self.key], at(self.key))}
+            return {"text": check_text(row[self.key], at(self.key)), **self._weights(row, at)}
         messages = row[self.key]
         if self.format == "alpaca":
             messages = from_alpaca(row, at)
@@ -111,7 +135,8 @@ class Layout:
         for media in sorted(MEDIA & row.keys()):
             if row[media]:
                 raise DataError(at(media), "chats are text only", media, "leave such rows out")
-        return {"messages": check_value(messages, "messages", at(self.key)), **self._others(row, at)}
+        checked = check_value(messages, "messages", at(self.key))
+        return {"messages": checked, **self._others(row, at), **self._weights(row, at)}
 
     def check(self, row: Mapping[str, Any], at: Callable[[str], str]) -> None:
         """Checks a row as `document` does; without the main column, only its other columns are checked."""
@@ -119,6 +144,11 @@ class Layout:
             self.document(row, at)
         else:
             self._others(row, at)
+            self._weights(row, at)
+
+    def _weights(self, row: Mapping[str, Any], at: Callable[[str], str]) -> dict[str, tuple[float, ...]]:
+        """The weights of the running teachers for a row; empty if they are not chosen by row."""
+        return {} if self.routing is None else {WEIGHTS: self.routing.weights(row, at)}
 
     def _others(self, row: Mapping[str, Any], at: Callable[[str], str]) -> dict[str, Any]:
         """What a chat's document has besides its messages: "tools" and VARIABLES, those that the row has."""
@@ -129,11 +159,12 @@ class Layout:
         return {key: value for key, value in others.items() if value}
 
 
-def choose_layout(columns: Sequence[str], data: DataConfig, name: str) -> Layout:
+def choose_layout(columns: Sequence[str], data: DataConfig, name: str, routing: Routing | None = None) -> Layout:
     """The layout of data with these columns, by `data.format`; for "auto" the first that the columns allow.
 
     Args:
         name: of the file or folder, for error messages.
+        routing: which teachers a row is for; None: every row is for all of them.
 
     Raises:
         DataError: a column is missing; the remedy says which settings read these columns, if that can be seen.
@@ -145,7 +176,7 @@ def choose_layout(columns: Sequence[str], data: DataConfig, name: str) -> Layout
         "sharegpt": (data.messages_key if data.messages_key in columns else "conversations",),
         "alpaca": ("instruction", "output"),
     }[kind]
-    layout = Layout(kind, required, data.tools_key)
+    layout = Layout(kind, required, data.tools_key, routing)
     layout.columns(columns, name)
     return layout
 

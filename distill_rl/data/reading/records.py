@@ -156,7 +156,7 @@ def _as_text(value: Any, what: str) -> str | None:
 
 def with_columns(row: dict[str, Any], layout: Layout, what: str) -> dict[str, Any]:
     """Returns a row that has the columns that the layout requires. Raises DataError for another one."""
-    for key in layout.required:
+    for key in (*layout.required, *layout.chosen_by):
         if key not in row:
             raise DataError(what, f"has the column {key!r}, like the first row", sorted(row))
     return row

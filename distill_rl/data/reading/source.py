@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +36,8 @@ class Source:
     """A map-style sequence of documents; cheap to open again in another process.
 
     `source[i]` is `{"row": row, "text": str}` or `{"row": row, "messages": [{"role": str, "content": str, …}, …]}`, the
-    latter with "tools" and "chat_template_kwargs" if the row has them (`Layout.document`). Rows are counted from 0 over
+    latter with "tools" and "chat_template_kwargs" if the row has them; and the teachers' weights, if they are chosen by
+    row (`Layout.document`). Rows are counted from 0 over
     all files in order, and a part made by `divide` keeps these numbers.
 
     Args:
@@ -114,7 +115,24 @@ class Source:
         left_before = self._selection.rows - np.arange(len(self._selection.rows))  # rows kept before each that is not
         return int(index + np.searchsorted(left_before, index, side="right"))
 
+    def columns(self, index: int) -> Mapping[str, Any]:
+        """The columns of document `index`, as they are read and not checked.
+
+        Raises:
+            IndexError: an index below 0 or past the end.
+            DataError: a row that cannot be read.
+        """
+        return self._values(self.row_number(index))[0]
+
     def _document(self, row: int) -> Mapping[str, Any]:
+        values, at = self._values(row)
+        try:
+            return {"row": row, **self.layout.document(values, at)}
+        except RecursionError as error:
+            raise DataError(at(self.layout.key), "is nested less deeply", "too many levels") from error
+
+    def _values(self, row: int) -> tuple[Mapping[str, Any], Callable[[str], str]]:
+        """The columns of a row, and the words for the row and one of its columns in messages."""
         part_index = int(np.searchsorted(self._ends, row, side="right"))
         part = self.parts[part_index]
         row_in_part = row - (int(self._ends[part_index - 1]) if part_index else 0)
@@ -124,14 +142,10 @@ class Source:
             return f"{part.name}, column {column!r}, row {row_in_part}"
 
         try:
-            values = part.rows[row_in_part]
+            return part.rows[row_in_part], at
         except UnicodeDecodeError as error:
             found = f"byte 0x{error.object[error.start]:02x} at {error.start}"
             raise DataError(at(self.layout.key), "text is UTF-8", found) from error
-        try:
-            return {"row": row, **self.layout.document(values, at)}
-        except RecursionError as error:
-            raise DataError(at(self.layout.key), "is nested less deeply", "too many levels") from error
 
     @cached_property
     def fingerprint(self) -> str:

@@ -20,6 +20,7 @@ from distill_rl.data.reading.layouts import Layout, choose_layout
 from distill_rl.data.reading.locate import DataFile, HubError, Loaded, Part, is_hub_name, locate
 from distill_rl.data.reading.records import compression_of, kind_of
 from distill_rl.data.reading.source import Source
+from distill_rl.data.routing import Routing
 from distill_rl.errors import DataError
 
 __all__ = ["HubError", "Source", "each_source", "is_hub_name", "open_one", "open_source", "split_validation"]
@@ -59,6 +60,7 @@ def open_source(
     *,
     split: Literal["train", "validation"] = "train",
     cache: Cache = Cache(),  # noqa: B008
+    routing: Routing | None = None,
 ) -> Source | Mixture:
     """Opens `data.path` or all of `data.sources`, or `data.validation.path` for split "validation".
 
@@ -67,6 +69,7 @@ def open_source(
 
     Args:
         cache: what may be written, and where lines for the user go.
+        routing: which teachers a row is for; None: every row is for all of them.
 
     Raises:
         HubError: a hub name that cannot be reached.
@@ -75,13 +78,14 @@ def open_source(
     if split == "validation":
         path = data.validation.path
         settings = data if path == data.path else replace(data, subset=None, revision=None)
-        return open_one("data.validation.path", settings, path, ("validation", data.split), cache=cache)
+        splits = ("validation", data.split)
+        return open_one("data.validation.path", settings, path, splits, cache=cache, routing=routing)
     if not data.sources:
-        return open_one("data.path", data, cache=cache)
+        return open_one("data.path", data, cache=cache, routing=routing)
     opened, problems = [], []
     for key, settings in each_source(data):
         try:
-            opened.append(open_one(key, settings, cache=cache))
+            opened.append(open_one(key, settings, cache=cache, routing=routing))
         except HubError:
             raise
         except DataError as error:
@@ -103,6 +107,7 @@ def open_one(
     splits: Sequence[str] = (),
     *,
     cache: Cache = Cache(),  # noqa: B008
+    routing: Routing | None = None,
 ) -> Source:
     """Opens one source and finds the columns to read.
 
@@ -113,6 +118,7 @@ def open_one(
         key: the setting that names it, for messages.
         data: its settings.
         path, splits: in place of `data.path` and `data.split`.
+        routing: which teachers a row is for; None: every row is for all of them.
 
     Raises:
         HubError: a hub name that cannot be reached.
@@ -124,7 +130,7 @@ def open_one(
         raise DataError(key, "a path or a hub name", "nothing")
     strict = data.bad_rows == "fail"
     origins = locate(path, splits or (data.split,), key, data, cache.say)
-    layout = _layout_of(origins, data)
+    layout = _layout_of(origins, data, routing)
     local = [origin.path for origin in origins if isinstance(origin, DataFile)]
     size = sum(files.bytes_in_memory(path) for path in local)
     access = files.Access(cache, BlockStore(), size < files.SMALL_BYTES, strict, data.sample_by)
@@ -157,7 +163,7 @@ def open_one(
     return Source(parts, layout=layout, paths=content, store=access.store, large=not access.small, reading=reading)
 
 
-def _layout_of(origins: Sequence[DataFile | Loaded], data: DataConfig) -> Layout:
+def _layout_of(origins: Sequence[DataFile | Loaded], data: DataConfig, routing: Routing | None) -> Layout:
     """The layout of the first file that has rows.
 
     Raises:
@@ -166,11 +172,11 @@ def _layout_of(origins: Sequence[DataFile | Loaded], data: DataConfig) -> Layout
     """
     for origin in origins[:-1]:
         try:
-            return choose_layout(origin.columns(), data, origin.name)
+            return choose_layout(origin.columns(), data, origin.name, routing)
         except files.EmptyFile:
             if data.bad_rows == "fail":
                 raise
-    return choose_layout(origins[-1].columns(), data, origins[-1].name)
+    return choose_layout(origins[-1].columns(), data, origins[-1].name, routing)
 
 
 def split_validation(
@@ -179,6 +185,7 @@ def split_validation(
     seed: int,
     *,
     cache: Cache = Cache(),  # noqa: B008
+    routing: Routing | None = None,
 ) -> tuple[Source | Mixture, Source | Interleaved | None]:
     """The rows to train on, and the rows to validate on; None for the latter if validation is off.
 
@@ -191,7 +198,7 @@ def split_validation(
             two rows to divide; whatever `open_source` raises.
     """
     if data.validation.path:
-        validation = open_source(data, split="validation", cache=cache)
+        validation = open_source(data, split="validation", cache=cache, routing=routing)
         assert isinstance(validation, Source)
         if validation.kind != source.kind:
             names = {"text": "rows of text", "messages": "chats"}

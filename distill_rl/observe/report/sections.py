@@ -24,6 +24,7 @@ OPEN = (LOSSES, OPTIMISATION, DATA, USE, FAULT_SECTION)
 
 SPLITS = {
     "kl_loss": "Distillation loss (KD)",
+    "taught": "Share of the labelled tokens that a teacher is asked for",
     "nll_loss": "Cross-entropy with the data (CE)",
     "loss": "Loss: KD and CE with their weights",
     "top1_agreement": "Top-1 agreement with the teacher",

@@ -157,34 +157,41 @@ def _look_up(
 ) -> dict[int, MissingDocuments]:
     """What each store lacks, by the index of its teacher. Each document comes with the word for its row.
 
+    A document is looked up for the teachers that are asked for it.
+
     1. The first documents are tokenised, divided and found by their tokens, as in the run.
     2. So are all others, but those that every store has whole under their name. If that was wrong for one of the first
        (a tokenizer that ends texts in another token, for example), it counts for none.
     """
     from distill_rl.data.batch.naming import StoredTargets, ref_and_tokens
+    from distill_rl.data.routing import asked, weights_of
     from distill_rl.types import row_of
 
     pieces_of = _divider(config, kind, student, teachers, StoredTargets(frozenset(stores)))
-    counts, examples, checked = dict.fromkeys(stores, 0), {i: list[str]() for i in stores}, 0
+    counts, examples = dict.fromkeys(stores, 0), {i: list[str]() for i in stores}
+    looked_up, checked = dict.fromkeys(stores, 0), 0
     names_tell, said = True, time.monotonic()
     for document, word in documents:
         if time.monotonic() >= said + _SAY_EVERY_S:
             said = time.monotonic()
             say(f"{checked:,} documents are looked up")
         checked += 1
-        known = _is_known(document, stores.values())
+        needed = {i: store for i, store in stores.items() if asked(weights_of(document), i)}
+        for i in needed:
+            looked_up[i] += 1
+        known = _is_known(document, needed.values())
         if known and names_tell and checked > _SURELY:
             continue
         pieces, names = pieces_of(document)
         lacking = [
-            i for i, store in stores.items() if not all(store.has(*ref_and_tokens(piece, i, names)) for piece in pieces)
+            i for i, store in needed.items() if not all(store.has(*ref_and_tokens(piece, i, names)) for piece in pieces)
         ]
         names_tell = names_tell and not (known and lacking)
         for i in lacking:
             counts[i] += 1
             if len(examples[i]) < SHOWN:
                 examples[i].append(f"{word} {row_of(document)}")
-    return {i: MissingDocuments(counts[i], checked, tuple(examples[i])) for i in stores}
+    return {i: MissingDocuments(counts[i], looked_up[i], tuple(examples[i])) for i in stores}
 
 
 def _is_known(document: Mapping[str, Any], stores: Iterable[Store]) -> bool:

@@ -28,7 +28,9 @@ class TeacherBackend(Protocol):
     def forward(self, batch: RankBatch) -> Iterator[tuple[Layout, dict[str, Tensor]]]:
         """Yields the targets of this rank's part of a global batch, micro-batch by micro-batch, in order.
 
-        The same rows always give the same targets. Positions without a label have some valid target.
+        The same rows always give the same targets. Positions without a label have some valid target. Micro-batches are
+        those of `models.inputs.micro_batches`: rows that the teacher is not asked for are not among them, and the
+        layout counts those that are (`RoutedTeacher` adds the others).
 
         Yields:
             The rows covered, and their targets in the wire form of `losses.targets`, on any device.
@@ -36,6 +38,10 @@ class TeacherBackend(Protocol):
         Raises:
             DistillError: the targets cannot be had.
         """
+        ...
+
+    def unused_targets(self, positions: int) -> dict[str, Tensor]:
+        """A valid target for each of some positions, which nothing reads, in the form in which `forward` yields targets."""
         ...
 
     def close(self) -> None:

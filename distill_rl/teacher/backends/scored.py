@@ -31,7 +31,7 @@ from distill_rl.losses.targets import TopKLogprobs
 from distill_rl.models.inputs import micro_batches
 from distill_rl.parallel.mesh import World
 from distill_rl.teacher.engine import wire_dtype
-from distill_rl.teacher.targets import CHUNK_TOKENS, score_of
+from distill_rl.teacher.targets import CHUNK_TOKENS, score_of, unused_targets
 from distill_rl.transport.base import Layout
 from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
 
@@ -132,6 +132,10 @@ class ScoredTeacher:
             yield Layout(first_row, *rows.shape), target.to_tensors(self.wire_dtype)
         self.score = total
 
+    def unused_targets(self, positions: int) -> dict[str, Tensor]:
+        """As of `TeacherBackend`."""
+        return unused_targets("topk", positions, self._k, self.wire_dtype)
+
     def close(self) -> None:
         self.scorer.close()
 
@@ -167,14 +171,9 @@ class _Targets:
 
     @classmethod
     def of(cls, positions: int, k: int) -> _Targets:
-        """A valid target at every position: half of the probability is that of k ids."""
-        half = np.float32(np.log(0.5))
-        return cls(
-            np.tile(np.arange(k, dtype=np.int32), (positions, 1)),
-            np.full((positions, k), half - np.float32(np.log(k)), np.float32),
-            np.full(positions, half, np.float32),
-            np.full(positions, half, np.float32),
-        )
+        """A valid target at every position, which those that no prompt has keep."""
+        unused = unused_targets("topk", positions, k, torch.float32)
+        return cls(*(unused[name].numpy() for name in ("ids", "logprobs", "rest_logprob", "label_logprob")))
 
     def as_topk(self) -> TopKLogprobs:
         ids, logprobs, rest, labels = map(torch.from_numpy, (self.ids, self.logprobs, self.rest, self.labels))

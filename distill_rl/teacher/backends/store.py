@@ -30,7 +30,7 @@ from distill_rl.store.shard import Column
 from distill_rl.store.store import Found, Store
 from distill_rl.store.writer import StoreWriter
 from distill_rl.teacher.backends.base import TeacherBackend
-from distill_rl.teacher.targets import CHUNK_TOKENS, score_of
+from distill_rl.teacher.targets import CHUNK_TOKENS, score_of, unused_targets
 from distill_rl.transport.base import Layout
 from distill_rl.types import IGNORE_INDEX, PieceRef, RankBatch, TokenRows
 
@@ -188,8 +188,9 @@ class StoredTeacher:
     def _micro_batches(self, batch: RankBatch) -> Iterator[MicroBatch]:
         """Yields the micro-batches of this rank's part of a batch."""
         for first_row, rows in micro_batches(batch, self.micro_batch_size):
-            start = first_row - batch.first_row
-            pieces = _pieces_in(rows, batch.pieces[start : start + self.micro_batch_size])
+            part = range(first_row - batch.first_row, batch.rows.shape[0])[: self.micro_batch_size]
+            held = [batch.pieces[row] for row in part if batch.asked is None or batch.asked[row]]
+            pieces = _pieces_in(rows, held)
             yield MicroBatch(Layout(first_row, *rows.shape), rows, pieces)
 
     def _is_stored(self, micro_batch: MicroBatch) -> bool:
@@ -265,8 +266,7 @@ class StoredTeacher:
         """The targets of the positions of a micro-batch, on the CPU; empty after the first tensor-parallel rank."""
         if self.world.tp_rank:
             return {}
-        padding = self._padding_targets(micro_batch.rows.input_ids.size)
-        tensors = {name: tensor.clone() for name, tensor in padding.items()}
+        tensors = self.unused_targets(micro_batch.rows.input_ids.size)  # which padding keeps
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             for part in micro_batch.pieces:
@@ -284,27 +284,9 @@ class StoredTeacher:
             tensors = _cut_to_k(tensors, self._entries)
         return tensors
 
-    def _padding_targets(self, positions: int) -> dict[str, Tensor]:
-        """A valid target for every position, which padding keeps: half of the probability is that of k ids.
-
-        Of draws, all are of id 0.
-        """
-        k = self._entries
-        half = float(np.log(0.5))
-        if self.store.manifest.kind == "sampled":
-            first = torch.arange(k) == 0
-            return {
-                "ids": torch.where(first, 0, -1).to(torch.int32).expand(positions, k),
-                "counts": first.to(torch.int16).expand(positions, k),
-                "mean_logprob": torch.zeros(positions),
-                "label_logprob": torch.full((positions,), half),
-            }
-        return {
-            "ids": torch.arange(k, dtype=torch.int32).expand(positions, k),
-            "logprobs": torch.full((positions, k), half - float(np.log(k)), dtype=self._dtype),
-            "rest_logprob": torch.full((positions,), half),
-            "label_logprob": torch.full((positions,), half),
-        }
+    def unused_targets(self, positions: int) -> dict[str, Tensor]:
+        """As of `TeacherBackend`."""
+        return unused_targets(self.store.manifest.kind, positions, self._entries, self._dtype)
 
 
 def _pieces_in(rows: TokenRows, pieces: Sequence[tuple[PieceRef, ...]]) -> list[PieceInRows]:

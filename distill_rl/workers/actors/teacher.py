@@ -184,7 +184,9 @@ class TeacherWorker(RankWorker):
 
     def _used(self) -> tuple[int, int]:
         """Tokens read and computed since the last call; 0 and 0 for a teacher without a store."""
-        use = getattr(self._engine, "use", None)
+        from distill_rl.teacher.backends.routed import unrouted
+
+        use = getattr(unrouted(self._engine), "use", None)
         if use is None:
             return 0, 0
         counts = use.read, use.computed
@@ -204,7 +206,9 @@ class TeacherWorker(RankWorker):
 
     def _storing(self) -> StoredTeacher:
         """The engine of a teacher with a store."""
+        from distill_rl.teacher.backends.routed import unrouted
         from distill_rl.teacher.backends.store import StoredTeacher
 
-        assert isinstance(self._engine, StoredTeacher)
-        return self._engine
+        engine = unrouted(self._engine)
+        assert isinstance(engine, StoredTeacher)
+        return engine

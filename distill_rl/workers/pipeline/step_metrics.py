@@ -97,10 +97,11 @@ def _describe_pair(alignment: AlignmentInfo, num_labels: int, suffix: str) -> di
     documents by alignment method.
 
     Args:
-        num_labels: of the student in the batch.
+        num_labels: of the student in the batch; the coverage is that of the documents that the teacher is asked for.
         suffix: of the metrics' names, to tell teachers apart.
     """
     chunks, documents = alignment.num_chunks, sum(alignment.methods.values())
+    num_labels = num_labels if alignment.num_labels is None else alignment.num_labels
     metrics = {
         f"align/chunks{suffix}": Metric(chunks, "sum"),
         f"align/one_to_one{suffix}": Metric(alignment.num_one_to_one / max(chunks, 1), "mean", chunks),

@@ -55,6 +55,8 @@ CASES: dict[tuple[str, str], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("prefetch.slots", "no teacher"): ("16", ALONE, ()),
     ("transport", "no teacher"): ("object_store", ALONE, ()),
     ("faults.teacher_restarts", "no teacher"): ("1", ALONE, ()),
+    ("teachers.0.where", "no teacher is started"): ("{domain: maths}", ALONE, ()),
+    ("teachers.0.weight_column", "no teacher is started"): ("weight", ALONE, ()),
     ("faults.lost_teacher", "no teacher"): ("drop_and_reweight", ALONE, TWO),
     ("loss.divergence", "of their own"): ("jsd", loss("uld"), (*loss("uld"), *TWO)),
     ("loss.beta", "of their own"): ("0.1", (*loss("strict"), "loss.divergence=jsd"), ("loss.divergence=jsd",)),
