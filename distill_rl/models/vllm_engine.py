@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,8 +89,7 @@ class VllmEngine:
     """
 
     def __init__(self, folder: Path, settings: EngineSettings, further: Further, *, remedy: str):
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        _set_environment()
         if settings.threads:
             os.environ["OMP_NUM_THREADS"] = str(settings.threads)
         try:
@@ -120,7 +119,7 @@ class VllmEngine:
         """Of a prompt and its answer together."""
         return int(self.llm.llm_engine.model_config.max_model_len)
 
-    def run(self, prompts: Sequence[list[int]], sampling: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    def run(self, prompts: Sequence[list[int]], sampling: Sequence[Any]) -> Generator[tuple[int, Any], None, None]:
         """Queues all prompts and yields (index of the prompt, vllm's complete result) as they finish, in any order.
 
         A caller that stops iterating aborts the remaining ones.
@@ -174,7 +173,9 @@ class VllmEngine:
 
 
 def cpu_head_sizes() -> list[int]:
-    """Head sizes that the attention of vllm's CPU build supports. Imports vllm."""
+    """Head sizes that the attention of vllm's CPU build supports. Imports vllm, for which it sets variables as an engine
+    does."""
+    _set_environment()
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     return [int(size) for size in CPUAttentionBackend.get_supported_head_sizes()]
@@ -202,6 +203,11 @@ def engine_arguments(folder: Path, settings: EngineSettings, *, cpu: bool) -> di
         "use_tqdm_on_load": False,
         "disable_log_stats": True,
     }
+
+
+def _set_environment() -> None:
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 def _wait_for_room(settings: EngineSettings, remedy: str) -> int:

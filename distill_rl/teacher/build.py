@@ -1,4 +1,4 @@
-"""What gives a teacher's targets: the model itself, a store, or both."""
+"""What gives a teacher's targets: the model itself, in this process or in vLLM, a store, or both."""
 
 from __future__ import annotations
 
@@ -10,18 +10,38 @@ from distill_rl.parallel.mesh import World
 from distill_rl.store.store import Store
 from distill_rl.store.writer import StoreWriter
 from distill_rl.teacher.backends.base import TeacherBackend
+from distill_rl.teacher.backends.scored import ScoredTeacher
 from distill_rl.teacher.backends.store import StoredTeacher
 from distill_rl.teacher.engine import TeacherEngine
 
 
-def build_teacher(config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int) -> TeacherBackend:
+def build_teacher(
+    config: Config,
+    teacher: TeacherConfig,
+    world: World,
+    *,
+    vocabulary_size: int,
+    gpu_share: float = 1.0,
+    threads: int = 0,
+) -> TeacherBackend:
     """What gives the targets on one rank of a teacher; arguments as of `TeacherEngine`.
 
+    Args:
+        gpu_share, threads: as of `VllmScorer`.
+
     Raises:
-        ConfigError: as for `TeacherEngine`.
+        ConfigError: as for `TeacherEngine` or `VllmScorer`.
+        GpuMemoryError: as for `VllmScorer`.
         StoreError: the store cannot be opened.
     """
-    live = TeacherEngine(config, teacher, world, vocabulary_size=vocabulary_size) if runs_model(teacher) else None
+    live: TeacherBackend | None = None
+    if teacher.backend == "vllm":
+        from distill_rl.teacher.backends.vllm import VllmScorer
+
+        scorer = VllmScorer(config, teacher, gpu_share=gpu_share, threads=threads)
+        live = ScoredTeacher(config, teacher, world, vocabulary_size=vocabulary_size, scorer=scorer)
+    elif runs_model(teacher):
+        live = TeacherEngine(config, teacher, world, vocabulary_size=vocabulary_size)
     folder = targets_store(teacher)
     if folder is None:
         assert live is not None

@@ -46,7 +46,7 @@ class VllmScorer:
 
     def __init__(self, config: Config, teacher: TeacherConfig, *, gpu_share: float = 1.0, threads: int = 0):
         folder = resolve(teacher.model, teacher.revision, weights=True)
-        model, longest = read_config(folder), teacher_length(config, teacher)
+        model, longest = read_config(folder, quantized=True), teacher_length(config, teacher)
         if longest >= getattr(model, "max_position_embeddings", longest + 1):
             # vLLM refuses `max_model_len` beyond the positions. The one token beyond them is generated, but never read.
             os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"

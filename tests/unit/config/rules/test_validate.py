@@ -2,7 +2,7 @@ import pytest
 
 from distill_rl.config.load import load_config
 from distill_rl.config.reading.walk import default_of, leaves, pattern_of, values
-from distill_rl.config.rules.validate import NOT_AVAILABLE, RULES, notes, problems
+from distill_rl.config.rules.validate import RULES, notes, problems
 from distill_rl.config.schema import Config, LossConfig
 
 TEXT = """
@@ -232,15 +232,9 @@ def test_defaults_obey_every_rule():
     assert {line.partition(":")[0] for line in lines} == {"run.name", "train.steps", "teachers"}
 
 
-@pytest.mark.parametrize(("key", "missing"), NOT_AVAILABLE)
-def test_value_that_is_not_available_is_not_the_default(key, missing):
-    defaults = {pattern_of(name): default_of(entry) for name, entry, _ in leaves(Config)}
-    assert defaults[key] != missing
-
-
 def test_every_rule_names_an_existing_key():
     known = {pattern_of(name) for name, _, _ in leaves(Config)}
-    assert RULES.keys() | dict(NOT_AVAILABLE).keys() <= known
+    assert RULES.keys() <= known
 
 
 def test_every_numeric_setting_has_a_rule():
