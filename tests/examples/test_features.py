@@ -16,7 +16,10 @@ pytestmark = pytest.mark.cli
 
 FILES = sorted((Path(__file__).parents[2] / "configs" / "features").glob("*.yaml"))
 STEPS = 3
-ELSEWHERE = {"trackers": "tests/monitoring/test_trackers.py, where W&B and MLflow are installed"}
+ELSEWHERE = {
+    "trackers": "tests/monitoring/test_trackers.py, where W&B and MLflow are installed",
+    "served-vllm": "tests/vllm/test_teacher_runs.py, where vLLM is installed",
+}
 OVERRIDES = {
     "plain-text": ("data.path=corpus.jsonl",),
     "several-sources": ("data.sources=[{path: corpus.jsonl, weight: 3}, {path: corpus.jsonl}]",),
