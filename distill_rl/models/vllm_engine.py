@@ -109,8 +109,8 @@ class VllmEngine:
         except (ValueError, RuntimeError, OSError, ImportError, AssertionError) as error:
             if is_out_of_memory(error):
                 raise
-            rule, remedy = "vllm must load it", "or take the backend hf"
-            raise ConfigError(f"model {folder}", rule, first_line(error), remedy) from error
+            rule, otherwise = "vllm must load it", "or take the backend hf"
+            raise ConfigError(f"model {folder}", rule, first_line(error), otherwise) from error
         if self.on_cpu:
             self._require_head_size(folder)
 

@@ -21,6 +21,7 @@ from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import WorkerError
 from distill_rl.models.hub import read_config, resolve
 from distill_rl.models.vllm_engine import GPU_FRACTION, EngineSettings, VllmEngine
+from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.teacher.backends.scored import Scores
 
 _STEP_LOGPROBS = 2**30, 2**28
@@ -44,6 +45,7 @@ class VllmScorer:
         ConfigError, GpuMemoryError: as for `VllmEngine`; or the model's folder cannot be read.
     """
 
+    @gpu_phase("engine load")
     def __init__(self, config: Config, teacher: TeacherConfig, *, gpu_share: float = 1.0, threads: int = 0):
         folder = resolve(teacher.model, teacher.revision, weights=True)
         model, longest = read_config(folder, quantized=True), teacher_length(config, teacher)
@@ -61,6 +63,7 @@ class VllmScorer:
 
         Raises:
             WorkerError: vLLM answers in a form that this version does not know.
+            GpuMemoryError: a step needs more than the engine has left free.
         """
         from vllm import SamplingParams
 
@@ -68,7 +71,7 @@ class VllmScorer:
             SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=k, flat_logprobs=True, detokenize=False)
             for _ in prompts
         ]
-        with closing(self._engine.run([prompt.tolist() for prompt in prompts], sampling)) as results:
+        with gpu_phase("engine step"), closing(self._engine.run([prompt.tolist() for prompt in prompts], sampling)) as results:
             for i, result in results:
                 yield i, scores_of(result.prompt_logprobs, prompts[i], k, self._name)
 
