@@ -392,10 +392,10 @@ def _engines(config: Config, teacher: TeacherConfig, gpus: int) -> str:
     parallel = teacher.parallel
     text = f"dp {parallel.dp} = {parallel.dp} vLLM engine{'s' if parallel.dp > 1 else ''}"
     if not gpus:
-        return text if parallel.tp == 1 else f"{text} of {_processes(parallel.tp)} each (tp)"
+        return text if parallel.tp == 1 else f"{text}, each of {_processes(parallel.tp)}"
     share = gpu_share(teacher, shared=shares_gpus(config, teacher))
-    where = "a GPU" if parallel.tp == 1 else f"each of {parallel.tp} GPUs"
-    return f"{text}, {'all' if share == 1 else f'{share:g}'} of {where} each"
+    where = "a GPU" if parallel.tp == 1 else f"{parallel.tp} GPUs"
+    return f"{text}, each with {'' if share == 1 else f'{share:g} of '}{where}"
 
 
 def _processes(count: int) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distill_rl.errors import ConfigError, GpuMemoryError, first_line
+from distill_rl.errors import ConfigError, DistillError, GpuMemoryError, first_line
 from distill_rl.models.vllm_memory import free_memory, require_room
 from distill_rl.system.gpu_memory import is_out_of_memory
 from distill_rl.system.install import install_extra
@@ -106,7 +106,9 @@ class VllmEngine:
                 smallest_gpu = None if self.on_cpu else _wait_for_room(settings, remedy)
                 arguments = engine_arguments(folder, settings, cpu=self.on_cpu) | dict(further(smallest_gpu))
                 self.llm: Any = LLM(**arguments)
-        except (ValueError, RuntimeError, OSError, ImportError, AssertionError) as error:
+        except DistillError:
+            raise
+        except Exception as error:  # of a process of vllm's own even the class is lost
             if is_out_of_memory(error):
                 raise
             rule, otherwise = "vllm must load it", "or take the backend hf"

@@ -18,8 +18,8 @@ from distill_rl.system.child_process import call_in_child
 from distill_rl.system.install import install_extra
 from distill_rl.transport.choose import expected
 
-_VLLM_DEADLINE_S = 300.0
-"""For a process that imports vllm."""
+_VLLM_DEADLINE_S = 600.0
+"""For a process that imports vllm: ten seconds on an idle machine, far longer on a busy one or from a cold disk."""
 
 
 def extra_problems(config: Config) -> Iterator[str]:

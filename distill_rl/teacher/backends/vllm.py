@@ -71,7 +71,10 @@ class VllmScorer:
             SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=k, flat_logprobs=True, detokenize=False)
             for _ in prompts
         ]
-        with gpu_phase("engine step"), closing(self._engine.run([prompt.tolist() for prompt in prompts], sampling)) as results:
+        with (
+            gpu_phase("engine step"),
+            closing(self._engine.run([prompt.tolist() for prompt in prompts], sampling)) as results,
+        ):
             for i, result in results:
                 yield i, scores_of(result.prompt_logprobs, prompts[i], k, self._name)
 
