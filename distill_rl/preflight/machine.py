@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from distill_rl.config.derive import evaluator_problem, gpu_groups, gpus_of_ranks, shares_gpus, suites_every
@@ -112,11 +114,17 @@ def head_problems(config: Config, teachers: Sequence[Opened], gpus: int) -> Iter
     heads = {opened.key: head_size(opened.config) for opened in teachers if opened.in_vllm and opened.config}
     if not heads or gpus or config.ray.address is not None or not installed("vllm"):
         return
-    sizes = call_in_child("teachers[].backend", cpu_head_sizes, deadline_s=_VLLM_DEADLINE_S)
+    sizes = call_in_child("teachers[].backend", _head_sizes, deadline_s=_VLLM_DEADLINE_S)
     for key, size in heads.items():
         if size not in sizes:
             rule = f"vllm on CPUs needs attention heads of {', '.join(map(str, sizes))}"
             yield problem(f"{key}.backend", rule, size, f"set {key}.backend=hf")
+
+
+def _head_sizes() -> list[int]:
+    """`cpu_head_sizes`, without what vllm logs when it is imported."""
+    with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere), redirect_stdout(nowhere):  # noqa: PTH123
+        return cpu_head_sizes()
 
 
 def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
