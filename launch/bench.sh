@@ -19,5 +19,9 @@ if [[ ! $name =~ ^[a-z_]+$ || -z $file ]]; then
     exit 2
 fi
 shift
+if [[ $name == served ]]; then
+    source "$DISTILL_RL_ROOT/launch/setup-vllm.sh"
+    PYTHON=$PYTHON_VLLM
+fi
 module=${file%.py}
 exec "$PYTHON" -m "${module//\//.}" "$@"

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from distill_rl.config.derive import GIB, DerivedSizes, sizes
-from distill_rl.config.facts import Facts, ModelFacts, splits_documents
+from distill_rl.config.facts import Facts, ModelFacts, running_teachers, splits_documents
 from distill_rl.config.memory import fused_chunk, fused_loss, micro_batch_logits, teacher_logits
 from distill_rl.config.rules.validate import notes, problems
 from distill_rl.config.save import to_yaml
@@ -65,7 +65,7 @@ def summary(config: Config, facts: Facts) -> list[str]:
     if facts.student is not None:
         lines.append(f"logits     student: {_logits(config, facts.student, on_gpu=on_gpu)}")
     for teacher, known in facts.by_teacher(config):
-        if known.model is not None:
+        if known.model is not None and teacher.backend != "vllm":
             size = _bytes(teacher_logits(config, teacher, known.model, on_gpu=on_gpu))
             lines.append(f"logits     {teacher.name}: at most {size} at once")
         loss = known.cross_tokenizer_loss
@@ -82,6 +82,10 @@ def summary(config: Config, facts: Facts) -> list[str]:
     for worker in derived.memory:
         total, parts = _sum(worker.peak)
         lines.append(f"memory     {worker.worker}: about {total} in each of {worker.count} ({parts})")
+    for teacher in running_teachers(config):
+        if teacher.backend == "vllm":
+            takes = "its share of the GPU" if on_gpu else "weights, a step, and VLLM_CPU_KVCACHE_SPACE GiB (default 1)"
+            lines.append(f"memory     {teacher.name}: not estimated; vLLM takes {takes}")
     if derived.checkpoint_bytes is not None:
         lines.append(
             f"disk       about {_bytes(derived.checkpoint_bytes)} per checkpoint, {config.checkpoint.keep_last} kept"

@@ -10,12 +10,16 @@ from typing import get_args
 from distill_rl.config.facts import (
     Facts,
     TeacherFacts,
+    gpu_share,
+    gpus_per_rank,
+    ranks_per_replica,
     row_width,
     running_teachers,
     runs_model,
     teacher_length,
     teacher_rows,
     wants_whole_batch,
+    wire_dtype,
 )
 from distill_rl.config.memory import ITEM_SIZE, WorkerMemory, target_bytes_per_token, worker_memory
 from distill_rl.config.schema import Config, CrossTokenizerLoss, ScheduleConfig, TeacherConfig
@@ -216,9 +220,7 @@ def _teacher_sizes(config: Config, teacher: TeacherConfig, known: TeacherFacts, 
         facts: about the run.
     """
     num_ids, model = known.vocabulary_size or facts.vocabulary_size, known.model
-    dtype: str = teacher.wire_dtype
-    if dtype == "auto":
-        dtype = "fp16" if facts.gpus else "fp32"
+    dtype = wire_dtype(teacher, on_gpu=facts.gpus > 0)
     if teacher.export == "logits":
         entries = model.vocabulary_columns if model else num_ids or 0
     elif teacher.export == "hidden":
@@ -264,20 +266,32 @@ def cross_tokenizer_loss(config: Config, teacher: TeacherConfig, *, same: bool) 
 
 def compute_groups(config: Config) -> list[int]:
     """Number of ranks of the student, then of each running teacher."""
-    layouts = [config.student.parallel, *(teacher.parallel for teacher in running_teachers(config))]
-    return [layout.dp * layout.tp for layout in layouts]
+    student = config.student.parallel
+    teachers = [teacher.parallel.dp * ranks_per_replica(teacher) for teacher in running_teachers(config)]
+    return [student.dp * student.tp, *teachers]
 
 
 def gpu_groups(config: Config) -> list[int]:
-    """Number of ranks of the student, then of each running teacher with a model: those that use a GPU where there are any."""
-    needs = [True, *(runs_model(teacher) for teacher in running_teachers(config))]
-    return [ranks for ranks, need in zip(compute_groups(config), needs) if need]
+    """Number of GPUs of the student, then of each running teacher that uses any where there are any."""
+    per_rank = [1, *map(gpus_per_rank, running_teachers(config))]
+    return [ranks * gpus for ranks, gpus in zip(compute_groups(config), per_rank) if gpus]
+
+
+def shares_gpus(config: Config, teacher: TeacherConfig) -> bool:
+    """Whether the ranks of a teacher share GPUs with those of others. A rank with several GPUs has them for itself."""
+    return config.ray.placement == "colocated" and gpus_per_rank(teacher) == 1
 
 
 def gpus_of_ranks(config: Config) -> int:
-    """Number of GPUs that student and teachers use: one for every rank, or colocated one for the i-th rank of all."""
-    ranks = gpu_groups(config)
-    return sum(ranks) if config.ray.placement == "disaggregated" else max(ranks)
+    """Number of GPUs that student and teachers use: colocated, one for the i-th rank of all that share GPUs."""
+    student, *of_teachers = compute_groups(config)
+    shared, own = [student], 0
+    for teacher, ranks in zip(running_teachers(config), of_teachers):
+        if shares_gpus(config, teacher):
+            shared.append(ranks)
+        else:
+            own += ranks * gpus_per_rank(teacher)
+    return max(shared) + own
 
 
 def gpus_of_run(config: Config) -> int:
@@ -355,6 +369,8 @@ def _world(config: Config, gpus: int, cpus: int) -> dict[str, str]:
         if not runs_model(teacher):
             readers = _processes(teacher.parallel.dp)
             world[teacher.name] = f"{readers} to read {teacher.store}"
+        elif teacher.backend == "vllm":
+            world[teacher.name] = _engines(config, teacher, gpus)
     if config.aligner.workers is not None:
         reason = "as configured"
     elif config.ray.address is None:
@@ -369,6 +385,17 @@ def _world(config: Config, gpus: int, cpus: int) -> dict[str, str]:
         processes = _processes(1) if tp == 1 else f"tp {tp} = {_processes(tp)}"
         world["evaluator"] = f"{processes}: {', '.join(config.evaluate.suites)} {when}"
     return world
+
+
+def _engines(config: Config, teacher: TeacherConfig, gpus: int) -> str:
+    """The engines of a teacher that vLLM runs, in words."""
+    parallel = teacher.parallel
+    text = f"dp {parallel.dp} = {parallel.dp} vLLM engine{'s' if parallel.dp > 1 else ''}"
+    if not gpus:
+        return text if parallel.tp == 1 else f"{text}, each of {_processes(parallel.tp)}"
+    share = gpu_share(teacher, shared=shares_gpus(config, teacher))
+    where = "a GPU" if parallel.tp == 1 else f"{parallel.tp} GPUs"
+    return f"{text}, each with {'' if share == 1 else f'{share:g} of '}{where}"
 
 
 def _processes(count: int) -> str:

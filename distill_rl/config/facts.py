@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
+from typing import Literal
 
 from distill_rl.config.schema import Config, TeacherConfig
 
@@ -14,6 +15,8 @@ GPU_WIDTH_MULTIPLE = 128
 S % 128 == 64, cuDNN's backward gives NaN gradients on H100 and H200 (pytorch#196678)."""
 CPU_WIDTH_MULTIPLE = 8
 """The same on CPUs, where every position of padding costs time."""
+SHARED_ENGINE = 0.4
+"""Fraction of a GPU that a vLLM engine gets beside other ranks, unless `teachers[].gpu_share` says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,40 @@ def is_chosen_by_row(teacher: TeacherConfig) -> bool:
 def runs_model(teacher: TeacherConfig) -> bool:
     """Whether the run loads this teacher's model: not if all of its targets are read from a store."""
     return teacher.backend != "store" or teacher.missing == "live"
+
+
+def ranks_per_replica(teacher: TeacherConfig) -> int:
+    """Actors that hold one copy of a teacher. vLLM divides a model over processes of its own."""
+    return 1 if teacher.backend == "vllm" else teacher.parallel.tp
+
+
+def gpus_per_rank(teacher: TeacherConfig) -> int:
+    """GPUs that an actor of a teacher uses where there are any; 0 if it only reads a store."""
+    if not runs_model(teacher):
+        return 0
+    return teacher.parallel.tp // ranks_per_replica(teacher)
+
+
+def gpu_share(teacher: TeacherConfig, *, shared: bool) -> float:
+    """Fraction of the memory of its GPUs that a teacher's vLLM engine may use.
+
+    Args:
+        shared: whether other ranks use the same GPU.
+    """
+    if teacher.gpu_share is not None:
+        return teacher.gpu_share
+    return SHARED_ENGINE if shared else 1.0
+
+
+def wire_dtype(teacher: TeacherConfig, *, on_gpu: bool) -> Literal["fp32", "fp16", "bf16"]:
+    """The dtype in which a teacher's log-probabilities or logits are sent.
+
+    Args:
+        on_gpu: whether the run uses GPUs, which decides `auto`.
+    """
+    if teacher.wire_dtype == "auto":
+        return "fp16" if on_gpu else "fp32"
+    return teacher.wire_dtype
 
 
 def without_student(config: Config) -> Config:

@@ -26,7 +26,6 @@ from distill_rl.config.reading.walk import (
     pattern_of,
     unwrap,
 )
-from distill_rl.config.rules.validate import NOT_AVAILABLE
 from distill_rl.config.schema import Config, data
 from distill_rl.system.files import write_atomic
 
@@ -98,16 +97,12 @@ def _section(title: str, section: str, documentation: dict[tuple[str, str], str]
         documentation: (class, field) → meaning; must contain every setting.
     """
     lines = [f"## {title}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
-    unavailable = dict(NOT_AVAILABLE)
     for key, entry, kind in leaves(Config):
         if key.partition(".")[0] != section:
             continue
         text = documentation[_owner(key), entry.name]
-        name = pattern_of(key)
-        if name in unavailable:
-            text += f" *`{as_yaml(unavailable[name])}` does not work in this version.*"
         default = as_yaml(default_of(entry)) or '""'
-        cells = (f"`{name}`", _type(kind), f"`{default}`", text)
+        cells = (f"`{pattern_of(key)}`", _type(kind), f"`{default}`", text)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -101,7 +101,7 @@ def check_models(models: Sequence[Model], loaded: Sequence[LoadedSuite], options
         ConfigError: all problems of all models at once.
     """
     from distill_rl.evals.backends.encode import model_folder
-    from distill_rl.models.families import evaluation_split_problems
+    from distill_rl.models.families import split_problems
     from distill_rl.models.hub import read_config, read_tokenizer
 
     tp, backend = options.settings.tensor_parallel, options.backend
@@ -114,7 +114,7 @@ def check_models(models: Sequence[Model], loaded: Sequence[LoadedSuite], options
             if chats and not read_tokenizer(model.folder).chat_template:
                 problems.append(chat_problem(chats, what))
             if tp > 1:
-                lines = evaluation_split_problems(read_config(model.folder), tp, backend=backend, setting="tp")
+                lines = split_problems(read_config(model.folder), tp, backend=backend, setting="tp")
                 problems += [f"{what}: {line}" for line in lines]
         except DistillError as error:
             problems += error.problems

@@ -127,8 +127,8 @@ def tensor_parallel_problems(hf_config: PreTrainedConfig, tp: int, setting: str 
     return [_uneven(count, what, tp, setting) for what, count in sizes.items() if count % tp]
 
 
-def evaluation_split_problems(hf_config: PreTrainedConfig, tp: int, *, backend: str, setting: str) -> list[str]:
-    """Why a backend of the evaluation cannot split this model over `tp` ranks, one line each; empty if it can.
+def split_problems(hf_config: PreTrainedConfig, tp: int, *, backend: str, setting: str) -> list[str]:
+    """Why a backend cannot split this model over `tp` ranks, one line each; empty if it can.
 
     Of vllm, which has plans of its own and repeats key-value heads, only the number of attention heads is known.
 

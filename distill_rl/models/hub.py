@@ -51,12 +51,15 @@ def resolve(path: str | Path, revision: str | None = None, *, weights: bool = Fa
     return _snapshot(name, revision, _WEIGHTS if weights else _DESCRIPTION)
 
 
-def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConfig:
+def read_config(path: str | Path, revision: str | None = None, *, quantized: bool = False) -> PreTrainedConfig:
     """Returns the model's config.json as transformers reads it; of a model with several towers, that of its text tower.
+
+    Args:
+        quantized: whether the weights may be quantized.
 
     Raises:
         ConfigError: as in `resolve`; no readable config.json, a model type unknown to transformers, one that needs its
-            own code, weights that are quantized, or a text tower that transformers does not have alone.
+            own code, weights that must not be quantized but are, or a text tower that transformers does not have alone.
     """
     from transformers import AutoConfig
 
@@ -72,8 +75,9 @@ def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConf
             "config.json must describe a model that transformers knows without code of its own",
             first_line(error),
         ) from error
-    if getattr(config, "quantization_config", None):
-        raise ConfigError(f"model {path}", "weights must not be quantized", remedy="use the original weights")
+    if getattr(config, "quantization_config", None) and not quantized:
+        remedy = "use the original weights, or for a teacher the backend vllm"
+        raise ConfigError(f"model {path}", "weights must not be quantized", remedy=remedy)
     if not is_joined(config.to_dict()):
         return config
     tower = text_tower(config)

@@ -27,6 +27,7 @@ from distill_rl.preflight.machine import (
     backend_problems,
     extra_problems,
     gpu_problems,
+    head_problems,
     kernel_problems,
     space_problems,
 )
@@ -143,6 +144,7 @@ def inspect(
     problems += extra_problems(config)
     problems += attention_problems(config, models, gpus=facts.gpus)
     problems += class_problems(config, models, gpus=facts.gpus)
+    problems += head_problems(config, teachers, facts.gpus)
     findings.notes += packing_notes(config, models)
     problems += kernel_problems(config, student, facts.gpus) if trains else ()
     problems += backend_problems(config, teachers, facts.gpus)
@@ -164,9 +166,8 @@ def _fit_problems(config: Config, models: Sequence[Opened]) -> Iterator[str]:
         models: student and running teachers; one without a readable configuration is skipped.
     """
     from distill_rl.models.families import (
-        evaluation_split_problems,
         fused_loss_problems,
-        tensor_parallel_problems,
+        split_problems,
     )
 
     evaluate = config.evaluate
@@ -174,14 +175,13 @@ def _fit_problems(config: Config, models: Sequence[Opened]) -> Iterator[str]:
         if model.config is None:
             continue
         yield from width_problems(config, model, gpus=visible_gpus())
-        tp = model.settings.parallel.tp
+        tp, backend = model.settings.parallel.tp, "vllm" if model.in_vllm else "hf"
         if tp > 0:
-            yield from (f"{model.key}.parallel.tp: {text}" for text in tensor_parallel_problems(model.config, tp))
+            lines = split_problems(model.config, tp, backend=backend, setting="parallel.tp")
+            yield from (f"{model.key}.parallel.tp: {text}" for text in lines)
         split = evaluate.parallel.tp
         if split > 1 and evaluate.suites and (model.key == "student" or evaluate.teachers):
-            lines = evaluation_split_problems(
-                model.config, split, backend=evaluate.backend, setting="evaluate.parallel.tp"
-            )
+            lines = split_problems(model.config, split, backend=evaluate.backend, setting="evaluate.parallel.tp")
             yield from (f"evaluate.parallel.tp: {model.name}: {text}" for text in lines)
         if model.key == "student" and config.loss.fused == "on":
             yield from fused_loss_problems(model.config)

@@ -25,7 +25,7 @@ def attention_problems(config: Config, models: Sequence[Opened], *, gpus: int) -
     for model in models:
         key, attention, dtype = f"{model.key}.attention", model.settings.attention, model.settings.dtype
         remedy = f"set {key}=auto"
-        if attention not in ("varlen", "flash_attention_2"):
+        if attention not in ("varlen", "flash_attention_2") or model.in_vllm:
             continue
         no_gpu = config.ray.address is None and not gpus
         if no_gpu:
@@ -52,7 +52,7 @@ def width_problems(config: Config, model: Opened, *, gpus: int) -> Iterator[str]
     """Yields at most one problem: a model has too few positions for `data.max_length`, or for such rows when padded.
 
     The padding matters only if positions beyond the last may be an error: in a table of learned positions, or in a
-    family that is not tested. A model that states no number of positions has no problem.
+    family that is not tested. vLLM never sees padding. A model that states no number of positions has no problem.
 
     Args:
         gpus: number of GPUs; the padded width differs with and without.
@@ -66,6 +66,8 @@ def width_problems(config: Config, model: Opened, *, gpus: int) -> Iterator[str]
     if longest > positions:
         rule = f"must not exceed the {positions} positions of {model.name}"
         yield problem(setting, rule, longest, f"use {positions} or less")
+        return
+    if model.in_vllm:
         return
     family, on_gpu = family_of(model.config), gpus > 0
     width = row_width(longest, on_gpu=on_gpu)
@@ -81,7 +83,7 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
 
     These are an attention that transformers does not have for the family, documents in one row that the family cannot
     keep apart, and tensors that are missing, left over or of another shape. A Llama-like model whose tensors are
-    plainly whole is not asked, because importing its class takes seconds.
+    plainly whole is not asked, because importing its class takes seconds. Nor is one that vLLM runs, with its own class.
 
     Args:
         gpus: number visible on this machine.
@@ -93,7 +95,7 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
 
     packing, findings = config.data.packing, Findings()
     for model in models:
-        if model.config is None or model.folder is None:
+        if model.config is None or model.folder is None or model.in_vllm:
             continue
         shapes = {}
         if model.facts is not None:
@@ -130,7 +132,8 @@ def packing_notes(config: Config, models: Sequence[Opened]) -> Iterator[str]:
     """
     if not config.data.packing or any(model.cross_tokenizer_loss for model in models):
         return
-    types = [model.config.model_type for model in models if model.config and not family_of(model.config).proven]
+    packed = [model.config for model in models if model.config and not model.in_vllm]
+    types = [config.model_type for config in packed if not family_of(config).proven]
     if types:
         yield (
             f"data.packing: no test covers {' and '.join(dict.fromkeys(types))}; whether packed documents see each other is "

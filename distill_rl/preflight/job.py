@@ -139,9 +139,13 @@ def prepare(config: Config, paths: RunPaths) -> Job:
 
 def _model_facts(model: StudentConfig | TeacherConfig) -> ModelFacts:
     """Sizes of a model, from its configuration and the headers of its weights; downloads a hub model."""
-    return read_model_facts(
-        resolve(model.model, model.revision, weights=True), read_config(model.model, model.revision)
-    )
+    config = read_config(model.model, model.revision, quantized=_in_vllm(model))
+    return read_model_facts(resolve(model.model, model.revision, weights=True), config)
+
+
+def _in_vllm(model: StudentConfig | TeacherConfig) -> bool:
+    """Whether vLLM runs a model, which reads quantised weights too."""
+    return isinstance(model, TeacherConfig) and model.backend == "vllm"
 
 
 def _teacher_facts(
@@ -185,7 +189,7 @@ def _cross_tokenizer_spec(
 
     folder = Path(config.run.dir).expanduser().absolute() / ".projections"
     student_columns = read_config(config.student.model, config.student.revision).vocab_size
-    teacher_columns = read_config(*described_by(teacher)).vocab_size
+    teacher_columns = read_config(*described_by(teacher), quantized=_in_vllm(teacher)).vocab_size
     try:
         path = cached_projection(
             folder,

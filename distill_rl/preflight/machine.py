@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from distill_rl.config.derive import evaluator_problem, gpu_groups, suites_every
-from distill_rl.config.facts import Facts, running_teachers, runs_model
+from distill_rl.config.derive import evaluator_problem, gpu_groups, gpus_of_ranks, shares_gpus, suites_every
+from distill_rl.config.facts import Facts, gpu_share, gpus_per_rank, running_teachers
 from distill_rl.config.measured import is_suite_score
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import problem, problems_of
 from distill_rl.models.attention.choice import installed
+from distill_rl.models.vllm_engine import cpu_head_sizes
 from distill_rl.preflight.opened import Opened
+from distill_rl.system.child_process import call_in_child
 from distill_rl.system.install import install_extra
 from distill_rl.transport.choose import expected
+
+_VLLM_DEADLINE_S = 600.0
+"""For a process that imports vllm: ten seconds on an idle machine, far longer on a busy one or from a cold disk."""
 
 
 def extra_problems(config: Config) -> Iterator[str]:
@@ -27,6 +34,10 @@ def extra_problems(config: Config) -> Iterator[str]:
         "observe.mlflow": (config.observe.mlflow, "true", "mlflow", "mlflow"),
         "ray.dashboard": (needs_dashboard, "true", "aiohttp_cors", "dashboard"),
         "evaluate.backend": (config.evaluate.suites and config.evaluate.backend == "vllm", "vllm", "vllm", "vllm"),
+    }
+    extras |= {
+        f"teachers.{i}.backend": (teacher.backend == "vllm", "vllm", "vllm", "vllm")
+        for i, teacher in enumerate(running_teachers(config))
     }
     for key, (wanted, value, package, extra) in extras.items():
         if wanted and not installed(package):
@@ -88,6 +99,34 @@ def backend_problems(config: Config, teachers: Sequence[Opened], gpus: int) -> I
             yield problem("loss.backend", rule, None, "set loss.backend=auto")
 
 
+def head_problems(config: Config, teachers: Sequence[Opened], gpus: int) -> Iterator[str]:
+    """Yields teachers whose heads vLLM's attention does not support on CPUs, one line each.
+
+    Only vLLM knows the sizes, and importing it takes seconds, in a process of its own. Nothing on GPUs, for a run that
+    joins a cluster, and without vllm, which `extra_problems` reports.
+
+    Args:
+        teachers: the running ones.
+        gpus: number visible on this machine.
+    """
+    from distill_rl.models.families import head_size
+
+    heads = {opened.key: head_size(opened.config) for opened in teachers if opened.in_vllm and opened.config}
+    if not heads or gpus or config.ray.address is not None or not installed("vllm"):
+        return
+    sizes = call_in_child("teachers[].backend", _head_sizes, deadline_s=_VLLM_DEADLINE_S)
+    for key, size in heads.items():
+        if size not in sizes:
+            rule = f"vllm on CPUs needs attention heads of {', '.join(map(str, sizes))}"
+            yield problem(f"{key}.backend", rule, size, f"set {key}.backend=hf")
+
+
+def _head_sizes() -> list[int]:
+    """`cpu_head_sizes`, without what vllm logs when it is imported."""
+    with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere), redirect_stdout(nowhere):  # noqa: PTH123
+        return cpu_head_sizes()
+
+
 def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
     """Yields problems with the GPUs, one line each: too few for the layout, or not what aligners or transport need.
 
@@ -107,8 +146,9 @@ def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
         return
     if evaluator := evaluator_problem(config, gpus):
         yield evaluator
+    running = running_teachers(config)
     groups = [("student", config.student.parallel)]
-    groups += [(f"teachers.{i}", t.parallel) for i, t in enumerate(running_teachers(config)) if runs_model(t)]
+    groups += [(f"teachers.{i}", t.parallel) for i, t in enumerate(running) if gpus_per_rank(t)]
     needed = gpu_groups(config)
     remedy = "lower dp or tp, or join a cluster with ray.address"
     if config.ray.placement == "disaggregated":
@@ -120,6 +160,14 @@ def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
         if count > gpus:
             rule = f"dp {parallel.dp} x tp {parallel.tp} = {count} GPUs are asked, {gpus} are visible"
             yield problem(f"{key}.parallel", rule, None, remedy)
+    used = gpus_of_ranks(config)
+    if max(needed) <= gpus < used:  # engines of vLLM on several GPUs, which they do not share
+        rule = f"{used} GPUs are asked, {gpus} are visible: an engine of vLLM with parallel.tp above 1 shares none"
+        yield problem("teachers", rule, None, remedy)
+    shares = [gpu_share(t, shared=True) for t in running if t.backend == "vllm" and shares_gpus(config, t)]
+    if sum(shares) >= 1 and config.student.parallel.dp:
+        rule = "engines of vLLM that share GPUs with the student must leave it some of them"
+        yield problem("teachers[].gpu_share", rule, f"{sum(shares):g} together", "lower it")
 
 
 def _cuda_aligner_problems(gpus: int) -> Iterator[str]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distill_rl.config.derive import all_rings, sizes, stored_targets
-from distill_rl.config.facts import Facts
+from distill_rl.config.derive import all_rings, shares_gpus, sizes, stored_targets
+from distill_rl.config.facts import Facts, gpu_share, running_teachers
 from distill_rl.config.memory import WorkerMemory
 from distill_rl.config.rules.validate import problems as rules
 from distill_rl.config.schema import Config
@@ -67,10 +67,14 @@ def _compare_gpus(config: Config, facts: Facts, findings: Findings, gpus: Sequen
     """Compares what shares one GPU with the GPUs' memory.
 
     That is each worker and, colocated, the first ranks of student and teachers together. A problem is compared with the
-    largest GPU, a note with the smallest, because Ray decides who gets which.
+    largest GPU, a note with the smallest, because Ray decides who gets which. What engines of vLLM take of shared GPUs
+    does not count.
     """
     if not gpus:
         return
+    running = running_teachers(config)
+    engines = sum(gpu_share(t, shared=True) for t in running if t.backend == "vllm" and shares_gpus(config, t))
+    gpus = [int(size * max(0.0, 1 - engines)) for size in gpus]
     workers = sizes(config, facts).memory
     sharing: list[tuple[WorkerMemory, ...]] = [(worker,) for worker in workers]
     ranks = tuple(worker for worker in workers if worker.worker != "evaluator")
@@ -84,6 +88,7 @@ def _compare_gpus(config: Config, facts: Facts, findings: Findings, gpus: Sequen
         if not impossible and total <= NEAR * min(gpus):
             continue
         has = size_text(max(gpus) if impossible else min(gpus))
+        has += " beside the teachers of vLLM" if engines else ""
         rule = f"{names} on one GPU need about {size_text(total)}, and it has {has}"
         if len(group) == 1:
             rule = f"a process of {names} needs about {size_text(total)} on its GPU, which has {has}"

@@ -46,6 +46,11 @@ class Opened:
     shared: SharedVocabulary | None = None
     """For a teacher that is compared token by token: the ids that are compared."""
 
+    @property
+    def in_vllm(self) -> bool:
+        """Whether vLLM runs it, which has attention, parallel plans and quantised weights of its own."""
+        return isinstance(self.settings, TeacherConfig) and self.settings.backend == "vllm"
+
 
 @dataclass
 class Findings:
@@ -140,7 +145,7 @@ def _open_weights(key: str, folder: Path, opened: Opened, findings: Findings, *,
     if in_folder:
         return
     opened.folder = folder
-    opened.config = findings.attempt(key, lambda: read_config(folder))
+    opened.config = findings.attempt(key, lambda: read_config(folder, quantized=opened.in_vllm))
     opened.stops = findings.attempt(key, lambda: configured_stops(folder)) or ()
     if opened.config is not None and not getattr(opened.config, "num_attention_heads", None):
         rule = f"must be a model with attention; {opened.config.model_type} has no attention heads"

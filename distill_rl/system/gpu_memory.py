@@ -15,7 +15,7 @@ from distill_rl.errors import GpuMemoryError
 
 Phase = Literal[
     "student load", "forward", "backward", "optimizer step", "checkpoint copy", "weight export",
-    "teacher load", "teacher forward", "transport ring", "evaluation",
+    "teacher load", "teacher forward", "engine load", "engine step", "transport ring", "evaluation",
 ]  # fmt: skip
 
 _SHARE_LESS = "ray.placement=disaggregated gives teachers GPUs of their own"
@@ -29,6 +29,8 @@ REMEDIES: dict[Phase, str] = {
     "weight export": f"the training leaves too little beside it: {_PER_STEP}",
     "teacher load": f"raise teachers[].parallel.tp; {_SHARE_LESS}",
     "teacher forward": "lower teachers[].micro_batch_size (or train.micro_batch_size) or data.max_length",
+    "engine load": f"raise teachers[].parallel.tp or teachers[].gpu_share; {_SHARE_LESS}",
+    "engine step": "lower teachers[].gpu_share, which leaves more memory beside vLLM's engine",
     "transport ring": "lower prefetch.depth, prefetch.slots or loss.top_k, or set transport=object_store",
     "evaluation": "lower evaluate.batch_size (--batch-size), or raise evaluate.gpu_share",
 }

@@ -1,4 +1,4 @@
-"""What gives a teacher's targets: the model itself, a store, or both."""
+"""What gives a teacher's targets: the model itself, in this process or in vLLM, a store, or both."""
 
 from __future__ import annotations
 
@@ -11,24 +11,51 @@ from distill_rl.store.store import Store
 from distill_rl.store.writer import StoreWriter
 from distill_rl.teacher.backends.base import TeacherBackend
 from distill_rl.teacher.backends.routed import RoutedTeacher
+from distill_rl.teacher.backends.scored import ScoredTeacher
 from distill_rl.teacher.backends.store import StoredTeacher
 from distill_rl.teacher.engine import TeacherEngine
 
 
-def build_teacher(config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int) -> TeacherBackend:
+def build_teacher(
+    config: Config,
+    teacher: TeacherConfig,
+    world: World,
+    *,
+    vocabulary_size: int,
+    gpu_share: float = 1.0,
+    threads: int = 0,
+) -> TeacherBackend:
     """What gives the targets on one rank of a teacher; arguments as of `TeacherEngine`.
 
+    Args:
+        gpu_share, threads: as of `VllmScorer`.
+
     Raises:
-        ConfigError: as for `TeacherEngine`.
+        ConfigError: as for `TeacherEngine` or `VllmScorer`.
+        GpuMemoryError: as for `VllmScorer`.
         StoreError: the store cannot be opened.
     """
-    backend = _backend(config, teacher, world, vocabulary_size)
+    live = _live(config, teacher, world, vocabulary_size, gpu_share, threads)
+    backend = _with_store(config, teacher, world, live)
     return RoutedTeacher(backend) if is_chosen_by_row(teacher) else backend
 
 
-def _backend(config: Config, teacher: TeacherConfig, world: World, vocabulary_size: int) -> TeacherBackend:
-    """What gives the targets of the rows that the teacher is asked for."""
-    live = TeacherEngine(config, teacher, world, vocabulary_size=vocabulary_size) if runs_model(teacher) else None
+def _live(
+    config: Config, teacher: TeacherConfig, world: World, vocabulary_size: int, gpu_share: float, threads: int
+) -> TeacherBackend | None:
+    """What computes targets; None for a teacher that is only read from a store."""
+    if teacher.backend == "vllm":
+        from distill_rl.teacher.backends.vllm import VllmScorer
+
+        scorer = VllmScorer(config, teacher, gpu_share=gpu_share, threads=threads)
+        return ScoredTeacher(config, teacher, world, vocabulary_size=vocabulary_size, scorer=scorer)
+    if runs_model(teacher):
+        return TeacherEngine(config, teacher, world, vocabulary_size=vocabulary_size)
+    return None
+
+
+def _with_store(config: Config, teacher: TeacherConfig, world: World, live: TeacherBackend | None) -> TeacherBackend:
+    """Adds the store that targets are read from or written to."""
     folder = targets_store(teacher)
     if folder is None:
         assert live is not None

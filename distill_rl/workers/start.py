@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from distill_rl.config.derive import aligner_workers, compute_groups, evaluators, ring_plan, sizes, stored_targets
-from distill_rl.config.facts import without_student
+from distill_rl.config.facts import ranks_per_replica, wire_dtype, without_student
 from distill_rl.config.schema import Config
 from distill_rl.errors import DistillError
 from distill_rl.models.files.facts import visible_gpus
@@ -227,15 +227,17 @@ def _create(
     if student_names:
         arguments = config, total_steps, job.cross_tokenizer_specs, job.facts.vocabulary_size, threads
         student = group(StudentWorker, student_names, *arguments)
-    teachers = [
-        (teacher, group(TeacherWorker, teacher_names[teacher.name], config, teacher, known.vocabulary_size, threads))
-        for teacher, known in job.facts.by_teacher(config)
-    ]
+    teachers = []
+    for teacher, known in job.facts.by_teacher(config):
+        # A rank without a GPU cannot see what the others have.
+        sent = replace(teacher, wire_dtype=wire_dtype(teacher, on_gpu=job.plan.on_gpu))
+        settings = config, sent, known.vocabulary_size, threads, job.plan.on_gpu
+        teachers.append((teacher, group(TeacherWorker, teacher_names[teacher.name], *settings)))
     aligners = group(AlignerWorker, aligner_names, *_aligner_arguments(job))
     evaluator = None
     if ranks := evaluators(config):
-        settings = ranks, threads, config.evaluate.timeout_s, config.run.name
-        evaluator = group(EvalWorker, evaluator_names(EVALUATOR, ranks), *settings)
+        evaluation = ranks, threads, config.evaluate.timeout_s, config.run.name
+        evaluator = group(EvalWorker, evaluator_names(EVALUATOR, ranks), *evaluation)
     return _Actors(student, teachers, aligners, evaluator)
 
 
@@ -275,9 +277,10 @@ def threads_per_worker(num_compute_actors: int) -> int:
 def _memory_needs(job: Job, gpus: int) -> dict[str, float] | None:
     """Returns the estimated bytes of GPU memory of a rank of the student and of each teacher, by name.
 
-    None if there is no evaluator that could share a GPU with them, or no GPU.
+    None if there is neither an evaluator nor an engine of vLLM that could share a GPU with them, or no GPU.
     """
-    if not (gpus and job.config.evaluate.suites):
+    engines = any(teacher.backend == "vllm" for teacher in job.config.teachers)
+    if not (gpus and (job.config.evaluate.suites or engines)):
         return None
     return {worker.worker: float(worker.total) for worker in sizes(job.config, replace(job.facts, gpus=gpus)).memory}
 
@@ -304,7 +307,7 @@ def _start(job: Job, actors: _Actors, calls: Calls) -> None:
     say("loading   the models")
     started = actors.aligners.submit("start")
     for teacher, group in actors.teachers:
-        started |= group.start(size=teacher.parallel.tp, timeout_s=timeout_s)
+        started |= group.start(size=ranks_per_replica(teacher), timeout_s=timeout_s)
     if actors.student is not None:
         started |= actors.student.start(size=len(actors.student.actors), timeout_s=timeout_s)
     if actors.evaluator is not None and len(actors.evaluator.actors) > 1:

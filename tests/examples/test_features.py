@@ -17,7 +17,10 @@ pytestmark = pytest.mark.cli
 
 FILES = sorted((Path(__file__).parents[2] / "configs" / "features").glob("*.yaml"))
 STEPS = 3
-ELSEWHERE = {"trackers": "tests/monitoring/test_trackers.py, where W&B and MLflow are installed"}
+ELSEWHERE = {
+    "trackers": "tests/monitoring/test_trackers.py, where W&B and MLflow are installed",
+    "served-vllm": "tests/vllm/test_teacher_runs.py, where vLLM is installed",
+}
 OVERRIDES = {
     "plain-text": ("data.path=corpus.jsonl",),
     "routed-teachers": ("data.path=domains.jsonl",),

@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.helpers.tokenizers import tiny_tokenizer
 
+# `tiny_config` also knows the mixtures of experts mixtral and qwen3_moe.
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gpt2")
 
 
@@ -24,7 +25,16 @@ def tiny_config(
     special_ids: dict[str, int] | None = None,
 ) -> Any:
     """The transformers config of a tiny model; gpt2 has no separate number of key-value heads."""
-    from transformers import GPT2Config, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
+    from transformers import (
+        GPT2Config,
+        LlamaConfig,
+        MistralConfig,
+        MixtralConfig,
+        Phi3Config,
+        Qwen2Config,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
 
     common: dict[str, Any] = {
         "vocab_size": vocab_size,
@@ -49,6 +59,11 @@ def tiny_config(
         return MistralConfig(sliding_window=None, **common)
     if family == "phi3":
         return Phi3Config(original_max_position_embeddings=positions, **common)
+    if family == "mixtral":
+        return MixtralConfig(num_local_experts=4, num_experts_per_tok=2, sliding_window=None, **common)
+    if family == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden, "norm_topk_prob": True}
+        return Qwen3MoeConfig(head_dim=hidden // heads, decoder_sparse_step=1, mlp_only_layers=[], **experts, **common)
     return {"llama": LlamaConfig, "qwen2": Qwen2Config}[family](**common)
 
 

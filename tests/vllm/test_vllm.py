@@ -137,7 +137,7 @@ def test_too_long_prompts_are_reported_and_others_are_limited(hf: HfBackend, eng
 
 def test_shared_prefixes_are_taken_from_the_cache(engine: VllmBackend) -> None:
     rows = [row for item in items(40, shots=5, space=False) for row in choice_rows(0, engine.encoder.choices(item))]
-    results = engine._run([row.ids for row in rows], [_scoring(row) for row in rows])
+    results = engine._running.run([row.ids for row in rows], [_scoring(row) for row in rows])
     cached = sum(result.num_cached_tokens for _, result in results)
     assert cached > 0.5 * sum(len(row.ids) for row in rows)
 

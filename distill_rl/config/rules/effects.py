@@ -169,6 +169,11 @@ TABLE: tuple[NoEffect, ...] = (
         "all targets are read from stores, as they were captured",
     ),
     NoEffect(
+        ("teachers[].attention",),
+        lambda run: bool(run.config.teachers) and all(t.backend in ("vllm", "store") for t in run.config.teachers),
+        "vLLM chooses its attention itself",
+    ),
+    NoEffect(
         ("capture.mass",),
         lambda run: run.config.capture.format == "exact",
         "capture.format is exact",

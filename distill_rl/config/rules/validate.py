@@ -16,16 +16,14 @@ from distill_rl.config.derive import (
 )
 from distill_rl.config.facts import Facts, running_teachers, teacher_rows, wants_whole_batch
 from distill_rl.config.measured import acceptance_note, best_metrics, is_suite_score, is_validated, unmeasured
-from distill_rl.config.reading.walk import as_yaml, leaves, pattern_of, values
+from distill_rl.config.reading.walk import leaves, pattern_of, values
 from distill_rl.config.rules.data import data_problems
 from distill_rl.config.rules.effects import no_effect
+from distill_rl.config.rules.engines import engine_problems
 from distill_rl.config.rules.routing import routing_problems
 from distill_rl.config.rules.stores import store_problems
 from distill_rl.config.schema import Config
 from distill_rl.errors import problem
-
-NOT_AVAILABLE: tuple[tuple[str, Any], ...] = (("teachers[].backend", "vllm"),)
-"""Settings with a value that does not work in this version."""
 
 RULES: dict[str, str] = {
     pattern_of(key): entry.metadata["rule"] for key, entry, _ in leaves(Config) if "rule" in entry.metadata
@@ -50,13 +48,13 @@ def problems(config: Config) -> list[str]:
         *_teachers(config),
         *routing_problems(config),
         *store_problems(config),
+        *engine_problems(config),
         *_aligner(config),
         *_optimizer(config),
         *_checkpoints(config),
         *_evaluation(config),
         *data_problems(config),
         *_others(config),
-        *_not_available(config),
     ]
 
 
@@ -385,11 +383,3 @@ def _others(config: Config) -> Iterator[str]:
     if config.transport == "local":
         rule = "local passes tensors within one process, for tests and notebooks; workers are processes"
         yield problem("transport", rule, "local", "use transport=auto")
-
-
-def _not_available(config: Config) -> Iterator[str]:
-    """Problems of settings with a value that this version does not offer (NOT_AVAILABLE), one line each."""
-    for pattern, missing in NOT_AVAILABLE:
-        for key, value in values(config, pattern):
-            if value == missing:
-                yield problem(key, f"{as_yaml(missing)} is not available in this version", as_yaml(value), "use hf")

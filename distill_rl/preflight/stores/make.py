@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distill_rl.config.facts import wire_dtype
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import StoreError, first_line
 from distill_rl.models.hub import resolve, tokenizer_hash, tokenizer_of
@@ -32,18 +33,15 @@ def manifest_of(
 
     Args:
         weights, tokenizer, vocabulary_size: see `Manifest`.
-        on_gpu: whether the teacher runs on a GPU, which decides `wire_dtype: auto`.
+        on_gpu: whether the run uses GPUs, which decides `wire_dtype: auto`.
         captures: whether `capture.format` counts; a cache is exact.
     """
-    wire_dtype: str = teacher.wire_dtype
-    if wire_dtype == "auto":
-        wire_dtype = "fp16" if on_gpu else "fp32"
     return Manifest(
         format=config.capture.format if captures else "exact",
         kind=teacher.export,
         entries=config.loss.draws if teacher.export == "sampled" else min(config.loss.top_k, vocabulary_size),
         temperature=config.loss.temperature,
-        wire_dtype=wire_dtype,
+        wire_dtype=wire_dtype(teacher, on_gpu=on_gpu),
         dtype=teacher.dtype,
         model=teacher.model,
         revision=teacher.revision,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from distill_rl.evals.executor import LocalExecutor, Task
 from distill_rl.evals.leader import LeadingExecutor, follow
 from distill_rl.evals.options import LoadedSuite, Options
 from distill_rl.evals.suites.base import Item
-from distill_rl.workers.actors.rank import GroupMember
+from distill_rl.workers.actors.rank import GroupMember, see_assigned_gpus
 from distill_rl.workers.cluster.gauges import Gauges
 
 if TYPE_CHECKING:
@@ -53,8 +52,7 @@ class EvalWorker(GroupMember):
         """
         self._rank, self._tp, self._deadline_s = rank % tp, tp, deadline_s
         self._world: World | None = None
-        gpus = ",".join(map(str, ray.get_gpu_ids()))
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+        see_assigned_gpus()
         self._share = min(1.0, ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0))
         self._threads = threads
         self._gauges = Gauges(run)

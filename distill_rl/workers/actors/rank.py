@@ -158,7 +158,16 @@ class RankWorker(GroupMember):
         )
         return self._transports[name]
 
-    def _join(self, rank: int, parallel: ParallelConfig, host: str, port: int, gpu_memory: float = 1.0) -> World:
+    def _join(
+        self,
+        rank: int,
+        parallel: ParallelConfig,
+        host: str,
+        port: int,
+        gpu_memory: float = 1.0,
+        *,
+        on_host: bool = False,
+    ) -> World:
         """Joins the dp × tp ranks of a group, and stores and returns the World.
 
         Also sets this process's random seeds and number of torch threads.
@@ -169,13 +178,14 @@ class RankWorker(GroupMember):
         Args:
             host, port: of the store that the first rank serves; that rank ignores them.
             gpu_memory: share of the GPU's memory that this process may use; 1: no limit.
+            on_host: whether this rank's tensors are on the CPU although it has a GPU, which another library uses.
         """
         from distill_rl.parallel.mesh import join_store, open_world
 
         _prepare_process(self._config.run.seed, self._threads)
         deadline_s = self._config.ray.step_timeout_s
         store = self._store or join_store(host, port, parallel.dp * parallel.tp)
-        device = f"cuda:{gpu_index()}" if ray.get_gpu_ids() else "cpu"
+        device = f"cuda:{gpu_index()}" if ray.get_gpu_ids() and not on_host else "cpu"
         if device != "cpu" and gpu_memory < 1:
             limit_gpu_memory(gpu_memory, gpu_index())
         self._world = open_world(
@@ -237,6 +247,11 @@ def gpu_index() -> int:
     if gpu_id.isdigit() and not visible:
         return int(gpu_id)
     return 0
+
+
+def see_assigned_gpus() -> None:
+    """Hides all GPUs from this process but those that Ray assigned to its actor. Only before CUDA is in use."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, ray.get_gpu_ids()))
 
 
 CONTEXT_BYTES = 2**30

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from distill_rl.config.facts import row_width, teacher_length
+from distill_rl.config.facts import ranks_per_replica, row_width, teacher_length
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.system.peak_memory import peak_gib
 from distill_rl.transport.assemble import readers_of
 from distill_rl.transport.base import Handle, Offer, Receipt, Ring, Slot
 from distill_rl.transport.segment import Backing
 from distill_rl.types import RankBatch
-from distill_rl.workers.actors.rank import PROBE_LAYOUT, RankWorker, probe_tensors, reporting
+from distill_rl.workers.actors.rank import PROBE_LAYOUT, RankWorker, probe_tensors, reporting, see_assigned_gpus
 from distill_rl.workers.cluster.gauges import Gauges
 from distill_rl.workers.pipeline.slots import FIRST_GENERATION
 
@@ -54,11 +54,24 @@ class Published:
 
 
 class TeacherWorker(RankWorker):
-    """One rank of one replica. `rank` counts over all replicas; each replica is a separate process group."""
+    """One rank of one replica. `rank` counts over all replicas; each replica is a separate process group.
 
-    def __init__(self, rank: int, config: Config, teacher: TeacherConfig, vocabulary_size: int, threads: int):
+    Args:
+        on_gpu: whether the run uses GPUs; a rank that only reads a store has none even so.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        config: Config,
+        teacher: TeacherConfig,
+        vocabulary_size: int,
+        threads: int,
+        on_gpu: bool = False,
+    ):
         super().__init__(config, threads)
         self._rank, self._teacher, self._vocabulary_size = rank, teacher, vocabulary_size
+        self._on_gpu = on_gpu
         self._gauges = Gauges(config.run.name)
 
     def start(self, host: str, port: int, gpu_memory: float = 1.0) -> None:
@@ -72,9 +85,19 @@ class TeacherWorker(RankWorker):
         """
         from distill_rl.teacher.build import build_teacher
 
-        tp = self._teacher.parallel.tp
-        world = self._join(self._rank % tp, ParallelConfig(dp=1, tp=tp), host, port, gpu_memory)
-        self._engine = build_teacher(self._config, self._teacher, world, vocabulary_size=self._vocabulary_size)
+        ranks, is_engine = ranks_per_replica(self._teacher), self._teacher.backend == "vllm"
+        if is_engine:
+            see_assigned_gpus()
+        parallel = ParallelConfig(dp=1, tp=ranks)
+        world = self._join(self._rank % ranks, parallel, host, port, gpu_memory, on_host=is_engine)
+        self._engine = build_teacher(
+            self._config,
+            self._teacher,
+            world,
+            vocabulary_size=self._vocabulary_size,
+            gpu_share=gpu_memory,
+            threads=self._threads,
+        )
 
     @reporting
     def open_ring(
@@ -95,7 +118,7 @@ class TeacherWorker(RankWorker):
             cannot be made.
         """
         self.close_others(())
-        width = row_width(teacher_length(self._config, self._teacher), on_gpu=self._world.device.type == "cuda")
+        width = row_width(teacher_length(self._config, self._teacher), on_gpu=self._on_gpu)
         positions = self._engine.micro_batch_size * width
         ring = Ring(num_slots, positions * self._engine.bytes_per_token + _SLACK, readers)
         self._ring = self._open_transport(transport, ring, source, backing)
@@ -135,7 +158,7 @@ class TeacherWorker(RankWorker):
 
         start = time.perf_counter()
         batch = rows[sub_batch]
-        replica, size = self._rank // self._teacher.parallel.tp, batch.rows.shape[0]
+        replica, size = self._rank // ranks_per_replica(self._teacher), batch.rows.shape[0]
         # First row and number of rows of the whole sub-batch, of which every replica has `size` rows.
         whole = (batch.first_row - replica * size, size * self._teacher.parallel.dp)
         handles, publish_s = [], 0.0

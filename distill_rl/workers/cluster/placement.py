@@ -1,13 +1,15 @@
 """Where actors run: bundles of resources that are reserved together, with a deadline and a table of what was short.
 
-A bundle is a set of resources on one node, at most one GPU of it. `place_actors` decides in four steps:
+A bundle is a set of resources on one node. `place_actors` decides in four steps:
 
 1. Ranks. `colocated`: bundle i holds the i-th rank of the student and of every teacher, which share its GPU.
-   `disaggregated`: every rank has a bundle and a GPU of its own.
-2. Guests. Aligners with a share of a GPU (`aligner.num_gpus`) join the bundles of the ranks in turn. The evaluators
-   (one, or one per rank of `evaluate.parallel.tp`) join the first bundles, one each, if the cluster has too few GPUs
-   left over for them. The ranks of a bundle divide the rest of its GPU evenly: each gets (1 - sum of the guests'
-   shares) / number of ranks.
+   `disaggregated`: every rank has a bundle and a GPU of its own. An engine of vLLM on several GPUs has a bundle with
+   these for itself in either case.
+2. Guests. Aligners with a share of a GPU (`aligner.num_gpus`) join the bundles with one GPU in turn. The evaluators
+   (one, or one per rank of `evaluate.parallel.tp`) join the first of them, one each, if the cluster has too few GPUs
+   left over for them. An engine of vLLM takes its memory at its start, so beside other ranks it counts as a guest with
+   the share `teachers[].gpu_share`. The other ranks of a bundle divide the rest of its GPU evenly: each gets
+   (1 - sum of the guests' shares) / number of these ranks.
 3. Other actors get a bundle each: ranks of teachers that only read a store, aligners without a GPU, and evaluators that
    are no guests.
 4. Nodes. Ray packs bundles on as few nodes as it can, unless `disaggregated` or a student with replicas asks for a
@@ -27,7 +29,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from distill_rl.config.derive import evaluator_problem, evaluators
-from distill_rl.config.facts import running_teachers, runs_model
+from distill_rl.config.facts import gpu_share, gpus_per_rank, ranks_per_replica, running_teachers
 from distill_rl.config.schema import Config, ParallelConfig
 from distill_rl.errors import ConfigError
 from distill_rl.transport.choose import require_between_nodes
@@ -68,9 +70,12 @@ def actor_names(config: Config, num_aligners: int = 1) -> tuple[list[str], dict[
 
     Ranks are in the order dp_rank · tp + tp_rank, such as `student-dp0-tp1` and `big/dp0-tp1`.
     """
-    student = [f"student-{rank}" for rank in _rank_names(config.student.parallel)]
+    parallel = config.student.parallel
+    student = [f"student-{rank}" for rank in _rank_names(parallel.dp, parallel.tp)]
     teachers = {
-        teacher.name: [f"{teacher.name}/{rank}" for rank in _rank_names(teacher.parallel)]
+        teacher.name: [
+            f"{teacher.name}/{rank}" for rank in _rank_names(teacher.parallel.dp, ranks_per_replica(teacher))
+        ]
         for teacher in running_teachers(config)
     }
     return student, teachers, [f"aligner-{i}" for i in range(num_aligners)]
@@ -81,9 +86,9 @@ def evaluator_names(evaluator: str, ranks: int) -> list[str]:
     return [evaluator] if ranks == 1 else [f"{evaluator}-tp{tp_rank}" for tp_rank in range(ranks)]
 
 
-def _rank_names(parallel: ParallelConfig) -> list[str]:
+def _rank_names(dp: int, tp: int) -> list[str]:
     """The names of a group's ranks, such as dp0-tp1, with tp changing fastest."""
-    return [f"dp{dp_rank}-tp{tp_rank}" for dp_rank in range(parallel.dp) for tp_rank in range(parallel.tp)]
+    return [f"dp{dp_rank}-tp{tp_rank}" for dp_rank in range(dp) for tp_rank in range(tp)]
 
 
 def place_actors(
@@ -96,64 +101,81 @@ def place_actors(
 ) -> PlacementPlan:
     """Plans the bundles and every actor's place in them, as described at the top of this module. Reserves nothing.
 
-    Every actor gets one logical CPU. Beside an evaluator that is a guest, the ranks are limited to what is left of the
-    GPU's memory, divided in proportion to `needs`, so that the evaluator finds its share. Other ranks are not limited.
+    Every actor gets one logical CPU. Beside an evaluator that is a guest, or an engine of vLLM, the ranks are limited to
+    what is left of the GPU's memory, divided in proportion to `needs`, so that these find their share. Other ranks are
+    not limited.
 
     Args:
         gpus: number of GPUs in the cluster; 0: all actors run on CPUs.
         nodes: of the cluster, those with most resources first. Empty: no bundle is pinned to a node.
-        needs: memory that a rank of the student (`student`) and of each teacher needs, by name; None: equal needs.
+        needs: memory that a rank of the student (`student`) and of each teacher needs, by name, without those that vLLM
+            runs; None: equal needs.
 
     Raises:
         ConfigError: the guests of a GPU leave nothing of it to the ranks, the cluster has too few GPUs for
             `evaluate.parallel.tp`, or the transport works only within a node.
     """
     student, teachers, aligners = actor_names(config, num_aligners)
-    readers = [name for t in running_teachers(config) if not runs_model(t) for name in teachers.pop(t.name)]
+    running = running_teachers(config)
+    readers = [name for t in running if not gpus_per_rank(t) for name in teachers.pop(t.name)]
+    engines = {name: t for t in running if t.backend == "vllm" for name in teachers[t.name]}
+    split = [name for t in running if gpus_per_rank(t) > 1 for name in teachers.pop(t.name)]
     groups = [student, *teachers.values()]
     if config.ray.placement == "disaggregated":
         ranks_by_bundle = [[name] for group in groups for name in group]
     else:
         ranks_by_bundle = _colocated(groups)
-    aligner_share = config.aligner.num_gpus if gpus else 0.0
-    evaluator_guests, other_evaluators = _place_evaluators(config, gpus, len(ranks_by_bundle))
+    num_gpus_split = {name: float(gpus_per_rank(engines[name])) if gpus else 0.0 for name in split}
+    aligner_share = config.aligner.num_gpus if gpus and ranks_by_bundle else 0.0
+    gpus_used = len(ranks_by_bundle) + sum(num_gpus_split.values())
+    evaluator_guests, other_evaluators = _place_evaluators(config, gpus, len(ranks_by_bundle), gpus_used)
 
     bundles: list[dict[str, float]] = []
     placements: dict[str, ActorPlacement] = {}
-    for i, ranks in enumerate(ranks_by_bundle):
+    for i, all_ranks in enumerate(ranks_by_bundle):
         guests: dict[str, float] = {}
         if aligner_share:
             guests = dict.fromkeys(aligners[i :: len(ranks_by_bundle)], aligner_share)
         if evaluates := i < len(evaluator_guests):
             guests[evaluator_guests[i]] = config.evaluate.gpu_share
+        shared = [name for name in all_ranks if name in engines] if gpus and len(all_ranks) > 1 else []
+        guests |= {name: gpu_share(engines[name], shared=True) for name in shared}
+        ranks = [name for name in all_ranks if name not in shared]
         left = 1.0 - sum(guests.values())
-        if left <= 0:
-            raise _no_gpu_left(guests, aligners_share=aligner_share > 0, evaluates=evaluates)
+        if left < 0 or (ranks and left == 0):
+            raise _no_gpu_left(guests, aligners_share=aligner_share > 0, evaluates=evaluates, engines=bool(shared))
         bundles.append(_bundle(len(ranks) + len(guests), 1.0 if gpus else 0.0))
-        rank_share = left / len(ranks) if gpus else 0.0
-        memory = _memory_shares(ranks, left, needs) if evaluates else {}
+        memory = _memory_shares(ranks, left, needs) if evaluates or shared else {}
         for name in ranks:
-            placements[name] = ActorPlacement(i, rank_share, memory.get(name, 1.0))
+            of_memory = memory.get(name, gpu_share(engines[name], shared=False) if name in engines else 1.0)
+            placements[name] = ActorPlacement(i, left / len(ranks) if gpus else 0.0, of_memory)
         for name, share in guests.items():
-            placements[name] = ActorPlacement(i, share)
+            placements[name] = ActorPlacement(i, share, share if name in shared else 1.0)
+    for name, num_gpus in num_gpus_split.items():
+        placements[name] = ActorPlacement(len(bundles), num_gpus, gpu_share(engines[name], shared=False))
+        bundles.append(_bundle(1, num_gpus))
+    num_rank_bundles = len(bundles)
 
     others = dict.fromkeys([*readers, *([] if aligner_share else aligners)], 0.0) | other_evaluators
     for name, num_gpus in others.items():
         placements[name] = ActorPlacement(len(bundles), num_gpus)
         bundles.append(_bundle(1, num_gpus))
 
-    pinned = _pinned_nodes(config, bundles[: len(ranks_by_bundle)], len(student), nodes)
+    pinned = _pinned_nodes(config, bundles[:num_rank_bundles], len(student), nodes)
     if not pinned:
         return PlacementPlan(tuple(bundles), placements)
     return PlacementPlan(tuple(bundles), placements, (*pinned, *[None] * (len(bundles) - len(pinned))))
 
 
-def _place_evaluators(config: Config, gpus: float, num_bundles: int) -> tuple[list[str], dict[str, float]]:
+def _place_evaluators(
+    config: Config, gpus: float, num_bundles: int, gpus_used: float
+) -> tuple[list[str], dict[str, float]]:
     """Returns the evaluators that are guests of the first bundles, and the others with their numbers of GPUs.
 
     Args:
         gpus: in the cluster.
-        num_bundles: of the ranks, each with a GPU if there are any.
+        num_bundles: of ranks that a guest may join, each with one GPU if there are any.
+        gpus_used: of all ranks, if there are any.
 
     Raises:
         ConfigError: the cluster has too few GPUs for `evaluate.parallel.tp`.
@@ -162,7 +184,7 @@ def _place_evaluators(config: Config, gpus: float, num_bundles: int) -> tuple[li
         raise ConfigError.many([too_few])
     names = evaluator_names(EVALUATOR, evaluators(config)) if config.evaluate.suites else []
     gpus_each = config.evaluate.parallel.tp / max(1, len(names)) if gpus else 0.0
-    are_guests = 0 < gpus < num_bundles + gpus_each * len(names)
+    are_guests = 0 < gpus < gpus_used + gpus_each * len(names)
     guests = names[:num_bundles] if are_guests else []
     return guests, dict.fromkeys(names[len(guests) :], gpus_each)
 
@@ -183,7 +205,7 @@ def _memory_shares(ranks: Sequence[str], left: float, needs: Mapping[str, float]
     Args:
         needs: by `student` or teacher name; None: equal needs.
     """
-    if needs is None:
+    if needs is None or len(ranks) == 1:
         return {name: left / len(ranks) for name in ranks}
     # The key of `student-dp0-tp0` is `student`, that of `big/dp0-tp0` is `big`.
     need = {name: needs[name.rpartition("/")[0] or "student"] for name in ranks}
@@ -191,17 +213,19 @@ def _memory_shares(ranks: Sequence[str], left: float, needs: Mapping[str, float]
     return {name: left * rank_need / total for name, rank_need in need.items()}
 
 
-def _no_gpu_left(guests: Mapping[str, float], *, aligners_share: bool, evaluates: bool) -> ConfigError:
+def _no_gpu_left(guests: Mapping[str, float], *, aligners_share: bool, evaluates: bool, engines: bool) -> ConfigError:
     """Returns the error for guests that take a whole GPU or more, naming the settings to lower.
 
     Args:
         guests: actor names with their shares of the GPU.
         aligners_share: whether aligners have shares.
-        evaluates: whether one of the guests is an evaluator.
+        evaluates, engines: whether an evaluator, or engines of vLLM, are among the guests.
     """
     keys = ["aligner.num_gpus"] if aligners_share else []
     if evaluates:
         keys.append("evaluate.gpu_share")
+    if engines:
+        keys.append("teachers[].gpu_share")
     return ConfigError(
         " and ".join(keys),
         "actors that share a GPU with ranks must leave them some of it",

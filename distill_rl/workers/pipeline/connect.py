@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distill_rl.config.derive import RingPlan
+from distill_rl.config.facts import ranks_per_replica
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import say
@@ -91,7 +92,7 @@ class Connector:
         Raises:
             ConfigError: as for `connect`.
         """
-        self._join([self._route(teacher, group, rank // teacher.parallel.tp, self._places(self._student))])
+        self._join([self._route(teacher, group, rank // ranks_per_replica(teacher), self._places(self._student))])
 
     def _join(self, routes: Sequence[Route]) -> None:
         """Opens and proves routes, tries those that fail once more by their second choice, and records them in `_used`.
@@ -129,7 +130,7 @@ class Connector:
         Args:
             places: of all student ranks, in rank order.
         """
-        dp, rank = teacher.parallel.dp, replica * teacher.parallel.tp
+        dp, rank = teacher.parallel.dp, replica * ranks_per_replica(teacher)
         students = self._config.student.parallel
         (place,) = self._places(group, [rank])
         # Divide the batch into dp · dp' equal parts. Replica r of the teacher's dp writes parts r·dp' to (r + 1)·dp';

@@ -23,6 +23,7 @@ from typing import Literal
 import ray
 
 from distill_rl.config.derive import RingPlan
+from distill_rl.config.facts import ranks_per_replica
 from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.transport.base import Slot
 from distill_rl.types import BatchInfo, DocumentBatch
@@ -190,7 +191,8 @@ class Pipeline:
     def _call(self, t: int, replica: int, sub_batch: SubBatch, slots: Sequence[Slot]) -> Refs:
         """Calls the ranks of one replica of teacher `t`, without waiting. Returns the calls by rank."""
         teacher, group = self._teachers[t]
-        ranks = range(replica * teacher.parallel.tp, (replica + 1) * teacher.parallel.tp)
+        size = ranks_per_replica(teacher)
+        ranks = range(replica * size, (replica + 1) * size)
         return group.submit(self._method, sub_batch.teachers[t][replica], sub_batch.index, slots, ranks=ranks)
 
     def _index(self, name: str) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+from distill_rl.config.facts import ranks_per_replica
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import DistillError, WorkerError
 from distill_rl.observe.log import say
@@ -150,7 +151,7 @@ class TeacherRecovery:
         """
         timeout_s = self._config.ray.start_timeout_s
         group.renew(ranks, timeout_s)
-        started = group.start(size=teacher.parallel.tp, timeout_s=timeout_s, ranks=ranks)
+        started = group.start(size=ranks_per_replica(teacher), timeout_s=timeout_s, ranks=ranks)
         self._calls.gather(started, what=f"loading {teacher.name} again", timeout_s=timeout_s)
         if self._connector is not None:
             self._connector.reconnect(teacher, group, ranks[0])
@@ -178,8 +179,8 @@ class TeacherRecovery:
 
 def _replicas(teacher: TeacherConfig) -> list[range]:
     """Returns the ranks of each replica of a teacher, in its group's order."""
-    dp, tp = teacher.parallel.dp, teacher.parallel.tp
-    return [range(replica * tp, (replica + 1) * tp) for replica in range(dp)]
+    size = ranks_per_replica(teacher)
+    return [range(replica * size, (replica + 1) * size) for replica in range(teacher.parallel.dp)]
 
 
 def _without_remedy(error: DistillError) -> str:

@@ -2,7 +2,15 @@ from dataclasses import replace
 
 import pytest
 
-from distill_rl.config.derive import EXPORTS, aligner_workers, sizes, total_steps
+from distill_rl.config.derive import (
+    EXPORTS,
+    aligner_workers,
+    compute_groups,
+    gpu_groups,
+    gpus_of_ranks,
+    sizes,
+    total_steps,
+)
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
 from distill_rl.config.load import load_config
 from distill_rl.config.memory import (
@@ -321,3 +329,24 @@ def test_configurable_losses_and_exports_match_the_losses_package():
     assert {method: (*exports, "hidden") for method, exports in METHODS.items()} == EXPORTS
     assert set(get_args(CrossTokenizerLoss)) == set(METHODS)
     assert set(get_args(TeacherLoss)) == {"same", *METHODS}
+
+
+def test_engines_of_vllm_are_one_actor_each_and_share_no_several_gpus(load):
+    in_vllm = "teachers.0.backend=vllm"
+    config = load(in_vllm, "teachers.0.parallel={dp: 2, tp: 4}")
+    assert compute_groups(config)[1] == 2
+    assert gpu_groups(config)[1] == 8
+    assert gpus_of_ranks(config) == compute_groups(config)[0] + 8
+    single = load(in_vllm, "teachers.0.parallel={dp: 2, tp: 1}", "student.parallel.dp=2")
+    assert gpus_of_ranks(single) == 2 * single.student.parallel.tp
+    assert sizes(config, Facts(gpus=8)).world["big"] == "dp 2 = 2 vLLM engines, each with 4 GPUs"
+    assert sizes(single, Facts(gpus=2)).world["big"] == "dp 2 = 2 vLLM engines, each with 0.4 of a GPU"
+    alone = load(in_vllm, "teachers.0.parallel={dp: 1, tp: 1}", "ray.placement=disaggregated")
+    assert sizes(alone, Facts(gpus=2)).world["big"] == "dp 1 = 1 vLLM engine, each with a GPU"
+    assert sizes(alone, Facts()).world["big"] == "dp 1 = 1 vLLM engine"
+
+
+def test_memory_of_a_teacher_in_vllm_is_not_estimated(load):
+    known = Facts(student=MODEL, teachers=(TeacherFacts(MODEL, 32000),), vocabulary_size=32000)
+    assert [worker.worker for worker in sizes(load(), known).memory] == ["student", "big"]
+    assert [worker.worker for worker in sizes(load("teachers.0.backend=vllm"), known).memory] == ["student"]

@@ -85,6 +85,7 @@ CASES: dict[tuple[str, str], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("teachers.0.attention", "as they were captured"): ("sdpa", STORED, ()),
     ("teachers.0.tokenizer", "as they were captured"): ("t", STORED, ()),
     ("teachers.0.wire_dtype", "as they were captured"): ("bf16", STORED, ()),
+    ("teachers.0.attention", "vLLM chooses"): ("sdpa", ("teachers.0.backend=vllm",), ()),
     ("capture.mass", "format is exact"): ("0.9", (), ("capture.format=compact",)),
     ("capture.write_every_s", "nothing is stored"): ("5", (), ("teachers.0.cache=c",)),
     ("student.revision", "folder"): ("main", (f"student.model={FOLDER}",), ("student.model=org/model",)),

@@ -1,8 +1,8 @@
 import pytest
 
 from distill_rl.config.load import load_config
-from distill_rl.config.reading.walk import default_of, leaves, pattern_of, values
-from distill_rl.config.rules.validate import NOT_AVAILABLE, RULES, notes, problems
+from distill_rl.config.reading.walk import leaves, pattern_of, values
+from distill_rl.config.rules.validate import RULES, notes, problems
 from distill_rl.config.schema import Config, LossConfig
 
 TEXT = """
@@ -232,15 +232,9 @@ def test_defaults_obey_every_rule():
     assert {line.partition(":")[0] for line in lines} == {"run.name", "train.steps", "teachers"}
 
 
-@pytest.mark.parametrize(("key", "missing"), NOT_AVAILABLE)
-def test_value_that_is_not_available_is_not_the_default(key, missing):
-    defaults = {pattern_of(name): default_of(entry) for name, entry, _ in leaves(Config)}
-    assert defaults[key] != missing
-
-
 def test_every_rule_names_an_existing_key():
     known = {pattern_of(name) for name, _, _ in leaves(Config)}
-    assert RULES.keys() | dict(NOT_AVAILABLE).keys() <= known
+    assert RULES.keys() <= known
 
 
 def test_every_numeric_setting_has_a_rule():
@@ -273,3 +267,27 @@ def test_notes_on_surprising_settings(load):
     assert note.startswith("loss.dynamic_scale is on: r KD + CE is minimised; loss.kd_weight")
     (note,) = notes(load("data.validation.fraction=0.1"))
     assert note.startswith("evaluate.every is 0")
+
+
+IN_VLLM = "teachers.0.backend=vllm"
+
+
+def test_a_teacher_in_vllm_has_no_problem_of_its_own(load):
+    assert problems(load(IN_VLLM, "teachers.0.gpu_share=0.5", "teachers.0.parallel={dp: 2, tp: 2}")) == []
+    assert problems(load(IN_VLLM, "teachers.0.cache=targets")) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "start", "remedy"),
+    [
+        ((IN_VLLM, "teachers.0.export=hidden"), "teachers.0.export: must be topk with backend vllm", "backend=hf"),
+        ((IN_VLLM, "loss.temperature=2"), "loss.temperature: must be 1: vLLM gives", "set it to 1"),
+        ((IN_VLLM, "transport=cuda_ipc"), "transport: cuda_ipc shares GPU memory", "set transport=auto"),
+        (("teachers.0.gpu_share=0.5",), "teachers.0.gpu_share: is a setting of backend vllm", "leave it out"),
+        ((IN_VLLM, "teachers.0.gpu_share=0"), "teachers.0.gpu_share: must be greater than 0", ""),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused(load, overrides, start, remedy):
+    (line,) = problems(load(*overrides))
+    assert line.startswith(start)
+    assert remedy in line

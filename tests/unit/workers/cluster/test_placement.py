@@ -2,7 +2,7 @@ import pytest
 
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.errors import ConfigError
-from distill_rl.workers.cluster.placement import EVALUATOR, Node, actor_names, place_actors, shortage
+from distill_rl.workers.cluster.placement import EVALUATOR, ActorPlacement, Node, actor_names, place_actors, shortage
 
 
 def config(student=(1, 1), teachers=((1, 1),), kd_weight=1.0):
@@ -263,3 +263,68 @@ def test_replicas_that_fit_on_no_node_are_not_pinned():
     nodes = [Node(name, {"CPU": 99.0, "GPU": 3.0}) for name in "abc"]
     assert place_actors(config(student=(4, 2, 2)), gpus=9, nodes=nodes).nodes == ()
     assert place_actors(config(student=(4, 2, 2)), gpus=9, nodes=nodes[:1]).nodes == ()
+
+
+def in_vllm(placement="colocated", gpu_share=None, **sizes):
+    """A run with two teachers, the first of them in vLLM."""
+    settings = config(**{"teachers": ((1, 1), (1, 1))} | sizes)
+    settings.teachers[0].backend, settings.teachers[0].gpu_share = "vllm", gpu_share
+    settings.ray.placement = placement
+    return settings
+
+
+def test_an_engine_on_several_gpus_is_one_actor_and_shares_none_of_them():
+    settings = in_vllm(teachers=((2, 4), (1, 1)))
+    assert actor_names(settings)[1]["t0"] == ["t0/dp0-tp0", "t0/dp1-tp0"]
+    plan = place_actors(settings, gpus=9)
+    for name in ("t0/dp0-tp0", "t0/dp1-tp0"):
+        place = plan.placements[name]
+        assert (place.num_gpus, place.gpu_memory) == (4.0, 1.0)
+        assert plan.bundles[place.bundle] == {"CPU": 1.0, "GPU": 4.0}
+    assert plan.placements["student-dp0-tp0"].bundle == plan.placements["t1/dp0-tp0"].bundle
+    assert plan.placements["student-dp0-tp0"].gpu_memory == 1.0
+    assert sum(bundle.get("GPU", 0) for bundle in plan.bundles) == 9
+    assert place_actors(in_vllm("disaggregated", teachers=((2, 4), (1, 1))), gpus=10).placements == {
+        **{f"t0/dp{i}-tp0": ActorPlacement(2 + i, 4.0) for i in range(2)},
+        "student-dp0-tp0": ActorPlacement(0, 1.0),
+        "t1/dp0-tp0": ActorPlacement(1, 1.0),
+        "aligner-0": ActorPlacement(4, 0.0),
+    }
+
+
+def test_ranks_beside_an_engine_are_limited_to_what_it_leaves():
+    plan = place_actors(in_vllm(), gpus=1, needs={"student": 30.0, "t1": 10.0})
+    assert plan.placements["t0/dp0-tp0"] == ActorPlacement(0, 0.4, 0.4)
+    assert plan.placements["student-dp0-tp0"].num_gpus == plan.placements["t1/dp0-tp0"].num_gpus == 0.3
+    assert plan.placements["student-dp0-tp0"].gpu_memory == pytest.approx(0.45)
+    assert plan.placements["t1/dp0-tp0"].gpu_memory == pytest.approx(0.15)
+    smaller = place_actors(in_vllm(gpu_share=0.1), gpus=1).placements
+    assert smaller["t0/dp0-tp0"].gpu_memory == 0.1
+    assert smaller["student-dp0-tp0"].gpu_memory == pytest.approx(0.45)
+
+
+def test_an_engine_alone_on_a_gpu_has_all_of_it():
+    for settings in (in_vllm("disaggregated"), in_vllm(student=(1, 1), teachers=((2, 1), (1, 1)))):
+        plan = place_actors(settings, gpus=4)
+        assert plan.placements[actor_names(settings)[1]["t0"][-1]].gpu_memory == 1.0
+    on_cpus = place_actors(in_vllm(teachers=((1, 2), (1, 1))), gpus=0)
+    assert {place.gpu_memory for place in on_cpus.placements.values()} == {1.0}
+    assert all("GPU" not in bundle for bundle in on_cpus.bundles)
+
+
+def test_an_engine_that_takes_the_whole_gpu_is_refused():
+    with pytest.raises(ConfigError, match=r"^teachers\[\]\.gpu_share: .* got t0/dp0-tp0 with 1 of one GPU; lower it"):
+        place_actors(in_vllm(gpu_share=1.0), gpus=1)
+
+
+def test_an_engine_and_an_evaluator_share_one_gpu():
+    settings = in_vllm()
+    settings.evaluate.suites = ["mmlu"]
+    placements = place_actors(settings, gpus=1).placements
+    assert placements[EVALUATOR].num_gpus == 0.2
+    assert placements["student-dp0-tp0"].gpu_memory == pytest.approx(0.2)
+    split = in_vllm(teachers=((1, 2), (1, 1)))
+    split.evaluate.suites = ["mmlu"]
+    placements = place_actors(split, gpus=3).placements
+    assert placements[EVALUATOR].bundle == placements["student-dp0-tp0"].bundle
+    assert place_actors(split, gpus=4).placements[EVALUATOR].num_gpus == 1.0

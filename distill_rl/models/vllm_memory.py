@@ -34,12 +34,13 @@ def free_memory(gpus: int) -> list[tuple[int, int]]:
         raise ConfigError("backend vllm", rule, lines[-1] if lines else "nothing", remedy) from error
 
 
-def require_room(share: float, memory: Sequence[tuple[int, int]]) -> None:
+def require_room(share: float, memory: Sequence[tuple[int, int]], remedy: str) -> None:
     """Checks, as vLLM will at its start, that `share` of each GPU's total memory is free.
 
     Args:
         share: vLLM's `gpu_memory_utilization`, a fraction.
         memory: (free, total) bytes of each GPU.
+        remedy: which setting to lower, for the message.
 
     Raises:
         GpuMemoryError: a GPU has less free memory; the first one is named.
@@ -48,7 +49,5 @@ def require_room(share: float, memory: Sequence[tuple[int, int]]) -> None:
         if free < share * total:
             raise GpuMemoryError(
                 f"backend vllm, GPU {index}", f"{gib(share * total)} of its {gib(total)} must be free",
-                f"{gib(free)} free",
-                "lower evaluate.gpu_share (of `distill-rl eval`: raise --gpus-per-shard, or lower --shards), end other "
-                "processes on that GPU, or take the backend hf",
+                f"{gib(free)} free", f"{remedy}, end other processes on that GPU, or take the backend hf",
             )  # fmt: skip

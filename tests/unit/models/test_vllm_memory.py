@@ -6,22 +6,22 @@ import pytest
 import torch
 
 from distill_rl.errors import ConfigError, GpuMemoryError
-from distill_rl.evals.backends.vllm_memory import free_memory, require_room
+from distill_rl.models.vllm_memory import free_memory, require_room
 
 GIB = 2**30
 
 
 def test_share_that_is_free_on_every_gpu_is_accepted() -> None:
-    require_room(0.25, [(20 * GIB, 80 * GIB), (79 * GIB, 80 * GIB)])
+    require_room(0.25, [(20 * GIB, 80 * GIB), (79 * GIB, 80 * GIB)], "lower it")
     with pytest.raises(GpuMemoryError):
-        require_room(0.25, [(20 * GIB - 1, 80 * GIB), (79 * GIB, 80 * GIB)])
+        require_room(0.25, [(20 * GIB - 1, 80 * GIB), (79 * GIB, 80 * GIB)], "lower it")
 
 
 def test_gpu_with_too_little_free_memory_is_reported() -> None:
     with pytest.raises(GpuMemoryError) as caught:
-        require_room(0.25, [(30 * GIB, 80 * GIB), (19 * GIB, 80 * GIB)])
+        require_room(0.25, [(30 * GIB, 80 * GIB), (19 * GIB, 80 * GIB)], "lower it")
     assert str(caught.value).startswith(
-        "backend vllm, GPU 1: 20.00 GiB of its 80.00 GiB must be free; got 19.00 GiB free; lower evaluate.gpu_share"
+        "backend vllm, GPU 1: 20.00 GiB of its 80.00 GiB must be free; got 19.00 GiB free; lower it, end other processes"
     )
 
 
