@@ -20,6 +20,7 @@ from distill_rl.config.facts import (
 from distill_rl.config.memory import ITEM_SIZE, WorkerMemory, target_bytes_per_token, worker_memory
 from distill_rl.config.schema import Config, CrossTokenizerLoss, ScheduleConfig, TeacherConfig
 from distill_rl.errors import ConfigError, problem
+from distill_rl.system.redact import in_text
 
 GIB = 2**30
 
@@ -218,7 +219,7 @@ def _teacher_sizes(config: Config, teacher: TeacherConfig, known: TeacherFacts, 
     num_ids, model = known.vocabulary_size or facts.vocabulary_size, known.model
     dtype: str = teacher.wire_dtype
     if dtype == "auto":
-        dtype = "fp16" if facts.gpus else "fp32"
+        dtype = "fp16" if facts.gpus and teacher.backend != "endpoint" else "fp32"
     if teacher.export == "logits":
         entries = model.vocabulary_columns if model else num_ids or 0
     elif teacher.export == "hidden":
@@ -352,9 +353,11 @@ def _world(config: Config, gpus: int, cpus: int) -> dict[str, str]:
             sharded = parallel.dp // parallel.replicas * parallel.tp
             world[name] += f", {parallel.replicas} replicas over {sharded} each"
     for teacher in running_teachers(config):
-        if not runs_model(teacher):
-            readers = _processes(teacher.parallel.dp)
-            world[teacher.name] = f"{readers} to read {teacher.store}"
+        clients = _processes(teacher.parallel.dp)
+        if teacher.backend == "endpoint":
+            world[teacher.name] = f"{clients} to ask {', '.join(map(in_text, teacher.url))}"
+        elif not runs_model(teacher):
+            world[teacher.name] = f"{clients} to read {teacher.store}"
     if config.aligner.workers is not None:
         reason = "as configured"
     elif config.ray.address is None:

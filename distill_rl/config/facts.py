@@ -151,8 +151,13 @@ def running_teachers(config: Config) -> list[TeacherConfig]:
 
 
 def runs_model(teacher: TeacherConfig) -> bool:
-    """Whether the run loads this teacher's model: not if all of its targets are read from a store."""
-    return teacher.backend != "store" or teacher.missing == "live"
+    """Whether the run loads this teacher's model: not if all of its targets are read from a store, or a server has it."""
+    return teacher.backend != "endpoint" and not only_reads(teacher)
+
+
+def only_reads(teacher: TeacherConfig) -> bool:
+    """Whether all targets of this teacher are read from a store."""
+    return teacher.backend == "store" and teacher.missing != "live"
 
 
 def without_student(config: Config) -> Config:

@@ -1,27 +1,41 @@
-"""What gives a teacher's targets: the model itself, a store, or both."""
+"""What gives a teacher's targets: the model itself, a server, a store, or a store and one of the others."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from distill_rl.config.facts import runs_model, targets_store
+from distill_rl.config.facts import only_reads, targets_store
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.parallel.mesh import World
 from distill_rl.store.store import Store
 from distill_rl.store.writer import StoreWriter
 from distill_rl.teacher.backends.base import TeacherBackend
+from distill_rl.teacher.backends.endpoint.token import token_of
 from distill_rl.teacher.backends.store import StoredTeacher
 from distill_rl.teacher.engine import TeacherEngine
 
 
-def build_teacher(config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int) -> TeacherBackend:
+def build_teacher(
+    config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int, token: str | None = None
+) -> TeacherBackend:
     """What gives the targets on one rank of a teacher; arguments as of `TeacherEngine`.
 
+    Args:
+        token: of the teacher's server; None: that of the environment, if `teachers[].token_env` is set.
+
     Raises:
-        ConfigError: as for `TeacherEngine`.
+        ConfigError: as for `TeacherEngine`, or a server's address cannot be used.
         StoreError: the store cannot be opened.
     """
-    live = TeacherEngine(config, teacher, world, vocabulary_size=vocabulary_size) if runs_model(teacher) else None
+    live: TeacherBackend | None = None
+    if teacher.backend == "endpoint":
+        from distill_rl.teacher.backends.endpoint.scorer import EndpointScorer
+        from distill_rl.teacher.backends.scored import ScoredTeacher
+
+        scorer = EndpointScorer(teacher, token_of(teacher) if token is None else token)
+        live = ScoredTeacher(config, teacher, world, vocabulary_size=vocabulary_size, scorer=scorer)
+    elif not only_reads(teacher):
+        live = TeacherEngine(config, teacher, world, vocabulary_size=vocabulary_size)
     folder = targets_store(teacher)
     if folder is None:
         assert live is not None

@@ -24,6 +24,7 @@ from distill_rl.preflight.stores.make import make_stores
 from distill_rl.system.environment import environment
 from distill_rl.system.files import write_json
 from distill_rl.system.signals import Signals
+from distill_rl.teacher.backends.endpoint.token import token_of
 from distill_rl.workers.actors.aligner import AlignerWorker
 from distill_rl.workers.actors.evaluator import EvalWorker
 from distill_rl.workers.actors.student import StudentWorker
@@ -227,15 +228,15 @@ def _create(
     if student_names:
         arguments = config, total_steps, job.cross_tokenizer_specs, job.facts.vocabulary_size, threads
         student = group(StudentWorker, student_names, *arguments)
-    teachers = [
-        (teacher, group(TeacherWorker, teacher_names[teacher.name], config, teacher, known.vocabulary_size, threads))
-        for teacher, known in job.facts.by_teacher(config)
-    ]
+    teachers = []
+    for teacher, known in job.facts.by_teacher(config):
+        settings = config, teacher, known.vocabulary_size, threads, token_of(teacher)
+        teachers.append((teacher, group(TeacherWorker, teacher_names[teacher.name], *settings)))
     aligners = group(AlignerWorker, aligner_names, *_aligner_arguments(job))
     evaluator = None
     if ranks := evaluators(config):
-        settings = ranks, threads, config.evaluate.timeout_s, config.run.name
-        evaluator = group(EvalWorker, evaluator_names(EVALUATOR, ranks), *settings)
+        evaluation = ranks, threads, config.evaluate.timeout_s, config.run.name
+        evaluator = group(EvalWorker, evaluator_names(EVALUATOR, ranks), *evaluation)
     return _Actors(student, teachers, aligners, evaluator)
 
 

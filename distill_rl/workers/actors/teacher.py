@@ -54,11 +54,25 @@ class Published:
 
 
 class TeacherWorker(RankWorker):
-    """One rank of one replica. `rank` counts over all replicas; each replica is a separate process group."""
+    """One rank of one replica. `rank` counts over all replicas; each replica is a separate process group.
 
-    def __init__(self, rank: int, config: Config, teacher: TeacherConfig, vocabulary_size: int, threads: int):
+    Args:
+        token: of the teacher's server; None: it has none. It comes as an argument because actors do not see secrets of
+            the driver's environment.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        config: Config,
+        teacher: TeacherConfig,
+        vocabulary_size: int,
+        threads: int,
+        token: str | None = None,
+    ):
         super().__init__(config, threads)
         self._rank, self._teacher, self._vocabulary_size = rank, teacher, vocabulary_size
+        self._token = token
         self._gauges = Gauges(config.run.name)
 
     def start(self, host: str, port: int, gpu_memory: float = 1.0) -> None:
@@ -74,7 +88,9 @@ class TeacherWorker(RankWorker):
 
         tp = self._teacher.parallel.tp
         world = self._join(self._rank % tp, ParallelConfig(dp=1, tp=tp), host, port, gpu_memory)
-        self._engine = build_teacher(self._config, self._teacher, world, vocabulary_size=self._vocabulary_size)
+        self._engine = build_teacher(
+            self._config, self._teacher, world, vocabulary_size=self._vocabulary_size, token=self._token
+        )
 
     @reporting
     def open_ring(
