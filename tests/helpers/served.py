@@ -95,8 +95,7 @@ class StandIn:
         class Handler(_Handler):
             owner = stand_in
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", port), Handler)
         scheme = "http"
         if tls is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -114,6 +113,7 @@ class StandIn:
     def __exit__(self, *_: object) -> None:
         self.stopping.set()
         self._server.shutdown()
+        self._server.end_connections()
         self._server.server_close()
         self._thread.join(10)
 
@@ -142,6 +142,32 @@ class StandIn:
             scaled = logprobs.astype(np.float64) / temperature
             return (scaled - np.log(np.exp(scaled).sum(1, keepdims=True))).astype(np.float32)
         return logprobs
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._open = set[socket.socket]()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.discard(request)
+        super().shutdown_request(request)
+
+    def end_connections(self) -> None:
+        """As the end of a process does; their threads would go on answering."""
+        for connection in list(self._open):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, *_: Any) -> None:
+        """Says nothing: clients that end their connections are part of the tests."""
 
 
 class _Handler(BaseHTTPRequestHandler):

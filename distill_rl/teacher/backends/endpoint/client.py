@@ -202,6 +202,11 @@ class Client:
                     if errors >= _SERVER_ERRORS:
                         raise self._no_answer(f"{last} ({errors} times)") from None
 
+    def verify_again(self) -> None:
+        """Makes `verify` look at every server before its next request."""
+        for server in self.servers:
+            server.verified = False
+
     def close(self) -> None:
         """Ends all waiting, and closes the connections that are not in use; does nothing the second time."""
         with self._free:

@@ -30,6 +30,8 @@ class Dialect(Protocol):
 
     path: str
     """Of scoring requests."""
+    names_model: bool
+    """Whether every answer names its model."""
 
     def request(self, model: str, prompt: Sequence[int], k: int, **changes: Any) -> bytes:
         """The body of a request for the log-probs of a prompt's tokens and of the k most likely ones at each position.
@@ -70,7 +72,7 @@ class Vllm:
     The log-probs are the model's own, at temperature 1: sampling parameters do not act on prompts.
     """
 
-    path = "/v1/completions"
+    path, names_model = "/v1/completions", True
 
     def __init__(self) -> None:
         self._decoder = msgspec.json.Decoder(_VllmAnswer)
@@ -106,9 +108,9 @@ class _SglangAnswer(msgspec.Struct):
 
 
 class Sglang:
-    """SGLang's own interface, /generate. Its answers do not name the model, so /v1/models is asked after every failure."""
+    """SGLang's own interface, /generate. Its answers do not name the model, so that /v1/models is asked before every batch."""
 
-    path = "/generate"
+    path, names_model = "/generate", False
 
     def __init__(self) -> None:
         self._decoder = msgspec.json.Decoder(_SglangAnswer)
@@ -155,7 +157,7 @@ class OpenAi:
     One token is generated, because many servers refuse to generate none; its log-probs are ignored.
     """
 
-    path = "/v1/completions"
+    path, names_model = "/v1/completions", True
 
     def __init__(self) -> None:
         self._decoder = msgspec.json.Decoder(_OpenAiAnswer)

@@ -57,6 +57,8 @@ class EndpointScorer:
             NumericsError: an answer has log-probs that are none.
         """
         self._start(len(prompts))
+        if not self._dialect.names_model:  # another one may have been started since the last batch
+            self.client.verify_again()
         done: queue.SimpleQueue[tuple[int, Scores | BaseException]] = queue.SimpleQueue()
         abandoned = threading.Event()
         for i, prompt in enumerate(prompts):
