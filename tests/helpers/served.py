@@ -181,6 +181,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         settings = self.owner.settings
+        if self.path == "/health":
+            self._send(200, b"")
+            return
         if not self._admitted():
             return
         if self.path != "/v1/models":
