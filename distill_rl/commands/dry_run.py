@@ -48,7 +48,7 @@ def write_batch_script(
     """
     setup_console()
     # With an address, this machine's own GPUs and cores are not checked. The job replaces it by its cluster's address.
-    checked = gather(path, [*overrides, "ray.address=auto"], change=change, trains=store is None)
+    checked = gather(path, [*overrides, "ray.address=auto"], change=change, trains=store is None, ask=False)
     if gpus_per_node < 0:
         error = ConfigError("--gpus-per-node", "must be 0 or more", gpus_per_node, "0: nodes without GPUs")
         checked.problems.append(str(error))

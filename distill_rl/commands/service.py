@@ -50,7 +50,7 @@ def submit(path: str, overrides: Sequence[str], *, address: str | None, python: 
         WorkerError: the cluster cannot carry out the request.
     """
     setup_console()
-    checked = gather(path, [*overrides, "ray.address=auto"], clean=False)
+    checked = gather(path, [*overrides, "ray.address=auto"], clean=False, ask=False)
     config = absolute(checked.require_valid(_cluster_problems))
     service = _service(address)
     name = config.run.name

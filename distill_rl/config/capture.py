@@ -54,6 +54,10 @@ def _student(config: Config, problems: list[str]) -> StudentConfig:
         return config.student
     problems[:] = [line for line in problems if not line.startswith("student.model:")]
     teacher = config.teachers[0]
+    if teacher.backend == "endpoint":
+        rule = "a server's model is not here, and rows are made for a student"
+        problems.append(problem("student.model", rule, "missing value", "name the student"))
+        return config.student
     if len(config.teachers) > 1:
         rule = "several teachers are captured together for the rows of a student"
         problems.append(

@@ -24,6 +24,7 @@ from distill_rl.config.facts import (
 from distill_rl.config.memory import ITEM_SIZE, WorkerMemory, target_bytes_per_token, worker_memory
 from distill_rl.config.schema import Config, CrossTokenizerLoss, ScheduleConfig, TeacherConfig
 from distill_rl.errors import ConfigError, problem
+from distill_rl.system.redact import in_text
 
 GIB = 2**30
 
@@ -366,9 +367,11 @@ def _world(config: Config, gpus: int, cpus: int) -> dict[str, str]:
             sharded = parallel.dp // parallel.replicas * parallel.tp
             world[name] += f", {parallel.replicas} replicas over {sharded} each"
     for teacher in running_teachers(config):
-        if not runs_model(teacher):
-            readers = _processes(teacher.parallel.dp)
-            world[teacher.name] = f"{readers} to read {teacher.store}"
+        clients = _processes(teacher.parallel.dp)
+        if teacher.backend == "endpoint":
+            world[teacher.name] = f"{clients} to ask {', '.join(map(in_text, teacher.url))}"
+        elif not runs_model(teacher):
+            world[teacher.name] = f"{clients} to read {teacher.store}"
         elif teacher.backend == "vllm":
             world[teacher.name] = _engines(config, teacher, gpus)
     if config.aligner.workers is not None:

@@ -159,8 +159,13 @@ def is_chosen_by_row(teacher: TeacherConfig) -> bool:
 
 
 def runs_model(teacher: TeacherConfig) -> bool:
-    """Whether the run loads this teacher's model: not if all of its targets are read from a store."""
-    return teacher.backend != "store" or teacher.missing == "live"
+    """Whether the run loads this teacher's model: not if all of its targets are read from a store, or a server has it."""
+    return teacher.backend != "endpoint" and not only_reads(teacher)
+
+
+def only_reads(teacher: TeacherConfig) -> bool:
+    """Whether all targets of this teacher are read from a store."""
+    return teacher.backend == "store" and teacher.missing != "live"
 
 
 def ranks_per_replica(teacher: TeacherConfig) -> int:

@@ -7,7 +7,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
 
-from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
+from distill_rl.config.schema import MISSING, Config, StudentConfig, TeacherConfig
 
 _Text = TypeVar("_Text", str, str | None)
 
@@ -28,10 +28,13 @@ def absolute(config: Config) -> Config:
 
 
 def described_by(model: StudentConfig | TeacherConfig) -> tuple[str, str | None]:
-    """Where config and tokenizer of a model are, and the revision: those of a teacher that only reads a store are there.
+    """Where config and tokenizer of a model are, and the revision.
 
-    So a machine that trains need not have the teacher, whatever `model` says.
+    Those of a teacher that only reads a store are in the store, and of one that a server runs there is the tokenizer
+    alone. So a machine that trains need not have the teacher, whatever `model` says.
     """
+    if isinstance(model, TeacherConfig) and model.backend == "endpoint":
+        return model.tokenizer or MISSING, None
     if isinstance(model, TeacherConfig) and model.backend == "store" and model.missing != "live" and model.store:
         return teacher_folder(model.store), None
     return model.model, model.revision
@@ -47,8 +50,11 @@ def replace_paths(config: Config, change: Callable[[str, Any], Any]) -> None:
     models: dict[str, StudentConfig | TeacherConfig] = {"student": config.student}
     models |= {f"teachers.{i}": teacher for i, teacher in enumerate(config.teachers)}
     for key, model in models.items():
-        model.model, model.tokenizer = change(f"{key}.model", model.model), change(f"{key}.tokenizer", model.tokenizer)
+        if not (isinstance(model, TeacherConfig) and model.backend == "endpoint"):  # its model is a name
+            model.model = change(f"{key}.model", model.model)
+        model.tokenizer = change(f"{key}.tokenizer", model.tokenizer)
     for i, teacher in enumerate(config.teachers):
+        teacher.ca_file = change(f"teachers.{i}.ca_file", teacher.ca_file)
         teacher.store = change(f"teachers.{i}.store", teacher.store)
         teacher.cache = change(f"teachers.{i}.cache", teacher.cache)
     config.data.path = change("data.path", config.data.path)

@@ -75,6 +75,8 @@ def decisive(config: Config) -> dict[str, Any]:
         if teacher["backend"] == "store":  # a store may be copied; the fingerprint of its teacher is compared
             del teacher["model"]
         del teacher["micro_batch_size"], teacher["attention"], teacher["backend"], teacher["store"], teacher["cache"]
+        for key in ("url", "api", "token_env", "ca_file", "concurrency", "request_timeout_s", "retry_s"):
+            del teacher[key]  # a server may move
         if teacher["missing"] != "skip":  # which documents are trained on
             del teacher["missing"]
         if teacher["weight_column"] is None:  # an empty `where` has no leaf either

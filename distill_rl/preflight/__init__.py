@@ -23,6 +23,7 @@ from distill_rl.models.files.facts import gpu_bytes, visible_gpus
 from distill_rl.preflight import run_directory
 from distill_rl.preflight.attention import attention_problems, class_problems, packing_notes, width_problems
 from distill_rl.preflight.data import data_facts
+from distill_rl.preflight.endpoints import check_endpoints
 from distill_rl.preflight.machine import (
     backend_problems,
     extra_problems,
@@ -81,6 +82,7 @@ def gather(
     say: Callable[[str], None] = lambda _: None,
     change: Callable[[Config, list[str]], Config] = lambda config, _: config,
     trains: bool = True,
+    ask: bool = True,
 ) -> Checked:
     """Reads, validates and inspects a configuration and the run directory, so that a user sees every problem at once.
 
@@ -94,20 +96,25 @@ def gather(
         download, say: as for `inspect`.
         change: what a command makes of the settings before they are checked; it may add and remove problems, which are
             lines.
-        trains: as for `inspect`.
+        trains, ask: as for `inspect`.
     """
     config, invalid = read_config(source, overrides, settings)
     if config is None:
         return Checked(None, invalid.lines, [], Facts())
     config = change(config, invalid.lines)
-    inspected = inspect(config, download=download, say=say, trains=trains)
+    inspected = inspect(config, download=download, say=say, trains=trains, ask=ask)
     later = [*validate.problems(config), *inspected.problems, *run_directory.problems(config, clean=clean)]
     lines = invalid.lines + [text for text in later if text.partition(":")[0] not in invalid.keys]
     return replace(inspected, problems=list(dict.fromkeys(lines)))
 
 
 def inspect(
-    config: Config, *, download: bool = True, say: Callable[[str], None] = lambda _: None, trains: bool = True
+    config: Config,
+    *,
+    download: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+    trains: bool = True,
+    ask: bool = True,
 ) -> Checked:
     """Opens the models, tokenizers, data and suites of a configuration, and compares them with it and this machine.
 
@@ -119,6 +126,7 @@ def inspect(
             existence is checked, of the latter the first rows, and nothing is written.
         say: called with a line before data are converted or counted.
         trains: False: no student is started, which then takes no GPU, memory or disk.
+        ask: ask the servers of teachers with backend endpoint; False: they need not run yet.
     """
     findings = Findings()
     problems = findings.problems
@@ -139,6 +147,7 @@ def inspect(
         gpus=visible_gpus(),
         cpus=len(os.sched_getaffinity(0)),
     )
+    check_endpoints(config, teachers, findings.documents, findings, ask=ask)
     check_suites(config, student, teachers, findings)
     problems += unmeasured(config, facts) if config.checkpoint.keep_best else ()
     problems += extra_problems(config)

@@ -85,6 +85,7 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
         check_labels(config, main, training.kind, documents, student, findings)
         if validation is not None:
             check_labels(config, "data.validation", training.kind, held_out, student, findings)
+    findings.documents = documents
     if not problems:
         check_alignment(config, documents, student, teachers, findings)
     if not any(text.startswith(("data.", "student")) for text in problems) and not validate.problems(config):

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.config.derive import cross_tokenizer_loss
-from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts, running_teachers, runs_model, splits_documents
+from distill_rl.config.facts import (
+    Facts,
+    ModelFacts,
+    TeacherFacts,
+    only_reads,
+    running_teachers,
+    runs_model,
+    splits_documents,
+)
 from distill_rl.config.paths import described_by
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan, pad_id
@@ -24,7 +32,7 @@ from distill_rl.errors import ConfigError
 from distill_rl.models.files.facts import fingerprint_model, read_model_facts
 from distill_rl.models.hub import read_config, resolve, stops_of, tokenizer_hash, tokenizer_of, vocabulary_size
 from distill_rl.preflight.shared_vocabulary import SharedVocabulary, shared_vocabulary
-from distill_rl.store.manifest import read_manifest
+from distill_rl.store.manifest import read_manifest, served_identity
 from distill_rl.system.files import sha256
 from distill_rl.types import CrossTokenizerSpec, RunPaths
 
@@ -189,7 +197,7 @@ def _cross_tokenizer_spec(
 
     folder = Path(config.run.dir).expanduser().absolute() / ".projections"
     student_columns = read_config(config.student.model, config.student.revision).vocab_size
-    teacher_columns = read_config(*described_by(teacher), quantized=_in_vllm(teacher)).vocab_size
+    teacher_columns = _columns(teacher, teacher_tokenizer)
     try:
         path = cached_projection(
             folder,
@@ -205,6 +213,14 @@ def _cross_tokenizer_spec(
         raise ConfigError(
             f"teacher {teacher.name}", "must have a projection from the student's vocabulary", str(error)
         ) from error
+
+
+def _columns(teacher: TeacherConfig, tokenizer: Any) -> int:
+    """Columns of a teacher's output layer; of a served one, whose layer nobody here knows, the ids of its tokenizer."""
+    path, revision = described_by(teacher)
+    if teacher.backend == "endpoint" or not (resolve(path, revision) / "config.json").is_file():
+        return vocabulary_size(tokenizer)
+    return read_config(path, revision).vocab_size
 
 
 def _pair_fingerprints(config: Config, crossing: Sequence[tuple[str, Any, CrossTokenizerSpec]]) -> dict[str, str]:
@@ -235,8 +251,10 @@ def _template_fingerprints(source: Source | Mixture, tokenizers: Mapping[str, An
 
 
 def _weights(teacher: TeacherConfig) -> str:
-    """The hash of a teacher's weights, from its model or, if that does not run, from its store."""
-    if not runs_model(teacher):
+    """The hash of a teacher's weights, from its model or, if that does not run, from its store; its name if it is served."""
+    if teacher.backend == "endpoint":
+        return served_identity(teacher)
+    if only_reads(teacher):
         assert teacher.store is not None
         return read_manifest(Path(teacher.store)).weights
     return fingerprint_model(resolve(teacher.model, teacher.revision, weights=True))

@@ -12,6 +12,7 @@ from distill_rl.config.paths import described_by, teacher_folder
 from distill_rl.config.reading.walk import MISSING
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.errors import DistillError, first_line, problem
+from distill_rl.store.manifest import TEACHER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,6 +60,8 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     unreachable: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    documents: list[Any] = field(default_factory=list)
+    """A sample of the training documents, for later checks; empty if they could not be read."""
 
     def attempt(self, key: str, read: Callable[[], Any], *, let_pass: type[Exception] | tuple[()] = ()) -> Any:
         """The result of `read`, or None with its error added to `problems`.
@@ -107,6 +110,9 @@ def _open(opened: Opened, findings: Findings) -> None:
 
     key, model = opened.key, opened.settings
     path, revision = described_by(model)
+    if isinstance(model, TeacherConfig) and (model.backend == "endpoint" or _holds_a_tokenizer_only(opened)):
+        _open_tokenizer_only(path, opened, findings)
+        return
     folder = _folder(f"{key}.model", path, revision, findings)
     if folder is not None:
         needed = Path(path).expanduser().is_dir() and not _only_described(model)
@@ -117,6 +123,23 @@ def _open(opened: Opened, findings: Findings) -> None:
         folder = _folder(f"{key}.tokenizer", model.tokenizer, None, findings)
     if folder is not None:
         _open_tokenizer(f"{key}.tokenizer", folder, opened, findings)
+
+
+def _holds_a_tokenizer_only(opened: Opened) -> bool:
+    """Whether the store of a teacher was filled by a server, of whose model only the tokenizer is known."""
+    return opened.store is not None and not (opened.store.folder / TEACHER / "config.json").is_file()
+
+
+def _open_tokenizer_only(path: str, opened: Opened, findings: Findings) -> None:
+    """Fills what a tokenizer's folder says of a model that does not run here: all but its configuration and sizes."""
+    from distill_rl.models.hub import configured_stops
+
+    key = f"{opened.key}.tokenizer"
+    folder = _folder(key, path, None, findings)
+    if folder is not None:
+        opened.folder = folder
+        opened.stops = findings.attempt(key, lambda: configured_stops(folder)) or ()
+        _open_tokenizer(key, folder, opened, findings)
 
 
 def _only_described(model: StudentConfig | TeacherConfig) -> bool:

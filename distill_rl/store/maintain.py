@@ -14,6 +14,7 @@ from distill_rl.errors import StoreError, first_line
 from distill_rl.store.formats import decoded
 from distill_rl.store.manifest import (
     FILE,
+    SERVED,
     TEACHER,
     Manifest,
     describe_teacher,
@@ -46,7 +47,10 @@ def info(folder: Path) -> Iterator[str]:
     store = Store(folder)
     manifest, tokens = store.manifest, sum(shard.num_tokens for shard in store.shards)
     revision = f" at {manifest.revision}" if manifest.revision else ""
-    yield f"teacher    {manifest.model}{revision}, weights {manifest.weights[:12]}, tokenizer {manifest.tokenizer[:12]}"
+    weights = f"weights {manifest.weights[:12]}"
+    if manifest.dtype == SERVED:
+        weights = f"{manifest.weights}, weights not known"
+    yield f"teacher    {manifest.model}{revision}, {weights}, tokenizer {manifest.tokenizer[:12]}"
     what = {"topk": f"top {manifest.entries}", "sampled": f"{manifest.entries} draws"}[manifest.kind]
     yield (
         f"targets    {what} of {manifest.vocabulary_size:,} ids at temperature {manifest.temperature:g}, "

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import StoreError, first_line
 from distill_rl.system import ownership
 from distill_rl.system.files import sha256, write_json
@@ -35,12 +36,12 @@ class Manifest:
     wire_dtype: str
     """Of the log-probs: fp32, fp16 or bf16."""
     dtype: str
-    """In which the teacher was run."""
+    """In which the teacher was run; `served` if a server ran it, which does not say."""
     model: str
     """Name or folder of the teacher when it was captured; for people."""
     revision: str | None
     weights: str
-    """sha256 over config and weights (`models.files.facts.fingerprint_model`)."""
+    """sha256 over config and weights (`models.files.facts.fingerprint_model`), or `served_identity`."""
     tokenizer: str
     """sha256 over what determines a text's ids (`models.hub.tokenizer_hash`)."""
     vocabulary_size: int
@@ -78,6 +79,18 @@ def _short(value: Any) -> Any:
     if value is None:
         return "null"
     return value[:12] if isinstance(value, str) and len(value) == 64 else value
+
+
+SERVED = "served"
+"""`Manifest.dtype` of a teacher that a server ran, and how its `weights` begin."""
+
+
+def served_identity(teacher: TeacherConfig) -> str:
+    """What stands in place of the weights' hash for a teacher that a server runs: its name there and the interface.
+
+    It does not tell two models apart that are served under one name.
+    """
+    return f"{SERVED} as {teacher.model} by {teacher.api}"
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

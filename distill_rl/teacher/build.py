@@ -1,17 +1,19 @@
-"""What gives a teacher's targets: the model itself, in this process or in vLLM, a store, or both."""
+"""What gives a teacher's targets: the model itself, in this process or in vLLM, a server, a store, or a store and one of
+the others."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from distill_rl.config.facts import is_chosen_by_row, runs_model, targets_store
+from distill_rl.config.facts import is_chosen_by_row, only_reads, targets_store
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.parallel.mesh import World
 from distill_rl.store.store import Store
 from distill_rl.store.writer import StoreWriter
 from distill_rl.teacher.backends.base import TeacherBackend
+from distill_rl.teacher.backends.endpoint.token import token_of
 from distill_rl.teacher.backends.routed import RoutedTeacher
-from distill_rl.teacher.backends.scored import ScoredTeacher
+from distill_rl.teacher.backends.scored import PromptScorer, ScoredTeacher
 from distill_rl.teacher.backends.store import StoredTeacher
 from distill_rl.teacher.engine import TeacherEngine
 
@@ -24,38 +26,40 @@ def build_teacher(
     vocabulary_size: int,
     gpu_share: float = 1.0,
     threads: int = 0,
+    token: str | None = None,
 ) -> TeacherBackend:
     """What gives the targets on one rank of a teacher; arguments as of `TeacherEngine`.
 
     Args:
         gpu_share, threads: as of `VllmScorer`.
+        token: of the teacher's server; None: that of the environment, if `teachers[].token_env` is set.
 
     Raises:
-        ConfigError: as for `TeacherEngine` or `VllmScorer`.
+        ConfigError: as for `TeacherEngine` or `VllmScorer`, or a server's address cannot be used.
         GpuMemoryError: as for `VllmScorer`.
         StoreError: the store cannot be opened.
     """
-    live = _live(config, teacher, world, vocabulary_size, gpu_share, threads)
+
+    def scored(scorer: PromptScorer) -> TeacherBackend:
+        return ScoredTeacher(config, teacher, world, vocabulary_size=vocabulary_size, scorer=scorer)
+
+    live: TeacherBackend | None = None
+    if teacher.backend == "vllm":
+        from distill_rl.teacher.backends.vllm import VllmScorer
+
+        live = scored(VllmScorer(config, teacher, gpu_share=gpu_share, threads=threads))
+    elif teacher.backend == "endpoint":
+        from distill_rl.teacher.backends.endpoint.scorer import EndpointScorer
+
+        live = scored(EndpointScorer(teacher, token_of(teacher) if token is None else token))
+    elif not only_reads(teacher):
+        live = TeacherEngine(config, teacher, world, vocabulary_size=vocabulary_size)
     backend = _with_store(config, teacher, world, live)
     return RoutedTeacher(backend) if is_chosen_by_row(teacher) else backend
 
 
-def _live(
-    config: Config, teacher: TeacherConfig, world: World, vocabulary_size: int, gpu_share: float, threads: int
-) -> TeacherBackend | None:
-    """What computes targets; None for a teacher that is only read from a store."""
-    if teacher.backend == "vllm":
-        from distill_rl.teacher.backends.vllm import VllmScorer
-
-        scorer = VllmScorer(config, teacher, gpu_share=gpu_share, threads=threads)
-        return ScoredTeacher(config, teacher, world, vocabulary_size=vocabulary_size, scorer=scorer)
-    if runs_model(teacher):
-        return TeacherEngine(config, teacher, world, vocabulary_size=vocabulary_size)
-    return None
-
-
 def _with_store(config: Config, teacher: TeacherConfig, world: World, live: TeacherBackend | None) -> TeacherBackend:
-    """Adds the store that targets are read from or written to."""
+    """What computes targets, with the store that they are read from or written to."""
     folder = targets_store(teacher)
     if folder is None:
         assert live is not None

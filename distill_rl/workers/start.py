@@ -24,6 +24,7 @@ from distill_rl.preflight.stores.make import make_stores
 from distill_rl.system.environment import environment
 from distill_rl.system.files import write_json
 from distill_rl.system.signals import Signals
+from distill_rl.teacher.backends.endpoint.token import token_of
 from distill_rl.workers.actors.aligner import AlignerWorker
 from distill_rl.workers.actors.evaluator import EvalWorker
 from distill_rl.workers.actors.student import StudentWorker
@@ -231,7 +232,7 @@ def _create(
     for teacher, known in job.facts.by_teacher(config):
         # A rank without a GPU cannot see what the others have.
         sent = replace(teacher, wire_dtype=wire_dtype(teacher, on_gpu=job.plan.on_gpu))
-        settings = config, sent, known.vocabulary_size, threads, job.plan.on_gpu
+        settings = config, sent, known.vocabulary_size, threads, job.plan.on_gpu, token_of(teacher)
         teachers.append((teacher, group(TeacherWorker, teacher_names[teacher.name], *settings)))
     aligners = group(AlignerWorker, aligner_names, *_aligner_arguments(job))
     evaluator = None

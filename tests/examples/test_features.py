@@ -12,6 +12,7 @@ from distill_rl.quickstart.material import make_material
 from distill_rl.quickstart.recipe import RECIPES
 from tests.helpers.command import distill_rl, series
 from tests.helpers.corpus import corpus_rows, write_corpus
+from tests.helpers.served import StandIn
 
 pytestmark = pytest.mark.cli
 
@@ -20,6 +21,7 @@ STEPS = 3
 ELSEWHERE = {
     "trackers": "tests/monitoring/test_trackers.py, where W&B and MLflow are installed",
     "served-vllm": "tests/vllm/test_teacher_runs.py, where vLLM is installed",
+    "endpoint": "test_a_served_teacher_teaches, with a server",
 }
 OVERRIDES = {
     "plain-text": ("data.path=corpus.jsonl",),
@@ -52,6 +54,20 @@ def test_a_feature_trains_and_exports(file, folder, cluster):
     run = folder / "runs" / file.stem
     assert [step for step, _ in series(run, "train/loss")] == list(range(1, STEPS + 1))
     assert (run / "export" / "model.safetensors").exists()
+
+
+def test_a_served_teacher_teaches(folder, cluster):
+    """The file as it is, but for the port: a server of the name and with the vocabulary that it expects."""
+    from distill_rl.models.hub import read_tokenizer, vocabulary_size
+
+    (file,) = [file for file in FILES if file.stem == "endpoint"]
+    (teacher,) = (folder / ".cache" / "quickstart").glob("seed-*/teacher")
+    settings = (f"train.steps={STEPS}", "schedule.warmup_steps=1", "evaluate.suites=[]")
+    with StandIn(model="sorter", vocabulary=vocabulary_size(read_tokenizer(teacher))) as server:
+        ended = distill_rl("train", "-c", file, *settings, f"teachers.0.url={server.url}", cwd=folder, cluster=cluster)
+        assert ended.code == 0, ended.err
+        assert server.seen.prompts
+    assert len(series(folder / "runs" / "endpoint", "train/loss")) == STEPS
 
 
 def test_files_that_run_elsewhere_exist():

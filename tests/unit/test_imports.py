@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "teacher": LIBRARY | {"store"},
     "student": LIBRARY,
     "evals": BASE | {"data", "models", "parallel", "observe"},
-    "preflight": BASE | {"config", "losses", "data", "models", "align", "transport", "evals", "store"},
+    "preflight": BASE | {"config", "losses", "data", "models", "align", "transport", "evals", "store", "teacher"},
     "workers": ENGINES | {"preflight", "evals", "store"},
     "run": ENGINES | {"workers", "preflight"},
     "verify": {"align", "losses"},

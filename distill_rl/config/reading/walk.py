@@ -157,6 +157,8 @@ def build(section: type, raw: Mapping[Any, Any], findings: Findings, path: str =
         key, kind = join(path, entry.name), hints(section)[entry.name]
         default = default_of(entry)
         value = raw.get(entry.name, default)
+        if entry.metadata.get("one") and isinstance(value, str):  # a list of one
+            value = [value]
         if value == MISSING and raw.get(entry.metadata.get("unless")):
             values[entry.name] = None
         elif isinstance(value, str) and value == MISSING:

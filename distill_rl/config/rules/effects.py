@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from distill_rl.config.derive import has_validation, suites_every
-from distill_rl.config.facts import TOKENS, UNKNOWN, Facts, comparisons, running_teachers, runs_model
+from distill_rl.config.facts import TOKENS, UNKNOWN, Facts, comparisons, only_reads, running_teachers, runs_model
 from distill_rl.config.reading.walk import as_yaml, default_of, leaves, pattern_of, values
 from distill_rl.config.schema import Config
 
@@ -164,14 +164,27 @@ TABLE: tuple[NoEffect, ...] = (
         "no teacher is read from a store",
     ),
     NoEffect(
-        ("teachers[].dtype", "teachers[].attention", "teachers[].wire_dtype", "teachers[].tokenizer"),
-        lambda run: bool(run.config.teachers) and not any(runs_model(teacher) for teacher in run.config.teachers),
+        ("teachers[].wire_dtype", "teachers[].tokenizer"),
+        lambda run: bool(run.config.teachers) and all(only_reads(teacher) for teacher in run.config.teachers),
         "all targets are read from stores, as they were captured",
     ),
     NoEffect(
+        ("teachers[].dtype", "teachers[].revision"),
+        lambda run: bool(run.config.teachers) and not any(runs_model(teacher) for teacher in run.config.teachers),
+        "the run loads no teacher's model: targets are read from stores, or come from a server",
+    ),
+    NoEffect(
         ("teachers[].attention",),
-        lambda run: bool(run.config.teachers) and all(t.backend in ("vllm", "store") for t in run.config.teachers),
-        "vLLM chooses its attention itself",
+        lambda run: (
+            bool(run.config.teachers)
+            and all(teacher.backend == "vllm" or not runs_model(teacher) for teacher in run.config.teachers)
+        ),
+        "no teacher runs in Transformers: vLLM and servers choose their attention themselves",
+    ),
+    NoEffect(
+        ("teachers[].concurrency", "teachers[].request_timeout_s", "teachers[].retry_s"),
+        lambda run: all(teacher.backend != "endpoint" for teacher in run.config.teachers),
+        "no teacher is behind a server (teachers[].backend: endpoint)",
     ),
     NoEffect(
         ("capture.mass",),

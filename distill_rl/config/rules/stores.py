@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from distill_rl.config.facts import runs_model, targets_store
+from distill_rl.config.facts import only_reads, runs_model, targets_store
 from distill_rl.config.paths import teacher_folder
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import problem
@@ -22,7 +22,7 @@ def store_problems(config: Config) -> Iterator[str]:
         rule = "every teacher needs a store of its own"
         yield problem("teachers", rule, ", ".join(folders), "name another folder for each of them")
     if config.evaluate.teachers and config.evaluate.suites and not all(map(runs_model, config.teachers)):
-        rule = "evaluates the teachers, and one of them is read from a store without its model"
+        rule = "evaluates the teachers, and the run does not load the model of one: it is read from a store, or served"
         yield problem("evaluate.teachers", rule, "true", "leave it out")
 
 
@@ -34,7 +34,7 @@ def _of_teacher(key: str, teacher: TeacherConfig) -> Iterator[str]:
         remedy = f"add {key}.backend=store to read from it, or use {key}.cache to fill it"
         yield problem(f"{key}.store", "is read with backend store only", teacher.store, remedy)
     if teacher.backend == "store" and teacher.cache is not None:
-        yield problem(f"{key}.cache", "is filled by a teacher that runs (backend hf)", teacher.cache, "leave it out")
+        yield problem(f"{key}.cache", "is filled by a teacher that computes", teacher.cache, "leave it out")
     if targets_store(teacher) is not None and teacher.export not in STORED:
         rule = f"a store holds {' or '.join(STORED)}, and this teacher exports {teacher.export}"
         name = "store" if teacher.backend == "store" else "cache"
@@ -42,7 +42,7 @@ def _of_teacher(key: str, teacher: TeacherConfig) -> Iterator[str]:
             f"set {key}.export=topk and a loss that works with it (docs/losses.md), or run the teacher without {name}"
         )
         yield problem(f"{key}.{name}", rule, targets_store(teacher), remedy)
-    if teacher.backend == "store" and not runs_model(teacher) and teacher.parallel.tp > 1:
+    if only_reads(teacher) and teacher.parallel.tp > 1:
         rule = "a store is read, and no model is divided"
         yield problem(f"{key}.parallel.tp", rule, teacher.parallel.tp, "leave it at 1; dp readers share the rows")
     if (

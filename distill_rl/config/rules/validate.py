@@ -19,6 +19,7 @@ from distill_rl.config.measured import acceptance_note, best_metrics, is_suite_s
 from distill_rl.config.reading.walk import leaves, pattern_of, values
 from distill_rl.config.rules.data import data_problems
 from distill_rl.config.rules.effects import no_effect
+from distill_rl.config.rules.endpoints import endpoint_problems
 from distill_rl.config.rules.engines import engine_problems
 from distill_rl.config.rules.routing import routing_problems
 from distill_rl.config.rules.stores import store_problems
@@ -49,6 +50,7 @@ def problems(config: Config) -> list[str]:
         *routing_problems(config),
         *store_problems(config),
         *engine_problems(config),
+        *endpoint_problems(config),
         *_aligner(config),
         *_optimizer(config),
         *_checkpoints(config),

@@ -71,9 +71,9 @@ class TeacherConfig:
     name: str = field(default="teacher", metadata=NOT_EMPTY)
     """Name of the teacher in logs, metrics and actor names; unique among the teachers."""
     model: str = field(default=MISSING, metadata=NOT_EMPTY | {"unless": "store"})
-    """Folder of a Hugging Face causal LM (safetensors), or its name on the hub. Not needed with backend store; if it is given, the store must be of this model."""
+    """Folder of a Hugging Face causal LM (safetensors), or its name on the hub. Not needed with backend store; if it is given, the store must be of this model. With backend endpoint: the name under which the server serves the model."""
     tokenizer: Optional[str] = None
-    """Folder or hub name of the tokenizer. null: the model's own."""
+    """Folder or hub name of the tokenizer. null: the model's own. Required with backend endpoint."""
     revision: Optional[str] = None
     """Revision of the model on the hub. null: the newest."""
     dtype: Literal["fp32", "bf16"] = "bf16"
@@ -95,16 +95,30 @@ class TeacherConfig:
     """Maximum number of tokens per row of a teacher with another tokenizer, at least data.max_length. Raise it for a tokenizer that needs more tokens than the student's: otherwise this teacher's rows are full before the student's. null: data.max_length."""
     attention: Attention = "auto"
     """Attention implementation. auto: on GPUs without masks, with the variable-length kernels of flash_attn (if it is installed) or of torch for packed rows, where the model supports them; otherwise sdpa, or eager for a model that caps attention scores. varlen: always the variable-length kernels, and an error where they cannot be used. sdpa, eager, flash_attention_2: the implementation of that name in transformers."""
-    backend: Literal["hf", "vllm", "store"] = "hf"
-    """Where the targets come from. hf: the teacher runs in transformers. vllm: it runs in vLLM, which needs the `vllm` extra, export topk and loss.temperature 1 (docs/teachers.md). store: they are read from a folder that `distill-rl capture` has filled (docs/store.md), and no teacher runs."""
+    backend: Literal["hf", "vllm", "endpoint", "store"] = "hf"
+    """Where the targets come from. hf: the teacher runs in transformers. vllm: it runs in vLLM, which needs the `vllm` extra, export topk and loss.temperature 1 (docs/teachers.md). endpoint: a server that runs already is asked for them over HTTP (docs/teachers.md). store: they are read from a folder that `distill-rl capture` has filled (docs/store.md), and no teacher runs."""
     gpu_share: Optional[float] = field(default=None, metadata=POSITIVE_FRACTION)
     """Fraction of the memory of each of its GPUs that a teacher with backend vllm may use. null: all of it, or 0.4 of a GPU that it shares with other ranks, which are limited to the rest."""
+    url: list[str] = field(default_factory=list, metadata={"one": True})
+    """Address of the server, for backend endpoint, such as http://host:8000. A list: servers of the same model, which share the work; while one of them does not answer, the others do its part."""
+    api: Optional[Literal["vllm", "sglang", "openai"]] = None
+    """Interface of the server, for backend endpoint. vllm, sglang: of these programs. openai: any server whose /v1/completions gives log-probs of the prompt (`echo`) with tokens as `token_id:N`."""
+    token_env: Optional[str] = field(default=None, metadata=NOT_EMPTY)
+    """Name of the environment variable that holds the server's token (API key), for backend endpoint: DISTILL_RL_TOKEN, or a name such as DISTILL_RL_BIG_TOKEN. null: none is sent."""
+    ca_file: Optional[str] = field(default=None, metadata=NOT_EMPTY)
+    """PEM file with the certificate authority of an https server, for backend endpoint. null: those that the machine trusts."""
+    concurrency: int = field(default=16, metadata=POSITIVE)
+    """Most documents for which one teacher process waits at each url at a time, for backend endpoint."""
+    request_timeout_s: float = field(default=120.0, metadata=POSITIVE)
+    """Seconds that one request to an endpoint may take."""
+    retry_s: float = field(default=300.0, metadata=NOT_NEGATIVE)
+    """Seconds for which a document's request to an endpoint is repeated while no server gives an answer, for instance because it restarts; then the run ends."""
     store: Optional[str] = field(default=None, metadata=NOT_EMPTY)
     """Folder of the store, for backend store."""
     missing: Literal["fail", "skip", "live"] = "fail"
     """What to do about documents that the store does not have, for backend store. fail: refuse to start. skip: train without them. live: run the teacher for the micro-batches that hold one, which needs its model."""
     cache: Optional[str] = field(default=None, metadata=NOT_EMPTY)
-    """Folder of a store that this run fills and reads: targets are computed the first time that a document comes, and read afterwards. Made if it does not exist. For a teacher that runs, with export topk or sampled."""
+    """Folder of a store that this run fills and reads: targets are computed the first time that a document comes, and read afterwards. Made if it does not exist. For export topk or sampled."""
     export: Literal["topk", "sampled", "hidden", "logits"] = "topk"
     """What the teacher sends to the student. topk: the log-probs of the loss.top_k most likely tokens. sampled: loss.draws tokens drawn from its distribution, which estimate forward_kl without bias. hidden: its last hidden states, from which the student computes all logits with a copy of the teacher's output layer. logits: all logits. The cross-tokenizer losses `xtoken`, `gold`, `hkl`, `uld` and `strict` need hidden or logits, `hybrid` and `alm` do not take sampled."""
     wire_dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"

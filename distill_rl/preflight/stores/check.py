@@ -19,7 +19,7 @@ from distill_rl.preflight.machine import size_text
 from distill_rl.preflight.opened import Findings, Opened
 from distill_rl.preflight.pairs import compared_ids
 from distill_rl.preflight.stores.make import manifest_of
-from distill_rl.store.manifest import FILE, SHARDS, Manifest, description_problems, read_manifest
+from distill_rl.store.manifest import FILE, SHARDS, Manifest, description_problems, read_manifest, served_identity
 from distill_rl.store.store import Store
 from distill_rl.system.files import size_of
 
@@ -120,12 +120,13 @@ def cache_problems(config: Config, teachers: Sequence[Opened], *, on_gpu: bool, 
         if opened.folder is None or opened.tokenizer_hash is None or opened.vocabulary_size is None:
             continue
         size = opened.vocabulary_size if opened.shared is None else opened.shared.size
+        served = settings.backend == "endpoint"
         try:
             there = read_manifest(Path(settings.cache))
             manifest = manifest_of(
                 config,
                 settings,
-                weights=fingerprint_model(opened.folder),
+                weights=served_identity(settings) if served else fingerprint_model(opened.folder),
                 tokenizer=opened.tokenizer_hash,
                 vocabulary_size=size,
                 on_gpu=on_gpu,
@@ -134,7 +135,7 @@ def cache_problems(config: Config, teachers: Sequence[Opened], *, on_gpu: bool, 
         except StoreError as error:
             yield from (f"{opened.key}.cache: {text}" for text in error.problems)
             continue
-        if config.ray.address is not None:  # what the cluster's nodes have is not known yet
+        if config.ray.address is not None and not served:  # what the cluster's nodes have is not known yet
             manifest = replace(manifest, wire_dtype=there.wire_dtype)
         if differences := list(there.differences(manifest)):
             key = "--out" if captures else f"{opened.key}.cache"

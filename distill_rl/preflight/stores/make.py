@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distill_rl.config.facts import wire_dtype
+from distill_rl.config.paths import described_by
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import StoreError, first_line
 from distill_rl.models.hub import resolve, tokenizer_hash, tokenizer_of
-from distill_rl.store.manifest import FILE, Manifest, describe_teacher, require_same, write_manifest
+from distill_rl.store.manifest import FILE, SERVED, Manifest, describe_teacher, require_same, write_manifest
 
 if TYPE_CHECKING:
     from distill_rl.preflight.job import Job
@@ -36,13 +37,14 @@ def manifest_of(
         on_gpu: whether the run uses GPUs, which decides `wire_dtype: auto`.
         captures: whether `capture.format` counts; a cache is exact.
     """
+    served = teacher.backend == "endpoint"
     return Manifest(
         format=config.capture.format if captures else "exact",
         kind=teacher.export,
         entries=config.loss.draws if teacher.export == "sampled" else min(config.loss.top_k, vocabulary_size),
         temperature=config.loss.temperature,
         wire_dtype=wire_dtype(teacher, on_gpu=on_gpu),
-        dtype=teacher.dtype,
+        dtype=SERVED if served else teacher.dtype,
         model=teacher.model,
         revision=teacher.revision,
         weights=weights,
@@ -75,8 +77,8 @@ def make_stores(job: Job, *, on_gpu: bool, captures: bool) -> None:
             on_gpu=on_gpu,
             captures=captures,
         )
-        sources = [resolve(teacher.model, teacher.revision)]
-        if teacher.tokenizer is not None:
+        sources = [resolve(*described_by(teacher))]
+        if teacher.tokenizer is not None and teacher.backend != "endpoint":
             sources.append(resolve(teacher.tokenizer))
         make_store(folder, manifest, sources)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,47 +29,15 @@ from distill_rl.errors import NumericsError
 from distill_rl.losses.targets import TopKLogprobs
 from distill_rl.models.inputs import micro_batches
 from distill_rl.parallel.mesh import World
+from distill_rl.teacher.backends.scores import MASS_TOLERANCE, PromptScorer
+from distill_rl.teacher.backends.scores import Scores as Scores
 from distill_rl.teacher.engine import wire_dtype
 from distill_rl.teacher.targets import CHUNK_TOKENS, score_of, unused_targets
 from distill_rl.transport.base import Layout
 from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
 
-MASS_TOLERANCE = 1e-3
-"""How far Σ exp(logprobs) may exceed one: half precision on the way explains this much, a wrong answer more."""
 _LEAST_REST = 2.0**-24
 """The smallest mass of the rest: a sum of fp32 numbers near one does not tell a smaller complement from zero."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """What a scorer says of a prompt of L tokens. Row p is about the token that follows position p, so there are L − 1."""
-
-    ids: np.ndarray
-    """int32 [L − 1, k], distinct within a row, most likely first; −1 at the end of a row for absent entries"""
-    logprobs: np.ndarray
-    """fp32 [L − 1, k], natural logarithm, over the whole vocabulary at temperature 1; −inf for absent entries"""
-    next_logprobs: np.ndarray
-    """fp32 [L − 1], of the token that does follow"""
-
-
-class PromptScorer(Protocol):
-    """Gives the log-probabilities of prompts."""
-
-    def score(self, prompts: Sequence[np.ndarray], k: int) -> Iterator[tuple[int, Scores]]:
-        """Yields (index of a prompt, its scores), each once, in any order.
-
-        Args:
-            prompts: int32 [L] each, at least two tokens.
-            k: entries per position.
-
-        Raises:
-            DistillError: the scores cannot be had.
-        """
-        ...
-
-    def close(self) -> None:
-        """Ends what the scorer has started."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

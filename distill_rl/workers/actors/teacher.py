@@ -58,6 +58,8 @@ class TeacherWorker(RankWorker):
 
     Args:
         on_gpu: whether the run uses GPUs; a rank that only reads a store has none even so.
+        token: of the teacher's server; None: it has none. It comes as an argument because actors do not see secrets of
+            the driver's environment.
     """
 
     def __init__(
@@ -68,10 +70,11 @@ class TeacherWorker(RankWorker):
         vocabulary_size: int,
         threads: int,
         on_gpu: bool = False,
+        token: str | None = None,
     ):
         super().__init__(config, threads)
         self._rank, self._teacher, self._vocabulary_size = rank, teacher, vocabulary_size
-        self._on_gpu = on_gpu
+        self._on_gpu, self._token = on_gpu, token
         self._gauges = Gauges(config.run.name)
 
     def start(self, host: str, port: int, gpu_memory: float = 1.0) -> None:
@@ -97,6 +100,7 @@ class TeacherWorker(RankWorker):
             vocabulary_size=self._vocabulary_size,
             gpu_share=gpu_memory,
             threads=self._threads,
+            token=self._token,
         )
 
     @reporting

@@ -1,0 +1,107 @@
+"""Asks the servers of teachers that are served whether they can do what the run needs (`teacher.backends.endpoint.probe`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from distill_rl.config.facts import teacher_length
+from distill_rl.config.rules.endpoints import endpoint_problems
+from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.errors import first_line, problem
+from distill_rl.preflight.opened import Findings, Opened
+from distill_rl.system.redact import in_text
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from distill_rl.teacher.backends.endpoint.probe import Probed
+
+_DOCUMENTS, _TOKENS = 8, 512
+"""Documents that are scored to measure, and most tokens of each."""
+
+
+def check_endpoints(
+    config: Config, teachers: Sequence[Opened], documents: Sequence[Mapping[str, Any]], findings: Findings, *, ask: bool
+) -> None:
+    """Adds to the findings what served teachers cannot do, and a note on what each does.
+
+    Args:
+        teachers: the running ones, opened.
+        documents: a sample of the training data; may be empty.
+        ask: False: the servers need not run yet. They are then asked when the run starts, which a note says.
+    """
+    broken = list(endpoint_problems(config))
+    for opened in teachers:
+        settings = opened.settings
+        if not (isinstance(settings, TeacherConfig) and settings.backend == "endpoint"):
+            continue
+        if not ask:
+            findings.notes.append(f"{opened.key}.url: the server is asked when the run starts")
+            continue
+        # Without a usable address nothing can be asked; without a tokenizer, whether the server answers.
+        if any(
+            text.startswith(tuple(f"{opened.key}.{name}" for name in ("url", "api", "token_env"))) for text in broken
+        ):
+            continue
+        probed = findings.attempt(f"{opened.key}.url", partial(_probe, config, opened, settings, documents))
+        if probed is None:
+            continue
+        findings.problems += probed.problems
+        if not probed.problems:
+            findings.notes.append(_note(config, opened, settings, probed))
+
+
+def _probe(config: Config, opened: Opened, settings: TeacherConfig, documents: Sequence[Mapping[str, Any]]) -> Probed:
+    """Asks the servers of one teacher.
+
+    Raises:
+        ConfigError: an address, the token or the certificates cannot be used.
+    """
+    from distill_rl.teacher.backends.endpoint.probe import Probed, probe, sample_of_ids
+    from distill_rl.teacher.backends.endpoint.token import token_of
+
+    length, tokenizer = teacher_length(config, settings), opened.tokenizer
+    try:
+        token = token_of(settings)
+    except Exception as error:
+        return Probed([problem(f"{opened.key}.token_env", first_line(error))])
+    ids = None
+    if tokenizer is not None and opened.vocabulary_size:
+        ids = sample_of_ids(opened.vocabulary_size, tokenizer.all_special_ids, length)
+    prompts = [] if tokenizer is None else list(_prompts(tokenizer, documents, min(length, _TOKENS)))
+    k = config.loss.top_k if opened.vocabulary_size is None else min(config.loss.top_k, opened.vocabulary_size)
+    return probe(opened.key, settings, token, ids=ids, documents=prompts, k=k, length=length)
+
+
+def _prompts(tokenizer: Any, documents: Sequence[Mapping[str, Any]], length: int) -> Iterator[np.ndarray]:
+    """Yields a few documents as ids, int32 [≤ length]; of chats, what is said in them."""
+    import numpy as np
+
+    found = 0
+    for document in documents:
+        text = document.get("text")
+        if text is None:
+            text = "\n".join(str(turn.get("content") or "") for turn in document.get("messages") or ())
+        ids = np.array(tokenizer(text[: 16 * length], add_special_tokens=False)["input_ids"][:length], np.int32)
+        if len(ids) > 1:
+            yield ids
+            found += 1
+        if found == _DOCUMENTS:
+            return
+
+
+def _note(config: Config, opened: Opened, settings: TeacherConfig, probed: Probed) -> str:
+    """What the servers of a teacher do, on one line."""
+    parts = [f"raw log-probs of the top {config.loss.top_k} and of every id that was tried"]
+    if probed.context is not None:
+        parts.append(f"a context of {probed.context:,} tokens")
+    if probed.mass is not None and probed.tokens_per_s is not None:
+        parts.append(f"{100 * probed.mass:.4g} % of the probability in the top k of a sample")
+        parts.append(f"about {probed.tokens_per_s:,.0f} tokens/s")
+    where = ", ".join(map(in_text, settings.url))
+    line = f"{opened.key}.url: {settings.model} is served by {settings.api} at {where}: {', '.join(parts)}"
+    if settings.token_env is not None and any(url.startswith("http:") for url in settings.url):
+        line += "; its token is sent unencrypted, as the address is not https"
+    return line

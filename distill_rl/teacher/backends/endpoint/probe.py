@@ -1,0 +1,171 @@
+"""What a served teacher can do, found out before a run starts: every server of it is asked a few questions.
+
+1. Does it answer, and does it serve the model?
+2. Does it take every id of the tokenizer, and score the ids that it is sent? A sample of ids is sent, the last and the
+   special ones among them.
+3. Does it give as many log-probs as loss.top_k?
+4. Are they the model's own? The same prompt is scored with other sampling parameters, which must change nothing.
+5. Does it take prompts as long as a row?
+
+Then a sample of documents is scored by all servers together, which shows the probability in the top k and the speed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from distill_rl.config.schema import TeacherConfig
+from distill_rl.errors import DistillError, NumericsError, problem
+from distill_rl.teacher.backends.endpoint.client import Down, Refused, Server
+from distill_rl.teacher.backends.endpoint.dialects import ModelCard
+from distill_rl.teacher.backends.endpoint.scorer import EndpointScorer
+
+_REQUEST_S, _RETRY_S = 60.0, 20.0
+_OTHER_SAMPLING = {"temperature": 2.0, "presence_penalty": 1.0}
+_CHANGED = 0.05
+"""Mean change of log-probs, in nats, from which sampling parameters act on them. Noise of half precision is below it."""
+_IDS = 64
+
+
+@dataclass
+class Probed:
+    """What was found of one teacher."""
+
+    problems: list[str] = field(default_factory=list)
+    """One line each, which begins with the setting."""
+    mass: float | None = None
+    """Mean probability of the top k over the sample; None: it was not scored."""
+    tokens_per_s: float | None = None
+    context: int | None = None
+    """Most tokens of a request, of the server with the fewest; None: they do not say."""
+
+
+def probe(
+    key: str,
+    teacher: TeacherConfig,
+    token: str | None,
+    *,
+    ids: np.ndarray | None,
+    documents: Sequence[np.ndarray],
+    k: int,
+    length: int,
+) -> Probed:
+    """Asks all servers of a teacher. Raises nothing for what a server says or does not say.
+
+    Args:
+        key: `teachers.0`, for messages.
+        ids: int32, a prompt of ids from everywhere in the vocabulary (`sample_of_ids`); None: the tokenizer is not known.
+        documents: int32 [L] each, prompts to measure with; may be none.
+        k: loss.top_k.
+        length: most tokens of a prompt of the run.
+    """
+    limited = replace(
+        teacher,
+        request_timeout_s=min(teacher.request_timeout_s, _REQUEST_S),
+        retry_s=min(teacher.retry_s, _RETRY_S),
+    )
+    probed = Probed()
+    scorer = EndpointScorer(limited, token)
+    try:
+        for server in scorer.client.servers:
+            card = _attempt(key, server, probed, lambda server=server: scorer.card(server))  # type: ignore[misc]
+            if card is not None and ids is not None:
+                probed.problems += _server_problems(key, scorer, server, card, ids, k, length)
+                probed.context = min(filter(None, [probed.context, card.max_model_len]), default=None)
+        if not probed.problems and documents:
+            _attempt(key, scorer.client.servers[0], probed, lambda: _measure(scorer, documents, k, probed))
+    finally:
+        scorer.close()
+    return probed
+
+
+def sample_of_ids(vocabulary_size: int, special: Sequence[int], length: int) -> np.ndarray:
+    """int32 [≤ length] ids from everywhere in the vocabulary, the last and the special ones first among them."""
+    spread = np.linspace(0, vocabulary_size - 1, min(_IDS, vocabulary_size)).astype(np.int32)
+    ids = np.array([vocabulary_size - 1, *(token for token in special if 0 <= token < vocabulary_size)], np.int32)
+    _, first = np.unique(ids, return_index=True)
+    return np.concatenate([ids[np.sort(first)], spread])[: max(2, length)].astype(np.int32)
+
+
+def _attempt(key: str, server: Server, probed: Probed, ask):  # type: ignore[no-untyped-def]
+    """What `ask` returns; None with a line in `probed` if the server does not give it."""
+    try:
+        return ask()
+    except Down as error:
+        remedy = "start the server, or correct the address"
+        probed.problems.append(problem(f"{key}.url", f"{server.shown} must answer", str(error), remedy))
+    except Refused as error:
+        what = {401: "token_env", 403: "token_env", 404: "model"}.get(error.status, "url")
+        rule = f"{server.shown} answers with status {error.status}"
+        probed.problems.append(problem(f"{key}.{what}", rule, error.text, error.remedy))
+    except DistillError as error:
+        what = "model" if "teachers[].model" in error.rule else "api"
+        rule = f"{server.shown}: {error.rule}"
+        probed.problems.append(problem(f"{key}.{what}", rule, error.value, error.remedy))
+    return None
+
+
+def _server_problems(
+    key: str, scorer: EndpointScorer, server: Server, card: ModelCard, ids: np.ndarray, k: int, length: int
+) -> Iterator[str]:
+    """Yields what a server that serves the model cannot do, one line each."""
+    if card.max_model_len is not None and card.max_model_len < length + 1:
+        rule = f"{server.shown} takes {card.max_model_len:,} tokens, one of which it generates; rows have {length:,}"
+        remedy = "lower data.max_length (or teachers[].max_length), or start the server with a longer context"
+        yield problem(f"{key}.url", rule, None, remedy)
+        ids = ids[: max(2, card.max_model_len - 1)]
+    try:
+        plain = scorer.ask(server, ids, k)
+        changed = scorer.ask(server, ids, k, **_OTHER_SAMPLING)
+        if card.max_model_len is None and length > len(ids):
+            scorer.ask(server, np.resize(ids, length), k)
+    except Refused as error:
+        yield _refusal(key, server, error, k)
+        return
+    except Down as error:
+        yield problem(f"{key}.url", f"{server.shown} must score prompts", str(error), "see the server's log")
+        return
+    except NumericsError as error:
+        yield problem(f"{key}.url", f"{server.shown}: {error.rule}", error.value, error.remedy)
+        return
+    except DistillError as error:
+        yield problem(f"{key}.api", f"{server.shown}: {error.rule}", error.value, error.remedy)
+        return
+    change = float(np.abs(plain.next_logprobs - changed.next_logprobs).mean())
+    if not change <= _CHANGED:
+        rule = f"{server.shown} must give the model's own log-probs; with other sampling parameters they change"
+        yield problem(f"{key}.url", rule, f"by {change:.3g} nats", "use a server that gives raw log-probs of prompts")
+    mass = np.exp(plain.logprobs.astype(np.float64)).sum(1)
+    if (mass > 1 + 1e-3).any():
+        rule = f"{server.shown}: the probabilities of the top k must not exceed 1 together"
+        yield problem(f"{key}.url", rule, f"{mass.max():.4f}", "the server may give logits")
+
+
+def _refusal(key: str, server: Server, error: Refused, k: int) -> str:
+    """The line of a scoring request that a server will not do, in the server's own words."""
+    text = error.text.lower()
+    if "logprob" in text and error.status in (400, 422):
+        remedy = "lower it, or start the server with a higher limit (vLLM: --max-logprobs)"
+        return problem("loss.top_k", f"{server.shown} says: {error.text}", k, remedy)
+    if "vocab" in text:
+        remedy = "name the tokenizer of the served model"
+        return problem(f"{key}.tokenizer", f"{server.shown} does not know its ids: {error.text}", None, remedy)
+    what = "token_env" if error.status in (401, 403) else "url"
+    return problem(f"{key}.{what}", f"{server.shown} answers with status {error.status}", error.text, error.remedy)
+
+
+def _measure(scorer: EndpointScorer, documents: Sequence[np.ndarray], k: int, probed: Probed) -> None:
+    """Sets the retained probability and the speed over a sample of documents.
+
+    Raises:
+        DistillError: an answer is wrong, or there is none.
+    """
+    began = time.monotonic()
+    masses = [np.exp(scores.logprobs.astype(np.float64)).sum(1) for _, scores in scorer.score(documents, k)]
+    seconds = time.monotonic() - began
+    probed.mass = float(np.concatenate(masses).mean())
+    probed.tokens_per_s = sum(map(len, documents)) / max(seconds, 1e-6)
