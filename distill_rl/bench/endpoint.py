@@ -156,7 +156,7 @@ def measure(_: Path, *, tokens: int = 512, documents: int = 16, rounds: int = 3)
     for api in DIALECTS:
         for k in (20, 64):
             parsed = _parse(api, prompts[0], k)
-            cpu, _ = _ask(api, prompts, k, 0, rounds)
+            cpu = _ask(api, prompts, k, 0, rounds)[0]
             busy, wall = _ask(api, prompts, k, SERVER_US, 1)
             rows[f"{api}, k = {k}"] = {
                 "client_us": round(cpu * 1e6 / total, 1),

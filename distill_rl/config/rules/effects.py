@@ -169,7 +169,7 @@ TABLE: tuple[NoEffect, ...] = (
         "all targets are read from stores, as they were captured",
     ),
     NoEffect(
-        ("teachers[].dtype", "teachers[].revision"),
+        ("teachers[].dtype", "teachers[].attention", "teachers[].revision"),
         lambda run: bool(run.config.teachers) and not any(runs_model(teacher) for teacher in run.config.teachers),
         "the run loads no teacher's model: targets are read from stores, or come from a server",
     ),
