@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from distill_rl.config.load import load_config
@@ -239,9 +241,7 @@ def test_every_rule_names_an_existing_key():
 
 def test_every_numeric_setting_has_a_rule():
     elsewhere = {"data.validation.fraction", "optimizer.betas"}  # checked by code of their own
-    numbers = {
-        pattern_of(name) for name, _, kind in leaves(Config) if any(part in str(kind) for part in ("int", "float"))
-    }
+    numbers = {pattern_of(name) for name, _, kind in leaves(Config) if re.search(r"\b(int|float)\b", str(kind))}
     assert numbers - elsewhere == {key for key, rule in RULES.items() if rule != "not empty"}
 
 
