@@ -7,6 +7,8 @@ class TestHf(EveryBackend):
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -57,7 +59,7 @@ class EveryBackend:
         return batch_of([documents[:2], documents[2:3], [*documents[3:], documents[1]], []], WIDTH)
 
     def test_micro_batches_come_in_order(self, make, batch):
-        found = list(make().forward(RankBatch(5, 12, batch.rows, batch.num_labels, batch.pieces)))
+        found = list(make().forward(replace(batch, index=5, first_row=12)))
         assert [layout for layout, _ in found] == [Layout(12, 2, WIDTH), Layout(14, 2, WIDTH)]
         assert {len(tensor) for _, tensors in found for tensor in tensors.values()} == {2 * WIDTH}
 
