@@ -176,10 +176,10 @@ TABLE: tuple[NoEffect, ...] = (
     NoEffect(
         ("teachers[].attention",),
         lambda run: (
-            bool(run.config.teachers)
+            any(teacher.backend == "vllm" for teacher in run.config.teachers)
             and all(teacher.backend == "vllm" or not runs_model(teacher) for teacher in run.config.teachers)
         ),
-        "no teacher runs in Transformers: vLLM and servers choose their attention themselves",
+        "vLLM chooses its attention itself",
     ),
     NoEffect(
         ("teachers[].concurrency", "teachers[].request_timeout_s", "teachers[].retry_s"),
