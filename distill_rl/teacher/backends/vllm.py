@@ -106,6 +106,7 @@ def scoring_arguments(
         "enable_prefix_caching": False,
         "max_logprobs": top_k,
         "logprobs_mode": "raw_logprobs",
+        "skip_tokenizer_init": True,  # only ids go in and out
     }
     if smallest_gpu is not None:  # what vLLM does not count stays free
         uncounted = _STEP_COPIES * 4 * columns * tokens
