@@ -9,8 +9,8 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
-from distill_rl.config.derive import gpus_of_run
 from distill_rl.config.facts import without_student
+from distill_rl.config.layout import gpus_of_run
 from distill_rl.config.save import require_no_secret, save_config
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError, problems_of

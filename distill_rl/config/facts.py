@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Literal
 
-from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 
 TOKENS, UNKNOWN = "same", "?"
 """How a teacher with the student's tokenizer is compared, token by token; and one whose tokenizer is not known yet."""
@@ -163,6 +163,11 @@ def runs_model(teacher: TeacherConfig) -> bool:
     return teacher.backend != "endpoint" and not only_reads(teacher)
 
 
+def in_vllm(model: StudentConfig | TeacherConfig) -> bool:
+    """Whether vLLM runs a model, with attention, parallel plans and quantised weights of its own."""
+    return isinstance(model, TeacherConfig) and model.backend == "vllm"
+
+
 def only_reads(teacher: TeacherConfig) -> bool:
     """Whether all targets of this teacher are read from a store."""
     return teacher.backend == "store" and teacher.missing != "live"
@@ -170,7 +175,7 @@ def only_reads(teacher: TeacherConfig) -> bool:
 
 def ranks_per_replica(teacher: TeacherConfig) -> int:
     """Actors that hold one copy of a teacher. vLLM divides a model over processes of its own."""
-    return 1 if teacher.backend == "vllm" else teacher.parallel.tp
+    return 1 if in_vllm(teacher) else teacher.parallel.tp
 
 
 def gpus_per_rank(teacher: TeacherConfig) -> int:

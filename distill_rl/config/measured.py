@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from distill_rl.config.derive import has_validation, suites_every
+from distill_rl.config.derive import has_validation
 from distill_rl.config.facts import TOKENS, UNKNOWN, Facts, comparisons, running_teachers
+from distill_rl.config.layout import suites_every
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import problem
 

@@ -15,6 +15,7 @@ from distill_rl.config.facts import (
     Facts,
     ModelFacts,
     TeacherFacts,
+    in_vllm,
     only_reads,
     running_teachers,
     runs_model,
@@ -147,13 +148,8 @@ def prepare(config: Config, paths: RunPaths) -> Job:
 
 def _model_facts(model: StudentConfig | TeacherConfig) -> ModelFacts:
     """Sizes of a model, from its configuration and the headers of its weights; downloads a hub model."""
-    config = read_config(model.model, model.revision, quantized=_in_vllm(model))
+    config = read_config(model.model, model.revision, quantized=in_vllm(model))
     return read_model_facts(resolve(model.model, model.revision, weights=True), config)
-
-
-def _in_vllm(model: StudentConfig | TeacherConfig) -> bool:
-    """Whether vLLM runs a model, which reads quantised weights too."""
-    return isinstance(model, TeacherConfig) and model.backend == "vllm"
 
 
 def _teacher_facts(

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from distill_rl.config.derive import evaluator_problem, gpu_groups, gpus_of_ranks, shares_gpus, suites_every
-from distill_rl.config.facts import Facts, gpu_share, gpus_per_rank, running_teachers
+from distill_rl.config.facts import Facts, gpus_per_rank, running_teachers
+from distill_rl.config.layout import evaluator_problem, gpu_groups, gpus_of_ranks, shared_by_engines, suites_every
 from distill_rl.config.measured import is_suite_score
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import problem, problems_of
@@ -164,10 +164,10 @@ def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
     if max(needed) <= gpus < used:  # engines of vLLM on several GPUs, which they do not share
         rule = f"{used} GPUs are asked, {gpus} are visible: an engine of vLLM with parallel.tp above 1 shares none"
         yield problem("teachers", rule, None, remedy)
-    shares = [gpu_share(t, shared=True) for t in running if t.backend == "vllm" and shares_gpus(config, t)]
-    if sum(shares) >= 1 and config.student.parallel.dp:
+    share = shared_by_engines(config)
+    if share >= 1 and config.student.parallel.dp:
         rule = "engines of vLLM that share GPUs with the student must leave it some of them"
-        yield problem("teachers[].gpu_share", rule, f"{sum(shares):g} together", "lower it")
+        yield problem("teachers[].gpu_share", rule, f"{share:g} together", "lower it")
 
 
 def _cuda_aligner_problems(gpus: int) -> Iterator[str]:

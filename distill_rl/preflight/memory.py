@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distill_rl.config.derive import all_rings, shares_gpus, sizes, stored_targets
-from distill_rl.config.facts import Facts, gpu_share, running_teachers
+from distill_rl.config.derive import all_rings, sizes, stored_targets
+from distill_rl.config.facts import Facts
+from distill_rl.config.layout import shared_by_engines
 from distill_rl.config.memory import WorkerMemory
 from distill_rl.config.rules.validate import problems as rules
 from distill_rl.config.schema import Config
@@ -72,8 +73,7 @@ def _compare_gpus(config: Config, facts: Facts, findings: Findings, gpus: Sequen
     """
     if not gpus:
         return
-    running = running_teachers(config)
-    engines = sum(gpu_share(t, shared=True) for t in running if t.backend == "vllm" and shares_gpus(config, t))
+    engines = shared_by_engines(config)
     gpus = [int(size * max(0.0, 1 - engines)) for size in gpus]
     workers = sizes(config, facts).memory
     sharing: list[tuple[WorkerMemory, ...]] = [(worker,) for worker in workers]

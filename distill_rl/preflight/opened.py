@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.config.facts import ModelFacts, running_teachers, runs_model
+from distill_rl.config.facts import ModelFacts, in_vllm, running_teachers, runs_model
 from distill_rl.config.paths import described_by, teacher_folder
 from distill_rl.config.reading.walk import MISSING
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
@@ -49,8 +49,8 @@ class Opened:
 
     @property
     def in_vllm(self) -> bool:
-        """Whether vLLM runs it, which has attention, parallel plans and quantised weights of its own."""
-        return isinstance(self.settings, TeacherConfig) and self.settings.backend == "vllm"
+        """As of `facts.in_vllm`."""
+        return in_vllm(self.settings)
 
 
 @dataclass

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from distill_rl.config.derive import suites_every, warmup_note
+from distill_rl.config.derive import warmup_note
 from distill_rl.config.facts import running_teachers
+from distill_rl.config.layout import suites_every
 from distill_rl.config.measured import KD, is_suite_score
 from distill_rl.config.save import fingerprint
 from distill_rl.data.joining import Joining

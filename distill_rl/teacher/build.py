@@ -13,7 +13,8 @@ from distill_rl.store.writer import StoreWriter
 from distill_rl.teacher.backends.base import TeacherBackend
 from distill_rl.teacher.backends.endpoint.token import token_of
 from distill_rl.teacher.backends.routed import RoutedTeacher
-from distill_rl.teacher.backends.scored import PromptScorer, ScoredTeacher
+from distill_rl.teacher.backends.scored import ScoredTeacher
+from distill_rl.teacher.backends.scores import PromptScorer
 from distill_rl.teacher.backends.store import StoredTeacher
 from distill_rl.teacher.engine import TeacherEngine
 

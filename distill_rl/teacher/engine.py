@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distill_rl.config import facts
 from distill_rl.config.facts import runs_model, teacher_rows
 from distill_rl.config.memory import target_bytes_per_token
 from distill_rl.config.schema import Config, TeacherConfig
@@ -58,7 +59,7 @@ class TeacherEngine:
         self.config, self.teacher = config, teacher
         self.world = world
         self.micro_batch_size = teacher_rows(config, teacher)
-        self.wire_dtype = wire_dtype(teacher.wire_dtype, world.device)
+        self.wire_dtype = wire_dtype(teacher, world.device)
         self.model = load_model(teacher, world, packing=config.data.packing)
         self.head = TargetHead(
             partial(forward.head, self.model),
@@ -143,15 +144,9 @@ class TeacherEngine:
         return topk_targets(hidden, labels, self.head, k=self.config.loss.top_k), None
 
 
-def wire_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Returns the dtype in which log-probabilities or logits are sent.
-
-    Args:
-        name: `auto` (fp16 on GPUs, fp32 elsewhere), `fp32`, `bf16` or `fp16`.
-    """
-    if name == "auto":
-        name = "fp16" if device.type == "cuda" else "fp32"
-    return DTYPES[name]
+def wire_dtype(teacher: TeacherConfig, device: torch.device) -> torch.dtype:
+    """The dtype in which a teacher's log-probabilities or logits are sent; `device`, its rank's, decides `auto`."""
+    return DTYPES[facts.wire_dtype(teacher, on_gpu=device.type == "cuda")]
 
 
 def _free_bytes(config: Config, world: World) -> int | None:

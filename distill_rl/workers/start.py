@@ -12,8 +12,9 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from distill_rl.config.derive import aligner_workers, compute_groups, evaluators, ring_plan, sizes, stored_targets
+from distill_rl.config.derive import ring_plan, sizes, stored_targets
 from distill_rl.config.facts import ranks_per_replica, wire_dtype, without_student
+from distill_rl.config.layout import aligner_workers, compute_groups, evaluators
 from distill_rl.config.schema import Config
 from distill_rl.errors import DistillError
 from distill_rl.models.files.facts import visible_gpus

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from distill_rl.config.derive import has_validation, suites_every
+from distill_rl.config.derive import has_validation
 from distill_rl.config.facts import TOKENS, UNKNOWN, Facts, comparisons, only_reads, running_teachers, runs_model
+from distill_rl.config.layout import suites_every
 from distill_rl.config.reading.walk import as_yaml, default_of, leaves, pattern_of, values
 from distill_rl.config.schema import Config
 

@@ -7,14 +7,9 @@ from collections.abc import Iterator
 from math import lcm
 from typing import Any
 
-from distill_rl.config.derive import (
-    has_validation,
-    rows_per_slot,
-    rows_unit,
-    suites_every,
-    warmup_note,
-)
+from distill_rl.config.derive import has_validation, rows_per_slot, rows_unit, warmup_note
 from distill_rl.config.facts import Facts, running_teachers, teacher_rows, wants_whole_batch
+from distill_rl.config.layout import suites_every
 from distill_rl.config.measured import acceptance_note, best_metrics, is_suite_score, is_validated, unmeasured
 from distill_rl.config.reading.walk import leaves, pattern_of, values
 from distill_rl.config.rules.data import data_problems

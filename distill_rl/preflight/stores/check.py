@@ -120,13 +120,14 @@ def cache_problems(config: Config, teachers: Sequence[Opened], *, on_gpu: bool, 
         if opened.folder is None or opened.tokenizer_hash is None or opened.vocabulary_size is None:
             continue
         size = opened.vocabulary_size if opened.shared is None else opened.shared.size
-        served = settings.backend == "endpoint"
         try:
             there = read_manifest(Path(settings.cache))
             manifest = manifest_of(
                 config,
                 settings,
-                weights=served_identity(settings) if served else fingerprint_model(opened.folder),
+                weights=served_identity(settings)
+                if settings.backend == "endpoint"
+                else fingerprint_model(opened.folder),
                 tokenizer=opened.tokenizer_hash,
                 vocabulary_size=size,
                 on_gpu=on_gpu,
@@ -135,7 +136,7 @@ def cache_problems(config: Config, teachers: Sequence[Opened], *, on_gpu: bool, 
         except StoreError as error:
             yield from (f"{opened.key}.cache: {text}" for text in error.problems)
             continue
-        if config.ray.address is not None and not served:  # what the cluster's nodes have is not known yet
+        if config.ray.address is not None:  # what the cluster's nodes have is not known yet
             manifest = replace(manifest, wire_dtype=there.wire_dtype)
         if differences := list(there.differences(manifest)):
             key = "--out" if captures else f"{opened.key}.cache"

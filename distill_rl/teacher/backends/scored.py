@@ -29,8 +29,7 @@ from distill_rl.errors import NumericsError
 from distill_rl.losses.targets import TopKLogprobs
 from distill_rl.models.inputs import micro_batches
 from distill_rl.parallel.mesh import World
-from distill_rl.teacher.backends.scores import MASS_TOLERANCE, PromptScorer
-from distill_rl.teacher.backends.scores import Scores as Scores
+from distill_rl.teacher.backends.scores import MASS_TOLERANCE, PromptScorer, Scores
 from distill_rl.teacher.engine import wire_dtype
 from distill_rl.teacher.targets import CHUNK_TOKENS, score_of, unused_targets
 from distill_rl.transport.base import Layout
@@ -65,7 +64,7 @@ class ScoredTeacher:
     ):
         self.config, self.teacher, self.world, self.scorer = config, teacher, world, scorer
         self.micro_batch_size = teacher_rows(config, teacher)
-        self.wire_dtype = wire_dtype(teacher.wire_dtype, world.device)
+        self.wire_dtype = wire_dtype(teacher, world.device)
         self.score = 0.0
         self._vocabulary_size, self._k = vocabulary_size, config.loss.top_k
 

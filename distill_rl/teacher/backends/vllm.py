@@ -22,7 +22,7 @@ from distill_rl.errors import WorkerError
 from distill_rl.models.hub import read_config, resolve
 from distill_rl.models.vllm_engine import GPU_FRACTION, EngineSettings, VllmEngine
 from distill_rl.system.gpu_memory import gpu_phase
-from distill_rl.teacher.backends.scored import Scores
+from distill_rl.teacher.backends.scores import Scores
 
 _STEP_LOGPROBS = 2**30, 2**28
 """The most bytes that the fp32 log-probabilities of a step may take, on GPUs and on CPUs."""

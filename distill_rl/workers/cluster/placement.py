@@ -28,8 +28,8 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from distill_rl.config.derive import evaluator_problem, evaluators
 from distill_rl.config.facts import gpu_share, gpus_per_rank, ranks_per_replica, running_teachers
+from distill_rl.config.layout import evaluator_problem, evaluators
 from distill_rl.config.schema import Config, ParallelConfig
 from distill_rl.errors import ConfigError
 from distill_rl.transport.choose import require_between_nodes

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import ray
 
-from distill_rl.config.derive import evaluator_ranks
+from distill_rl.config.layout import evaluator_ranks
 from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError, DistillError
 from distill_rl.evals.backends.base import BackendName, Output, Settings

@@ -2,16 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from distill_rl.config.derive import (
-    EXPORTS,
-    aligner_workers,
-    compute_groups,
-    gpu_groups,
-    gpus_of_ranks,
-    sizes,
-    total_steps,
-)
+from distill_rl.config.derive import EXPORTS, sizes, total_steps
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
+from distill_rl.config.layout import aligner_workers, compute_groups, gpu_groups, gpus_of_ranks
 from distill_rl.config.load import load_config
 from distill_rl.config.memory import (
     FUSED_BYTES_PER_LOGIT,

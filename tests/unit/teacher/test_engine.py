@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.models import forward
 from distill_rl.teacher.engine import TeacherEngine, wire_dtype
@@ -85,8 +86,8 @@ def test_wire_dtype_applies_to_logprobs_only(world, folder, rows, name, dtype):
 
 
 def test_auto_wire_dtype_is_fp16_on_gpus_only():
-    assert wire_dtype("auto", torch.device("cpu")) == torch.float32
-    assert wire_dtype("auto", torch.device("cuda", 0)) == torch.float16
+    assert wire_dtype(TeacherConfig(), torch.device("cpu")) == torch.float32
+    assert wire_dtype(TeacherConfig(), torch.device("cuda", 0)) == torch.float16
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -23,6 +23,7 @@ from distill_rl.errors import DistillError, NumericsError, problem
 from distill_rl.teacher.backends.endpoint.client import Down, Refused, Server
 from distill_rl.teacher.backends.endpoint.dialects import ModelCard
 from distill_rl.teacher.backends.endpoint.scorer import EndpointScorer
+from distill_rl.teacher.backends.scores import MASS_TOLERANCE
 
 _REQUEST_S, _RETRY_S = 60.0, 20.0
 _OTHER_SAMPLING = {"temperature": 2.0, "presence_penalty": 1.0}
@@ -140,7 +141,7 @@ def _server_problems(
         rule = f"{server.shown} must give the model's own log-probs; with other sampling parameters they change"
         yield problem(f"{key}.url", rule, f"by {change:.3g} nats", "use a server that gives raw log-probs of prompts")
     mass = np.exp(plain.logprobs.astype(np.float64)).sum(1)
-    if (mass > 1 + 1e-3).any():
+    if (mass > 1 + MASS_TOLERANCE).any():
         rule = f"{server.shown}: the probabilities of the top k must not exceed 1 together"
         yield problem(f"{key}.url", rule, f"{mass.max():.4f}", "the server may give logits")
 

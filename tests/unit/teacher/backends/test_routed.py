@@ -14,7 +14,8 @@ from distill_rl.models import forward
 from distill_rl.store.store import Store
 from distill_rl.store.writer import StoreWriter
 from distill_rl.teacher.backends.routed import RoutedTeacher, unrouted
-from distill_rl.teacher.backends.scored import ScoredTeacher, Scores
+from distill_rl.teacher.backends.scored import ScoredTeacher
+from distill_rl.teacher.backends.scores import Scores
 from distill_rl.teacher.backends.store import StoredTeacher
 from distill_rl.teacher.build import build_teacher
 from distill_rl.teacher.engine import TeacherEngine

@@ -12,7 +12,8 @@ import torch
 from distill_rl.config.schema import Config
 from distill_rl.errors import NumericsError
 from distill_rl.parallel.mesh import World
-from distill_rl.teacher.backends.scored import ScoredTeacher, Scores
+from distill_rl.teacher.backends.scored import ScoredTeacher
+from distill_rl.teacher.backends.scores import Scores
 from distill_rl.types import IGNORE_INDEX, RankBatch
 from tests.helpers.engines import engine_config, random_documents, rank_batch, token_rows
 

@@ -1,0 +1,160 @@
+"""Which actors a run has, and how many GPUs they use: the counts that follow from a configuration, before anything is placed."""
+
+from __future__ import annotations
+
+from distill_rl.config.facts import gpu_share, gpus_per_rank, in_vllm, ranks_per_replica, running_teachers, runs_model
+from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.errors import problem
+from distill_rl.system.redact import in_text
+
+
+def compute_groups(config: Config) -> list[int]:
+    """Number of ranks of the student, then of each running teacher."""
+    student = config.student.parallel
+    teachers = [teacher.parallel.dp * ranks_per_replica(teacher) for teacher in running_teachers(config)]
+    return [student.dp * student.tp, *teachers]
+
+
+def gpu_groups(config: Config) -> list[int]:
+    """Number of GPUs of the student, then of each running teacher that uses any where there are any."""
+    per_rank = [1, *map(gpus_per_rank, running_teachers(config))]
+    return [ranks * gpus for ranks, gpus in zip(compute_groups(config), per_rank) if gpus]
+
+
+def shares_gpus(config: Config, teacher: TeacherConfig) -> bool:
+    """Whether the ranks of a teacher share GPUs with those of others. A rank with several GPUs has them for itself."""
+    return config.ray.placement == "colocated" and gpus_per_rank(teacher) == 1
+
+
+def shared_by_engines(config: Config) -> float:
+    """Fraction that engines of vLLM take together of a GPU that they share with other ranks, unless these are too few."""
+    sharing = (teacher for teacher in running_teachers(config) if in_vllm(teacher) and shares_gpus(config, teacher))
+    return sum(gpu_share(teacher, shared=True) for teacher in sharing)
+
+
+def gpus_of_ranks(config: Config) -> int:
+    """Number of GPUs that student and teachers use: colocated, one for the i-th rank of all that share GPUs."""
+    student, *of_teachers = compute_groups(config)
+    shared, own = [student], 0
+    for teacher, ranks in zip(running_teachers(config), of_teachers):
+        if shares_gpus(config, teacher):
+            shared.append(ranks)
+        else:
+            own += ranks * gpus_per_rank(teacher)
+    return max(shared) + own
+
+
+def gpus_of_run(config: Config) -> int:
+    """Number of GPUs that the run uses. The evaluator shares those of the ranks, but vllm's tensor parallelism cannot."""
+    ranks, evaluate = gpus_of_ranks(config), config.evaluate
+    tp = evaluate.parallel.tp if evaluate.suites else 1
+    if tp == 1:
+        return ranks
+    return ranks + tp if evaluate.backend == "vllm" else max(ranks, tp)
+
+
+def evaluator_ranks(backend: str, tp: int) -> int:
+    """Number of actors that hold one copy of an evaluated model: vllm splits it in processes of its own."""
+    return tp if backend == "hf" else 1
+
+
+def evaluators(config: Config) -> int:
+    """Number of actors of the run's evaluator; 0 without suites."""
+    evaluate = config.evaluate
+    return evaluator_ranks(evaluate.backend, evaluate.parallel.tp) if evaluate.suites else 0
+
+
+def evaluator_problem(config: Config, gpus: float) -> str | None:
+    """What is wrong with the GPUs of the evaluator's tensor parallelism, as one line; None if nothing is.
+
+    Args:
+        gpus: in the cluster or on this machine; 0: everything runs on CPUs.
+    """
+    evaluate, used = config.evaluate, gpus_of_ranks(config)
+    tp = evaluate.parallel.tp
+    if not evaluate.suites or tp == 1 or not gpus:
+        return None
+    key, remedy = "evaluate.parallel.tp", "lower it"
+    if gpus < tp:
+        return problem(key, f"{tp} GPUs are asked, there are {gpus:g}", None, remedy)
+    if evaluate.backend == "vllm" and gpus < gpus_of_run(config):
+        rule = f"vllm needs {tp} free GPUs; student and teachers use {used} of {gpus:g}"
+        return problem(key, rule, None, f"{remedy}, or set evaluate.backend=hf")
+    return None
+
+
+def aligner_workers(config: Config, *, gpus: float, cpus: float) -> int:
+    """Number of aligner actors on a machine or cluster of this size.
+
+    As configured, or half the number of GPUs that the run uses, at most the cores that its ranks leave free, and at
+    least 1.
+    """
+    if config.aligner.workers is not None:
+        return config.aligner.workers
+    ranks = compute_groups(config)
+    return int(max(1, min(min(max(ranks), gpus) // 2, cpus - sum(ranks))))
+
+
+def world(config: Config, gpus: int, cpus: int) -> dict[str, str]:
+    """Role → its processes in words (`dp 2 x tp 1 = 2 processes`), to print.
+
+    Roles are the student, every running teacher by name, `aligner` and, with suites, `evaluator`.
+
+    Args:
+        gpus, cpus: size of this machine; ignored if the run joins a cluster, whose size is not known yet.
+    """
+    roles = {"student": config.student.parallel}
+    roles |= {teacher.name: teacher.parallel for teacher in running_teachers(config)}
+    found = {}
+    if config.ray.address is not None:  # the size of a cluster is not known before it is joined
+        gpus = cpus = 10**6
+    aligners = aligner_workers(config, gpus=gpus, cpus=cpus)
+    for name, parallel in roles.items():
+        count = parallel.dp * parallel.tp
+        found[name] = f"dp {parallel.dp} x tp {parallel.tp} = {_processes(count)}"
+        if parallel.replicas > 1:
+            sharded = parallel.dp // parallel.replicas * parallel.tp
+            found[name] += f", {parallel.replicas} replicas over {sharded} each"
+    for teacher in running_teachers(config):
+        clients = _processes(teacher.parallel.dp)
+        if teacher.backend == "endpoint":
+            found[teacher.name] = f"{clients} to ask {', '.join(map(in_text, teacher.url))}"
+        elif not runs_model(teacher):
+            found[teacher.name] = f"{clients} to read {teacher.store}"
+        elif in_vllm(teacher):
+            found[teacher.name] = _engines(config, teacher, gpus)
+    if config.aligner.workers is not None:
+        reason = "as configured"
+    elif config.ray.address is None:
+        reason = "half the GPUs, at least 1"
+    else:
+        reason = "half the GPUs, where the cores suffice"
+    found["aligner"] = f"{_processes(aligners)} ({reason})" if aligners else "none: the driver aligns"
+    if config.evaluate.suites:
+        every = suites_every(config)
+        when = f"every {every} steps on a copy of the student, and at the end" if every else "at the end"
+        tp = config.evaluate.parallel.tp
+        processes = _processes(1) if tp == 1 else f"tp {tp} = {_processes(tp)}"
+        found["evaluator"] = f"{processes}: {', '.join(config.evaluate.suites)} {when}"
+    return found
+
+
+def _engines(config: Config, teacher: TeacherConfig, gpus: int) -> str:
+    """The engines of a teacher that vLLM runs, in words."""
+    parallel = teacher.parallel
+    text = f"dp {parallel.dp} = {parallel.dp} vLLM engine{'s' if parallel.dp > 1 else ''}"
+    if not gpus:
+        return text if parallel.tp == 1 else f"{text}, each of {_processes(parallel.tp)}"
+    share = gpu_share(teacher, shared=shares_gpus(config, teacher))
+    where = "a GPU" if parallel.tp == 1 else f"{parallel.tp} GPUs"
+    return f"{text}, each with {'' if share == 1 else f'{share:g} of '}{where}"
+
+
+def _processes(count: int) -> str:
+    return f"{count} process" if count == 1 else f"{count} processes"
+
+
+def suites_every(config: Config) -> int:
+    """Optimizer steps between evaluations on the suites; 0: only at the end of the run."""
+    evaluate = config.evaluate
+    return evaluate.every if evaluate.suites_every is None else evaluate.suites_every
