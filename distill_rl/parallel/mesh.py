@@ -63,6 +63,14 @@ class World:
         """The ranks that hold the parts of one copy of the model and see the same rows."""
         return self.mesh.get_group(TP)
 
+    def all_agree(self, able: bool) -> bool:
+        """Returns, on every rank, whether `able` is true on all of them. Collective."""
+        if self.world_size == 1:
+            return able
+        num_unable = torch.tensor(float(not able), device=self.device)
+        dist.all_reduce(num_unable)
+        return num_unable.item() == 0
+
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh over which FSDP2 distributes parameters: ("dp",), or with replicas ("replica", "shard")."""

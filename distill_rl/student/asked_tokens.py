@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses import Chunks
-from distill_rl.types import IGNORE_INDEX, TokenWeights
+from distill_rl.types import IGNORE_INDEX, RankBatch, TokenWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +87,13 @@ class AskedCounts:
             return cls(float(num_labels), num_labels)
         of_tokens = weights.of_tokens
         return cls(float(of_tokens.sum(dtype=np.float64)), int(np.count_nonzero(of_tokens)))
+
+
+def asked_sizes(batch: RankBatch) -> list[float] | None:
+    """Per teacher the summed weights of the tokens of the global batch that it is asked for (`Objective.blend`).
+
+    None if teachers are not chosen by row.
+    """
+    if not batch.token_weights:
+        return None
+    return [float(batch.num_labels) if weights is None else weights.total for weights in batch.token_weights]

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from distill_rl.config.facts import running_teachers
@@ -44,7 +43,7 @@ from distill_rl.models.parallelize import GradientReduction, reshard
 from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World, data_mesh
 from distill_rl.student import checkpoint
-from distill_rl.student.asked_tokens import AskedCounts
+from distill_rl.student.asked_tokens import AskedCounts, asked_sizes
 from distill_rl.student.forward_pass import ForwardPass
 from distill_rl.student.loss_sums import LossSums
 from distill_rl.student.objective import Blend, Objective, Target
@@ -169,9 +168,9 @@ class StudentEngine:
         dynamic = self.config.loss.dynamic_scale if self.objective.teachers else "off"
         if dynamic == "exact":
             with torch.no_grad():
-                first = self.objective.blend(scores, asked=_sizes(batch))
+                first = self.objective.blend(scores, asked=asked_sizes(batch))
                 self.kd_scale = ce_over_kd(self._run(batch, targets, first), self.world)
-        blend = self.objective.blend(scores, self.kd_scale, _sizes(batch))
+        blend = self.objective.blend(scores, self.kd_scale, asked_sizes(batch))
         sums = self._run(batch, targets, blend, backward=True, last=last)
         self._losses.add(sums, blend, batch.num_labels)
         if dynamic == "on" and any(blend.shares):  # a batch in which nothing is taught says nothing of KD
@@ -229,10 +228,11 @@ class StudentEngine:
         """Returns losses and agreement with the teachers on held-out rows, without gradient or dropout. Collective.
 
         They are `validation/nll_loss` and with teachers, as in `LossSums.metrics`, `kl_loss`, `top1_agreement` and
-        `acceptance`, and `taught/NAME` of teachers that are chosen by row. The arguments are those of `train_step`. The metrics are merged over ranks like its own; on all but
-        the first tensor-parallel rank the result is `{}`. The model is in training mode afterwards.
+        `acceptance`, and `taught/NAME` of teachers that are chosen by row. The arguments are those of `train_step`. The
+        metrics are merged over ranks like its own; on all but the first tensor-parallel rank the result is `{}`. The
+        model is in training mode afterwards.
         """
-        blend = self.objective.blend(scores, self.kd_scale, _sizes(batch))
+        blend = self.objective.blend(scores, self.kd_scale, asked_sizes(batch))
         self.model.eval()
         try:
             sums = self._run(batch, targets, blend, with_agreement=bool(self.objective.teachers))
@@ -374,14 +374,6 @@ class StudentEngine:
         asked = [AskedCounts.of(weights, num_labels) for weights in batch.token_weights]
         return sums.metrics(prefix, self.objective, blend, num_labels, asked)
 
-    def all_agree(self, able: bool) -> bool:
-        """Returns, on every rank, whether `able` is true on all of them. Collective."""
-        if self.world.world_size == 1:
-            return able
-        num_unable = torch.tensor(float(not able), device=self.world.device)
-        dist.all_reduce(num_unable)
-        return num_unable.item() == 0
-
     def _begin_step(self) -> None:
         """Starts new sums of losses, and remembers `kd_scale`, which is restored if the step is skipped."""
         self._losses = StepLosses(self.world, len(self.objective.teachers))
@@ -403,13 +395,3 @@ class StudentEngine:
         """
         text = f"{self.config.run.seed}/{self.step}/{self.world.dp_rank}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1)
-
-
-def _sizes(batch: RankBatch) -> list[float] | None:
-    """Per teacher the summed weights of the tokens of the global batch that it is asked for (`Objective.blend`).
-
-    None if teachers are not chosen by row.
-    """
-    if not batch.token_weights:
-        return None
-    return [float(batch.num_labels) if weights is None else weights.total for weights in batch.token_weights]

@@ -27,26 +27,28 @@ import torch
 from torch import Tensor, nn
 
 from distill_rl.config.schema import LossConfig, TeacherConfig
-from distill_rl.losses import (
-    DenseLogits,
-    HiddenStates,
-    chunk_kd_loss,
-    kd_loss,
-)
-from distill_rl.losses.core.student import Student, columns_of
+from distill_rl.losses import DenseLogits, HiddenStates
+from distill_rl.losses.core.student import Student
 from distill_rl.losses.core.trees import as_tree
 from distill_rl.losses.targets import Teacher, Wire
 from distill_rl.student.agreement import agreement_of_chunks, agreement_of_tokens
 from distill_rl.student.asked_tokens import AskedTokens
-from distill_rl.student.chunk_rows import flat_chunks
 from distill_rl.student.projections import CrossTokenizerLoss
 from distill_rl.student.teacher_heads import TeacherHead
+from distill_rl.student.teacher_terms import (
+    TINY,
+    MicroBatch,
+    Term,
+    carries_ce,
+    chunk_term,
+    is_taught,
+    token_term,
+    with_columns_of,
+)
 from distill_rl.types import ChunkRows, TokenWeights
 
 Target = Wire
 """A teacher's targets for one micro-batch, as they arrive."""
-_TINY = 1e-300
-"""In place of a denominator of 0: what it divides is 0, too."""
 
 
 @as_tree
@@ -85,26 +87,6 @@ class Blend:
     has lost it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _MicroBatch:
-    student: Student
-    labels: Tensor
-    num_labels: int
-    """Labelled tokens of the global batch, at least 1."""
-    own_labels: int | None
-    """Labelled tokens of the micro-batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Term:
-    """One teacher's part of a micro-batch: sums, detached except the loss."""
-
-    loss: Tensor
-    kd: Tensor
-    ce: Tensor
-    teacher_mass: Tensor
-
-
 class Objective(nn.Module):
     """The loss of a student with these settings.
 
@@ -129,7 +111,6 @@ class Objective(nn.Module):
     ):
         super().__init__()
         self.config = config
-        self.backend = None if config.backend == "auto" else config.backend
         self.teachers = tuple(teachers) if config.kd_weight > 0 else ()
         self.cross_tokenizer = tuple(cross_tokenizer) or (None,) * len(self.teachers)
         self.heads = tuple(heads) or (None,) * len(self.teachers)
@@ -231,15 +212,15 @@ class Objective(nn.Module):
         """
         chunks = self._chunks_of(targets, chunks)
         blend = blend or self.blend()
-        batch = _MicroBatch(student, labels, max(num_labels, 1), own_labels)
+        batch = MicroBatch(student, labels, max(num_labels, 1), own_labels)
         if not self.teachers:
-            term = self._token_term(batch, None, 0.0, blend.ce)
+            term = token_term(self.config, batch, None, 0.0, blend.ce)
             return ObjectiveOutput(term.loss, term.kd, term.ce, (), term.teacher_mass)
 
         first = next((i for i, target in enumerate(targets) if target is not None), 0)
         parts = tuple(asked) or (None,) * len(targets)
         # CE takes part in the pass of the first teacher whose pass can have it, and a pass of its own if there is none.
-        carriers = (i for i, part in enumerate(parts) if targets[i] is not None and _carries_ce(part, chunks[i]))
+        carriers = (i for i, part in enumerate(parts) if targets[i] is not None and carries_ce(part, chunks[i]))
         carrier = next(carriers, first if not asked else None)
         terms = [
             self._term(
@@ -247,10 +228,10 @@ class Objective(nn.Module):
             )
             for i, target in enumerate(targets)
         ]
-        of_ce = self._token_term(batch, None, 0.0, blend.ce) if carrier is None else terms[carrier]
+        of_ce = token_term(self.config, batch, None, 0.0, blend.ce) if carrier is None else terms[carrier]
         losses = [term.loss for term in terms] + ([of_ce.loss] if carrier is None else [])
         # The KD of what a teacher is asked for counts as a mean over all labels does (`ObjectiveOutput.kd`).
-        scales = [1.0 if part is None else batch.num_labels / max(part.total, _TINY) for part in parts]
+        scales = [1.0 if part is None else batch.num_labels / max(part.total, TINY) for part in parts]
         return ObjectiveOutput(
             loss=torch.stack(losses).sum(),
             kd=torch.stack(
@@ -278,14 +259,14 @@ class Objective(nn.Module):
 
     def _term(
         self,
-        batch: _MicroBatch,
+        batch: MicroBatch,
         teacher: int,
         target: Target | None,
         rows: ChunkRows | None,
         kd: float,
         ce: float,
         asked: AskedTokens | None,
-    ) -> _Term:
+    ) -> Term:
         """Compares one teacher, by tokens or by chunks; zeros for one that the run has lost, or that is not asked.
 
         Args:
@@ -295,113 +276,16 @@ class Objective(nn.Module):
             asked: what it is asked for; None: everything.
         """
         cross = self.cross_tokenizer[teacher]
-        if target is None or (asked is not None and not _is_taught(asked, rows)):
+        if target is None or (asked is not None and not is_taught(asked, rows)):
             zero = torch.zeros((), device=batch.labels.device)
-            return _Term(zero, zero, zero, zero)
+            return Term(zero, zero, zero, zero)
         if cross is not None and rows is not None:
-            return self._chunk_term(batch, self._with_head(target, teacher), rows, cross, kd, ce, asked)
-        return self._token_term(batch, self._comparable(batch.student, target, teacher), kd, ce, asked)
-
-    def _token_term(
-        self, batch: _MicroBatch, target: Teacher | None, kd: float, ce: float, asked: AskedTokens | None = None
-    ) -> _Term:
-        """Compares one teacher token by token, and adds CE in the same pass.
-
-        `kd_loss` blends them as ratio · KD + (1 − ratio) · CE, hence ratio = kd / (kd + ce) and the factor kd + ce. With
-        `asked`, kd stands for kd · labels · weight / Wᵢ.
-
-        Args:
-            target: None: CE alone.
-            kd, ce: weights of the two losses; `ce` is 0 unless all labelled tokens are asked for with one weight.
-            asked: None: all labelled tokens with weight 1.
-
-        Returns:
-            The loss, kd · ΣKD / Wᵢ + ce · ΣCE / labels of the global batch; and the sums, that of KD with the weights of
-            the tokens.
-        """
-        labels, num_labels, weight = batch.labels, batch.own_labels, 1.0
-        if asked is not None:
-            labels, num_labels, weight = asked.labels, asked.num_labels, asked.weight
-            kd = kd * weight * batch.num_labels / asked.total
-        factor = kd + ce
-        ratio = kd / factor if factor > 0 else 1.0
-        output = kd_loss(
-            batch.student,
-            target,
-            labels=labels,
-            divergence=self.config.divergence,
-            beta=self.config.beta,
-            temperature=self.config.temperature,
-            tail=self.config.tail,
-            kd_ratio=0.0 if target is None else ratio,
-            token_weights=None if asked is None else asked.weights,
-            reduction="sum",
-            num_labels=num_labels,
-            backend=self.backend,
-        )
-        assert output.ce_loss is not None, "labels were given"
-        kd_sum = output.kd_loss if asked is None else output.kd_loss * weight
-        return _Term(output.loss * (factor / batch.num_labels), kd_sum, output.ce_loss, output.teacher_mass)
-
-    def _chunk_term(
-        self,
-        batch: _MicroBatch,
-        target: Teacher,
-        rows: ChunkRows,
-        cross: CrossTokenizerLoss,
-        kd: float,
-        ce: float,
-        asked: AskedTokens | None,
-    ) -> _Term:
-        """Compares a teacher of another tokenizer chunk by chunk.
-
-        Args:
-            target: over the teacher's whole vocabulary.
-            rows: the chunks of the micro-batch's rows.
-            cross: the method and the projection between the vocabularies.
-            kd, ce: weights of the two losses.
-            asked: what it is asked for; None: everything.
-
-        Returns:
-            The loss, kd · ΣKD / chunks + ce · ΣCE / labels, both counted over the global batch (with method `strict`
-            only chunks of one token on both sides count); and the sums without weights, that of KD times labels /
-            chunks. With `asked`, chunks are summed and counted with their weights, and labels with those of the teacher.
-        """
-        method, projection = cross
-        numbers = flat_chunks(rows, batch.labels.device)
-        weights = None if asked is None else asked.of_chunks(numbers)
-        output = chunk_kd_loss(
-            batch.student,
-            target,
-            numbers,
-            projection() if isinstance(projection, nn.Module) else projection,
-            method=method,
-            labels=batch.labels,
-            divergence=self.config.divergence,
-            beta=self.config.beta,
-            temperature=self.config.temperature,
-            tail=self.config.tail,
-            top_k=self.config.top_k,
-            chunk_average=self.config.chunk_average,
-            uncommon_top_k=self.config.uncommon_top_k,
-            relaxed=self.config.gold_relaxed,
-            tau=self.config.alm_tau,
-            reduction="sum" if weights is None else "none",
-            backend=self.backend,
-        )
-        if asked is None:
-            labels_per_chunk = batch.num_labels / max(_num_chunks(method, rows), 1)
-            loss = output.kd * (kd * labels_per_chunk / batch.num_labels) + output.ce * (ce / batch.num_labels)
-            return _Term(loss, output.kd.detach() * labels_per_chunk, output.ce.detach(), output.teacher_mass)
-        num_chunks = max(_num_chunks(method, rows), _TINY)
-        sum_kd = output.kd * asked.weight if weights is None else (output.kd * weights.to(output.kd.dtype)).sum()
-        sum_ce = output.ce if weights is None else output.ce.sum()
-        loss = sum_kd * (kd / num_chunks) + sum_ce * (ce / batch.num_labels)
-        return _Term(loss, sum_kd.detach() * (asked.total / num_chunks), sum_ce.detach(), output.teacher_mass)
+            return chunk_term(self.config, batch, self._with_head(target, teacher), rows, cross, kd, ce, asked)
+        return token_term(self.config, batch, self._comparable(batch.student, target, teacher), kd, ce, asked)
 
     def _agreement(
         self,
-        batch: _MicroBatch,
+        batch: MicroBatch,
         targets: Sequence[Target | None],
         chunks: Sequence[ChunkRows | None],
         asked: Sequence[AskedTokens | None],
@@ -409,7 +293,7 @@ class Objective(nn.Module):
         """Measures how far the student agrees with each teacher: `ObjectiveOutput.agreement`."""
         found: list[Tensor] = []
         for i, (target, rows, cross, part) in enumerate(zip(targets, chunks, self.cross_tokenizer, asked)):
-            if target is None or (part is not None and not _is_taught(part, rows)):
+            if target is None or (part is not None and not is_taught(part, rows)):
                 found.append(torch.zeros(4, dtype=torch.float64, device=batch.labels.device))
             elif cross is not None and rows is not None:
                 teacher, projection = self._with_head(target, i), cross[1]
@@ -424,7 +308,7 @@ class Objective(nn.Module):
     def _comparable(self, student: Student, target: Target, teacher: int) -> Teacher:
         """Returns the targets of a teacher with the student's tokenizer, in this rank's columns (logits only)."""
         found = self._with_head(target, teacher)
-        return _with_columns_of(student, found) if isinstance(found, DenseLogits) else found
+        return with_columns_of(student, found) if isinstance(found, DenseLogits) else found
 
     def _with_head(self, target: Target, teacher: int) -> Teacher:
         """Joins hidden states with their teacher's output layer, so that logits are computed a chunk at a time.
@@ -443,36 +327,3 @@ class Objective(nn.Module):
         if head is None:
             raise ValueError("hidden states: need the output layer of their teacher (`heads`); got None")
         return head.attach(target)
-
-
-def _num_chunks(method: str, rows: ChunkRows) -> float:
-    """The number of chunks of the global batch that a cross-tokenizer loss compares, or the sum of their weights."""
-    every, one_to_one = rows.weighted or (rows.num_chunks, rows.num_one_to_one)
-    return one_to_one if method == "strict" else every
-
-
-def _is_taught(asked: AskedTokens, rows: ChunkRows | None) -> bool:
-    """Whether a teacher is asked for anything in a micro-batch: a token, or a chunk if it is compared by chunks."""
-    return asked.num_labels > 0 if rows is None else bool((rows.student >= 0).any())
-
-
-def _carries_ce(asked: AskedTokens | None, rows: ChunkRows | None) -> bool:
-    """Whether the pass over the vocabulary for a teacher can have the CE of all labelled tokens.
-
-    The pass for chunks computes it for all of them. The one for tokens leaves out those that the teacher is not asked for,
-    and gives KD and CE the same weights.
-    """
-    if asked is None:
-        return True
-    return _is_taught(asked, rows) and (rows is not None or (asked.is_all and asked.weights is None))
-
-
-def _with_columns_of(student: Student, target: DenseLogits) -> DenseLogits:
-    """Returns a teacher's whole logits, cut or padded with −inf to this rank's columns of the student's.
-
-    Both models have the same tokens, but their output layers may be padded differently.
-    """
-    shard = columns_of(student)
-    missing = max(shard.offset + shard.size - target.logits.shape[-1], 0)
-    padded = nn.functional.pad(target.logits, (0, missing), value=-torch.inf)
-    return DenseLogits(padded[:, shard.offset : shard.offset + shard.size], target.label_logprob)

@@ -159,7 +159,7 @@ class StudentWorker(RankWorker):
             targets.open(batch.first_row, batch.rows.shape[0], opened)
         except TransportError as error:
             succeeded, problem = False, str(error)
-        return None if self._engine.all_agree(succeeded) else Retryable(problem)
+        return None if self._engine.world.all_agree(succeeded) else Retryable(problem)
 
     def _take_measurements(self) -> dict[str, Metric]:
         """Returns what was measured since the last call (step time, fetch time, bytes between nodes) and resets it.
