@@ -11,7 +11,7 @@ from distill_rl.config.facts import Facts
 from distill_rl.config.reading.walk import MISSING
 from distill_rl.config.rules import validate
 from distill_rl.config.rules.data import concatenation_problem
-from distill_rl.config.schema import Config
+from distill_rl.config.schema import Config, DataConfig
 from distill_rl.errors import problem
 from distill_rl.models.files.facts import visible_gpus
 from distill_rl.preflight.chats import check_chats
@@ -69,17 +69,7 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
     if training.kind == "messages" and len(problems) == num_problems:
         check_chats(config, documents + held_out, student, teachers, findings)
     problems += _count_problems(config, main, training, findings)
-    if training.kind == "text" and (data.loss_on == "assistant" or data.loss_roles):
-        key = "data.loss_roles" if data.loss_roles else "data.loss_on"
-        rule = (
-            "turns are found in chat messages only"
-            if data.loss_roles
-            else "assistant turns are found in chat messages only"
-        )
-        remedy = "use data.loss_on=all, or data that has messages"
-        problems.append(problem(key, rule, "rows of text", remedy))
-    if training.kind == "messages" and data.concatenate and data.format == "auto":
-        problems.append(concatenation_problem("chats"))
+    problems += _kind_problems(data, training.kind)
     problems += template_problems(config, training.kind, student, teachers)
     if not any(text.startswith(("data.", "student")) for text in problems):
         check_labels(config, main, training.kind, documents, student, findings)
@@ -100,6 +90,17 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
     even = [[sample[row] for row in _spread(part) if row in sample] for part, sample in zip(parts, samples)]
     found, step = expect(config, training.kind, facts.sources, even, student, teachers, on_gpu=visible_gpus() > 0)
     return replace(facts, sources=found, step=step)
+
+
+def _kind_problems(data: DataConfig, kind: str) -> Iterator[str]:
+    """Yields settings that the kind of the data, `text` or `messages`, does not allow, one line each."""
+    if kind == "text" and (data.loss_on == "assistant" or data.loss_roles):
+        key = "data.loss_roles" if data.loss_roles else "data.loss_on"
+        turns = "turns" if data.loss_roles else "assistant turns"
+        remedy = "use data.loss_on=all, or data that has messages"
+        yield problem(key, f"{turns} are found in chat messages only", "rows of text", remedy)
+    if kind == "messages" and data.concatenate and data.format == "auto":
+        yield concatenation_problem("chats")
 
 
 def _open(config: Config, findings: Findings, cache: Cache) -> list[tuple[str, Source | None]]:

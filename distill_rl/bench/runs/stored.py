@@ -65,24 +65,8 @@ def measure(
     write_teacher(folder, layers, length)
     config = configuration(folder, "live", 1, **sizes)
     _set(config, loss={"top_k": top_k}, train_epochs=1)
-    rates: dict[str, list[float]] = {"capture": [], "teacher_alone": []}
-    for i in range(repeats):
-        rates["capture"].append(_capture(config, folder / f"store-{i}", f"capture-{i}"))
-        rates["teacher_alone"].append(_in_a_process(_teacher_alone, config))
-        print(f"run {i + 1} of {repeats}: " + _text(rates, "tokens/s"), flush=True)
-    seconds: dict[str, list[float]] = {"live": [], "stored": [], "in_memory": []}
-    losses = []
-    for i in range(repeats):
-        for name, settings in (("live", ()), ("stored", _stored(folder / "store-0"))):
-            run = folder / "runs" / f"{name}-{i}"
-            harness.train(
-                config, run, f"run.name={run.name}", *settings, environment=harness.ONE_THREAD, quiet=True
-            )
-            found = figures(run / "metrics.jsonl")
-            seconds[name].append(found["step"])
-            losses.append(found["losses"])
-        seconds["in_memory"].append(round(_in_a_process(_student_in_memory, config, folder / "store-0"), 4))
-        print(f"run {i + 1} of {repeats}: " + _text(seconds, "s a step"), flush=True)
+    rates = _capture_rates(config, folder, repeats)
+    seconds, losses = _step_seconds(config, folder, repeats)
     step = {name: median(of_kind) for name, of_kind in seconds.items()}
     rate = {name: median(of_kind) for name, of_kind in rates.items()}
     return {
@@ -97,6 +81,34 @@ def measure(
         "workload": sizes | {"top_k": top_k, "teacher_layers": layers, "teacher_over_student": TIMES},
         "repeats": repeats,
     }
+
+
+def _capture_rates(config: Path, folder: Path, repeats: int) -> dict[str, list[float]]:
+    """Tokens per second of captures, and of the teacher alone, in turn. The stores are `store-0` and so on."""
+    rates: dict[str, list[float]] = {"capture": [], "teacher_alone": []}
+    for i in range(repeats):
+        rates["capture"].append(_capture(config, folder / f"store-{i}", f"capture-{i}"))
+        rates["teacher_alone"].append(_in_a_process(_teacher_alone, config))
+        print(f"run {i + 1} of {repeats}: " + _text(rates, "tokens/s"), flush=True)
+    return rates
+
+
+def _step_seconds(config: Path, folder: Path, repeats: int) -> tuple[dict[str, list[float]], list[list[float]]]:
+    """Seconds of a step live, from the first store and with targets in memory, in turn; and the losses of all runs."""
+    seconds: dict[str, list[float]] = {"live": [], "stored": [], "in_memory": []}
+    losses = []
+    for i in range(repeats):
+        for name, settings in (("live", ()), ("stored", _stored(folder / "store-0"))):
+            run = folder / "runs" / f"{name}-{i}"
+            harness.train(
+                config, run, f"run.name={run.name}", *settings, environment=harness.ONE_THREAD, quiet=True
+            )
+            found = figures(run / "metrics.jsonl")
+            seconds[name].append(found["step"])
+            losses.append(found["losses"])
+        seconds["in_memory"].append(round(_in_a_process(_student_in_memory, config, folder / "store-0"), 4))
+        print(f"run {i + 1} of {repeats}: " + _text(seconds, "s a step"), flush=True)
+    return seconds, losses
 
 
 def _text(measured: Mapping[str, Sequence[float]], unit: str) -> str:

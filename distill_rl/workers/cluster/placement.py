@@ -30,7 +30,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from distill_rl.config.facts import gpu_share, gpus_per_rank, ranks_per_replica, running_teachers
 from distill_rl.config.layout import evaluator_problem, evaluators
-from distill_rl.config.schema import Config, ParallelConfig
+from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.transport.choose import require_between_nodes
 
@@ -138,19 +138,8 @@ def place_actors(
             guests = dict.fromkeys(aligners[i :: len(ranks_by_bundle)], aligner_share)
         if evaluates := i < len(evaluator_guests):
             guests[evaluator_guests[i]] = config.evaluate.gpu_share
-        shared = [name for name in all_ranks if name in engines] if gpus and len(all_ranks) > 1 else []
-        guests |= {name: gpu_share(engines[name], shared=True) for name in shared}
-        ranks = [name for name in all_ranks if name not in shared]
-        left = 1.0 - sum(guests.values())
-        if left < 0 or (ranks and left == 0):
-            raise _no_gpu_left(guests, aligners_share=aligner_share > 0, evaluates=evaluates, engines=bool(shared))
-        bundles.append(_bundle(len(ranks) + len(guests), 1.0 if gpus else 0.0))
-        memory = _memory_shares(ranks, left, needs) if evaluates or shared else {}
-        for name in ranks:
-            of_memory = memory.get(name, gpu_share(engines[name], shared=False) if name in engines else 1.0)
-            placements[name] = ActorPlacement(i, left / len(ranks) if gpus else 0.0, of_memory)
-        for name, share in guests.items():
-            placements[name] = ActorPlacement(i, share, share if name in shared else 1.0)
+        placements |= _place_in_bundle(i, all_ranks, guests, engines, needs, gpus=gpus, evaluates=evaluates)
+        bundles.append(_bundle(len(all_ranks) + len(guests), 1.0 if gpus else 0.0))
     for name, num_gpus in num_gpus_split.items():
         placements[name] = ActorPlacement(len(bundles), num_gpus, gpu_share(engines[name], shared=False))
         bundles.append(_bundle(1, num_gpus))
@@ -165,6 +154,43 @@ def place_actors(
     if not pinned:
         return PlacementPlan(tuple(bundles), placements)
     return PlacementPlan(tuple(bundles), placements, (*pinned, *[None] * (len(bundles) - len(pinned))))
+
+
+def _place_in_bundle(
+    bundle: int,
+    all_ranks: Sequence[str],
+    guests: Mapping[str, float],
+    engines: Mapping[str, TeacherConfig],
+    needs: Mapping[str, float] | None,
+    *,
+    gpus: float,
+    evaluates: bool,
+) -> dict[str, ActorPlacement]:
+    """Places ranks and their guests in a bundle with one GPU, if there are any; engines beside others become guests.
+
+    Args:
+        guests: aligners and an evaluator, with their shares of the GPU.
+        engines: the teachers of vLLM's engines, by actor.
+        evaluates: whether an evaluator is a guest.
+
+    Raises:
+        ConfigError: the guests leave nothing of the GPU to the ranks.
+    """
+    shared = [name for name in all_ranks if name in engines] if gpus and len(all_ranks) > 1 else []
+    shares = dict(guests) | {name: gpu_share(engines[name], shared=True) for name in shared}
+    ranks = [name for name in all_ranks if name not in shared]
+    left = 1.0 - sum(shares.values())
+    if left < 0 or (ranks and left == 0):
+        aligners_share = len(guests) > evaluates
+        raise _no_gpu_left(shares, aligners_share=aligners_share, evaluates=evaluates, engines=bool(shared))
+    memory = _memory_shares(ranks, left, needs) if evaluates or shared else {}
+    placed = {}
+    for name in ranks:
+        of_memory = memory.get(name, gpu_share(engines[name], shared=False) if name in engines else 1.0)
+        placed[name] = ActorPlacement(bundle, left / len(ranks) if gpus else 0.0, of_memory)
+    for name, share in shares.items():
+        placed[name] = ActorPlacement(bundle, share, share if name in shared else 1.0)
+    return placed
 
 
 def _place_evaluators(

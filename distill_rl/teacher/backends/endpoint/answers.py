@@ -49,16 +49,7 @@ def scores_of(
         wrong = counts[(counts < k) | (counts > most)][0]
         remedy = "see whether the server limits log-probs, or drops some"
         raise WrongAnswer("the server", f"must give {k} log-probs per token (loss.top_k)", int(wrong), remedy)
-    _require_logprobs(logprobs)
-    if (ids < 0).any() or (ids > np.iinfo(np.int32).max).any():
-        raise WrongAnswer("the server", "must give ids of tokens", int(ids[(ids < 0) | (ids > 2**31 - 1)][0]))
-    there = np.arange(most) < counts[:, None]
-    table = np.full((rows, most), -1, np.int64)
-    values = np.full((rows, most), -np.inf)
-    table[there], values[there] = ids, logprobs
-    in_order = np.sort(table, axis=1)
-    if ((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)).any():
-        raise WrongAnswer("the server", "must give each token once per position", "a token twice")
+    table, values = _table(ids, logprobs, counts, most)
     if next_logprobs is None:
         is_next = table == following[:, None]
         if not is_next.any(1).all():
@@ -81,6 +72,26 @@ def scores_of(
         np.minimum(values, 0).astype(np.float32),
         np.minimum(next_logprobs, 0).astype(np.float32),
     )
+
+
+def _table(ids: np.ndarray, logprobs: np.ndarray, counts: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and log-probs by position, int64 and fp64 [L − 1, most]; −1 and −inf behind the entries of a position.
+
+    Raises:
+        WrongAnswer: impossible ids, or one twice at a position.
+        NumericsError: as for `scores_of`.
+    """
+    _require_logprobs(logprobs)
+    if (impossible := (ids < 0) | (ids > np.iinfo(np.int32).max)).any():
+        raise WrongAnswer("the server", "must give ids of tokens", int(ids[impossible][0]))
+    there = np.arange(most) < counts[:, None]
+    table = np.full((len(counts), most), -1, np.int64)
+    values = np.full((len(counts), most), -np.inf)
+    table[there], values[there] = ids, logprobs
+    in_order = np.sort(table, axis=1)
+    if ((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)).any():
+        raise WrongAnswer("the server", "must give each token once per position", "a token twice")
+    return table, values
 
 
 def require_prompt(prompt: np.ndarray, echoed: np.ndarray) -> None:

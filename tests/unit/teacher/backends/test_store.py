@@ -261,6 +261,8 @@ def test_a_cache_writes_when_it_is_due(kit, batch):
     teacher = kit.cached(kit.store(), write_every_s=0)
     engine_targets(teacher, batch)
     until(lambda: len(Store(teacher.store.folder)) == 5, "targets written")
+    engine_targets(teacher, batch)
+    assert (teacher.use.read, teacher.use.computed) == (tokens_of(batch), tokens_of(batch))
 
 
 def test_replicas_read_what_the_others_have_written(kit, batch):
