@@ -42,11 +42,16 @@ def test_look_ahead_changes_no_bit(usual, material, cluster, tmp_path, depth):
         assert_equal_runs(train(config, VALIDATED, f"prefetch.depth={depth}", cluster=cluster), usual)
 
 
-def test_neither_do_interface_servers_and_clients(usual, material, cluster, tmp_path):
+def test_neither_do_interface_servers_clients_and_faults(usual, material, cluster, tmp_path):
     with StandIn(token="s3cret-9") as one, StandIn(token="s3cret-9") as other, pytest.MonkeyPatch.context() as patch:
         patch.setenv("DISTILL_RL_BIG_TOKEN", "s3cret-9")
         config = config_of(material, tmp_path, one.url, other.url, api="sglang", token_env="DISTILL_RL_BIG_TOKEN")
+        check = distill_rl("check", "-c", config)
+        assert check.code == 0, check.err
+        # The run asks the server as `check` did before it trains, and the probe repeats nothing.
+        one.settings.fault, one.settings.count, one.settings.spared = "reset", 3, len(one.seen.prompts)
         run = train(config, VALIDATED, "teachers.0.parallel.dp=2", "train.micro_batch_size=2", cluster=cluster)
+        assert one.settings.count == 0
         assert_equal_runs(run, usual)
         assert min(len(one.seen.prompts), len(other.seen.prompts)) > 20
     assert not [file for file in run.rglob("*") if file.is_file() and b"s3cret-9" in file.read_bytes()]

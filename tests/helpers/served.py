@@ -69,6 +69,8 @@ class Settings:
     """What happens to the next `count` scoring requests: `status 503`, `stall`, `reset`, `truncate`, `garbage`, `nan`,
     `null`, `positive`, `other-ids`, `other-model`, `few`, `redirect`, `long`, `drip`."""
     count: int = 0
+    spared: int = 0
+    """Scoring requests that are answered before the faults begin."""
     retry_after: str = ""
 
 
@@ -126,8 +128,9 @@ class StandIn:
             self.seen.paths.append(path)
             self._at_once += 1
             self.seen.most_at_once = max(self.seen.most_at_once, self._at_once)
-            fault = self.settings.fault if self.settings.count > 0 else ""
+            fault = self.settings.fault if self.settings.count > 0 and not self.settings.spared else ""
             self.settings.count -= bool(fault)
+            self.settings.spared = max(0, self.settings.spared - 1)
         try:
             yield fault
         finally:
