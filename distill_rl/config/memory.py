@@ -36,8 +36,8 @@ TEACHER_CHUNK_BYTES = 256 * 2**20
 """Upper bound on the fp32 logits of such a chunk on one rank."""
 FUSED_FROM_BYTES = 256 * 2**20
 """`loss.fused: auto` computes logits in chunks if those of a micro-batch would take more on a rank, in the compute dtype."""
-FUSED_CHUNK_BYTES = 192 * 2**20
-"""What a chunk's logits and all that is computed from them may take together in the fused loss."""
+FUSED_CHUNK_BYTES, FUSED_CHUNK_BYTES_GPU = 192 * 2**20, 2**30
+"""What a chunk's logits and all that is computed from them may take together in the fused loss, on a CPU and on a GPU."""
 FUSED_LEAST_ROWS = 16
 """Rows of a chunk at least, however many columns they have."""
 FUSED_BYTES_PER_LOGIT = 32
@@ -199,7 +199,7 @@ def student_memory(
         gathered, s = 1        b P / tp             copies of all weights, from the first forward to the last backward
                                + U (b + 8) / tp
         logits                 3 b T V / tp         T tokens per micro-batch, V columns: logits, log-softmax, gradient
-        logits, fused          32 T V / tp          but at most 192 MiB: a chunk of them
+        logits, fused          32 T V / tp          but at most 192 MiB, on GPUs 1 GiB: a chunk of them
                                + 4 V H / tp + 4 T H the gradients of the output layer and of its input, H wide
                                + b V H / tp         for every teacher after the first: its gradient of the output layer
 
@@ -261,7 +261,8 @@ def fused_chunk(config: Config, columns: int, *, on_gpu: bool) -> int:
     """Bytes of the logits that a fused loss holds at once on one rank, with all that is computed from them, at most."""
     tokens = _tokens(config, config.train.micro_batch_size, on_gpu)
     row = FUSED_BYTES_PER_LOGIT * ceil(columns / config.student.parallel.tp)
-    return min(row * tokens, max(FUSED_CHUNK_BYTES, row * FUSED_LEAST_ROWS))
+    most = FUSED_CHUNK_BYTES_GPU if on_gpu else FUSED_CHUNK_BYTES
+    return min(row * tokens, max(most, row * FUSED_LEAST_ROWS))
 
 
 def _logits(config: Config, model: ModelFacts, on_gpu: bool) -> int:

@@ -53,7 +53,7 @@ def fused_linear_kd_loss(
         inplace_backward: no effect, since there are no logits to overwrite.
 
     All other arguments, the result and errors are those of `kd_loss`; but ignored rows are dropped whatever `validate`
-    says, and the default `chunk_size` is half the hidden size, less for large vocabularies.
+    says, and the default `chunk_size` is that of `losses.core.linear.default_chunk`.
 
     Raises:
         ValueError: naming the argument, the rule and the value; also for a sharded DTensor weight of which nothing says

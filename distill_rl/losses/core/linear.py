@@ -28,7 +28,9 @@ from distill_rl.losses.core.streaming import Buffers, RowPlan, accumulator, padd
 _LEAST_CHUNK = 64
 """Rows; fewer make a poor matrix product."""
 _LEAST_ROWS = 16
-_CHUNK_BYTES = 192 * 2**20
+_CUDA_ROWS = 2048
+"""Rows per chunk on CUDA, if memory allows: with fewer, adding to the weight's gradient takes longer than the products."""
+_CHUNK_BYTES, _CUDA_CHUNK_BYTES = 192 * 2**20, 2**30
 """What a chunk's logits and all that is computed from them may take together, unless that is less than `_LEAST_ROWS`."""
 _BYTES = {False: 12, True: 32}
 """Per logit of a chunk: logits, exponentials and gradient; with a dense teacher also its logits, and both distributions."""
@@ -36,19 +38,23 @@ _KERNEL_BYTES = {False: 8, True: 12}
 """The same with kernels, which need no exponentials and no distributions."""
 
 
-def default_chunk(hidden_size: int, columns: int, *, dense: bool, kernels: bool = False) -> int:
-    """Rows per chunk: half the hidden size, at least 64, but no more than fit into 192 MiB; a multiple of 16.
+def default_chunk(hidden_size: int, columns: int, device: torch.device, *, dense: bool, kernels: bool = False) -> int:
+    """Rows per chunk, a multiple of 16.
 
-    With half the hidden size, a chunk of fp32 logits is as large as the weight's bf16 gradient, which every chunk reads
-    and writes. Chunks of a multiple of 16 rows begin at addresses for which kernels are compiled only once.
+    On a CPU half the hidden size, at least 64, but no more than fit into 192 MiB: with half the hidden size, a chunk of
+    fp32 logits is as large as the weight's bf16 gradient. On CUDA 2,048, but no more than fit into 1 GiB: every chunk
+    reads and writes the weight's fp32 gradient and launches the same kernels, whatever its size. Chunks of a multiple of
+    16 rows begin at addresses for which kernels are compiled only once.
 
     Args:
         dense: as in `StudentLogits.default_chunk`.
         kernels: whether kernels read the logits.
     """
-    wanted = max(_LEAST_CHUNK, hidden_size // 2)
+    wanted, most = max(_LEAST_CHUNK, hidden_size // 2), _CHUNK_BYTES
+    if device.type == "cuda":
+        wanted, most = _CUDA_ROWS, _CUDA_CHUNK_BYTES
     row = (_KERNEL_BYTES if kernels else _BYTES)[dense] * padded_width(columns)
-    return max(_LEAST_ROWS, min(wanted, _CHUNK_BYTES // row) // _LEAST_ROWS * _LEAST_ROWS)
+    return max(_LEAST_ROWS, min(wanted, most // row) // _LEAST_ROWS * _LEAST_ROWS)
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,8 @@ class ComputedLogits(StudentLogits):
         kernels = None
         if self.kernels is not None and function is not None:
             kernels = self.kernels(function, self.like.new_empty(1, 1))
-        return default_chunk(self.hidden.shape[1], columns, dense=dense, kernels=kernels is not None)
+        width, device = self.hidden.shape[1], self.hidden.device
+        return default_chunk(width, columns, device, dense=dense, kernels=kernels is not None)
 
     def apart(self, numbers: Tensor) -> tuple[ComputedLogits, ComputedLogits]:
         return self, replace(self, hidden=self.hidden.index_select(0, numbers))

@@ -9,6 +9,7 @@ from distill_rl.config.load import load_config
 from distill_rl.config.memory import (
     FUSED_BYTES_PER_LOGIT,
     FUSED_CHUNK_BYTES,
+    FUSED_CHUNK_BYTES_GPU,
     FUSED_FROM_BYTES,
     FUSED_LEAST_ROWS,
     WHOLE_GRADIENT_BYTES,
@@ -220,7 +221,9 @@ def test_fused_loss_needs_a_chunk_and_the_heads_gradient_however_many_tokens(loa
     small = load("loss.fused=on", "data.max_length=8")
     assert fused_chunk(small, 1000, on_gpu=False) == 32 * 2 * 8 * 1000, "all rows fit into one chunk"
     assert fused_chunk(load(), 10**6, on_gpu=False) == 32 * 16 * 10**6, "16 rows at least"
-    assert FUSED_CHUNK_BYTES == linear._CHUNK_BYTES
+    many = load("data.max_length=4096")
+    assert fused_chunk(many, 262_144, on_gpu=True) == FUSED_CHUNK_BYTES_GPU
+    assert (FUSED_CHUNK_BYTES, FUSED_CHUNK_BYTES_GPU) == (linear._CHUNK_BYTES, linear._CUDA_CHUNK_BYTES)
     assert (linear._LEAST_ROWS, max(linear._BYTES.values())) == (FUSED_LEAST_ROWS, FUSED_BYTES_PER_LOGIT)
 
 

@@ -40,12 +40,16 @@ def test_cpu_tensors_are_computed_by_torch(name: str):
 
 @pytest.mark.parametrize("columns", [1, 300, 32_000, 128_256, 262_208])
 @pytest.mark.parametrize("dense", [False, True])
-def test_fused_chunks_are_whole_multiples_of_sixteen_rows_within_their_memory(dense: bool, columns: int):
-    eager, kernels = (default_chunk(4096, columns, dense=dense, kernels=kernels) for kernels in (False, True))
+@pytest.mark.parametrize(("device", "most"), [("cpu", 192 * 2**20), ("cuda", 2**30)])
+def test_fused_chunks_are_whole_multiples_of_sixteen_rows_within_their_memory(
+    device: str, most: int, dense: bool, columns: int
+):
+    on = torch.device(device)
+    eager, kernels = (default_chunk(4096, columns, on, dense=dense, kernels=kernels) for kernels in (False, True))
     assert 16 <= eager <= kernels <= 2048
     assert eager % 16 == kernels % 16 == 0
     for rows, item in ((eager, 32 if dense else 12), (kernels, 12 if dense else 8)):
-        assert rows == 16 or rows * columns * item <= 192 * 2**20
+        assert rows == 16 or rows * columns * item <= most
 
 
 def test_module_refuses_an_unknown_backend_when_it_is_made():
