@@ -93,6 +93,23 @@ def test_look_ahead_changes_no_bit(routed, material, cluster, tmp_path, depth):
     assert_equal_runs(train(material, tmp_path, "teacher", f"prefetch.depth={depth}", cluster=cluster), routed)
 
 
+def test_a_resumed_run_has_the_bits_of_a_whole_one(routed, material, cluster, tmp_path):
+    train(material, tmp_path, "teacher", "train.steps=3", cluster=cluster)
+    assert_equal_runs(train(material, tmp_path, "teacher", "--resume", cluster=cluster), routed)
+
+
+def test_stores_of_the_rows_that_teachers_are_asked_for_teach_alike(routed, material, cluster, tmp_path):
+    """One teacher is captured; then it is read from its store, and the other is live."""
+    write_domains(tmp_path / "domains.jsonl")
+    settings = (*CHOSEN, f"data.path={tmp_path}/domains.jsonl", f"teachers.1.model={material.root}/teacher")
+    ended = distill_rl(
+        "capture", "-c", material.config(tmp_path), "--out", tmp_path / "store", *settings, cluster=cluster
+    )
+    assert ended.code == 0, ended.err
+    stored = ("teachers.0.model=null", "teachers.0.backend=store", f"teachers.0.store={tmp_path}/store/big")
+    assert_equal_runs(train(material, tmp_path, "teacher", *stored, cluster=cluster), routed)
+
+
 def test_two_ranks_have_the_same_losses(routed, material, cluster, tmp_path):
     settings = ("student.parallel.dp=2", "teachers.0.parallel.dp=2", "train.micro_batch_size=1")
     assert_equal_runs(train(material, tmp_path, "teacher", *settings, cluster=cluster), routed, rel=2e-4)

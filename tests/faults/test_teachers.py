@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from tests.cli.test_routed_teachers import write_domains
 from tests.faults.conftest import STEPS, assert_resumes, assert_same_student
 from tests.helpers.command import records, series
 
@@ -22,6 +23,13 @@ def two_teachers(material, first: str = "", second: str = "") -> str:
         write_tiny_model(material.root / "teacher2", hidden=32, seed=9)
     teachers = (text % (material.root, more) for text, more in zip(TWO, (first, second)))
     return f"teachers=[{','.join(teachers)}]"
+
+
+def by_row(material) -> tuple[str, ...]:
+    """Settings for two teachers that are asked for rows of different domains, and for no row of a third."""
+    first, second = ", where: {domain: [maths, physics]}", ", where: {domain: code}, weight_column: use"
+    write_domains(material.root / "domains.jsonl")
+    return two_teachers(material, first, second), f"data.path={material.root}/domains.jsonl"
 
 
 @pytest.mark.parametrize("transport", ["object_store", "shared_memory"])
@@ -112,3 +120,27 @@ def test_a_lost_teacher_can_be_dropped_and_the_others_reweighted(disturb, materi
     assert len(series(run.run, "validation/kl_loss")) >= 2
     driver_log = (run.run / "logs" / "latest" / "driver.log").read_text()
     assert driver_log.count("this step had no targets from big") >= len(alone)
+
+
+def test_a_killed_teacher_of_some_rows_is_replaced_without_a_trace(disturb, undisturbed, material):
+    settings = (*LENGTH, *by_row(material), "prefetch.depth=2")
+    expected = undisturbed(*settings)
+    with disturb(*settings) as run:
+        run.kill_busy("big/dp0-tp0")
+        run.wait_for_output("restarting big/dp0-tp0 (1 of")
+        assert run.end() == 0, run.text
+    assert_same_student(run.run, expected)
+
+
+def test_rows_of_a_lost_teacher_are_trained_on_with_ce_alone(disturb, material):
+    settings = (*LENGTH, *by_row(material), "faults.teacher_restarts=0", "faults.lost_teacher=drop_and_reweight")
+    with disturb(*settings) as run:
+        run.kill_busy("big/dp0-tp0")
+        run.wait_for_output("lost      teacher big; going on with other")
+        assert run.end() == 0, run.text
+    steps = [record for record in records(run.run) if "train/loss" in record]
+    alone = [record for record in steps if "train/kl_loss/other" in record and "train/kl_loss/big" not in record]
+    assert alone
+    assert all(0 < record["train/taught/other"] < 0.5 for record in alone)
+    assert all(record["train/kl_loss"] == record["train/kl_loss/other"] for record in alone)
+    assert all(2.0 < record["train/nll_loss"] < 7.0 for record in steps), "over all rows"

@@ -7,14 +7,16 @@
 4. Are they the model's own? The same prompt is scored with other sampling parameters, which must change nothing.
 5. Does it take prompts as long as a row?
 
+A question that gets no answer is asked twice more, since a server that is busy may drop a connection.
 Then a sample of documents is scored by all servers together, which shows the probability in the top k and the speed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -30,6 +32,10 @@ _OTHER_SAMPLING = {"temperature": 2.0, "presence_penalty": 1.0}
 _CHANGED = 0.05
 """Mean change of log-probs, in nats, from which sampling parameters act on them. Noise of half precision is below it."""
 _IDS = 64
+_PAUSES_S = (0.25, 1.0)
+"""Before a question is asked again."""
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclass
@@ -73,7 +79,7 @@ def probe(
     scorer = EndpointScorer(limited, token)
     try:
         for server in scorer.client.servers:
-            card = _attempt(key, server, probed, lambda server=server: scorer.card(server))  # type: ignore[misc]
+            card = _attempt(key, server, probed, lambda server=server: _repeated(lambda: scorer.card(server)))  # type: ignore[misc]
             if card is not None and ids is not None:
                 probed.problems += _server_problems(key, scorer, server, card, ids, k, length)
                 probed.context = min(filter(None, [probed.context, card.max_model_len]), default=None)
@@ -110,6 +116,20 @@ def _attempt(key: str, server: Server, probed: Probed, ask):  # type: ignore[no-
     return None
 
 
+def _repeated(ask: Callable[[], _Answer]) -> _Answer:
+    """What `ask` returns, which is called again after each of `_PAUSES_S` while the server is down.
+
+    Raises:
+        Down: it is down each time.
+    """
+    for pause_s in _PAUSES_S:
+        try:
+            return ask()
+        except Down as failure:
+            time.sleep(min(failure.pause_s or pause_s, _RETRY_S))
+    return ask()
+
+
 def _server_problems(
     key: str, scorer: EndpointScorer, server: Server, card: ModelCard, ids: np.ndarray, k: int, length: int
 ) -> Iterator[str]:
@@ -120,10 +140,10 @@ def _server_problems(
         yield problem(f"{key}.url", rule, None, remedy)
         ids = ids[: max(2, card.max_model_len - 1)]
     try:
-        plain = scorer.ask(server, ids, k)
-        changed = scorer.ask(server, ids, k, **_OTHER_SAMPLING)
+        plain = _repeated(lambda: scorer.ask(server, ids, k))
+        changed = _repeated(lambda: scorer.ask(server, ids, k, **_OTHER_SAMPLING))
         if card.max_model_len is None and length > len(ids):
-            scorer.ask(server, np.resize(ids, length), k)
+            _repeated(lambda: scorer.ask(server, np.resize(ids, length), k))
     except Refused as error:
         yield _refusal(key, server, error, k)
         return

@@ -83,6 +83,13 @@ def test_a_server_of_another_interface_is_a_problem() -> None:
     assert line.startswith(f"teachers.0.url: {server.url} answers with status 404")
 
 
+@pytest.mark.parametrize("fault", ["reset", "status 503"])
+def test_a_question_without_an_answer_is_asked_again(fault: str) -> None:
+    with StandIn(fault=fault, count=2) as server:
+        assert probed(server.url).problems == []
+        assert server.settings.count == 0
+
+
 def test_every_server_is_asked() -> None:
     with socket.socket() as dead, StandIn() as good, StandIn(max_logprobs=8) as poor:
         dead.bind(("127.0.0.1", 0))  # nobody listens
