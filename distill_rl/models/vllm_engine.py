@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.errors import ConfigError, DistillError, GpuMemoryError, first_line
+from distill_rl.models.vllm_guard import SharedMemoryGuard
 from distill_rl.models.vllm_memory import free_memory, require_room
 from distill_rl.system.gpu_memory import is_out_of_memory
 from distill_rl.system.install import install_extra
@@ -101,11 +102,15 @@ class VllmEngine:
         self.on_cpu: bool = current_platform.is_cpu()
         require_device(settings.device, self.on_cpu)
         _require_single_rank()
+        # One process alone has no shared memory.
+        self._guard = SharedMemoryGuard() if settings.tensor_parallel > 1 else None
         try:
             with nullcontext() if self.on_cpu else startup_lock():  # held while vllm measures free memory
                 smallest_gpu = None if self.on_cpu else _wait_for_room(settings, remedy)
                 arguments = engine_arguments(folder, settings, cpu=self.on_cpu) | dict(further(smallest_gpu))
                 self.llm: Any = LLM(**arguments)
+            if self._guard is not None:
+                self._guard.started()
         except DistillError:
             raise
         except Exception as error:  # of a process of vllm's own even the class is lost
@@ -159,6 +164,8 @@ class VllmEngine:
         self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
         cleanup_dist_env_and_memory()
+        if self._guard is not None:
+            self._guard.close()
 
     def _require_head_size(self, folder: Path) -> None:
         """Checks the model's head size, since vLLM on CPUs would fail only at the first prompt. Closes the engine

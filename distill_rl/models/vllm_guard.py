@@ -1,0 +1,97 @@
+"""Removes the shared memory of vLLM's processes if these are killed.
+
+An engine of several processes keeps files in /dev/shm, which it removes when it ends, but not after a SIGKILL; each run
+would leave hundreds of MiB. A small process of its own waits for the end of a pipe that only the engine's process holds,
+and looks from time to time which files that and its descendants have mapped. If the pipe ends without a word, it removes
+them. It is nobody's descendant, so that what kills the engine with all its descendants leaves it alone.
+
+The guard runs this file as a script, with the standard library and psutil only, so that it starts fast and stays small.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+_STARTED, _ENDED = b"started\n", b"ended\n"
+_LOOK_EVERY_S, _LOOK_WHILE_STARTING_S = 5.0, 0.2
+_TIMEOUT_S = 10.0
+_SHM = Path("/dev/shm")
+_NAMES = re.compile(r"psm_|sem\.mp-|vllm_")
+"""How names begin: shared memory and semaphores of Python's, and the rings of vLLM's collectives on CPUs."""
+_MAPPED = re.compile(r" (\d+) +/dev/shm/", re.MULTILINE)
+"""In /proc/PID/maps: the inode of a mapped file. A semaphore is mapped under another name than it has later."""
+
+
+class SharedMemoryGuard:
+    """Guards what this process and its descendants map from now on."""
+
+    def __init__(self) -> None:
+        starter = subprocess.Popen(
+            [sys.executable, "-I", __file__, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"},  # no secrets
+        )
+        assert starter.stdin is not None
+        self._pipe = starter.stdin
+        starter.wait(_TIMEOUT_S)
+
+    def started(self) -> None:
+        """Says that all processes have started: fewer looks will do."""
+        self._say(_STARTED)
+
+    def close(self) -> None:
+        """Says that the engine has ended in its own way; does nothing the second time."""
+        if not self._pipe.closed:
+            self._say(_ENDED)
+            with suppress(OSError):
+                self._pipe.close()
+
+    def _say(self, word: bytes) -> None:
+        with suppress(OSError):
+            os.write(self._pipe.fileno(), word)
+
+
+def _files(root: int) -> Iterator[Path]:
+    """Yields the files of `_NAMES` that a process and its descendants have mapped."""
+    inodes = set[int]()
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(root)
+        for each in [process, *process.children(recursive=True)]:
+            with suppress(OSError):
+                inodes.update(map(int, _MAPPED.findall(Path(f"/proc/{each.pid}/maps").read_text("utf-8", "replace"))))
+    for entry in os.scandir(_SHM):
+        if _NAMES.match(entry.name) and entry.inode() in inodes:
+            yield _SHM / entry.name
+
+
+def main(pid: str) -> None:
+    """Leaves its parent, and waits until the process closes the pipe."""
+    if os.fork():
+        os._exit(0)
+    found, interval_s, word = set[Path](), _LOOK_WHILE_STARTING_S, b"?"
+    while word:
+        if select.select([sys.stdin], [], [], interval_s)[0]:
+            word = os.read(sys.stdin.fileno(), 100)
+            if _ENDED in word:
+                return
+            interval_s = _LOOK_EVERY_S
+        found.update(_files(int(pid)))
+    for file in found:
+        with suppress(OSError):
+            file.unlink()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
