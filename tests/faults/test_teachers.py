@@ -141,6 +141,7 @@ def test_rows_of_a_lost_teacher_are_trained_on_with_ce_alone(disturb, material):
     steps = [record for record in records(run.run) if "train/loss" in record]
     alone = [record for record in steps if "train/kl_loss/other" in record and "train/kl_loss/big" not in record]
     assert alone
-    assert all(0 < record["train/taught/other"] < 0.5 for record in alone)
+    shares = [record["train/taught/other"] for record in alone]
+    assert 0 < sum(shares) / len(shares) < 0.4, "a quarter of the rows, and not all of them"
     assert all(record["train/kl_loss"] == record["train/kl_loss/other"] for record in alone)
     assert all(2.0 < record["train/nll_loss"] < 7.0 for record in steps), "over all rows"
