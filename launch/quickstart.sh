@@ -10,4 +10,4 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 source "$DISTILL_RL_ROOT/launch/environment.sh"
 cd -- "$DISTILL_RL_ROOT"
-exec "$PYTHON" -m distill_rl.quickstart --clean "$@"
+exec "$PYTHON" -m distill_rl quickstart --clean "$@"

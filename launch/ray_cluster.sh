@@ -33,7 +33,9 @@ if [[ $# -eq 0 ]]; then
     exit 2
 fi
 source "$root/launch/environment.sh"
-export PYTHON="${PYTHON:-$root/.venv/bin/python}" PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHON="${PYTHON:-$root/.venv/bin/python}"
+# In a repository, not beside an installed package, whose modules would be found in place of the standard library's.
+[[ ! -d $root/distill_rl ]] || export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 unset RAY_AUTH_TOKEN # the user's token, which Ray would prefer to the one of this job
 export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 PYTHONUNBUFFERED=1
 export RAY_START_TIMEOUT="${RAY_START_TIMEOUT:-300}"

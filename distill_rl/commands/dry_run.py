@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil
@@ -17,10 +18,8 @@ from distill_rl.errors import ConfigError, DistillError, problems_of
 from distill_rl.observe.log import say, setup_console
 from distill_rl.preflight import gather, run_directory
 from distill_rl.system.files import write_atomic
+from distill_rl.system.install import LAUNCH, PACKAGE, clone
 from distill_rl.transport.choose import require_between_nodes
-
-ROOT = Path(__file__).parents[2]
-"""The repository, which contains the template of the batch script."""
 
 
 def write_batch_script(
@@ -44,7 +43,7 @@ def write_batch_script(
         store: for a capture: the folder that it fills. The run directory is then that of the capture.
 
     Raises:
-        DistillError: bad input (all problems at once), or an installation without `launch/`.
+        DistillError: bad input, all problems at once.
     """
     setup_console()
     # With an address, this machine's own GPUs and cores are not checked. The job replaces it by its cluster's address.
@@ -54,9 +53,6 @@ def write_batch_script(
         checked.problems.append(str(error))
     config = checked.require_valid(lambda config: _batch_script_problems(config, gpus_per_node))
     used = config if store is None else without_student(config)
-    template = ROOT / "launch" / "slurm.sbatch"
-    if not template.is_file():
-        raise DistillError("--dry-run", "needs launch/ of the repository", f"no {template}", "install with pip -e")
     run = run_directory.paths_of(config).root.absolute()
     run.mkdir(parents=True, exist_ok=True)
     settings, script = (run / name for name in run_directory.SUBMISSION)
@@ -65,7 +61,7 @@ def write_batch_script(
     )
     save_config(submitted, settings)
     nodes, gpus = layout(used, gpus_per_node)
-    text = template.read_text("utf-8")
+    text = (LAUNCH / "slurm.sbatch").read_text("utf-8")
     write_atomic(script, fill(text, settings, run, nodes=nodes, gpus=gpus, folder=Path.cwd(), store=store))
     say(f"layout    {nodes} {'node' if nodes == 1 else 'nodes'}, {gpus} {'GPU' if gpus == 1 else 'GPUs'} on each")
     say(f"wrote     {settings}")
@@ -109,7 +105,8 @@ def fill(
 ) -> str:
     """The text of `launch/slurm.sbatch` for one run: its #SBATCH options and its variables for paths, filled in.
 
-    Without GPUs the option `gpus-per-node` is dropped; `chdir` is added after `output`.
+    Without GPUs the option `gpus-per-node` is dropped; `chdir` is added after `output`. Outside a clone, the job uses the
+    environment of this process.
 
     Args:
         settings: the configuration file of the job.
@@ -119,7 +116,7 @@ def fill(
         store: the folder that a capture fills; None for a training run.
 
     Raises:
-        DistillError: the template does not set CONFIG, RUN_DIR or DISTILL_RL_ROOT on exactly one line.
+        DistillError: the template does not set one of these variables on exactly one line.
     """
     options = {
         "nodes": f"{nodes}",
@@ -138,7 +135,10 @@ def fill(
         if option == "output":  # the template has no --chdir
             lines.append(f"#SBATCH --chdir={options.pop('chdir')}")
     text = "\n".join(lines) + "\n"
-    paths = {"CONFIG": settings, "RUN_DIR": run, "DISTILL_RL_ROOT": ROOT}
+    root = clone()
+    paths = {"CONFIG": settings, "RUN_DIR": run, "DISTILL_RL_ROOT": root or PACKAGE}
+    if root is None:
+        paths["VENV"] = Path(sys.prefix)
     if store is not None:
         paths["STORE"] = store
     for variable, path in paths.items():

@@ -12,14 +12,15 @@ from distill_rl import __version__
 GPUS_PER_NODE = 8
 """GPUs of a node of the cluster that a batch script is written for, unless given."""
 _EPILOG = """\
-a first run (bash launch/quickstart.sh makes its models and data, then does all of this):
-  distill-rl check -c configs/quickstart.yaml            show what would run, with sizes; changes nothing
-  distill-rl train -c configs/quickstart.yaml            train, validate, export
-  distill-rl train -c configs/quickstart.yaml --resume   resume after a stop
-  distill-rl report runs/quickstart                      write the curves to one HTML file
-  distill-rl train -c my.yaml --dry-run                  write a Slurm batch script, ready to submit
+a first run, and runs of your own:
+  distill-rl quickstart                 make small models and data, distil, evaluate, report
+  distill-rl check -c my.yaml           show what would run, with sizes; changes nothing
+  distill-rl train -c my.yaml           train, validate, export
+  distill-rl train -c my.yaml --resume  resume after a stop
+  distill-rl report runs/my             write the curves to one HTML file
+  distill-rl train -c my.yaml --dry-run write a Slurm batch script, ready to submit
 
-a teacher with another tokenizer (bash launch/quickstart.sh --cross):
+a teacher with another tokenizer:
   distill-rl align --student S --teacher T --data D      show how well the two tokenizers match on your text
 
 settings after the file override it; list entries are numbered:
@@ -71,6 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
         _command(commands, "check", "check.check", "print the resolved configuration and derived sizes", description)
     )
 
+    _add_quickstart(commands)
     _add_store(commands)
     _add_service(commands)
     _add_eval(commands)
@@ -90,6 +92,31 @@ def _command(commands: Any, name: str, function: str, summary: str, description:
     parser = commands.add_parser(name, help=summary, description=description)
     parser.set_defaults(command=function)
     return parser.add_argument
+
+
+def _add_quickstart(commands: Any) -> None:
+    """Adds the command quickstart to the subparsers."""
+    description = (
+        "Distil a small student that sorts, train the same student on the same noisy answers without a teacher, and "
+        "compare the two. Takes about two minutes; needs no GPU and no download."
+    )
+    add = _command(
+        commands,
+        "quickstart",
+        "quickstart.quickstart",
+        "a whole distillation in miniature, in two minutes",
+        description,
+    )
+    add("--cross", action="store_true", help="use a teacher with another tokenizer; runs go to runs/quickstart-cross")
+    add("--stored", action="store_true", help="capture the teacher's targets first, and train from them without it")
+    config_help = "default: quickstart.yaml, or with --cross quickstart-cross.yaml, of the package's configs"
+    add("-c", "--config", type=Path, metavar="FILE", help=config_help)
+    add("--seed", type=int, default=0, metavar="N", help="seed of data, models and data order; default: 0")
+    add("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of the runs; default: runs")
+    material, material_help = Path(".cache/quickstart"), "folder of models and data; default: .cache/quickstart"
+    add("--material", type=Path, default=material, metavar="DIR", help=material_help)
+    add("--clean", action="store_true", help="delete the runs of an earlier quickstart")
+    add("overrides", nargs="*", metavar="key=value", help="settings for both runs, e.g. train.steps=300")
 
 
 def _add_store(commands: Any) -> None:

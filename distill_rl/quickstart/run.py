@@ -1,21 +1,20 @@
-"""python -m distill_rl.quickstart: makes the material, runs distillation and control, evaluates, prints the table."""
+"""distill-rl quickstart: makes the material, runs distillation and control, evaluates, prints the table."""
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import distill_rl
-from distill_rl.errors import ConfigError, DistillError
+from distill_rl.errors import ConfigError
 from distill_rl.evals.results.compare import of_run
-from distill_rl.observe.log import printable, say
+from distill_rl.observe.log import say
 from distill_rl.observe.report.report import write_report
 from distill_rl.observe.sinks.sinks import SECONDS, TOKENS, read_records
 from distill_rl.preflight.run_directory import in_use
@@ -24,12 +23,12 @@ from distill_rl.quickstart.material import Material, make_material
 from distill_rl.quickstart.recipe import RECIPES
 from distill_rl.quickstart.table import print_table
 from distill_rl.system.files import write_json
+from distill_rl.system.install import CONFIGS
 from distill_rl.types import RunPaths
 
 NAME, CROSS_NAME = RECIPES
 CONTROL_SUFFIX, STORE_SUFFIX = "-ce", "-targets"
 SUITE = "exact_match"
-CONFIGS = Path(distill_rl.__file__).parents[1] / "configs"
 MODELS = ("teacher", "student_before", "student_after", "ce_only")
 
 # The control has the data, order, steps and seed of the distillation, but learns from the data instead of the teacher.
@@ -38,37 +37,34 @@ ALIGNED = {"one_to_one_share": "align/one_to_one", "coverage": "align/coverage"}
 RESERVED = {"run.name": "--runs", "run.dir": "--runs", "run.seed": "--seed"}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the quickstart with command-line arguments and returns its exit code; errors are printed on stderr.
+@dataclass(frozen=True)
+class Options:
+    """Those of the command line."""
 
-    Args:
-        arguments: without the program's name; None: those of this process.
-
-    Returns:
-        0; 1 if distillation did not beat its control, or after a failure; 2 for bad input; 130 after Ctrl-C; or the
-        exit code of a training that failed or was stopped.
-
-    Raises:
-        SystemExit: the arguments are invalid or ask for help.
-    """
-    options = _parser().parse_args(arguments)
-    try:
-        return quickstart(options)
-    except DistillError as error:
-        for problem in error.problems:
-            print(f"quickstart: error: {printable(problem)}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("quickstart: interrupted", file=sys.stderr)
-        return 130
+    cross: bool
+    """Use a teacher with another tokenizer."""
+    stored: bool
+    """Capture the teacher's targets first, and train from them."""
+    config: Path | None
+    """None: the file in configs/."""
+    seed: int
+    """Of data, models and data order."""
+    runs: Path
+    """Folder of the runs."""
+    material: Path
+    """Folder of models and data."""
+    clean: bool
+    """Delete the runs of an earlier quickstart."""
+    overrides: Sequence[str]
+    """Settings for both runs."""
 
 
-def quickstart(options: argparse.Namespace) -> int:
+def quickstart(options: Options) -> int:
     """Makes the material, trains the student and its control, scores four models, and prints and writes the results.
 
     With `stored`, the teacher's targets are captured first, and the student is trained from the store.
 
-    Options are those of `_parser`. Writes summary.json and report.html into the run directory of the distillation. If
+    Writes summary.json and report.html into the run directory of the distillation. If
     a training fails, its exit code is returned at once, without scores.
 
     Returns:
@@ -95,14 +91,14 @@ def quickstart(options: argparse.Namespace) -> int:
         say(f"capture   the teacher's targets into {store}")
         code = run_cli(["capture", "-c", str(config), "--out", str(store), *settings, f"run.name={run}"])
         if code:
-            print(f"quickstart: error: `distill-rl capture` ended with exit code {code}", file=sys.stderr)
+            print(f"distill-rl: error: `distill-rl capture` ended with exit code {code}", file=sys.stderr)
             return code
         stored = _from_store(store)
     for name, run_settings in ((run, stored), (f"{run}{CONTROL_SUFFIX}", CONTROL_OVERRIDES)):
         say(f"train     {name}")
         code = run_cli([*common, *settings, f"run.name={name}", *run_settings])
         if code:
-            print(f"quickstart: error: `distill-rl train` of {name} ended with exit code {code}", file=sys.stderr)
+            print(f"distill-rl: error: `distill-rl train` of {name} ended with exit code {code}", file=sys.stderr)
             return code
     say("evaluate  teacher, student before and after, control")
     scores = score_all(material, paths, control)
@@ -131,7 +127,7 @@ def verdict(summary: Mapping[str, Any]) -> int:
     if summary["student_after"] > summary["ce_only"]:
         return 0
     print(
-        f"quickstart: error: distillation must beat the control; got {summary['student_after']:.3f} against "
+        f"distill-rl: error: distillation must beat the control; got {summary['student_after']:.3f} against "
         f"{summary['ce_only']:.3f}; check the losses in report.html, and the overrides if there were any",
         file=sys.stderr,
     )
@@ -213,7 +209,7 @@ def tokens_per_second(metrics: Path) -> float:
     return tokens / seconds if seconds else 0.0
 
 
-def _settings(options: argparse.Namespace, material: Material) -> list[str]:
+def _settings(options: Options, material: Material) -> list[str]:
     """Overrides (`key=value`) that set the folder and seed of a run from the options, and its models and data to the
     material.
     """
@@ -228,7 +224,7 @@ def _settings(options: argparse.Namespace, material: Material) -> list[str]:
     ]
 
 
-def _require_usable(options: argparse.Namespace, config: Path, *runs: RunPaths) -> None:
+def _require_usable(options: Options, config: Path, *runs: RunPaths) -> None:
     """Checks for problems that `train` would find only after minutes of other work.
 
     Args:
@@ -250,27 +246,6 @@ def _require_usable(options: argparse.Namespace, config: Path, *runs: RunPaths) 
             if in_use(paths.root)
         ]
     if not config.is_file():
-        problems.append(str(ConfigError(str(config), "must be a file", remedy="run it from a clone, or give -c")))
+        problems.append(str(ConfigError(str(config), "must be a file", remedy="give its path")))
     if problems:
         raise ConfigError.many(problems)
-
-
-def _parser() -> argparse.ArgumentParser:
-    """The parser of the quickstart's options; its result is what `quickstart` takes."""
-    parser = argparse.ArgumentParser(
-        prog="python -m distill_rl.quickstart",
-        description="Distil a small student that sorts, train the same student on the same noisy answers without a "
-        "teacher, and compare the two. Takes about two minutes; needs no GPU and no download.",
-    )
-    add = parser.add_argument
-    add("--cross", action="store_true", help="use a teacher with another tokenizer; runs go to runs/quickstart-cross")
-    add("--stored", action="store_true", help="capture the teacher's targets first, and train from them without it")
-    config_help = "default: configs/quickstart.yaml, or configs/quickstart-cross.yaml with --cross"
-    add("-c", "--config", type=Path, metavar="FILE", help=config_help)
-    add("--seed", type=int, default=0, metavar="N", help="seed of data, models and data order; default: 0")
-    add("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of the runs; default: runs")
-    material, material_help = Path(".cache/quickstart"), "folder of models and data; default: .cache/quickstart"
-    add("--material", type=Path, default=material, metavar="DIR", help=material_help)
-    add("--clean", action="store_true", help="delete the runs of an earlier quickstart")
-    add("overrides", nargs="*", metavar="key=value", help="settings for both runs, e.g. train.steps=300")
-    return parser

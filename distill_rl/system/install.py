@@ -1,4 +1,4 @@
-"""How to install an extra of this package where it is installed: no registry has the package itself."""
+"""Where this package is installed, what lies beside its code, and how to install an extra of it: no registry has it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ import sys
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-"""The clone, if the package is used from one."""
+PACKAGE = Path(__file__).parents[1]
+CONFIGS, LAUNCH = PACKAGE / "configs", PACKAGE / "launch"
+"""In a clone links to the folders of the repository; elsewhere copies of what a user needs of them."""
+
+
+def clone() -> Path | None:
+    """The repository, if the package is used from a clone of it."""
+    root = PACKAGE.parent
+    return root if (root / "pyproject.toml").is_file() and LAUNCH.is_symlink() else None
 
 
 def install_extra(extra: str) -> str:
@@ -18,8 +25,8 @@ def install_extra(extra: str) -> str:
 
     In a clone it installs the clone again, with the extra; elsewhere it names the packages of the extra.
     """
-    if (ROOT / "pyproject.toml").is_file():
-        return f"{_pip()} install -e {shlex.quote(f'{ROOT}[{extra}]')}"
+    if (root := clone()) is not None:
+        return f"{_pip()} install -e {shlex.quote(f'{root}[{extra}]')}"
     return f"{_pip()} install {shlex.join(_packages(extra))}"
 
 

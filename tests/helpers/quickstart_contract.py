@@ -50,7 +50,7 @@ class Quickstart:
 
 def quickstart(*arguments: str | Path, cluster: Cluster | None = None) -> Ended:
     settings = cluster.settings if cluster else ()
-    command = [sys.executable, "-m", "distill_rl.quickstart", *map(os.fspath, arguments), *settings]
+    command = [sys.executable, "-m", "distill_rl", "quickstart", *map(os.fspath, arguments), *settings]
     variables = environment() | dict(cluster.variables if cluster else {})
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=variables)
     return Ended(done.returncode, done.stdout, done.stderr)

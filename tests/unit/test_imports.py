@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run": ENGINES | {"workers", "preflight"},
     "verify": {"align", "losses"},
     "service": BASE | {"config", "observe", "workers"},
-    "commands": RUN | {"verify", "service", "store"},
+    "commands": RUN | {"verify", "service", "store", "quickstart"},
     "cli": BASE | {"commands", "observe", "evals"},
     "quickstart": BASE | {"config", "observe", "evals", "preflight"},
     "bench": ENGINES | {"quickstart", "workers", "evals", "store", "preflight"},

@@ -285,7 +285,7 @@ def test_failed_vllm_install_is_reported(clone: Path) -> None:
 
 def test_quickstart_starts_over_and_passes_arguments(clone: Path) -> None:
     assert launch(clone, "quickstart.sh", "--seed", "3", "train.steps=5").returncode == 0
-    expected = f"{clone} offline=1 threads=1: -m distill_rl.quickstart --clean --seed 3 train.steps=5"
+    expected = f"{clone} offline=1 threads=1: -m distill_rl quickstart --clean --seed 3 train.steps=5"
     assert calls(clone) == [expected]
 
 

@@ -27,7 +27,7 @@ def measure(folder: Path) -> dict[str, Any]:
     help_s = [_seconds("-m", "distill_rl", "--help") for _ in range(_HELP_RUNS)]
     runs, material = folder / "runs", folder / "material"
     start = time.perf_counter()
-    peak = _peak_pss("-m", "distill_rl.quickstart", "--runs", str(runs), "--material", str(material))
+    peak = _peak_pss("-m", "distill_rl", "quickstart", "--runs", str(runs), "--material", str(material))
     seconds = time.perf_counter() - start
     summary = json.loads((runs / "quickstart" / "summary.json").read_text())
     return {

@@ -41,7 +41,7 @@ def measure_seed(seed: int, root: Path) -> dict[str, Any]:
     """
     runs, material = root / "runs", root / "material"
     options = ["--cross", "--seed", str(seed), "--runs", str(runs), "--material", str(material)]
-    subprocess.run([sys.executable, "-m", "distill_rl.quickstart", *options], check=True)
+    subprocess.run([sys.executable, "-m", "distill_rl", "quickstart", *options], check=True)
     summary = json.loads((runs / "quickstart-cross" / "summary.json").read_text())
     one_to_one, two_stops = (make_material(material, seed, recipe).root for recipe in (CROSS, TURNS))
     scored = {

@@ -32,7 +32,7 @@ def measure_seed(seed: int, root: Path) -> dict[str, Any]:
     """
     runs, material = root / "runs", root / "material"
     options = ["--seed", str(seed), "--runs", str(runs), "--material", str(material)]
-    subprocess.run([sys.executable, "-m", "distill_rl.quickstart", *options], check=True)
+    subprocess.run([sys.executable, "-m", "distill_rl", "quickstart", *options], check=True)
     summary = json.loads((runs / "quickstart" / "summary.json").read_text())
     settings = _settings(make_material(material, seed, RECIPE).root, seed, runs)
     figures: dict[str, Any] = {

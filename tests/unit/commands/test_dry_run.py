@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from distill_rl.cli import main
-from distill_rl.commands.dry_run import ROOT, layout
+from distill_rl.commands.dry_run import layout
 from distill_rl.config.load import load_config
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.preflight import run_directory
+from distill_rl.system.install import LAUNCH, clone
 from tests.helpers.command import environment
 from tests.helpers.suites import write_recipe_data
 
@@ -43,7 +44,7 @@ def test_dry_run_writes_configuration_and_script_only(material, tmp_path, monkey
         f'"{folder}"',
     )
     assert sbatch_options["output"] == f'"{run}/slurm-%j.log"'
-    for variable, value in {"CONFIG": run / "submit.yaml", "RUN_DIR": run, "DISTILL_RL_ROOT": ROOT}.items():
+    for variable, value in {"CONFIG": run / "submit.yaml", "RUN_DIR": run, "DISTILL_RL_ROOT": clone()}.items():
         line = re.search(rf"^{variable}=.*$", script, re.MULTILINE).group()
         shell = subprocess.run(["bash", "-c", f'{line}; printf %s "${variable}"'], capture_output=True, text=True)
         assert shell.stdout == str(value)
@@ -153,7 +154,7 @@ def test_examples_request_the_machine_of_their_recipe(material, tmp_path, exampl
     ranks = [f"student.parallel.dp={8 * int(nodes)}", f"teachers.0.parallel.dp={8 * int(nodes)}"]
     variables = environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ACCOUNT": "me", "PARTITION": "gpu"}
     write_recipe_data(tmp_path / "evals")
-    script = ROOT / "launch" / "examples" / f"{example}.sh"
+    script = LAUNCH / "examples" / f"{example}.sh"
     done = subprocess.run(
         ["bash", script, *models, *small, *ranks, f"data.path={material.root}/corpus.jsonl"],
         capture_output=True, text=True, env=variables | {"RUNS": str(tmp_path / "runs")}, cwd=tmp_path, timeout=120,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from distill_rl.cli import main
 from distill_rl.config.load import load_config
 from distill_rl.config.rules.validate import problems
 from distill_rl.quickstart import run
@@ -28,7 +29,7 @@ def write_metrics(path: Path, *records: dict[str, Any]) -> Path:
 
 
 def complain(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
-    code = run.main(arguments)
+    code = main(["quickstart", *arguments])
     return code, capsys.readouterr().err.splitlines()
 
 
