@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from distill_rl.errors import DistillError
+from distill_rl.models.conversion import restore
 from distill_rl.models.files.headers import holds_several
 from distill_rl.models.hub import read_config, resolve
 from distill_rl.models.parallelize import reshard
-from distill_rl.models.weights import WeightFiles, names_in_files
+from distill_rl.models.weights import WeightFiles, tensors_in_files
 from distill_rl.parallel.shards import gather_to_first
 from distill_rl.system.files import sync, sync_tree
 
@@ -83,14 +84,25 @@ def export_model(
 def _gather(model: PreTrainedModel, files: WeightFiles) -> dict[str, Tensor] | None:
     """Returns all tensors on rank 0's CPU, and None on every other rank. Collective.
 
-    Each has the name and the dtype that it has in `files`; of a tied tensor's names, the first.
+    Each has the name and the dtype that it has in `files`; of a tied tensor's names, the first. Files of a bare inner model
+    become those of the whole.
     """
     state: dict[str, Tensor] = {}
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name, (file_name, *_) in names_in_files(model, files).items():
+    found = tensors_in_files(model, files)
+    for name, (file_name, *_) in found.stored.items():
         whole = gather_to_first(tensors[name])
         if whole is not None:
-            state[name] = whole.to(files.dtype(file_name))
+            state[file_name if file_name in found.renamed else name] = whole.to(files.dtype(file_name))
+    made = defaultdict(list)  # one converter may make several tensors of the model
+    for name, fused in found.fused.items():
+        made[fused.first, fused.converter].append((name, fused))
+    for group in made.values():
+        wholes = {name: gather_to_first(tensors[name]) for name, _ in group}
+        if None not in wholes.values():
+            dtype = files.dtype(group[0][1].names[0])
+            restored = restore(model, {name: whole.to(dtype) for name, whole in wholes.items() if whole is not None})
+            state |= {name: tensor.contiguous() for name, tensor in restored.items()}
     return state or None
 
 

@@ -96,8 +96,13 @@ _FAMILIES = {
 
 
 def family_of(hf_config: PreTrainedConfig) -> Family:
-    """The family of a model. A family unknown to this package has no plan and is not proven."""
-    return _FAMILIES.get(hf_config.model_type) or Family(hf_config.model_type)
+    """The family of a model; see `of_type`."""
+    return of_type(hf_config.model_type)
+
+
+def of_type(model_type: str) -> Family:
+    """The family of a `model_type`. One unknown to this package has no plan and is not proven."""
+    return _FAMILIES.get(model_type) or Family(model_type)
 
 
 def fused_loss_problems(hf_config: PreTrainedConfig) -> list[str]:

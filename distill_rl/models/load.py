@@ -27,9 +27,10 @@ from distill_rl.errors import ConfigError, first_line
 from distill_rl.models import families, forward
 from distill_rl.models.attention import varlen
 from distill_rl.models.attention.choice import choose
+from distill_rl.models.conversion import TABLE
 from distill_rl.models.hub import read_config, resolve
-from distill_rl.models.parallelize import parallelize, tie_again
-from distill_rl.models.weights import WeightFiles, names_in_files, read_weights
+from distill_rl.models.parallelize import parallelize, reshard, tie_again
+from distill_rl.models.weights import WeightFiles, read_weights, tensors_in_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -142,6 +143,7 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str | N
         ConfigError: no causal LM of this config, or the attention implementation is not available.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
     varlen.register()
     try:
@@ -156,6 +158,8 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str | N
             first_line(error),
             "try another setting of `attention`",
         ) from error
+    # While its classes have their own names, which tables go by, and which FSDP2 changes.
+    setattr(model, TABLE, get_model_conversion_mapping(model))
     # With a cache, packed documents would see each other; see forward.logits.
     model.config.use_cache = False
     for module in model.modules():
@@ -169,25 +173,28 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str | N
 def restore_buffers(model: PreTrainedModel) -> None:
     """Recomputes the buffers that no file holds (rotary frequencies, embedding scales) after `to_empty`.
 
-    They are filled with NaN (integers: the minimum), then transformers' initialisation runs for their modules with all
-    parameters excluded. A buffer that still holds the filling has not been recomputed.
+    Transformers' initialisation runs for their modules, with all parameters excluded, over two different fillings. A buffer
+    that differs afterwards has not been recomputed.
 
     Raises:
         ConfigError: the model's initialisation does not set a buffer.
     """
     stored = set(model.state_dict())
     lost = {name: buffer for name, buffer in model.named_buffers() if name not in stored}
+    owners = {name.rpartition(".")[0] for name in lost}
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # tells transformers to skip it
-    for buffer in lost.values():
-        buffer.fill_(torch.nan if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min)
-    for owner in {name.rpartition(".")[0] for name in lost}:
-        model._init_weights(model.get_submodule(owner))
+    results = []
+    for filling in (0, 1):
+        for buffer in lost.values():
+            buffer.fill_(filling)
+        for owner in owners:
+            model._init_weights(model.get_submodule(owner))
+        results.append({name: buffer.clone() for name, buffer in lost.items()})
     for parameter in model.parameters():
         del parameter._is_hf_initialized  # type: ignore[attr-defined]
-    for name, buffer in lost.items():
-        untouched = buffer.isnan() if buffer.is_floating_point() else buffer == torch.iinfo(buffer.dtype).min
-        if untouched.any():
+    for name in lost:
+        if not torch.equal(*(result[name] for result in results)):
             raise ConfigError(f"model type {model.config.model_type}", "every buffer must be recomputable", name)
 
 
@@ -212,6 +219,7 @@ def probe(model: PreTrainedModel, *, packing: bool, chunked_head: bool) -> None:
             raise ConfigError(family, rule, "they differ from the model's own", "use a teacher of another family")
     finally:
         model.train(training)
+        reshard(model)  # or the optimizer would be given the gathered copies
 
 
 def packing_leaks(model: PreTrainedModel) -> bool:
@@ -289,7 +297,7 @@ def read_output_layer(
     if layer is None:
         raise ConfigError(f"model {path}", "must have an output layer", config.model_type)
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    stored = names_in_files(model, files)
+    stored = tensors_in_files(model, files).stored
 
     def read(parameter: Tensor) -> Tensor:
         file_name = stored[name_of[id(parameter)]][0]

@@ -2,13 +2,13 @@
 
 For each parameter and persistent buffer of the model: find its tensor in the files (under its own name, or that of a
 tensor tied to it), compare the shapes, compute which slice of the whole this rank holds (`local_slices`), read that
-slice, and copy it into the shard, converting the dtype.
+slice, and copy it into the shard, converting the dtype. A tensor that is made of several (`conversion`) is made of whole
+ones, of which experts that this rank does not hold are left out.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distill_rl.errors import ConfigError
+from distill_rl.models.conversion import Fused, Match, match
 from distill_rl.models.files.headers import FLOATS, model_names, weight_files, weight_problems
 from distill_rl.parallel.shards import local_slices
 
@@ -50,6 +51,11 @@ class WeightFiles:
         self._place_of = {name: (handle_of[tensor], tensor) for name, tensor in stored.items()}
         self.names = set(self._place_of)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor."""
+        return {name: tuple(self._slice(name).get_shape()) for name in self._place_of}
+
     def require_shape(self, name: str, tensor: Tensor) -> None:
         """Checks that a tensor in the files has the shape of the model's tensor; of a DTensor, that of the whole.
 
@@ -72,8 +78,12 @@ class WeightFiles:
             raise ConfigError(f"{self.folder}: tensor {name}", f"dtype must be one of {', '.join(DTYPES)}", code)
         return DTYPES[code]
 
-    def read(self, name: str, where: Sequence[slice]) -> Tensor:
-        """The part of a tensor at `where`, one slice per dimension, in the file's dtype. Nothing else is read."""
+    def read(self, name: str, where: Sequence[slice] = ()) -> Tensor:
+        """The part of a tensor at `where`, one slice per dimension, in the file's dtype. Nothing else is read.
+
+        Args:
+            where: without any, it is the whole.
+        """
         if where:
             return self._slice(name)[tuple(where)]
         handle, stored = self._place_of[name]
@@ -97,14 +107,17 @@ def read_weights(model: PreTrainedModel, files: WeightFiles) -> list[int]:
         ConfigError: a tensor is missing, unexpected, of another shape or not a float, or tied tensors differ in the
             files.
     """
-    tensors = stored_tensors(model)
-    names = names_in_files(model, files)
+    found = tensors_in_files(model, files)
     sizes: list[int] = []
-    for name, tensor in tensors.items():
+    for name, tensor in stored_tensors(model).items():
         where = local_slices(tensor)
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        first, *aliases = names[name]
-        for file_name in names[name]:
+        if name in found.fused:
+            if local.numel():
+                sizes.append(_read_fused(model, found.fused[name], files, where, local))
+            continue
+        first, *aliases = found.stored[name]
+        for file_name in found.stored[name]:
             files.require_shape(file_name, tensor)
         dtype = files.dtype(first)
         if not local.numel():
@@ -130,54 +143,45 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
-def names_in_files(model: PreTrainedModel, files: WeightFiles) -> dict[str, list[str]]:
-    """Returns, for every parameter and persistent buffer of the model, its names in the files, at least one.
-
-    Its own name comes first if the files have it; see `match_names`.
+def tensors_in_files(model: PreTrainedModel, files: WeightFiles) -> Match:
+    """Finds every parameter and persistent buffer of a model in its files; see `conversion.match`.
 
     Raises:
-        ConfigError: the files lack a tensor, or hold one that the model does not have.
+        ConfigError: the files lack a tensor, or hold one that the model does not have, or tensors that are made one have
+            other shapes or dtypes than the model needs.
     """
-    stored, unexpected = match_names(model, files.names)
+    tensors = stored_tensors(model)
+    found = match(model, tensors, files.shapes)
     groups = {
-        "needs tensors that are not there": [name for name, candidates in stored.items() if not candidates],
-        "has no such tensors": unexpected,
+        "needs tensors that are not there": [name for name, candidates in found.stored.items() if not candidates],
+        "has no such tensors": found.unexpected,
     }
     problems = [
         f"{files.folder}: model type {model.config.model_type} {what}: {', '.join(group[:3])} ({len(group)} in all)"
         for what, group in groups.items()
         if group
     ]
+    for name, fused in found.fused.items():
+        what = f"{files.folder}: tensor {name}, made of {fused.names[0]} and {len(fused.names) - 1} others"
+        if fused.shape != tuple(tensors[name].shape):
+            rule = f"shape must be {list(tensors[name].shape)} by config.json"
+            problems.append(str(ConfigError(what, rule, str(list(fused.shape)))))
+        if len(dtypes := {files.dtype(one) for one in fused.names}) > 1:
+            problems.append(str(ConfigError(what, "these must have one dtype", ", ".join(map(str, dtypes)))))
     if problems:
         raise ConfigError.many(problems)
-    return stored
+    return found
 
 
-def match_names(model: PreTrainedModel, in_files: Set[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Finds the tensors of a model among the names in its files.
+def _read_fused(model: PreTrainedModel, fused: Fused, files: WeightFiles, where: Sequence[slice], local: Tensor) -> int:
+    """Fills `local` with the part of a fused tensor at `where`; returns the bytes that were read."""
+    size = 0
 
-    Candidates are a tensor's own name and those of tensors tied to it, with and without the prefix of the inner model,
-    which files of bare inner models omit.
+    def read(name: str) -> Tensor:
+        nonlocal size
+        tensor = files.read(name)
+        size += tensor.nbytes
+        return tensor
 
-    Returns:
-        For every parameter and persistent buffer of the model its names in the files, its own first, none if it is not
-        there; and the names that belong to none of them, sorted, without those that the model class ignores.
-    """
-    prefix = f"{model.base_model_prefix}."
-    tied_to: dict[str, list[str]] = {}
-    for target, source in model.all_tied_weights_keys.items():
-        tied_to.setdefault(source, []).append(target)
-
-    stored: dict[str, list[str]] = {}
-    for name in stored_tensors(model):
-        candidates: list[str] = []
-        for alias in [name, *tied_to.get(name, ())]:
-            candidates += dict.fromkeys((alias, alias.removeprefix(prefix)))
-        stored[name] = [candidate for candidate in candidates if candidate in in_files]
-
-    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    # Rotary frequencies follow from the config, but files of early Llama models hold them.
-    ignored.append(re.compile(r"rotary_emb\.inv_freq$"))
-    known = {candidate for candidates in stored.values() for candidate in candidates}
-    unexpected = [name for name in sorted(in_files - known) if not any(pattern.search(name) for pattern in ignored)]
-    return stored, unexpected
+    local.copy_(fused.read(model, read, where))
+    return size

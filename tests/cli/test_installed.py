@@ -115,16 +115,15 @@ def test_a_batch_script_uses_the_environment_and_the_installed_files(python: Pat
         write_tiny_model(tmp_path / name, hidden=16, seed=seed)
     write_corpus(tmp_path / "corpus.jsonl", rows=20, seed=5)
     (tmp_path / "my.yaml").write_text(
-        "student: {model: student}\nteachers: [{model: teacher}]\ndata: {path: corpus.jsonl}\nrun: {name: my}\n"
+        "student: {model: student}\nteachers: [{model: teacher}]\ndata: {path: corpus.jsonl, max_length: 32}\nrun: {name: my}\n"
         "train: {steps: 2, global_batch_size: 4}\n"
     )
     ended = run(python, tmp_path, "train", "-c", "my.yaml", "--dry-run", "--gpus-per-node", "0")
     assert ended.code == 0, ended.err
-    values = dict(
-        line.partition(" ")[0].split("=", 1)
-        for line in (tmp_path / "runs/my/submit.sbatch").read_text().splitlines()
-        if line.startswith(("VENV=", "DISTILL_RL_ROOT="))
-    )
+    values: dict[str, str] = {}
+    for line in (tmp_path / "runs/my/submit.sbatch").read_text().splitlines():
+        if line.startswith(("VENV=", "DISTILL_RL_ROOT=")):
+            values.setdefault(*line.partition(" ")[0].split("=", 1))
     assert values["VENV"] == str(python.parents[1])
     assert (Path(values["DISTILL_RL_ROOT"]) / "launch" / "ray_cluster.sh").is_file()
     assert Path(values["DISTILL_RL_ROOT"]).is_relative_to(python.parents[1])

@@ -103,10 +103,10 @@ def engine_targets(teacher: Any, batch: RankBatch) -> dict[str, Tensor]:
 
 
 def plain_model(path: str | Path, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
-    """The model as transformers loads it."""
+    """The model as transformers loads it; of a mixture, each expert by itself, as the faster ways know no fp64."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager")
 
 
 def plain_logits(model: torch.nn.Module, rows: TokenRows, vocabulary: int) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.models import FAMILIES, write_tiny_model
+from tests.helpers.tokenizers import tiny_tokenizer
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 300,
@@ -46,8 +47,66 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
     "recurrent-gemma": ("RecurrentGemmaConfig", {"lru_width": 32, "logits_soft_cap": 2.0}),
     "falcon-h1": ("FalconH1Config", {"head_dim": 8, "mamba_d_ssm": 64, "mamba_n_heads": 4}),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
 }
+
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_HEADS = {"head_dim": 8}
+_GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+# model_type → what differs from the common sizes; of a mixture, _EXPERTS with it
+DENSE: dict[str, dict[str, Any]] = {
+    "apertus": {}, "arcee": {}, "bitnet": {}, "cohere": {}, "cohere2": {}, "ernie4_5": {}, "exaone4": {},
+    "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True}, "gemma": _HEADS, "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA, "glm": _HEADS, "glm4": _HEADS, "gpt2": _GPT, "gpt_neox": {},
+    "gptj": {**_GPT, "rotary_dim": 4}, "granite": {}, "helium": _HEADS, "llama": {}, "ministral": _HEADS, "mistral": {},
+    "nemotron": _HEADS, "olmo": {}, "olmo2": {}, "olmo3": {}, "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "phi": {}, "phi3": {}, "qwen2": {}, "qwen3": _HEADS, "seed_oss": _HEADS, "smollm3": {}, "stablelm": {},
+    "starcoder2": {},
+}  # fmt: skip
+MIXTURES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _LATENT, "deepseek_v3": _LATENT, "dots1": _HEADS, "glm4_moe": _HEADS,
+    "gpt_oss": {**_HEADS, "sliding_window": 64}, "granitemoe": {}, "llama4_text": _HEADS, "mixtral": {}, "olmoe": {},
+    "qwen2_moe": {"decoder_sparse_step": 1}, "qwen3_moe": _HEADS,
+}  # fmt: skip
+LEAKING = frozenset({"falcon", "gpt_oss", "opt"})
+"""Families whose documents see each other in one row, and which need data.packing: false."""
+EAGER = frozenset({"gpt_oss", "gptj"})
+"""Families for which Transformers has no `sdpa` attention."""
+
+
+def write_family(path: Path, model_type: str) -> Path:
+    """A model of DENSE or MIXTURES with a tokenizer, saved to `path`. Vectors are random too, and weights are large, so
+    that a tensor in the wrong place changes the logits."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    own = _EXPERTS | MIXTURES[model_type] if model_type in MIXTURES else DENSE[model_type]
+    config = AutoConfig.for_model(model_type, **{**_SIZES, "tie_word_embeddings": False, **own})
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
 
 
 def write_model(path: Path, name: str, **settings: Any) -> Path:

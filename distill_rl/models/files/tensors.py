@@ -87,17 +87,20 @@ def compare(key: str, model: PreTrainedModel, shapes: Shapes) -> list[str]:
         key: the setting that names the model, for the lines.
         model: on the meta device.
     """
-    from distill_rl.models.weights import match_names, stored_tensors
+    from distill_rl.models.conversion import match
+    from distill_rl.models.weights import stored_tensors
 
     family = model.config.model_type
     tensors = stored_tensors(model)
-    names, unexpected = match_names(model, set(shapes))
-    missing = [name for name, candidates in names.items() if not candidates]
+    found = match(model, tensors, shapes)
+    unexpected = found.unexpected
+    missing = [name for name, candidates in found.stored.items() if not candidates]
+    of_files = {(candidate, name): shapes[candidate] for name, names in found.stored.items() for candidate in names}
+    of_files |= {(f"{name} (of {len(fused.names)})", name): fused.shape for name, fused in found.fused.items()}
     misfits = [
-        f"{candidate} is {list(shapes[candidate])}, not {list(tensors[name].shape)}"
-        for name, candidates in names.items()
-        for candidate in candidates
-        if shapes[candidate] != tuple(tensors[name].shape)
+        f"{candidate} is {list(shape)}, not {list(tensors[name].shape)}"
+        for (candidate, name), shape in of_files.items()
+        if shape != tuple(tensors[name].shape)
     ]
     whole = "copy the model again, or give the config.json that belongs to it"
     lines = []

@@ -13,7 +13,7 @@ from distill_rl.commands.dry_run import layout
 from distill_rl.config.load import load_config
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.preflight import run_directory
-from distill_rl.system.install import LAUNCH, clone
+from distill_rl.system.install import clone
 from tests.helpers.command import environment
 from tests.helpers.suites import write_recipe_data
 
@@ -154,7 +154,7 @@ def test_examples_request_the_machine_of_their_recipe(material, tmp_path, exampl
     ranks = [f"student.parallel.dp={8 * int(nodes)}", f"teachers.0.parallel.dp={8 * int(nodes)}"]
     variables = environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ACCOUNT": "me", "PARTITION": "gpu"}
     write_recipe_data(tmp_path / "evals")
-    script = LAUNCH / "examples" / f"{example}.sh"
+    script = clone() / "launch" / "examples" / f"{example}.sh"
     done = subprocess.run(
         ["bash", script, *models, *small, *ranks, f"data.path={material.root}/corpus.jsonl"],
         capture_output=True, text=True, env=variables | {"RUNS": str(tmp_path / "runs")}, cwd=tmp_path, timeout=120,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -16,7 +17,7 @@ from distill_rl.models.attention import varlen
 from distill_rl.models.attention.choice import VARLEN
 from distill_rl.parallel.mesh import World
 from tests.helpers.load import load_model
-from tests.helpers.zoo import write_model
+from tests.helpers.zoo import write_family, write_model
 
 FIRST, SECOND = [7, 3, 11, 5, 9], [8, 2, 6, 4, 12, 10, 3]
 
@@ -147,9 +148,15 @@ def test_missing_attention_package_is_named(tmp_path: Path, world: World) -> Non
         load_model(write_model(tmp_path, "llama"), world, role="student", dtype="fp32", attention="flash_attention_2")
 
 
-def test_missing_tensors_of_merged_experts_are_named(tmp_path: Path, world: World) -> None:
-    with pytest.raises(ConfigError, match=r"mixtral needs tensors that are not there: .*experts"):
-        load_model(write_model(tmp_path, "mixtral"), world, role="student", dtype="fp32")
+def test_a_missing_expert_is_named(tmp_path: Path, world: World) -> None:
+    file = write_family(tmp_path, "mixtral") / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.block_sparse_moe.experts.2.w2.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=r"mlp\.experts\.down_proj, made of .*: shape must be \[4, 32, 64\].*\[3, 32, 64\]"
+    ):
+        load_model(tmp_path, world, role="student", dtype="fp32")
 
 
 @torch.no_grad()

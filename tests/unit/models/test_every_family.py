@@ -1,0 +1,84 @@
+"""Every family of the list in docs/models.md, from its files into shards and back, with a random model of each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from distill_rl.errors import ConfigError
+from distill_rl.models import families, forward
+from distill_rl.models.export import export_model
+from distill_rl.models.files.examine import examine
+from distill_rl.models.hub import read_tokenizer
+from distill_rl.parallel.mesh import World
+from tests.helpers.load import load_model
+from tests.helpers.zoo import DENSE, EAGER, LEAKING, MIXTURES, write_family
+
+IDS = torch.arange(3, 15)[None]
+POSITIONS = torch.arange(12)[None]
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+
+
+def attention_of(family: str) -> str:
+    return "eager" if family in EAGER else "sdpa"
+
+
+def logits_of(folder: Path, attention: str) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
+    with torch.no_grad():
+        return model(input_ids=IDS, position_ids=POSITIONS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("family", [*DENSE, *MIXTURES])
+def test_family_loads_trains_exports_and_reloads(tmp_path: Path, world: World, family: str) -> None:
+    source, out = write_family(tmp_path / "source", family), tmp_path / "out"
+    packing, attention = family not in LEAKING, attention_of(family)
+    student = load_model(source, world, role="student", dtype="fp32", packing=packing, attention=attention).eval()
+    assert examine("student", source, attention=attention, packing=packing, weights=True) == []
+    logits = forward.logits(student, IDS, POSITIONS)
+    assert torch.equal(logits, logits_of(source, attention))
+
+    def export() -> dict[str, Tensor]:
+        export_model(student, source=source, tokenizer=read_tokenizer(source), out_dir=out)
+        return load_file(out / "model.safetensors")
+
+    before, exported = load_file(source / "model.safetensors"), export()
+    assert exported.keys() == before.keys()
+    assert all(torch.equal(exported[name], before[name]) for name in before), "byte for byte before training"
+
+    logits.log_softmax(-1)[..., 7].sum().backward()
+    with torch.no_grad():
+        for parameter in student.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(0.01 * parameter.grad)
+        trained = forward.logits(student, IDS, POSITIONS)
+    assert not torch.equal(trained, logits)
+    export()
+    assert torch.equal(logits_of(out, attention), trained)
+
+
+@pytest.mark.parametrize("family", sorted(LEAKING))
+def test_leaking_family_is_refused_only_with_packing(tmp_path: Path, world: World, family: str) -> None:
+    with pytest.raises(ConfigError, match=r"must not see each other.*data\.packing: false"):
+        load_model(write_family(tmp_path, family), world, role="student", dtype="fp32", attention=attention_of(family))
+
+
+def table() -> str:
+    """The list of docs/models.md."""
+    lines = ["| `model_type` | kind | `data.packing` | attention | tensor parallel |", "|---|---|---|---|---|"]
+    for family in sorted([*DENSE, *MIXTURES]):
+        kind = "mixture of experts" if family in MIXTURES else "dense"
+        split = "yes" if families.of_type(family).layer_plan else "no"
+        lines.append(
+            f"| `{family}` | {kind} | {'no' if family in LEAKING else 'yes'} | {attention_of(family)} | {split} |"
+        )
+    return "\n".join(lines)
+
+
+def test_the_list_in_the_docs_is_what_is_tested_here() -> None:
+    assert table() in PAGE.read_text()
