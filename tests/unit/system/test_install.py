@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from distill_rl.system import install
-from distill_rl.system.install import ROOT, install_extra
+from distill_rl.system.install import PACKAGE, clone, install_extra
+
+ROOT = PACKAGE.parent
 
 TEXTS = ("README.md", "docs/*.md", "configs/**/*.yaml", "launch/*", "distill_rl/**/*.py")
 
@@ -23,7 +25,8 @@ def test_clone_is_installed_again_with_the_extra(monkeypatch: pytest.MonkeyPatch
 
 
 def test_elsewhere_the_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(install, "ROOT", tmp_path)
+    monkeypatch.setattr(install, "PACKAGE", tmp_path / "distill_rl")
+    assert clone() is None
     assert re.search(r" install 'liger-kernel[<>=.,0-9]+'$", install_extra("liger"))
     assert re.search(r" install vllm==[.0-9]+$", install_extra("vllm")), "without its marker"
 
