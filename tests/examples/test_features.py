@@ -61,7 +61,7 @@ def test_a_served_teacher_teaches(folder, cluster):
     from distill_rl.models.hub import read_tokenizer, vocabulary_size
 
     (file,) = [file for file in FILES if file.stem == "endpoint"]
-    (teacher,) = (folder / ".cache" / "quickstart").glob("seed-*/teacher")
+    teacher = folder / ".cache" / "quickstart" / "seed-0" / "teacher"
     settings = (f"train.steps={STEPS}", "schedule.warmup_steps=1", "evaluate.suites=[]")
     with StandIn(model="sorter", vocabulary=vocabulary_size(read_tokenizer(teacher))) as server:
         ended = distill_rl("train", "-c", file, *settings, f"teachers.0.url={server.url}", cwd=folder, cluster=cluster)
