@@ -13,12 +13,12 @@ GPUS_PER_NODE = 8
 """GPUs of a node of the cluster that a batch script is written for, unless given."""
 _EPILOG = """\
 a first run, and runs of your own:
-  distill-rl quickstart                 make small models and data, distil, evaluate, report
-  distill-rl check -c my.yaml           show what would run, with sizes; changes nothing
-  distill-rl train -c my.yaml           train, validate, export
-  distill-rl train -c my.yaml --resume  resume after a stop
-  distill-rl report runs/my             write the curves to one HTML file
-  distill-rl train -c my.yaml --dry-run write a Slurm batch script, ready to submit
+  distill-rl quickstart                  make small models and data, distil, evaluate, report
+  distill-rl check -c my.yaml            show what would run, with sizes; changes nothing
+  distill-rl train -c my.yaml            train, validate, export
+  distill-rl train -c my.yaml --resume   resume after a stop
+  distill-rl report runs/my              write the curves to one HTML file
+  distill-rl train -c my.yaml --dry-run  write a Slurm batch script, ready to submit
 
 a teacher with another tokenizer:
   distill-rl align --student S --teacher T --data D      show how well the two tokenizers match on your text

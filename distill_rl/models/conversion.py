@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 TABLE = "_weight_conversions"
 """Attribute of a model with its table, as Transformers names it."""
-_DIGITS = re.compile(r"(\d+)")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +90,7 @@ def match(model: PreTrainedModel, tensors: Mapping[str, Tensor], shapes: Shapes)
         tensors: parameters, tied ones once, and persistent buffers, by name.
         shapes: of the tensors in the files.
     """
-    from transformers.core_model_loading import rename_source_key
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     candidates = _candidates(model, tensors)
     owner = {candidate: name for name, names in candidates.items() for candidate in names}
@@ -101,7 +100,7 @@ def match(model: PreTrainedModel, tensors: Mapping[str, Tensor], shapes: Shapes)
     renamings, converters = _split(model)
     number_of = {pattern: i for i, converter in enumerate(converters) for pattern in converter.source_patterns}
     renamed: set[str] = set()
-    for name in sorted(shapes, key=_natural):
+    for name in sorted(shapes, key=dot_natural_key):
         new, pattern = rename_source_key(name, renamings, converters)
         if new not in owner and name in owner:
             new, pattern = name, None
@@ -113,19 +112,12 @@ def match(model: PreTrainedModel, tensors: Mapping[str, Tensor], shapes: Shapes)
                 renamed.add(name)
         else:
             groups[new, number_of[pattern]][pattern].append(name)
-    fused = {}
+    fused: dict[str, Fused] = {}
     for (first, number), parts in groups.items():
-        frozen = {pattern: tuple(names) for pattern, names in parts.items()}
-        meta = {p: [torch.empty(shapes[name], device="meta") for name in names] for p, names in frozen.items()}
-        try:
-            made = _convert(converters[number], first, meta, model)
-        except Exception:  # tensors that do not fit together
-            made = {}
-        for target in made.keys() & owner.keys():
-            whole = Fused(target, tuple(made[target].shape), frozen, converters[number], first)
-            fused[owner[target]] = whole
+        made = _made(model, converters[number], first, parts, shapes)
+        fused |= {owner[target]: one for target, one in made.items() if target in owner}
         if not made or not made.keys() <= owner.keys():
-            unexpected += [name for names in frozen.values() for name in names]
+            unexpected += [name for names in parts.values() for name in names]
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     # Rotary frequencies follow from the config, but files of early Llama models hold them.
     ignored.append(re.compile(r"rotary_emb\.inv_freq$"))
@@ -136,6 +128,19 @@ def match(model: PreTrainedModel, tensors: Mapping[str, Tensor], shapes: Shapes)
     }
     left_over = sorted({name for name in unexpected if not any(pattern.search(name) for pattern in ignored)})
     return Match(stored, fused, left_over, frozenset(renamed))
+
+
+def _made(
+    model: PreTrainedModel, converter: WeightConverter, first: str, parts: Mapping[str, Sequence[str]], shapes: Shapes
+) -> dict[str, Fused]:
+    """The tensors that a converter makes of `parts`, by their names in the model; none if the parts do not fit together."""
+    names = {pattern: tuple(group) for pattern, group in parts.items()}
+    meta = {pattern: [torch.empty(shapes[name], device="meta") for name in group] for pattern, group in names.items()}
+    try:
+        made = _convert(converter, first, meta, model)
+    except Exception:  # whatever an operation raises for shapes that it cannot take
+        return {}
+    return {name: Fused(name, tuple(tensor.shape), names, converter, first) for name, tensor in made.items()}
 
 
 def restore(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -206,8 +211,3 @@ def _stacks_experts(converter: WeightConverter) -> bool:
         and stack.dim == 0
         and all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in others)
     )
-
-
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Sorts `experts.10` after `experts.9`."""
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in _DIGITS.split(name) if part]

@@ -96,7 +96,9 @@ def test_it_is_the_installed_package_that_runs(python: Path, tmp_path: Path) -> 
     assert Path(where.strip()).is_relative_to(python.parents[1])
 
 
-def test_a_run_trains_exports_and_reports(python: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With models, data and `my.yaml`."""
     for name, seed in (("teacher", 1), ("student", 2)):
         write_tiny_model(tmp_path / name, hidden=16, seed=seed)
     write_corpus(tmp_path / "corpus.jsonl", rows=20, seed=5)
@@ -104,24 +106,21 @@ def test_a_run_trains_exports_and_reports(python: Path, tmp_path: Path) -> None:
         "student: {model: student}\nteachers: [{model: teacher}]\ndata: {path: corpus.jsonl, max_length: 32}\n"
         "loss: {top_k: 8}\ntrain: {steps: 2, global_batch_size: 4, micro_batch_size: 2}\nrun: {name: my}\n"
     )
-    ended = run(python, tmp_path, "train", "-c", "my.yaml")
+    return tmp_path
+
+
+def test_a_run_trains_exports_and_reports(python: Path, folder: Path) -> None:
+    ended = run(python, folder, "train", "-c", "my.yaml")
     assert ended.code == 0, ended.err
-    assert (tmp_path / "runs/my/export/model.safetensors").is_file()
-    assert "<html" in (tmp_path / "runs/my/report.html").read_text()
+    assert (folder / "runs/my/export/model.safetensors").is_file()
+    assert "<html" in (folder / "runs/my/report.html").read_text()
 
 
-def test_a_batch_script_uses_the_environment_and_the_installed_files(python: Path, tmp_path: Path) -> None:
-    for name, seed in (("teacher", 1), ("student", 2)):
-        write_tiny_model(tmp_path / name, hidden=16, seed=seed)
-    write_corpus(tmp_path / "corpus.jsonl", rows=20, seed=5)
-    (tmp_path / "my.yaml").write_text(
-        "student: {model: student}\nteachers: [{model: teacher}]\ndata: {path: corpus.jsonl, max_length: 32}\nrun: {name: my}\n"
-        "train: {steps: 2, global_batch_size: 4}\n"
-    )
-    ended = run(python, tmp_path, "train", "-c", "my.yaml", "--dry-run", "--gpus-per-node", "0")
+def test_a_batch_script_uses_the_environment_and_the_installed_files(python: Path, folder: Path) -> None:
+    ended = run(python, folder, "train", "-c", "my.yaml", "--dry-run", "--gpus-per-node", "0")
     assert ended.code == 0, ended.err
     values: dict[str, str] = {}
-    for line in (tmp_path / "runs/my/submit.sbatch").read_text().splitlines():
+    for line in (folder / "runs/my/submit.sbatch").read_text().splitlines():
         if line.startswith(("VENV=", "DISTILL_RL_ROOT=")):
             values.setdefault(*line.partition(" ")[0].split("=", 1))
     assert values["VENV"] == str(python.parents[1])
