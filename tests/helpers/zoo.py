@@ -45,6 +45,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("CohereConfig", {"logit_scale": 0.3}),
     "olmo2": ("Olmo2Config", {}),
     "opt": ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
     "recurrent-gemma": ("RecurrentGemmaConfig", {"lru_width": 32, "logits_soft_cap": 2.0}),
     "falcon-h1": ("FalconH1Config", {"head_dim": 8, "mamba_d_ssm": 64, "mamba_n_heads": 4}),
 }
