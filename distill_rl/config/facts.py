@@ -35,6 +35,8 @@ class ModelFacts:
     """Rows of the embedding table, padding included."""
     tied: bool
     bytes_on_disk: int
+    num_experts: int = 0
+    """Of a layer that is a mixture of experts; 0 for a dense model."""
     known_head: bool = False
     """Whether it is known how the family makes logits of hidden states, scales and caps included."""
 

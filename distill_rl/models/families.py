@@ -24,8 +24,19 @@ GATHERED, SLICED = "gathered", "sliced"
 Between such a pair every rank computes the same. For projections that fuse several into one (queries, keys and values):
 their contiguous parts are not whole heads, and any other division would have to be undone for every checkpoint and export.
 """
+WHOLE = "whole"
+"""Not at all, in a module of any kind, such as the router or the experts of a mixture."""
 EMBEDDING, HEAD = "embedding", "head"
 """A table split by rows; the output layer, split by columns of the logits, which are not gathered."""
+
+_TRANSFORMERS_STYLES = {
+    "colwise": COLUMN,
+    "rowwise": ROW,
+    "colwise_gather_output": GATHERED,
+    "rowwise_split_input": SLICED,
+    "replicated_with_grad_allreduce": PER_HEAD,
+}
+"""By its name in transformers' plans, how a module is split; modules with other styles are not."""
 
 _LLAMA_LAYER = {
     "input_layernorm": REPLICATED,
@@ -70,7 +81,7 @@ class Family:
 
     name: str
     layer_plan: Mapping[str, str] = field(default_factory=dict)
-    """How the modules of a decoder layer are split over tensor-parallel ranks. Empty: the family needs `tp: 1`."""
+    """How the modules of a decoder layer are split over tensor-parallel ranks. Empty: as `transformers_plan` says."""
     outer_plan: Mapping[str, str] = field(default_factory=lambda: _LLAMA_OUTER)
     """The same for the modules around the layers."""
     proven: bool = False
@@ -105,6 +116,17 @@ def of_type(model_type: str) -> Family:
     return _FAMILIES.get(model_type) or Family(model_type)
 
 
+def transformers_plan(hf_config: PreTrainedConfig) -> dict[str, str]:
+    """How transformers would split the modules of a decoder layer, for a family without a plan here; empty if it has none.
+
+    Modules that it does not name are whole on every rank, and so are those that it splits in ways that are not known here,
+    such as experts. A layer need not have all of the modules.
+    """
+    plan = getattr(hf_config, "base_model_tp_plan", None) or {}
+    names = ((name.partition(".*.")[2], _TRANSFORMERS_STYLES.get(style)) for name, style in plan.items())
+    return {name: kind for name, kind in names if name and kind}
+
+
 def fused_loss_problems(hf_config: PreTrainedConfig) -> list[str]:
     """Why `loss.fused: on` cannot train this model, as one line; empty if it can."""
     if family_of(hf_config).proven:
@@ -125,10 +147,10 @@ def tensor_parallel_problems(hf_config: PreTrainedConfig, tp: int, setting: str 
     if tp == 1:
         return []
     family = family_of(hf_config)
-    if not family.layer_plan:
-        planned = ", ".join(sorted(f.name for f in _FAMILIES.values() if f.layer_plan))
-        return [f"model family {family.name} has no tensor-parallel plan ({planned} have one); set {setting}: 1"]
-    sizes = _split_sizes(hf_config, by_heads=GATHERED not in family.layer_plan.values())
+    plan = family.layer_plan or transformers_plan(hf_config)
+    if not plan:
+        return [f"model family {family.name} has no tensor-parallel plan, here or in transformers; set {setting}: 1"]
+    sizes = _split_sizes(hf_config, by_heads=GATHERED not in plan.values())
     return [_uneven(count, what, tp, setting) for what, count in sizes.items() if count % tp]
 
 
@@ -172,6 +194,12 @@ def intermediate_size(hf_config: PreTrainedConfig) -> int:
     """The width of a model's MLP, under whichever name its config has it; 4 · hidden size if it has none."""
     config: Any = hf_config
     return int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size)
+
+
+def num_experts(hf_config: PreTrainedConfig) -> int:
+    """Experts among which a layer's router chooses, under whichever name the config has it; 0 for a dense model."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return next((int(value) for name in names if (value := getattr(hf_config, name, None))), 0)
 
 
 def head_size(hf_config: PreTrainedConfig) -> int | None:

@@ -72,7 +72,7 @@ def enter_at_hidden(model: PreTrainedModel) -> None:
 
 
 def _body(model: PreTrainedModel, arguments: dict[str, Any], compute: Compute[Result]) -> Result:
-    hidden = _inner(model)(**arguments).last_hidden_state
+    hidden = inner_model(model)(**arguments).last_hidden_state
     return model.get_output_embeddings()._distill_rl_head(hidden, compute)
 
 
@@ -86,10 +86,10 @@ def body(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, docume
     For models without FSDP (teachers), because a sharded model must be entered through its root. Arguments as in
     `logits`.
     """
-    return _inner(model)(**_forward_arguments(model, input_ids, position_ids, documents)).last_hidden_state
+    return inner_model(model)(**_forward_arguments(model, input_ids, position_ids, documents)).last_hidden_state
 
 
-def _inner(model: PreTrainedModel) -> Any:
+def inner_model(model: PreTrainedModel) -> Any:
     """The model without its head. Llama 4's causal language model names a prefix that only its multimodal one has."""
     inner = model.base_model
     return model.model if inner is model else inner

@@ -27,10 +27,13 @@ from distill_rl.errors import ConfigError, first_line
 from distill_rl.models import families, forward
 from distill_rl.models.attention import varlen
 from distill_rl.models.attention.choice import choose
+from distill_rl.models.buffers import restore_buffers
 from distill_rl.models.conversion import TABLE
 from distill_rl.models.hub import read_config, resolve
 from distill_rl.models.parallelize import parallelize, reshard, tie_again
+from distill_rl.models.plan_check import check_plan
 from distill_rl.models.weights import WeightFiles, read_weights, tensors_in_files
+from distill_rl.parallel.mesh import TP
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -79,6 +82,7 @@ def load_model(settings: StudentConfig | TeacherConfig, world: World, *, packing
         role = "student" if student else "teacher"
         log.info("%s: attention of the %s is %s (%s)", path, role, chosen.implementation, chosen.why)
     model = skeleton(config, dtype=torch.float32 if student else compute_dtype, attention=chosen.implementation)
+    check_plan(model, world.mesh[TP], world.device)
     parallelize(
         model,
         world.mesh,
@@ -113,6 +117,7 @@ def load_to_generate(folder: Path, world: World, *, dtype: torch.dtype | None = 
     if dtype is None:
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else files.dtype(min(files.names))
     model = skeleton(config, dtype=dtype, attention=None)
+    check_plan(model, world.mesh[TP], world.device)
     parallelize(model, world.mesh, family=families.family_of(config), fsdp=False, compute_dtype=dtype)
     _fill(model, files, world)
     model.config.use_cache = True
@@ -167,35 +172,6 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str | N
             # It searches for padding, which makes the host wait for the GPU in every forward.
             module.warn_if_padding_and_no_attention_mask = lambda *inputs: None
     return model
-
-
-@torch.no_grad()
-def restore_buffers(model: PreTrainedModel) -> None:
-    """Recomputes the buffers that no file holds (rotary frequencies, embedding scales) after `to_empty`.
-
-    Transformers' initialisation runs for their modules, with all parameters excluded, over two different fillings. A buffer
-    that differs afterwards has not been recomputed.
-
-    Raises:
-        ConfigError: the model's initialisation does not set a buffer.
-    """
-    stored = set(model.state_dict())
-    lost = {name: buffer for name, buffer in model.named_buffers() if name not in stored}
-    owners = {name.rpartition(".")[0] for name in lost}
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # tells transformers to skip it
-    results = []
-    for filling in (0, 1):
-        for buffer in lost.values():
-            buffer.fill_(filling)
-        for owner in owners:
-            model._init_weights(model.get_submodule(owner))
-        results.append({name: buffer.clone() for name, buffer in lost.items()})
-    for parameter in model.parameters():
-        del parameter._is_hf_initialized  # type: ignore[attr-defined]
-    for name in lost:
-        if not torch.equal(*(result[name] for result in results)):
-            raise ConfigError(f"model type {model.config.model_type}", "every buffer must be recomputable", name)
 
 
 @torch.no_grad()

@@ -56,6 +56,30 @@ class Replicated(ParallelStyle):
         return module
 
 
+class Whole(ParallelStyle):
+    """Every rank holds the whole module, of any kind, and computes the same with it. Inputs and outputs are plain tensors."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Makes the module's own parameters replicated DTensors, which its forward sees as plain tensors."""
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        for name in names:
+            parameter = module.get_parameter(name)
+            whole = DTensor.from_local(parameter.detach(), device_mesh, [Replicate()], run_check=False)
+            module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+        def enter(module: nn.Module, _: tuple) -> None:
+            # An attribute of the instance hides the parameter of this name, as long as there is one.
+            module.__dict__.update({name: module.get_parameter(name).to_local() for name in names})  # type: ignore[attr-defined]
+
+        def leave(module: nn.Module, *_: object) -> None:
+            for name in names:
+                module.__dict__.pop(name, None)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+        return module
+
+
 class TransposedLinear(ParallelStyle):
     """GPT-2's linear layer, whose weight is [in, out]. Inputs and outputs are plain tensors.
 
@@ -117,7 +141,7 @@ def parallelize(
             raise ConfigError(f"model family {family.name}", "has no activation checkpointing", remedy="switch it off")
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if mesh[TP].size() > 1:
-        _split(model, mesh[TP], family)
+        split(model, mesh[TP], family)
     if compile:
         for layer in decoder_layers(model):
             layer.compile()
@@ -136,8 +160,10 @@ def tie_again(model: PreTrainedModel) -> None:
         setattr(model.get_submodule(owner), name, model.get_parameter(source))
 
 
-def _split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
+def split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
     """Splits a model over a tensor-parallel mesh in place, by the family's plans for its outer modules and its layers.
+
+    A family without plans is split by those of transformers, which must have been tried out (`plan_check`).
 
     Raises:
         ConfigError: sizes that do not divide by the number of ranks, or a parameter that the plans do not name.
@@ -145,11 +171,11 @@ def _split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
     problems = tensor_parallel_problems(model.config, tp_mesh.size())
     if problems:
         raise ConfigError.many(problems)
-    _apply_plan(model, tp_mesh, family.outer_plan)
+    _apply_plan(model, tp_mesh, family.outer_plan if family.layer_plan else _outer_plan(model))
     # The local part of a DTensor is a view, to which FSDP2 cannot safely attach its backward hook.
     model.get_input_embeddings().register_forward_hook(lambda _, inputs, output: output.clone())
     for layer in decoder_layers(model):
-        _apply_plan(layer, tp_mesh, family.layer_plan)
+        _apply_plan(layer, tp_mesh, family.layer_plan or _layer_plan(layer, families.transformers_plan(model.config)))
     tie_again(model)
     plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if plain:
@@ -159,6 +185,26 @@ def _split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
             ", ".join(plain[:3]),
             "set parallel.tp: 1",
         )
+
+
+def _layer_plan(layer: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """The part of a plan that is about modules of this layer; all others that have parameters are whole on every rank."""
+    owners = {name for name, module in layer.named_modules() if [*module.parameters(recurse=False)]}
+    return {name: plan.get(name, families.WHOLE) for name in owners}
+
+
+def _outer_plan(model: PreTrainedModel) -> dict[str, str]:
+    """How the modules around the layers are split, where no family says: embeddings are, all others are whole."""
+    inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+    tables = {
+        id(model.get_input_embeddings()): families.EMBEDDING,
+        id(model.get_output_embeddings()): families.HEAD,
+    }
+    return {
+        name: tables.get(id(module), families.WHOLE)
+        for name, module in model.named_modules()
+        if id(module) not in inside and [*module.parameters(recurse=False)]
+    }
 
 
 def _apply_plan(module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
@@ -188,6 +234,7 @@ def _style(kind: str, module: nn.Module) -> ParallelStyle:
         families.EMBEDDING: lambda: RowwiseParallel(input_layouts=Replicate()),
         families.HEAD: lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
         families.REPLICATED: lambda: Replicated(),
+        families.WHOLE: lambda: Whole(),
         # The input [R, S, heads, head size] is split over heads, so the weight's gradient is summed over the ranks.
         families.PER_HEAD: lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     }

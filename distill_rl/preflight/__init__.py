@@ -30,6 +30,7 @@ from distill_rl.preflight.machine import (
     gpu_problems,
     head_problems,
     kernel_problems,
+    router_problems,
     space_problems,
 )
 from distill_rl.preflight.memory import compare_memory
@@ -156,6 +157,7 @@ def inspect(
     problems += head_problems(config, teachers, facts.gpus)
     findings.notes += packing_notes(config, models)
     problems += kernel_problems(config, student, facts.gpus) if trains else ()
+    problems += router_problems(config, student) if trains else ()
     problems += backend_problems(config, teachers, facts.gpus)
     problems += gpu_problems(config if trains else without_student(config), facts.gpus)
     problems += space_problems(config, facts) if trains else ()

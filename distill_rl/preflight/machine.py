@@ -66,6 +66,13 @@ def kernel_problems(config: Config, student: Opened, gpus: int) -> Iterator[str]
         yield from (problem("student.kernels", rule, None, remedy) for rule in liger_problems(student.config))
 
 
+def router_problems(config: Config, student: Opened) -> Iterator[str]:
+    """Yields at most one problem: `loss.router_weight` is set for a student without routers."""
+    if config.loss.router_weight and student.facts is not None and not student.facts.num_experts:
+        rule = f"needs a student that is a mixture of experts; {student.facts.family} is not"
+        yield problem("loss.router_weight", rule, f"{config.loss.router_weight:g}", "set it to 0")
+
+
 def backend_problems(config: Config, teachers: Sequence[Opened], gpus: int) -> Iterator[str]:
     """Yields what `loss.backend: triton` lacks, one line each: a GPU, and a kernel for what is compared.
 

@@ -49,6 +49,7 @@ from distill_rl.student.loss_sums import LossSums
 from distill_rl.student.objective import Blend, Objective, Target
 from distill_rl.student.optim import Schedule, build_optimizer, clip_gradients
 from distill_rl.student.projections import complete_gradient, open_projections, save_learned
+from distill_rl.student.router_balance import RouterBalance
 from distill_rl.student.step_guard import StepGuard
 from distill_rl.student.step_losses import StepLosses, ce_over_kd
 from distill_rl.student.teacher_heads import open_heads
@@ -112,6 +113,7 @@ class StudentEngine:
         columns, teachers = self.model.config.vocab_size, running_teachers(config)
         heads = open_heads(teachers, cross_tokenizer_specs, world, columns=columns, tokens=vocabulary_size)
         self.objective = Objective(config.loss, config.teachers, projections, heads)
+        self.routers = RouterBalance(self.model, config.loss.router_weight)
         self.forward_pass = ForwardPass(self.model, self.objective, world.device, vocabulary_size, fused=self.fused)
         self.kd_scale = 1.0
         """r of `loss.dynamic_scale`: CE / KD of the previous step."""
@@ -136,10 +138,10 @@ class StudentEngine:
 
         Returns:
             On the first tensor-parallel rank, `{}` on the others:
-            `train/loss`, the weighted sum of KD and CE, and its parts: with teachers `train/kl_loss` (weighted over
-            teachers, T² included; a mean over chunks where chunks are compared), with several also
-            `train/kl_loss/NAME`; `train/nll_loss`; `train/teacher_mass`, if the first teacher has the student's
-            tokenizer. All are means over this rank's labelled tokens with their number as weight, so that merging over
+            `train/loss`, the weighted sum of its parts: with teachers `train/kl_loss` (weighted over teachers, T²
+            included; a mean over chunks where chunks are compared), with several also `train/kl_loss/NAME`;
+            `train/nll_loss`; of a mixture of experts `train/router_balance`. Beside it `train/teacher_mass`, if the
+            first teacher has the student's tokenizer. All are means over this rank's labelled tokens with their number as weight, so that merging over
             ranks gives the mean of the global batch; KD and mass of teachers that are chosen by row are means over what
             they are asked for, and `train/taught/NAME` is the share of the labelled tokens that this is;
             `train/tokens`, this rank's labelled tokens; `train/grad_norm`, before clipping; `train/lr`;
@@ -346,7 +348,7 @@ class StudentEngine:
                 over ranks.
             with_agreement: as in `Objective.forward`.
         """
-        sums = LossSums(len(self.objective.teachers), self.world.device, with_agreement)
+        sums = LossSums(len(self.objective.teachers), self.world.device, with_agreement, bool(self.routers))
         end = batch.first_row + batch.rows.shape[0]
         for first_row, rows in micro_batches(batch, self.config.train.micro_batch_size):
             if backward:
@@ -356,11 +358,12 @@ class StudentEngine:
             chunks = [each and each[part].cut() for each in batch.chunks]
             weights = [each and each[part] for each in batch.token_weights]
             with gpu_phase("forward"), targets(first_row, rows.shape[0]) as fetched:
-                output = self.forward_pass(rows, fetched, batch.num_labels, chunks, blend, with_agreement, weights)
+                with self.routers.of(rows, batch.num_labels, self.world.device) as balance:
+                    output = self.forward_pass(rows, fetched, batch.num_labels, chunks, blend, with_agreement, weights)
                 if backward:
                     with gpu_phase("backward"):
                         output.loss.backward()
-            sums.add(output)
+            sums.add(output, balance)
         return sums
 
     def _metrics(self, prefix: str, batch: RankBatch, sums: LossSums, blend: Blend) -> dict[str, Metric]:

@@ -18,16 +18,26 @@ class LossSums:
 
     Args:
         with_agreement: whether the micro-batches' outputs have an `agreement`.
+        has_routers: whether the model is a mixture of experts, whose `router` is added.
     """
 
-    def __init__(self, num_teachers: int, device: torch.device, with_agreement: bool = False):
-        self._num_teachers = num_teachers
-        self._sums = torch.zeros(3 + num_teachers, dtype=torch.float64, device=device)
+    def __init__(
+        self, num_teachers: int, device: torch.device, with_agreement: bool = False, has_routers: bool = False
+    ):
+        self._num_teachers, self._has_routers = num_teachers, has_routers
+        self._sums = torch.zeros(4 + num_teachers, dtype=torch.float64, device=device)
+        """KD, CE, the teacher's mass, the routers' balance, and the KD of every teacher."""
         self._agreement = self._sums.new_zeros(num_teachers, 4) if with_agreement else None
 
-    def add(self, output: ObjectiveOutput) -> None:
-        """Adds a micro-batch's sums, in fp64 and without waiting for the device."""
-        self._sums += torch.stack([output.kd, output.ce, output.teacher_mass, *output.kd_per_teacher]).to(torch.float64)
+    def add(self, output: ObjectiveOutput, router: Tensor | None = None) -> None:
+        """Adds a micro-batch's sums, in fp64 and without waiting for the device.
+
+        Args:
+            router: summed balance of the routers (`RouterBalance.of`); None: 0.
+        """
+        balance = torch.zeros_like(output.kd) if router is None else router
+        sums = [output.kd, output.ce, output.teacher_mass, balance, *output.kd_per_teacher]
+        self._sums += torch.stack([each.to(torch.float64) for each in sums])
         if self._agreement is not None and output.agreement is not None:
             self._agreement += output.agreement
 
@@ -39,7 +49,12 @@ class LossSums:
     @property
     def ce_and_kd_per_teacher(self) -> Tensor:
         """fp64 [1 + teachers]: this rank's sums of CE and of every teacher's KD."""
-        return torch.cat([self._sums[1:2], self._sums[3:]])
+        return torch.cat([self._sums[1:2], self._sums[4:]])
+
+    def loss(self, blend: Blend) -> Tensor:
+        """fp64 scalar: this rank's sum of what is minimised."""
+        kd, ce, router = self._sums[0], self._sums[1], self._sums[3]
+        return blend.kd * kd + blend.ce * ce + blend.router * router
 
     def metrics(
         self,
@@ -51,7 +66,7 @@ class LossSums:
     ) -> dict[str, Metric]:
         """Returns the means of what was added, by name with `{prefix}/`.
 
-        They are `loss` and `nll_loss`; with teachers `kl_loss`, and `teacher_mass` if the first one has the student's
+        They are `loss` and `nll_loss`; of a mixture of experts `router_balance`; with teachers `kl_loss`, and `teacher_mass` if the first one has the student's
         tokenizer; with several also `kl_loss/NAME` of those that the run has not lost; with agreement also
         `top1_agreement` and `acceptance` where they have a meaning, with several teachers one each, `/NAME`. In
         addition, `tokens` is `num_labels`. If teachers are chosen by row, KD and mass are means over what they are asked
@@ -64,8 +79,10 @@ class LossSums:
         """
         everything = self._sums if self._agreement is None else torch.cat([self._sums, self._agreement.flatten()])
         sums = everything.tolist()
-        kd, ce, mass, *kd_per_teacher = (each / max(num_labels, 1) for each in sums[: 3 + self._num_teachers])
-        means = {"loss": blend.kd * kd + blend.ce * ce, "nll_loss": ce}
+        kd, ce, mass, router, *kd_per_teacher = (each / max(num_labels, 1) for each in sums[: 4 + self._num_teachers])
+        means = {"loss": blend.kd * kd + blend.ce * ce + blend.router * router, "nll_loss": ce}
+        if self._has_routers:
+            means["router_balance"] = router
         if self._num_teachers:
             means["kl_loss"] = kd
             if objective.cross_tokenizer[0] is None:
@@ -83,7 +100,7 @@ class LossSums:
                 for teacher, weight, each in zip(objective.teachers, blend.weights, asked)
                 if _is_here(teacher, weight)
             }
-        metrics |= self._agreement_metrics(prefix, objective, sums[3 + self._num_teachers :])
+        metrics |= self._agreement_metrics(prefix, objective, sums[4 + self._num_teachers :])
         return metrics | {f"{prefix}/tokens": Metric(num_labels, "sum")}
 
     def _asked_metrics(
@@ -99,7 +116,7 @@ class LossSums:
         Args:
             sums: of `_sums`; other arguments as of `metrics`.
         """
-        mass, kd = sums[2], sums[3 : 3 + self._num_teachers]
+        mass, kd = sums[2], sums[4 : 4 + self._num_teachers]
         taught = sum(weight * each.total for weight, each in zip(blend.weights, asked))
         learnt = sum(weight * value for weight, value in zip(blend.weights, kd))
         first = next((i for i, teacher in enumerate(objective.teachers) if _is_here(teacher, blend.weights[i])), 0)

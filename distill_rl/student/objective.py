@@ -82,6 +82,8 @@ class Blend:
     ce: float
     shares: tuple[float, ...]
     """Per teacher; they sum to one, or are all 0 if no teacher is asked for anything in the batch."""
+    router: float = 0.0
+    """Weight of the balance of the student's routers (`RouterBalance`)."""
     weights: tuple[float, ...] = ()
     """If teachers are chosen by row: per teacher its share before the size of what it is asked for counts, 0 if the run
     has lost it."""
@@ -142,8 +144,8 @@ class Objective(nn.Module):
             total = sum(products)
             shares = tuple(product / total if total > 0 else 0.0 for product in products)
         if self.config.dynamic_scale == "off" or not shares:
-            return Blend(self.config.kd_weight, self.config.ce_weight, shares, alone)
-        return Blend(kd_scale, 1.0, shares, alone)
+            return Blend(self.config.kd_weight, self.config.ce_weight, shares, self.config.router_weight, alone)
+        return Blend(kd_scale, 1.0, shares, self.config.router_weight, alone)
 
     def num_compared(
         self,

@@ -29,8 +29,7 @@ class StepLosses:
         Args:
             num_labels: of the global batch; divides the loss.
         """
-        kd, ce = sums.kd_and_ce
-        self._loss += (blend.kd * kd + blend.ce * ce) / max(num_labels, 1)
+        self._loss += sums.loss(blend) / max(num_labels, 1)
         self._ce_and_kd += sums.ce_and_kd_per_teacher
 
     def total(self) -> float:

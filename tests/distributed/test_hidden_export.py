@@ -58,7 +58,7 @@ def gradients(dp: int, tp: int, student: Path, teachers: dict[str, Path]) -> dic
                 loss__divergence=DIVERGENCES[name],
             )  # fmt: skip
             config.teachers[0].export = export
-            # A teacher without a tensor-parallel plan, or with too few heads for four ranks, is whole on every rank.
+            # A teacher of another family, or with too few heads for four ranks, is whole on every rank.
             split = tp == 1 or (name == "qwen2" and tp == 2) or name == "llama"
             teacher_world = world if split else open_world(rank=ranks.rank(), dp=dp * tp, tp=1)
             targets = engine_targets(

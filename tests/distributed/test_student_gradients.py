@@ -14,6 +14,7 @@ from distill_rl.student.optim import clip_gradients
 from distill_rl.teacher.engine import TeacherEngine
 from tests.helpers import engines, ranks
 from tests.helpers.models import write_tiny_model
+from tests.helpers.routers import plain_balance
 
 pytestmark = pytest.mark.ranks
 
@@ -29,9 +30,11 @@ STUDENTS = {
     "gpt2": {"family": "gpt2", "tie": True, "vocab_size": 507},
     "mixtral": {"family": "mixtral"},
 }
-UNSPLIT = ("mixtral",)
-"""Students without a tensor-parallel plan, whose logits only their own forward makes. Their experts are sharded by FSDP."""
-EVERYWHERE = ("llama-tied", "qwen2-padded", "gpt2", *UNSPLIT)
+ROUTER_WEIGHT = 0.3
+"""Of the mixture, whose balance of the experts is then part of the loss."""
+MIXTURES = ("mixtral",)
+"""Students that are split by transformers' plan, and whose logits only their own forward makes. FSDP shards their experts."""
+EVERYWHERE = ("llama-tied", "qwen2-padded", "gpt2", *MIXTURES)
 """Students for all layouts; the others, which differ in their tensor-parallel plan alone, run on SPLIT and on one rank."""
 SPLIT = [(1, 1, 1), (1, 2, 1), (2, 2, 1)]
 MICRO_BATCHES = {
@@ -90,8 +93,9 @@ def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path], teache
     results = {}
     for name, path in students.items():
         config.student.model = str(path)
+        config.loss.router_weight = ROUTER_WEIGHT if name in MIXTURES else 0.0
         for fused, sync in variants:
-            if fused == "on" and name in UNSPLIT:
+            if fused == "on" and name in MIXTURES:
                 continue
             config.student.gradient_sync, config.loss.fused = sync, fused
             engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
@@ -128,7 +132,8 @@ def references(folders) -> dict[str, dict[str, torch.Tensor]]:
     for name, path in students.items():
         model = engines.plain_model(path)
         kd, ce = engines.plain_losses(engines.plain_logits(model, rows, VOCABULARY), rows.labels, target, TEMPERATURE)
-        ((kd + CE_WEIGHT * ce) / engines.rank_batch(rows).num_labels).backward()
+        router = ROUTER_WEIGHT * plain_balance(model, rows) if name in MIXTURES else 0.0
+        ((kd + CE_WEIGHT * ce + router) / engines.rank_batch(rows).num_labels).backward()
         wanted[name] = engines.whole_gradients(model)
     return wanted
 
@@ -138,8 +143,6 @@ def test_gradient_matches_the_plain_reference_on_every_layout(folders, reference
     students, teacher = folders
     if (dp, tp, replicas) not in SPLIT:
         students = {name: students[name] for name in EVERYWHERE}
-    if tp > 1:
-        students = {name: path for name, path in students.items() if name not in UNSPLIT}
     results = ranks.run_ranks(dp * tp, gradients, dp, tp, replicas, students, teacher, timeout=240)
     assert {name for name, *_ in results[0]} == students.keys()
     for (name, *variant), (gradient, norm) in results[0].items():

@@ -89,6 +89,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LEAKING = frozenset({"falcon", "gpt_oss", "opt"})
 """Families whose documents see each other in one row, and which need data.packing: false."""
+UNSPLIT = frozenset(
+    {"apertus", "deepseek_v2", "llama4_text"}
+    | {"bitnet", "falcon", "gpt_oss", "gptj", "granitemoe", "nemotron", "opt", "stablelm"}
+)
+"""Families that cannot be tensor-parallel: because transformers' plan gives another result here, or because it has none."""
 EAGER = frozenset({"gpt_oss", "gptj"})
 """Families for which Transformers has no `sdpa` attention."""
 

@@ -145,6 +145,8 @@ class LossConfig:
     """Weight of the distillation loss. 0: no teacher is started, and the student is trained on the data alone."""
     ce_weight: float = field(default=0.0, metadata=NOT_NEGATIVE)
     """Weight of the cross-entropy with the data. 0: the student learns from the teachers alone."""
+    router_weight: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    """Weight of the load-balancing loss of a student that is a mixture of experts (docs/losses.md). It is 1 if all experts get the same number of tokens, and grows with the imbalance; usual weights are 0.0001 to 0.01. 0: it is only measured, as train/router_balance."""
     dynamic_scale: Literal["off", "on", "exact"] = "off"
     """Minimise r KD + CE with r = CE / KD instead of the sum weighted by kd_weight and ce_weight. off: never. on: with r from the previous step. exact: with r from the current step, which takes a second pass over the batch."""
     cross_tokenizer: Optional[CrossTokenizerLoss] = "hybrid"

@@ -16,7 +16,7 @@ from typing import Any
 
 from distill_rl.config.facts import ModelFacts
 from distill_rl.errors import problem
-from distill_rl.models.families import family_of, intermediate_size
+from distill_rl.models.families import family_of, intermediate_size, num_experts
 from distill_rl.models.files.headers import read_headers, weight_files, weight_problems
 from distill_rl.models.hub import HubUnreachable, resolve
 from distill_rl.system.without_torch import gpu_possible
@@ -135,6 +135,7 @@ def read_model_facts(folder: Path, config: Any) -> ModelFacts:
         vocabulary_columns=int(config.vocab_size),
         tied=tied,
         bytes_on_disk=sum(end - start for start, end in (entry["data_offsets"] for entry in tensors.values())),
+        num_experts=num_experts(config),
         known_head=family_of(config).proven,
     )
 

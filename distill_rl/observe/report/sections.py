@@ -36,6 +36,7 @@ TITLES = {
     "train/lr": "Learning rate",
     "train/grad_norm": "Gradient norm before clipping",
     "train/teacher_mass": "Teacher's probability within its top k",
+    "train/router_balance": "Balance of the experts (1: even)",
     RATE: "Tokens per second",
     SECONDS: "Seconds per step",
     "transport/teacher_wait": "Share of the step spent waiting for teachers",

@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from distill_rl.errors import ConfigError
-from distill_rl.models import families, forward
+from distill_rl.models import forward
 from distill_rl.models.export import export_model
 from distill_rl.models.files.examine import examine
 from distill_rl.models.hub import read_tokenizer
 from distill_rl.parallel.mesh import World
 from tests.helpers.load import load_model
-from tests.helpers.zoo import DENSE, EAGER, LEAKING, MIXTURES, write_family
+from tests.helpers.zoo import DENSE, EAGER, LEAKING, MIXTURES, UNSPLIT, write_family
 
 IDS = torch.arange(3, 15)[None]
 POSITIONS = torch.arange(12)[None]
@@ -73,7 +73,7 @@ def table() -> str:
     lines = ["| `model_type` | kind | `data.packing` | attention | tensor parallel |", "|---|---|---|---|---|"]
     for family in sorted([*DENSE, *MIXTURES]):
         kind = "mixture of experts" if family in MIXTURES else "dense"
-        split = "yes" if families.of_type(family).layer_plan else "no"
+        split = "no" if family in UNSPLIT else "yes"
         lines.append(
             f"| `{family}` | {kind} | {'no' if family in LEAKING else 'yes'} | {attention_of(family)} | {split} |"
         )

@@ -53,6 +53,12 @@ def test_liger_is_refused_for_other_families(problems, material, monkeypatch):
     )
 
 
+def test_router_weight_is_refused_for_a_dense_student(problems):
+    line = only(problems("loss.router_weight=0.01"))
+    rule = "needs a student that is a mixture of experts; llama is not"
+    assert line == f"loss.router_weight: {rule}; got 0.01; set it to 0"
+
+
 def test_triton_needs_a_gpu_and_a_kernel_for_what_is_compared(problems, material, monkeypatch):
     monkeypatch.setattr("distill_rl.preflight.machine.installed", lambda package: True)
     assert problems("loss.backend=triton") == [
@@ -172,11 +178,11 @@ def test_too_few_embedding_rows_are_refused(problems, material, tmp_path):
     assert problems() == []
 
 
-def test_family_without_tp_plan_is_refused_over_two_ranks(problems, material):
-    assert problems(f"student.model={material}/gemma2") == []
-    assert "gemma2 has no tensor-parallel plan" in only(
-        problems(f"student.model={material}/gemma2", "student.parallel.tp=2")
-    )
+def test_family_without_tp_plan_is_refused_over_two_ranks(problems, material, tmp_path):
+    tiny_tokenizer().save_pretrained(write_model(tmp_path, "opt", vocab_size=320))
+    settings = (f"student.model={tmp_path}", "data.packing=false")
+    assert problems(*settings) == []
+    assert "opt has no tensor-parallel plan" in only(problems(*settings, "student.parallel.tp=2"))
 
 
 def test_messages_need_a_chat_template(problems, material, tmp_path):

@@ -1,0 +1,168 @@
+"""How evenly a mixture of experts spreads the tokens it is trained on, as a metric and as a loss.
+
+With E experts of which each token visits K, a document d of T labelled tokens has the balance
+
+    Bd  =  Σᵢ fᵢ · Pᵢ        fᵢ = E / (K·T) · |{t : token t visits expert i}|        Pᵢ = 1/T · Σₜ pₜᵢ
+
+where pₜ are the router's probabilities: a softmax, or sigmoids divided by their sum for routers that score each expert by
+itself. It is 1 if all experts are visited alike, and E / K if K of them get everything. This is the sequence-wise balance loss
+of DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437). A batch's balance is the mean over its labelled tokens, each with the
+balance of its document, and over the layers. Since no document's balance depends on another document, neither does the
+gradient on how a batch is divided into micro-batches, rows or ranks; the usual one, over whatever is in a forward pass, does.
+
+The loss is added where the router is: its output passes through unchanged, and the backward pass through it adds the
+gradient of the balance. So it needs no path of its own past FSDP2's units or through recomputed activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from distill_rl.errors import ConfigError
+from distill_rl.models.inputs import to_device
+from distill_rl.types import IGNORE_INDEX, TokenRows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class _Labelled:
+    """The labelled tokens of a micro-batch, as a router of R·S tokens sees them."""
+
+    tokens: Tensor
+    """int64 [L]: their indices, row by row."""
+    documents: Tensor
+    """int64 [L]: the document of each, from 0."""
+    sizes: Tensor
+    """fp32 [D]: labelled tokens of each document; never 0."""
+
+    @classmethod
+    def of(cls, rows: TokenRows, device: torch.device) -> _Labelled:
+        tokens = np.flatnonzero(rows.labels != IGNORE_INDEX)
+        every = np.cumsum(rows.position_ids.ravel() == 0) - 1
+        _, documents, sizes = np.unique(every[tokens], return_inverse=True, return_counts=True)
+        return cls(to_device(tokens, device), to_device(documents, device), to_device(sizes, device).float())
+
+
+class RouterBalance:
+    """Measures the balance of a model's routers, and adds the gradient of `loss.router_weight` times it.
+
+    Does nothing for a model without routers.
+
+    Args:
+        model: sharded or not; hooks are left on its routers.
+        weight: `loss.router_weight`.
+
+    Raises:
+        ConfigError: the weight is not 0, and this release of transformers does not tell where the model's routers are.
+    """
+
+    def __init__(self, model: PreTrainedModel, weight: float):
+        self._weight = weight
+        self._routers = _routers(model)
+        for router, index in self._routers:
+            router.register_forward_hook(lambda module, _, output, index=index: self._after(module, output, index))
+        if weight and not self._routers:
+            rule = "needs a mixture of experts whose routers transformers knows"
+            remedy = "set it to 0, or use a newer transformers"
+            raise ConfigError("loss.router_weight", rule, f"{weight:g} with {model.config.model_type}", remedy)
+        self._labelled: _Labelled | None = None
+        self._num_labels = 1
+        self._sum: Tensor | None = None
+
+    def __bool__(self) -> bool:
+        """Whether the model is a mixture of experts whose routers are known."""
+        return bool(self._routers)
+
+    @contextmanager
+    def of(self, rows: TokenRows, num_labels: int, device: torch.device) -> Iterator[Tensor]:
+        """Measures the forward pass inside the block, whose backward pass may follow it outside.
+
+        Yields an fp64 scalar, complete after the block: the balance summed over the labelled tokens, a mean over layers.
+
+        Args:
+            rows: of the micro-batch, in host memory.
+            num_labels: labelled tokens of the global batch, which divide the loss.
+        """
+        self._num_labels = max(num_labels, 1)
+        self._labelled = _Labelled.of(rows, device) if self._routers else None
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+        try:
+            yield self._sum
+        finally:
+            self._sum = None  # activations are computed again in the backward pass, which must not count them again
+
+    def _after(self, router: nn.Module, output: Any, index: int) -> Any:
+        """Forward hook of a router: measures it, and attaches the loss to its output.
+
+        Args:
+            index: of the logits [R·S, E] in the output.
+        """
+        if self._labelled is None or not router.training:
+            return output
+        is_trained = self._weight > 0 and torch.is_grad_enabled()
+        with torch.set_grad_enabled(is_trained):
+            balance = _balance(router, output, index, self._labelled) / len(self._routers)
+        if self._sum is not None:
+            self._sum += balance.detach()
+        if not is_trained:
+            return output
+        return _WithLoss.apply(balance * (self._weight / self._num_labels), *output)
+
+
+def _routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
+    """The routers of a model, and where in the output of each its logits are, by transformers' own table."""
+    for inner in model.modules():
+        recorder = (getattr(inner, "_can_record_outputs", None) or {}).get("router_logits")
+        kind = getattr(recorder, "target_class", None)  # a list of recorders names other things than routers
+        if recorder is not None and kind is not None:
+            return [
+                (each, recorder.index) for each in model.modules() if isinstance(each, kind) and hasattr(each, "top_k")
+            ]
+    return []
+
+
+def _balance(router: nn.Module, output: Sequence[Tensor], index: int, labelled: _Labelled) -> Tensor:
+    """Σ T·Bd over the documents of a micro-batch, fp32.
+
+    Args:
+        output: of the router: among others its logits and, as integers [R·S, K], the chosen experts. Routers that do not
+            return these take the experts with the K largest logits.
+        index: of the logits.
+    """
+    logits = output[index][labelled.tokens].float()
+    chosen = next((each for each in output if not each.is_floating_point()), None)
+    chosen = logits.topk(int(router.top_k)).indices if chosen is None else chosen[labelled.tokens]  # type: ignore[arg-type]
+    if hasattr(router, "e_score_correction_bias"):  # DeepSeek-V3 and its like
+        scores = logits.sigmoid()
+        probabilities = scores / scores.sum(-1, keepdim=True)
+    else:
+        probabilities = logits.softmax(-1)
+    shape = len(labelled.sizes), logits.shape[-1]
+    visits = torch.zeros_like(logits).scatter_(1, chosen, 1.0)
+    per_document = [logits.new_zeros(shape).index_add(0, labelled.documents, each) for each in (visits, probabilities)]
+    products = (per_document[0] * per_document[1]).sum(-1) / labelled.sizes
+    return products.sum() * (shape[1] / chosen.shape[1])
+
+
+class _WithLoss(torch.autograd.Function):
+    """Returns tensors unchanged; the backward pass through any of them is one through the loss, too."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(tensor for tensor in tensors if not tensor.is_floating_point()))
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        one = next(each for each in gradients if each is not None).new_ones((), dtype=torch.float32)
+        return one, *gradients
