@@ -161,6 +161,10 @@ class TokenWeights:
     def __getitem__(self, rows: slice) -> TokenWeights:
         return replace(self, of_tokens=self.of_tokens[rows])
 
+    def positions(self, part: slice) -> TokenWeights:
+        """Those of some positions of every row."""
+        return replace(self, of_tokens=self.of_tokens[:, part])
+
 
 def _common_width(widths: np.ndarray | None) -> int | None:
     """The width that all rows of a micro-batch have; None: that of their arrays."""

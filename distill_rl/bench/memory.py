@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,12 +55,17 @@ class Case:
     dtype: str = "fp32"
     dp: int = 1
     tp: int = 1
+    sp: int = 1
     rows: int = 2
     """Micro-batch size."""
     length: int = 256
     activation_checkpointing: bool = False
     fused: bool = False
     """The loss makes the logits itself."""
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.sp * self.tp
 
 
 CASES = (
@@ -85,7 +90,7 @@ def configuration(case: Case, model: Path) -> Config:
         case: sets layout, dtype and rows.
         model: folder of the model that is both student and teacher.
     """
-    parallel = ParallelConfig(dp=case.dp, tp=case.tp)
+    parallel = ParallelConfig(dp=case.dp, sp=case.sp, tp=case.tp)
     student = StudentConfig(
         model=str(model),
         dtype=case.dtype,  # type: ignore[arg-type]
@@ -108,13 +113,13 @@ def estimate(case: Case, config: Config, facts: ModelFacts) -> WorkerMemory:
     return teacher_memory(config, config.teachers[0], facts)
 
 
-def write_model(folder: Path) -> ModelFacts:
-    """Writes a random Llama of `SHAPE` in fp32 to `folder`; returns its facts."""
+def write_model(folder: Path, shape: Mapping[str, int | bool] = SHAPE) -> ModelFacts:
+    """Writes a random Llama of a shape in fp32 to `folder`; returns its facts."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from distill_rl.models.files.facts import read_model_facts
 
-    config = LlamaConfig(**SHAPE)  # type: ignore[arg-type]
+    config = LlamaConfig(**shape)  # type: ignore[arg-type]
     LlamaForCausalLM(config).save_pretrained(folder)
     return read_model_facts(folder, config)
 
@@ -127,7 +132,7 @@ def measure(case: Case, model: Path) -> int:
     """
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
-        for rank in range(case.dp * case.tp):
+        for rank in range(case.ranks):
             arguments = json.dumps([asdict(case), rank, str(model), f"{folder}/store"])
             command = [sys.executable, "-c", _WORKER, arguments]
             ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
@@ -154,15 +159,16 @@ def work(fields: dict[str, Any], rank: int, model: str, store: str) -> None:
     torch.set_num_threads(1)
     case = Case(**fields)
     config = configuration(case, Path(model))
-    rendezvous = torch.distributed.FileStore(store, case.dp * case.tp) if case.dp * case.tp > 1 else None
-    world = open_world(rank=rank, dp=case.dp, tp=case.tp, store=rendezvous, timeout_s=300)
-    batch = _batch(case, world.dp_rank)
+    vocabulary = json.loads(Path(model, "config.json").read_text())["vocab_size"]
+    rendezvous = torch.distributed.FileStore(store, case.ranks) if case.ranks > 1 else None
+    world = open_world(rank=rank, dp=case.dp, sp=case.sp, tp=case.tp, store=rendezvous, timeout_s=300)
+    batch = _batch(case, world.dp_rank, vocabulary)
     if case.role == "student":
-        student = StudentEngine(config, world, vocabulary_size=SHAPE["vocab_size"], total_steps=STEPS)
+        student = StudentEngine(config, world, vocabulary_size=vocabulary, total_steps=STEPS)
         for _ in range(STEPS):
-            student.train_step(batch, _targets(case))
+            student.train_step(batch, _targets(case, vocabulary))
     else:
-        teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=SHAPE["vocab_size"])
+        teacher = TeacherEngine(config, config.teachers[0], world, vocabulary_size=vocabulary)
         for _ in range(STEPS):
             for _, tensors in teacher.forward(batch):
                 del tensors
@@ -170,16 +176,16 @@ def work(fields: dict[str, Any], rank: int, model: str, store: str) -> None:
     print(record.peak_bytes())
 
 
-def _batch(case: Case, dp_rank: int) -> RankBatch:
+def _batch(case: Case, dp_rank: int, vocabulary: int) -> RankBatch:
     """A rank's two micro-batches of full rows of random ids, with every token labelled; always the same for a rank."""
     draw = np.random.default_rng(dp_rank)
     shape = (2 * case.rows, case.length)
-    ids, labels = (draw.integers(0, SHAPE["vocab_size"], shape).astype(np.int32) for _ in range(2))
+    ids, labels = (draw.integers(0, vocabulary, shape).astype(np.int32) for _ in range(2))
     positions = np.broadcast_to(np.arange(case.length, dtype=np.int32), shape).copy()
     return RankBatch(0, dp_rank * shape[0], TokenRows(ids, labels, positions), num_labels=case.dp * ids.size)
 
 
-def _targets(case: Case) -> Any:
+def _targets(case: Case, vocabulary: int) -> Any:
     """Returns the `targets` argument of `train_step`: makes a context manager that yields new random top-k targets."""
     import torch
 
@@ -189,7 +195,8 @@ def _targets(case: Case) -> Any:
     def source(first_row: int, num_rows: int) -> Iterator[list[TopKLogprobs]]:
         tokens = num_rows * case.length
         logprobs = torch.log_softmax(torch.randn(tokens, TOP_K + 1), dim=-1)
-        ids = torch.arange(TOP_K, dtype=torch.int32) * 200 + torch.randint(0, 200, (tokens, 1), dtype=torch.int32)
+        apart = vocabulary // TOP_K
+        ids = torch.arange(TOP_K, dtype=torch.int32) * apart + torch.randint(0, apart, (tokens, 1), dtype=torch.int32)
         tensors = {
             "ids": ids,
             "logprobs": logprobs[:, :TOP_K].contiguous(),

@@ -15,6 +15,7 @@ from distill_rl.config.facts import (
     teacher_length,
     teacher_rows,
     wants_whole_batch,
+    width_divisor,
     wire_dtype,
 )
 from distill_rl.config.layout import world
@@ -228,7 +229,8 @@ def _teacher_sizes(config: Config, teacher: TeacherConfig, known: TeacherFacts, 
         entries = min(config.loss.top_k, num_ids or config.loss.top_k)
     bytes_per_token = target_bytes_per_token(teacher.export, entries, ITEM_SIZE[dtype])
     rows = teacher_rows(config, teacher)
-    bytes_per_slot = rows * row_width(teacher_length(config, teacher), on_gpu=facts.gpus > 0) * bytes_per_token
+    width = row_width(teacher_length(config, teacher), on_gpu=facts.gpus > 0, divisor=width_divisor(config))
+    bytes_per_slot = rows * width * bytes_per_token
     slots = ring_plan(config).slots[teacher.name]
     return TeacherSizes(
         name=teacher.name,

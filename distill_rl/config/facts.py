@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
+from math import lcm
 from typing import Literal
 
-from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
+from distill_rl.config.schema import Config, ParallelConfig, StudentConfig, TeacherConfig
 
 TOKENS, UNKNOWN = "same", "?"
 """How a teacher with the student's tokenizer is compared, token by token; and one whose tokenizer is not known yet."""
@@ -175,16 +176,22 @@ def only_reads(teacher: TeacherConfig) -> bool:
     return teacher.backend == "store" and teacher.missing != "live"
 
 
+def ranks_per_row(parallel: ParallelConfig) -> int:
+    """Ranks that work on the same rows: each on a part of the positions, or of every layer."""
+    return parallel.sp * parallel.tp
+
+
 def ranks_per_replica(teacher: TeacherConfig) -> int:
-    """Actors that hold one copy of a teacher. vLLM divides a model over processes of its own."""
-    return 1 if in_vllm(teacher) else teacher.parallel.tp
+    """Actors that hold one copy of a teacher, or work on the same rows with one each. vLLM divides a model over
+    processes of its own."""
+    return 1 if in_vllm(teacher) else ranks_per_row(teacher.parallel)
 
 
 def gpus_per_rank(teacher: TeacherConfig) -> int:
     """GPUs that an actor of a teacher uses where there are any; 0 if it only reads a store."""
     if not runs_model(teacher):
         return 0
-    return teacher.parallel.tp // ranks_per_replica(teacher)
+    return teacher.parallel.tp if in_vllm(teacher) else 1
 
 
 def gpu_share(teacher: TeacherConfig, *, shared: bool) -> float:
@@ -276,10 +283,27 @@ def may_split_documents(config: Config) -> bool:
     return any(splits_documents(config, kind) for kind in ("text", "messages"))
 
 
-def row_width(longest: int, *, on_gpu: bool) -> int:
+def width_divisor(config: Config) -> int:
+    """What divides the width of every row, so that student and teachers can divide it over their ranks (parallel.sp)."""
+    return lcm(config.student.parallel.sp, *(teacher.parallel.sp for teacher in running_teachers(config)))
+
+
+def width_multiple(divisor: int, *, on_gpu: bool) -> int:
+    """The width of rows is a multiple of this.
+
+    Args:
+        divisor: `width_divisor`.
+    """
+    return lcm(GPU_WIDTH_MULTIPLE if on_gpu else CPU_WIDTH_MULTIPLE, divisor)
+
+
+def row_width(longest: int, *, on_gpu: bool, divisor: int = 1) -> int:
     """Positions per row of a batch whose longest row has `longest` tokens; the positions beyond them are padding.
 
-    The widest row of a run is therefore `row_width(config.data.max_length)`, which may exceed `data.max_length`.
+    The widest row of a run is therefore that of `data.max_length`, which it may exceed.
+
+    Args:
+        divisor: `width_divisor`.
     """
-    multiple = GPU_WIDTH_MULTIPLE if on_gpu else CPU_WIDTH_MULTIPLE
+    multiple = width_multiple(divisor, on_gpu=on_gpu)
     return -(-max(longest, 1) // multiple) * multiple

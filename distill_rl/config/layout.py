@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from distill_rl.config.facts import gpu_share, gpus_per_rank, in_vllm, ranks_per_replica, running_teachers, runs_model
-from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.config.facts import (
+    gpu_share,
+    gpus_per_rank,
+    in_vllm,
+    ranks_per_replica,
+    ranks_per_row,
+    running_teachers,
+    runs_model,
+)
+from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.errors import problem
 from distill_rl.system.redact import in_text
 
@@ -12,7 +20,7 @@ def compute_groups(config: Config) -> list[int]:
     """Number of ranks of the student, then of each running teacher."""
     student = config.student.parallel
     teachers = [teacher.parallel.dp * ranks_per_replica(teacher) for teacher in running_teachers(config)]
-    return [student.dp * student.tp, *teachers]
+    return [student.dp * ranks_per_row(student), *teachers]
 
 
 def gpu_groups(config: Config) -> list[int]:
@@ -110,10 +118,9 @@ def world(config: Config, gpus: int, cpus: int) -> dict[str, str]:
         gpus = cpus = 10**6
     aligners = aligner_workers(config, gpus=gpus, cpus=cpus)
     for name, parallel in roles.items():
-        count = parallel.dp * parallel.tp
-        found[name] = f"dp {parallel.dp} x tp {parallel.tp} = {_processes(count)}"
+        found[name] = f"{layout_in_words(parallel)} = {_processes(parallel.dp * ranks_per_row(parallel))}"
         if parallel.replicas > 1:
-            sharded = parallel.dp // parallel.replicas * parallel.tp
+            sharded = parallel.dp // parallel.replicas * ranks_per_row(parallel)
             found[name] += f", {parallel.replicas} replicas over {sharded} each"
     for teacher in running_teachers(config):
         clients = _processes(teacher.parallel.dp)
@@ -137,6 +144,11 @@ def world(config: Config, gpus: int, cpus: int) -> dict[str, str]:
         processes = _processes(1) if tp == 1 else f"tp {tp} = {_processes(tp)}"
         found["evaluator"] = f"{processes}: {', '.join(config.evaluate.suites)} {when}"
     return found
+
+
+def layout_in_words(parallel: ParallelConfig) -> str:
+    """The sizes of a layout, such as dp 2 x tp 1; sp only where rows are divided."""
+    return f"dp {parallel.dp} x {f'sp {parallel.sp} x ' if parallel.sp > 1 else ''}tp {parallel.tp}"
 
 
 def _engines(config: Config, teacher: TeacherConfig, gpus: int) -> str:

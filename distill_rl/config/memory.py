@@ -13,10 +13,12 @@ from distill_rl.config.facts import (
     Facts,
     ModelFacts,
     may_split_documents,
+    ranks_per_row,
     row_width,
     running_teachers,
     teacher_length,
     teacher_rows,
+    width_divisor,
 )
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 
@@ -172,13 +174,15 @@ def _heads(config: Config, facts: Facts, student: ModelFacts, on_gpu: bool) -> i
 
 
 def _tokens(config: Config, rows: int, on_gpu: bool) -> int:
-    """Positions, padding included, of `rows` of the student's rows of the maximum width."""
-    return rows * row_width(config.data.max_length, on_gpu=on_gpu)
+    """Positions, padding included, that one rank holds of `rows` of the student's rows of the maximum width."""
+    width = row_width(config.data.max_length, on_gpu=on_gpu, divisor=width_divisor(config))
+    return rows * width // config.student.parallel.sp
 
 
 def _teacher_tokens(config: Config, teacher: TeacherConfig, on_gpu: bool) -> int:
-    """Positions, padding included, of a teacher's micro-batch of the maximum width."""
-    return teacher_rows(config, teacher) * row_width(teacher_length(config, teacher), on_gpu=on_gpu)
+    """Positions, padding included, that one rank holds of a teacher's micro-batch of the maximum width."""
+    width = row_width(teacher_length(config, teacher), on_gpu=on_gpu, divisor=width_divisor(config))
+    return teacher_rows(config, teacher) * width // teacher.parallel.sp
 
 
 def student_memory(
@@ -186,7 +190,7 @@ def student_memory(
 ) -> WorkerMemory:
     """Estimated peak memory of one student process.
 
-    With P parameters, s = dp / replicas shards and b bytes per element of the compute dtype, one rank holds in bytes:
+    With P parameters, s = dp / replicas · sp shards and b bytes per element of the compute dtype, one rank holds in bytes:
 
         weights, gradients     4 P / (s tp) each    fp32 master weights and their gradient
         optimizer              8 P / (s tp)         two Adam moments
@@ -198,7 +202,8 @@ def student_memory(
                                                     a buffer for each
         gathered, s = 1        b P / tp             copies of all weights, from the first forward to the last backward
                                + U (b + 8) / tp
-        logits                 3 b T V / tp         T tokens per micro-batch, V columns: logits, log-softmax, gradient
+        logits                 3 b T V / tp         T tokens per micro-batch, of which a rank has 1 / sp, V columns:
+                                                    logits, log-softmax, gradient
         logits, fused          32 T V / tp          but at most 192 MiB, on GPUs 1 GiB: a chunk of them
                                + 4 V H / tp + 4 T H the gradients of the output layer and of its input, H wide
                                + b V H / tp         for every teacher after the first: its gradient of the output layer
@@ -211,7 +216,7 @@ def student_memory(
         on_gpu: rows are padded wider, and what only CPUs need is 0.
     """
     parallel = config.student.parallel
-    tp, shards = parallel.tp, parallel.dp // parallel.replicas
+    tp, shards = parallel.tp, parallel.dp // parallel.replicas * parallel.sp
     item = ITEM_SIZE[config.student.dtype]
     shard = ceil(model.parameters / (shards * tp))
     tokens = _tokens(config, config.train.micro_batch_size, on_gpu)
@@ -222,14 +227,14 @@ def student_memory(
     copies_in_background = config.checkpoint.every and config.checkpoint.async_save and not on_gpu
     return WorkerMemory(
         worker="student",
-        count=parallel.dp * tp,
+        count=parallel.dp * ranks_per_row(parallel),
         weights=4 * shard,
         gradients=4 * shard,
         accumulated=_accumulated(config, model.parameters),
         optimizer=8 * shard,
         gathered=unit * (2 * item + 8) if shards > 1 else item * shard + unit * (item + 8),
         scratch=0 if on_gpu else 4 * shard,
-        activations=_activations(config, model, tokens, item, tp),
+        activations=_activations(config, model, tokens, item, on_gpu),
         logits=_logits(config, model, on_gpu),
         targets=targets,
         heads=heads,
@@ -296,7 +301,7 @@ def _accumulated(config: Config, parameters: int) -> int:
     parallel = config.student.parallel
     rows_at_once = parallel.dp * config.train.micro_batch_size
     several = config.train.global_batch_size > rows_at_once or may_split_documents(config)
-    sharded = parallel.dp > parallel.replicas
+    sharded = parallel.dp * parallel.sp > parallel.replicas
     if not (several and sharded and reduces_once_per_step(config.student, parameters)):
         return 0
     return 4 * ceil(parameters / parallel.tp)
@@ -307,7 +312,7 @@ def teacher_memory(
 ) -> WorkerMemory:
     """Estimated peak memory of one teacher process.
 
-    It holds its weights over tp, the widest activations of one layer, and the logits of one chunk.
+    It holds its weights over tp, the widest activations of one layer for its positions, and the logits of one chunk.
 
     On a CPU the pages of the weight files count as memory of the process, and reading them may be its peak.
 
@@ -319,7 +324,7 @@ def teacher_memory(
     tokens = _teacher_tokens(config, teacher, on_gpu)
     return WorkerMemory(
         worker=teacher.name,
-        count=teacher.parallel.dp * tp,
+        count=teacher.parallel.dp * ranks_per_row(teacher.parallel),
         weights=item * ceil(model.parameters / tp),
         activations=tokens * item * (6 * model.hidden_size + 3 * intermediate),
         logits=teacher_logits(config, teacher, model, on_gpu=on_gpu),
@@ -360,7 +365,7 @@ def evaluator_memory(config: Config, model: ModelFacts, *, on_gpu: bool = False)
     )
 
 
-def _activations(config: Config, model: ModelFacts, tokens: int, item: int, tp: int) -> int:
+def _activations(config: Config, model: ModelFacts, tokens: int, item: int, on_gpu: bool) -> int:
     """Bytes of the activations of one micro-batch that the backward pass of a Llama-like decoder needs.
 
     Per token and layer, with b bytes per element:
@@ -371,18 +376,25 @@ def _activations(config: Config, model: ModelFacts, tokens: int, item: int, tp: 
         4 b i / tp       gate, up, activation, product (i: intermediate size)
 
     Families in FUSED split none of these over tp. With activation checkpointing only each layer's input is kept, and
-    the activations of the one layer that is being recomputed.
+    the activations of the one layer that is being recomputed; on a GPU with activation offload, the inputs of two layers.
+
+    Under sequence parallelism queries, keys, values and attention's output exist a second time, with the other division.
 
     Args:
-        tokens: positions of the micro-batch, padding included.
+        tokens: positions of the micro-batch that this rank holds, padding included.
         item: bytes per element of the compute dtype.
-        tp: tensor-parallel size.
+        on_gpu: whether activation offload has an effect.
     """
-    tp = 1 if model.family in FUSED else tp
+    student = config.student
+    tp = 1 if model.family in FUSED else student.parallel.tp
     hidden, intermediate = model.hidden_size, model.intermediate_size // tp
     key_value = hidden * model.num_key_value_heads // max(model.num_heads, 1) // tp
     norms = 2 * hidden * (2 * item + 4)
     layer = norms + item * (4 * hidden // tp + 3 * key_value + 4 * intermediate)
-    if config.student.activation_checkpointing:
-        return tokens * (model.num_layers * hidden * item + layer)
+    if student.parallel.sp > 1:
+        repeated = key_value * max(1, student.parallel.sp * tp // max(model.num_key_value_heads, 1))
+        layer += item * (2 * hidden // tp + 2 * repeated)
+    if student.activation_checkpointing:
+        kept = min(2, model.num_layers) if student.activation_offload and on_gpu else model.num_layers
+        return tokens * (kept * hidden * item + layer)
     return tokens * model.num_layers * layer

@@ -55,8 +55,8 @@ def decisive(config: Config) -> dict[str, Any]:
     """The settings that determine a run's numbers, by dotted key.
 
     Left out are output paths, look-ahead, transport, Ray, logging, checkpoints, evaluation and the handling of dead
-    workers; how the work is split and computed (dp, tp, micro-batch sizes, attention, compilation, activation
-    checkpointing, determinism and the aligners' workers change rounding at most); and the length of the run
+    workers; how the work is split and computed (dp, sp, tp, micro-batch sizes, attention, compilation, activation
+    checkpointing and offload, determinism and the aligners' workers change rounding at most); and the length of the run
     (train.steps, train.epochs), so that a finished run can be extended.
     """
     tree = asdict(config)
@@ -69,7 +69,7 @@ def decisive(config: Config) -> dict[str, Any]:
         del tree["train"][key]
     for model in (tree["student"], *tree["teachers"]):
         del model["parallel"]
-    for key in ("activation_checkpointing", "compile", "attention"):
+    for key in ("activation_checkpointing", "activation_offload", "compile", "attention"):
         del tree["student"][key]
     for teacher in tree["teachers"]:
         if teacher["backend"] == "store":  # a store may be copied; the fingerprint of its teacher is compared

@@ -154,6 +154,39 @@ def tensor_parallel_problems(hf_config: PreTrainedConfig, tp: int, setting: str 
     return [_uneven(count, what, tp, setting) for what, count in sizes.items() if count % tp]
 
 
+def sequence_parallel_problems(hf_config: PreTrainedConfig, sp: int, tp: int, setting: str) -> list[str]:
+    """Why the positions of this model's rows cannot be divided over `sp` ranks, one line each; empty if they can.
+
+    Attention exchanges positions for heads, so every tensor-parallel rank must be able to divide its query heads.
+    Key-value heads need not be divisible, because they are repeated. Whether the family passes on what attention needs
+    for that is tried when a model of an unproven one is loaded.
+
+    Args:
+        tp: tensor-parallel size, which divides the heads first.
+        setting: what the number of ranks is called in the lines.
+    """
+    if sp == 1:
+        return []
+    family = family_of(hf_config)
+    kinds = {str(kind) for kind in _rope_kinds(getattr(hf_config, "rope_parameters", None) or {})}
+    if changing := sorted(kinds & {"dynamic", "longrope"}):
+        rule = f"rotary frequencies of type {changing[0]} follow from the longest row, which no rank sees whole"
+        return [problem(setting, rule, sp, f"set {setting}=1")]
+    by_heads = tp > 1 and GATHERED not in family.layer_plan.values()
+    heads = hf_config.num_attention_heads // (tp if by_heads else 1)
+    if heads % sp == 0:
+        return []
+    possible = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+    what = f"{heads} attention heads" + (f" of each of {tp} tensor-parallel ranks" if by_heads else "")
+    return [problem(setting, f"must divide the model's {what}", sp, f"use one of {possible}")]
+
+
+def _rope_kinds(parameters: Mapping[str, Any]) -> list[Any]:
+    """The kinds of rotary frequencies in a model's config, which may have one set of parameters per type of layer."""
+    nested = [each for each in parameters.values() if isinstance(each, Mapping)]
+    return [each.get("rope_type") for each in nested or [parameters]]
+
+
 def split_problems(hf_config: PreTrainedConfig, tp: int, *, backend: str, setting: str) -> list[str]:
     """Why a backend cannot split this model over `tp` ranks, one line each; empty if it can.
 

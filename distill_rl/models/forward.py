@@ -25,9 +25,10 @@ def logits(
     the previous one. That holds only as long as there is neither a mask nor a cache.
 
     Args:
-        input_ids: integers [R, S].
-        position_ids: integers [R, S], from 0 in every document.
-        documents: of these positions. None: read from the device if the model needs them, which waits for the device.
+        input_ids: integers [R, S]; under sequence parallelism this rank's positions [R, S / sp].
+        position_ids: integers of the same shape, from 0 in every document.
+        documents: of the whole rows. None: read from the device if the model needs them, which waits for the device;
+            not under sequence parallelism, where no rank has the whole rows there.
 
     Returns:
         [R, S, V] in the compute dtype; under tensor parallelism a DTensor sharded over its last dimension.
@@ -130,6 +131,10 @@ def _forward_arguments(
         return inputs  # transformers finds the documents from the positions and makes a mask
     if documents is None:
         documents = Documents.of(position_ids.cpu().numpy(), position_ids.device)
-    if needs_documents(model.config, input_ids.shape[1], one_per_row=documents.one_per_row):
+    width = input_ids.shape[1]
+    if documents.group is not None:
+        inputs["sequence_group"] = documents.group
+        width *= documents.group.size()
+    if needs_documents(model.config, width, one_per_row=documents.one_per_row):
         inputs |= documents.arguments()
     return inputs

@@ -14,9 +14,11 @@ So no rank ever holds more than its shards and one slice in the dtype of the fil
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ from distill_rl.models.parallelize import parallelize, reshard, tie_again
 from distill_rl.models.plan_check import check_plan
 from distill_rl.models.weights import WeightFiles, read_weights, tensors_in_files
 from distill_rl.parallel.mesh import TP
+from distill_rl.parallel.sequence import own_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -50,7 +53,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def load_model(settings: StudentConfig | TeacherConfig, world: World, *, packing: bool) -> PreTrainedModel:
     """Loads a model into this rank's shards. Collective over the world.
 
-    A student has fp32 master weights, sharded by FSDP2 × tensor parallelism, computes in its `dtype` and is in training
+    A student has fp32 master weights, sharded by FSDP2 × tensor parallelism (FSDP2 over the ranks that see other rows or
+    other positions), computes in its `dtype` and is in training
     mode. A teacher has weights in its `dtype`, split by tensor parallelism alone (its data-parallel ranks are
     replicas), and is frozen and in evaluation mode. Call a student through `forward.logits`, a teacher through
     `forward.body` and `forward.head`. A family that this package's tests do not cover is tried out (`probe`). The
@@ -69,6 +73,9 @@ def load_model(settings: StudentConfig | TeacherConfig, world: World, *, packing
     folder = resolve(path, settings.revision, weights=True)
     config = read_config(folder)
     family = families.family_of(config)
+    key = "student.parallel.sp" if student else "teachers[].parallel.sp"
+    if problems := families.sequence_parallel_problems(config, world.sp, world.tp, key):
+        raise ConfigError.many(problems)
     files = WeightFiles(folder)
     chosen = choose(
         settings.attention,
@@ -77,6 +84,7 @@ def load_model(settings: StudentConfig | TeacherConfig, world: World, *, packing
         packing=packing,
         training=student,
         no_kernel=varlen.no_kernel(world.device),
+        spread=world.sp > 1,
     )
     if world.rank == 0:
         role = "student" if student else "teacher"
@@ -89,13 +97,16 @@ def load_model(settings: StudentConfig | TeacherConfig, world: World, *, packing
         family=family,
         fsdp=student,
         activation_checkpointing=isinstance(settings, StudentConfig) and settings.activation_checkpointing,
+        activation_offload=isinstance(settings, StudentConfig)
+        and settings.activation_offload
+        and world.device.type == "cuda",
         compute_dtype=compute_dtype,
         compile=isinstance(settings, StudentConfig) and settings.compile,
     )
     _fill(model, files, world)
     model.train(student).requires_grad_(student)
     if not family.proven:
-        probe(model, packing=packing, chunked_head=not student)
+        probe(model, packing=packing, chunked_head=not student, world=world)
     return model
 
 
@@ -142,7 +153,7 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str | N
     Its cache and the search for padding in its inputs are switched off.
 
     Args:
-        attention: transformers' name of an implementation, or one of `VARLEN`'s; None: its default for the model.
+        attention: transformers' name of an implementation, or one of `OURS`; None: its default for the model.
 
     Raises:
         ConfigError: no causal LM of this config, or the attention implementation is not available.
@@ -175,24 +186,29 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str | N
 
 
 @torch.no_grad()
-def probe(model: PreTrainedModel, *, packing: bool, chunked_head: bool) -> None:
+def probe(model: PreTrainedModel, *, packing: bool, chunked_head: bool, world: World) -> None:
     """Tries out a model of a family that the tests do not cover, on a dozen tokens. Leaves the model as it was.
 
     Collective over the model's ranks.
 
     Raises:
-        ConfigError: documents in one row see each other (checked with `packing`), or the logits cannot be computed from
-            hidden states (checked with `chunked_head`).
+        ConfigError: documents in one row see each other (checked with `packing`), the logits cannot be computed from
+            hidden states (checked with `chunked_head`), or they change if positions are divided over ranks (checked
+            with sp).
     """
     training, family = model.training, f"model type {model.config.model_type}"
     model.eval()
     try:
-        if packing and packing_leaks(model):
-            rule = "documents packed into one row must not see each other"
-            raise ConfigError(family, rule, "they do", "set data.packing: false")
-        if chunked_head and not head_is_known(model):
-            rule = "logits must follow from hidden states and the output embedding"
-            raise ConfigError(family, rule, "they differ from the model's own", "use a teacher of another family")
+        with _attention(model, "eager") if world.sp > 1 else nullcontext():  # whole rows, in the model's own way
+            if packing and packing_leaks(model):
+                rule = "documents packed into one row must not see each other"
+                raise ConfigError(family, rule, "they do", "set data.packing: false")
+            if chunked_head and not head_is_known(model):
+                rule = "logits must follow from hidden states and the output embedding"
+                raise ConfigError(family, rule, "they differ from the model's own", "use a teacher of another family")
+        if world.sp > 1 and (why := undivided(model, world, packing=packing)) is not None:
+            rule = "logits must not change if the positions of rows are divided over ranks"
+            raise ConfigError(family, rule, why, "set parallel.sp: 1")
     finally:
         model.train(training)
         reshard(model)  # or the optimizer would be given the gathered copies
@@ -214,6 +230,42 @@ def packing_leaks(model: PreTrainedModel) -> bool:
     return not (_close(packed, after_another, 1e-4) and _close(packed, alone, 3e-2))
 
 
+def undivided(model: PreTrainedModel, world: World, *, packing: bool) -> str | None:
+    """Why a model's rows cannot be divided over the ranks of `world`; None if the logits are those of whole rows.
+
+    Collective. Whole rows go through `eager` attention, which every family has in its own way.
+
+    Args:
+        packing: try a row of two documents; otherwise of one.
+    """
+    ids, positions = _two_documents(model, multiple=world.sp)
+    if not packing:
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    with _attention(model, "eager"):
+        whole = forward.logits(model, ids, positions).float()
+    part, host = own_positions(world, ids.shape[1]), positions.cpu().numpy()
+    documents = varlen.Documents.of(host, ids.device, world.sp_group)
+    why = None
+    try:
+        divided = forward.logits(model, ids[:, part], positions[:, part], documents).float()
+        close = _close(divided, whole[:, part], 3e-2)
+    except (ValueError, RuntimeError) as error:
+        close, why = False, first_line(error)
+    return None if world.all_agree(close) else why or "they do"
+
+
+@contextmanager
+def _attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Lets a model use another attention implementation inside the block."""
+    config: Any = model.config
+    kept = config._attn_implementation
+    config._attn_implementation = implementation
+    try:
+        yield
+    finally:
+        config._attn_implementation = kept
+
+
 def head_is_known(model: PreTrainedModel) -> bool:
     """Whether `forward.head` of `forward.body` gives the model's own logits, up to rounding. Collective.
 
@@ -224,11 +276,15 @@ def head_is_known(model: PreTrainedModel) -> bool:
     return _close(forward.head(model, forward.body(model, ids, positions)).float(), whole, 1e-3)
 
 
-def _two_documents(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Made-up ids and positions [1, n] of two packed documents: positions start again at 0 in the second."""
-    device = model.device
-    ids = torch.arange(3, 3 + _FIRST + _SECOND, device=device) % model.config.get_text_config().vocab_size
-    positions = torch.cat([torch.arange(_FIRST, device=device), torch.arange(_SECOND, device=device)])
+def _two_documents(model: PreTrainedModel, multiple: int = 1) -> tuple[Tensor, Tensor]:
+    """Made-up ids and positions [1, n] of two packed documents: positions start again at 0 in the second.
+
+    Args:
+        multiple: makes the second document longer, so that n is a multiple of this.
+    """
+    device, second = model.device, _SECOND + -(_FIRST + _SECOND) % multiple
+    ids = torch.arange(3, 3 + _FIRST + second, device=device) % model.config.get_text_config().vocab_size
+    positions = torch.cat([torch.arange(_FIRST, device=device), torch.arange(second, device=device)])
     return ids[None], positions[None]
 
 

@@ -17,7 +17,7 @@ handle one kind of parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from distill_rl.errors import ConfigError
 from distill_rl.models import families
@@ -119,6 +120,7 @@ def parallelize(
     family: Family,
     fsdp: bool,
     activation_checkpointing: bool = False,
+    activation_offload: bool = False,
     compute_dtype: torch.dtype,
     compile: bool = False,
 ) -> PreTrainedModel:
@@ -130,6 +132,8 @@ def parallelize(
     Args:
         mesh: its tensor-parallel dimension splits the model by the family's plan, if it has more than one rank.
         fsdp: shard over the data-parallel ranks; otherwise they are replicas.
+        activation_offload: keep what checkpointing keeps, the input of every layer, in page-locked host memory. The
+            model must be on a GPU when it runs.
         compute_dtype: used only with `fsdp`.
         compile: compile every decoder layer.
 
@@ -140,6 +144,9 @@ def parallelize(
         if not model.supports_gradient_checkpointing:
             raise ConfigError(f"model family {family.name}", "has no activation checkpointing", remedy="switch it off")
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        if activation_offload:
+            for layer in decoder_layers(model):
+                layer._gradient_checkpointing_func = checkpoint_on_host
     if mesh[TP].size() > 1:
         split(model, mesh[TP], family)
     if compile:
@@ -148,6 +155,16 @@ def parallelize(
     if fsdp:
         shard(model, data_mesh(mesh), compute_dtype)
     return model
+
+
+def checkpoint_on_host(function: Callable[..., Any], *args: Any) -> Any:
+    """`torch.utils.checkpoint` of a layer, with its saved input in host memory between forward and backward.
+
+    Checkpointing saves the tensors among `args` and nothing else, so those are all that the outer hooks see: weights and
+    what the backward pass recomputes stay on the device. The copies do not make the host wait.
+    """
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        return checkpoint(function, *args, use_reentrant=False)
 
 
 def tie_again(model: PreTrainedModel) -> None:

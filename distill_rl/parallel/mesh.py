@@ -1,9 +1,12 @@
 """Process groups: this file creates and ends them; no other file does.
 
-A world is dp × tp ranks in one mesh, `rank = dp_rank * tp + tp_rank`: the ranks of one tensor-parallel group are
-neighbours, because they communicate most. With `replicas` > 1 the data-parallel ranks form `replicas` groups of
-neighbours, `dp_rank = replica * (dp / replicas) + shard`: parameters are sharded within a group and equal in all
-groups, so only gradients that have been reduced within a group travel between groups.
+A world is dp × sp × tp ranks, `rank = (dp_rank * sp + sp_rank) * tp + tp_rank`: the ranks of one tensor-parallel group
+are neighbours, because they communicate most, and so are those that divide the positions of the same rows.
+
+Parameters know two dimensions only, because sequence-parallel ranks see other tokens, as data-parallel ranks do: the
+mesh has dp · sp ranks in its data dimension, over which parameters are sharded and gradients are summed, and tp in the
+other. With `replicas` > 1 the data dimension is `replicas` groups of neighbours: parameters are sharded within a group and
+equal in all groups, so only gradients that have been reduced within a group travel between groups.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ REPLICA, SHARD = "replica", "shard"
 
 @dataclass(frozen=True)
 class World:
-    """One rank's view of its dp × tp ranks.
+    """One rank's view of its dp × sp × tp ranks.
 
-    `mesh` has the dimensions (dp, tp), or (replica, shard, tp) if parameters are replicated as well as sharded.
+    `mesh` has the dimensions (dp · sp, tp), or (replica, shard, tp) if parameters are replicated as well as sharded.
     `owned` is true if `open_world` created the default process group, so that closing ends it.
     """
 
@@ -39,10 +42,27 @@ class World:
     dp_rank: int
     tp_rank: int
     owned: bool = True
+    sp_rank: int = 0
+    sp_group: dist.ProcessGroup | None = None
+    """The ranks that divide the positions of the same rows, and hold the same tensor-parallel part; None if sp is 1."""
 
     @property
     def dp(self) -> int:
-        return self.world_size // self.tp
+        return self.world_size // (self.sp * self.tp)
+
+    @property
+    def sp(self) -> int:
+        return 1 if self.sp_group is None else self.sp_group.size()
+
+    @property
+    def data_rank(self) -> int:
+        """The rank in the data dimension of the mesh, dp_rank · sp + sp_rank: ranks that differ in it see other tokens."""
+        return self.dp_rank * self.sp + self.sp_rank
+
+    @property
+    def reports(self) -> bool:
+        """Whether this is the first of the sp × tp ranks that work on the same rows, which speaks for them."""
+        return self.sp_rank == 0 and self.tp_rank == 0
 
     @property
     def tp(self) -> int:
@@ -55,12 +75,12 @@ class World:
 
     @property
     def dp_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same tensor-parallel part and see other rows."""
+        """The dp · sp ranks that hold the same tensor-parallel part and see other tokens."""
         return self.mesh.get_group(DP)
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the parts of one copy of the model and see the same rows."""
+        """The ranks that hold the parts of one copy of the model and see the same tokens."""
         return self.mesh.get_group(TP)
 
     def all_agree(self, able: bool) -> bool:
@@ -107,19 +127,21 @@ def open_world(
     rank: int,
     dp: int,
     tp: int,
+    sp: int = 1,
     replicas: int = 1,
     device: str | torch.device = "cpu",
     store: dist.Store | None = None,
     timeout_s: float = 600.0,
 ) -> World:
-    """Joins this rank to the process group of dp·tp ranks, creating it if there is none, and returns its `World`.
+    """Joins this rank to the process group of dp·sp·tp ranks, creating it if there is none, and returns its `World`.
 
-    Collective over all dp·tp ranks. A process group of dp·tp ranks that exists already (torchrun, a test, a second
+    Collective over all ranks. A process group of as many ranks that exists already (torchrun, a test, a second
     engine in one process) is used as it is. CPUs use gloo; GPUs use NCCL, and gloo for tensors on the CPU. A GPU
     becomes the current device.
 
     Args:
-        replicas: number of groups of data-parallel ranks that each hold the whole model, sharded over dp / replicas
+        sp: number of ranks that divide the positions of every row among themselves.
+        replicas: number of groups of data-parallel ranks that each hold the whole model, sharded over dp / replicas · sp
             ranks.
         device: `cuda` without an index means the GPU of the local rank.
         store: the rendezvous from which a new group is made; a single rank needs none.
@@ -129,9 +151,10 @@ def open_world(
         ConfigError: the existing group has another size; `rank` or the sizes are invalid, `replicas` not dividing `dp`
             among them; or a new group of several ranks has no store.
     """
-    world_size = dp * tp
-    if dp < 1 or tp < 1 or not 0 <= rank < world_size:
-        raise ConfigError("parallel", "0 <= rank < dp * tp with dp, tp >= 1", f"rank={rank}, dp={dp}, tp={tp}")
+    world_size = dp * sp * tp
+    if min(dp, sp, tp) < 1 or not 0 <= rank < world_size:
+        rule = "0 <= rank < dp * sp * tp with dp, sp, tp >= 1"
+        raise ConfigError("parallel", rule, f"rank={rank}, dp={dp}, tp={tp}, sp={sp}")
     if replicas < 1 or dp % replicas:
         raise ConfigError("parallel.replicas", f"must divide dp = {dp}", replicas)
     device = _own_device(torch.device(device), rank)
@@ -151,10 +174,13 @@ def open_world(
     elif dist.get_world_size() != world_size:
         raise ConfigError(
             "parallel",
-            f"dp * tp must be the size of the running process group ({dist.get_world_size()})",
-            f"{dp} * {tp} = {world_size}",
+            f"dp * sp * tp must be the size of the running process group ({dist.get_world_size()})",
+            f"{dp} * {sp} * {tp} = {world_size}",
         )
-    return World(rank, world_size, device, _mesh(device, dp, tp, replicas), rank // tp, rank % tp, owned)
+    mesh = _mesh(device, dp * sp, tp, replicas)
+    group = _sequence_group(dp, sp, tp, timeout_s) if sp > 1 else None
+    data_rank, tp_rank = divmod(rank, tp)
+    return World(rank, world_size, device, mesh, data_rank // sp, tp_rank, owned, data_rank % sp, group)
 
 
 def open_group_beside(world: World, timeout_s: float) -> dist.ProcessGroup:
@@ -189,8 +215,21 @@ def close_world(world: World) -> None:
     dist.destroy_process_group()
 
 
+def _sequence_group(dp: int, sp: int, tp: int, timeout_s: float) -> dist.ProcessGroup:
+    """Returns this rank's group of the sp ranks with its dp_rank and tp_rank, in the order of sp_rank. Collective."""
+    groups = [
+        [(dp_rank * sp + sp_rank) * tp + tp_rank for sp_rank in range(sp)]
+        for dp_rank in range(dp)
+        for tp_rank in range(tp)
+    ]
+    group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timedelta(seconds=timeout_s))
+    return group
+
+
 def _mesh(device: torch.device, dp: int, tp: int, replicas: int) -> DeviceMesh:
     """Returns the mesh (dp, tp), or with replicas (replica, shard, tp), over all ranks. Collective.
+
+    Sequence-parallel ranks count as data-parallel ones here.
 
     Flattened dimensions get process groups of their own: DP, and the one over which the gradient norm is summed.
     """

@@ -16,6 +16,7 @@ from distill_rl.config.facts import Facts, without_student
 from distill_rl.config.load import read_config
 from distill_rl.config.measured import unmeasured
 from distill_rl.config.rules import validate
+from distill_rl.config.rules.long_rows import chunk_problems
 from distill_rl.config.schema import Config
 from distill_rl.data.reading.cache import Cache
 from distill_rl.errors import ConfigError, problem
@@ -148,6 +149,7 @@ def inspect(
         gpus=visible_gpus(),
         cpus=len(os.sched_getaffinity(0)),
     )
+    problems += chunk_problems(config, facts) if trains else ()
     check_endpoints(config, teachers, findings.documents, findings, ask=ask)
     check_suites(config, student, teachers, findings)
     problems += unmeasured(config, facts) if config.checkpoint.keep_best else ()
@@ -171,13 +173,14 @@ def _fit_problems(config: Config, models: Sequence[Opened]) -> Iterator[str]:
     """Yields settings that exceed a model, one line each.
 
     These are rows too long for its positions, a `parallel.tp`, its own or that of the evaluator, over which it cannot be
-    split, and a tokenizer with more ids than the model has embedding rows.
+    split, a `parallel.sp` over which its heads cannot, and a tokenizer with more ids than the model has embedding rows.
 
     Args:
         models: student and running teachers; one without a readable configuration is skipped.
     """
     from distill_rl.models.families import (
         fused_loss_problems,
+        sequence_parallel_problems,
         split_problems,
     )
 
@@ -190,6 +193,9 @@ def _fit_problems(config: Config, models: Sequence[Opened]) -> Iterator[str]:
         if tp > 0:
             lines = split_problems(model.config, tp, backend=backend, setting="parallel.tp")
             yield from (f"{model.key}.parallel.tp: {text}" for text in lines)
+            sp = model.settings.parallel.sp
+            if sp > 0 and not model.in_vllm:
+                yield from sequence_parallel_problems(model.config, sp, tp, f"{model.key}.parallel.sp")
         split = evaluate.parallel.tp
         if split > 1 and evaluate.suites and (model.key == "student" or evaluate.teachers):
             lines = split_problems(model.config, split, backend=evaluate.backend, setting="evaluate.parallel.tp")

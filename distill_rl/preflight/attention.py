@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from distill_rl.config.facts import CPU_WIDTH_MULTIPLE, GPU_WIDTH_MULTIPLE, row_width
+from distill_rl.config.facts import row_width, width_divisor, width_multiple
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError, problem
 from distill_rl.models.attention.choice import ON_CPU, VARLEN, choose, importable, installed, obstacles
@@ -70,9 +70,10 @@ def width_problems(config: Config, model: Opened, *, gpus: int) -> Iterator[str]
     if model.in_vllm:
         return
     family, on_gpu = family_of(model.config), gpus > 0
-    width = row_width(longest, on_gpu=on_gpu)
+    divisor = width_divisor(config)
+    width = row_width(longest, on_gpu=on_gpu, divisor=divisor)
     if width > positions and (family.learned_positions or not family.proven):
-        multiple = GPU_WIDTH_MULTIPLE if on_gpu else CPU_WIDTH_MULTIPLE
+        multiple = width_multiple(divisor, on_gpu=on_gpu)
         rule = f"rows of {longest} tokens are padded to {width} positions, a multiple of {multiple}; {model.name} has {positions}"
         largest = positions // multiple * multiple
         yield problem(setting, rule, None, f"use {largest} or less" if largest else "take another model")
@@ -110,6 +111,9 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
                 f"{model.name} has {', '.join(kinds)} layers, which carry a state from one packed document to the next"
             )
             yield problem("data.packing", rule, "true", "set data.packing=false")
+        if model.settings.parallel.sp > 1 and kinds:
+            rule = f"must be 1: {model.name} has {', '.join(kinds)} layers, which carry a state from token to token"
+            yield problem(f"{model.key}.parallel.sp", rule, model.settings.parallel.sp, "leave it out")
         attention = _implementation(model, packing=packing, gpus=gpus)
         known = packing and not kinds  # of these layers the line above says it
         lines = findings.attempt(
@@ -154,6 +158,7 @@ def _implementation(model: Opened, *, packing: bool, gpus: int) -> str:
             packing=packing,
             training=model.key == "student",
             no_kernel=None if gpus else ON_CPU,
+            spread=settings.parallel.sp > 1,
         ).implementation
     except ConfigError:
         return "eager"

@@ -9,7 +9,14 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from distill_rl.config.facts import Facts, gpus_per_rank, running_teachers
-from distill_rl.config.layout import evaluator_problem, gpu_groups, gpus_of_ranks, shared_by_engines, suites_every
+from distill_rl.config.layout import (
+    evaluator_problem,
+    gpu_groups,
+    gpus_of_ranks,
+    layout_in_words,
+    shared_by_engines,
+    suites_every,
+)
 from distill_rl.config.measured import is_suite_score
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import problem, problems_of
@@ -157,7 +164,7 @@ def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
     groups = [("student", config.student.parallel)]
     groups += [(f"teachers.{i}", t.parallel) for i, t in enumerate(running) if gpus_per_rank(t)]
     needed = gpu_groups(config)
-    remedy = "lower dp or tp, or join a cluster with ray.address"
+    remedy = "lower dp, sp or tp, or join a cluster with ray.address"
     if config.ray.placement == "disaggregated":
         if sum(needed) > gpus:
             rule = f"disaggregated asks {' + '.join(map(str, needed))} = {sum(needed)} GPUs, {gpus} are visible"
@@ -165,7 +172,7 @@ def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
         return
     for (key, parallel), count in zip(groups, needed):
         if count > gpus:
-            rule = f"dp {parallel.dp} x tp {parallel.tp} = {count} GPUs are asked, {gpus} are visible"
+            rule = f"{layout_in_words(parallel)} = {count} GPUs are asked, {gpus} are visible"
             yield problem(f"{key}.parallel", rule, None, remedy)
     used = gpus_of_ranks(config)
     if max(needed) <= gpus < used:  # engines of vLLM on several GPUs, which they do not share

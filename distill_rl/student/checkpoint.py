@@ -33,7 +33,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class StudentState:
-    """The content of `student.json`: `step` optimizer steps were done on a (dp, tp) mesh."""
+    """The content of `student.json`: `step` optimizer steps were done on dp × sp × tp ranks."""
 
     step: int
     dp: int
@@ -45,6 +45,7 @@ class StudentState:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Part of the format, but not used."""
     format: int = FORMAT
+    sp: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ def load(
     tensors = trained_tensors(parameters, optimizer)
     _check_shapes(directory, saved, tensors)
     generators = random_state(world)
-    same_layout = (state.dp, state.tp) == (world.dp, world.tp) and generators.keys() <= saved.keys()
+    same_layout = (state.dp, state.sp, state.tp) == (world.dp, world.sp, world.tp) and generators.keys() <= saved.keys()
     if same_layout:
         tensors |= generators
     _run_dcp(lambda: dcp.load(tensors, storage_reader=reader), f"checkpoint {directory}")

@@ -6,7 +6,7 @@ One step:
 
 1. `forward_backward`, once per sub-batch, takes this rank's rows one micro-batch after another: fetch the targets,
    forward, loss, backward. Each loss is divided by the number of labels (or chunks) of the *global* batch, so a
-   gradient is the plain sum over micro-batches, sub-batches and data-parallel ranks, and no division of a batch
+   gradient is the plain sum over micro-batches, sub-batches and ranks with other tokens, and no division of a batch
    changes it. A micro-batch without labels is computed too, because the other ranks wait for its collectives.
 2. The last call of a step completes the reduction over the data-parallel ranks (`GradientReduction`).
 3. `optim_step` sums the loss over all ranks, computes the gradient's norm, clips, and updates the weights with the
@@ -113,8 +113,8 @@ class StudentEngine:
         columns, teachers = self.model.config.vocab_size, running_teachers(config)
         heads = open_heads(teachers, cross_tokenizer_specs, world, columns=columns, tokens=vocabulary_size)
         self.objective = Objective(config.loss, config.teachers, projections, heads)
-        self.routers = RouterBalance(self.model, config.loss.router_weight)
-        self.forward_pass = ForwardPass(self.model, self.objective, world.device, vocabulary_size, fused=self.fused)
+        self.routers = RouterBalance(self.model, config.loss.router_weight, world)
+        self.forward_pass = ForwardPass(self.model, self.objective, world, vocabulary_size, fused=self.fused)
         self.kd_scale = 1.0
         """r of `loss.dynamic_scale`: CE / KD of the previous step."""
         self.trained = nn.ModuleDict({"model": self.model, "objective": self.objective})
@@ -137,7 +137,7 @@ class StudentEngine:
                 Empty: shares are fixed.
 
         Returns:
-            On the first tensor-parallel rank, `{}` on the others:
+            On the first of the ranks that work on the same rows (`World.reports`), `{}` on the others:
             `train/loss`, the weighted sum of its parts: with teachers `train/kl_loss` (weighted over teachers, T²
             included; a mean over chunks where chunks are compared), with several also `train/kl_loss/NAME`;
             `train/nll_loss`; of a mixture of experts `train/router_balance`. Beside it `train/teacher_mass`, if the
@@ -193,7 +193,7 @@ class StudentEngine:
         comes after `forward_backward` with `last`.
 
         Returns:
-            `train/grad_norm`, `train/lr` and `train/skipped`; `{}` on all but the first tensor-parallel rank.
+            `train/grad_norm`, `train/lr` and `train/skipped`; `{}` on a rank that does not report.
 
         Raises:
             NumericsError: on all ranks, before any weight has changed, if too many steps in a row would be skipped.
@@ -217,7 +217,7 @@ class StudentEngine:
         self.optimizer.zero_grad(set_to_none=True)
         self.step = step
         self._begin_step()
-        if self.world.tp_rank:
+        if not self.world.reports:
             return {}
         return {
             "train/grad_norm": Metric(norm, "last"),
@@ -231,7 +231,7 @@ class StudentEngine:
 
         They are `validation/nll_loss` and with teachers, as in `LossSums.metrics`, `kl_loss`, `top1_agreement` and
         `acceptance`, and `taught/NAME` of teachers that are chosen by row. The arguments are those of `train_step`. The
-        metrics are merged over ranks like its own; on all but the first tensor-parallel rank the result is `{}`. The
+        metrics are merged over ranks like its own; on a rank that does not report the result is `{}`. The
         model is in training mode afterwards.
         """
         blend = self.objective.blend(scores, self.kd_scale, asked_sizes(batch))
@@ -279,7 +279,7 @@ class StudentEngine:
     def _snapshot(self) -> checkpoint.Snapshot:
         """Returns what this rank saves at present: the tensors themselves, not copies."""
         world = self.world
-        state = checkpoint.StudentState(self.step, world.dp, world.tp, self.kd_scale, self.guard.state())
+        state = checkpoint.StudentState(self.step, world.dp, world.tp, self.kd_scale, self.guard.state(), sp=world.sp)
         tensors = checkpoint.trained_tensors(self._named_parameters(), self.optimizer)
         return checkpoint.Snapshot(state, tensors | checkpoint.random_state(world))
 
@@ -338,7 +338,7 @@ class StudentEngine:
         last: bool = False,
         with_agreement: bool = False,
     ) -> LossSums:
-        """Runs forward, and on request backward, over all micro-batches of `batch`; returns this rank's summed losses.
+        """Runs forward, and on request backward, over all micro-batches of `batch`; returns the summed losses of its rows.
 
         Collective.
 
@@ -358,20 +358,21 @@ class StudentEngine:
             chunks = [each and each[part].cut() for each in batch.chunks]
             weights = [each and each[part] for each in batch.token_weights]
             with gpu_phase("forward"), targets(first_row, rows.shape[0]) as fetched:
-                with self.routers.of(rows, batch.num_labels, self.world.device) as balance:
+                with self.routers.of(rows, batch.num_labels) as balance:
                     output = self.forward_pass(rows, fetched, batch.num_labels, chunks, blend, with_agreement, weights)
                 if backward:
                     with gpu_phase("backward"):
                         output.loss.backward()
             sums.add(output, balance)
+        sums.add_other_positions(self.world)
         return sums
 
     def _metrics(self, prefix: str, batch: RankBatch, sums: LossSums, blend: Blend) -> dict[str, Metric]:
         """Returns the metrics of `batch` from its summed losses (`LossSums.metrics`), by name with `prefix/`.
 
-        The result is `{}` on all but the first tensor-parallel rank.
+        The result is `{}` on a rank that does not report.
         """
-        if self.world.tp_rank:
+        if not self.world.reports:
             return {}
         num_labels = int(np.count_nonzero(batch.rows.labels != IGNORE_INDEX))
         asked = [AskedCounts.of(weights, num_labels) for weights in batch.token_weights]
@@ -392,9 +393,9 @@ class StudentEngine:
         return named | dict(self.objective.named_parameters(prefix="objective"))
 
     def _seed(self) -> None:
-        """Seeds torch from run.seed, the step and the data-parallel rank.
+        """Seeds torch from run.seed, the step and the rank in the data dimension.
 
         The tensor-parallel rank has no part in it, because tensor-parallel ranks must draw the same numbers.
         """
-        text = f"{self.config.run.seed}/{self.step}/{self.world.dp_rank}"
+        text = f"{self.config.run.seed}/{self.step}/{self.world.data_rank}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1)

@@ -1,19 +1,24 @@
-"""From the rows of one micro-batch to its losses, with and without logits in between."""
+"""From the rows of one micro-batch to its losses, with and without logits in between.
+
+Under sequence parallelism a rank gets the whole rows and their whole targets, and takes its own positions of both: the
+labels are shifted already, so the one that a rank's last position predicts does not depend on the next rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from distill_rl.losses import StudentHidden
 from distill_rl.models import forward
 from distill_rl.models.attention.varlen import Documents, documents_for
 from distill_rl.models.inputs import tensor_to_device, to_device
+from distill_rl.parallel.mesh import World
+from distill_rl.parallel.sequence import own_positions, part_of_rows
 from distill_rl.parallel.shards import mask_padded_columns
 from distill_rl.student.asked_tokens import AskedTokens
 from distill_rl.student.objective import Blend, Objective, ObjectiveOutput, Target
@@ -25,13 +30,13 @@ class ForwardPass:
 
     Args:
         model: sharded; made for a fused loss if `fused` (`forward.enter_at_hidden`).
-        device: of this rank.
+        world: this rank.
         vocabulary_size: ids of the tokenizer. Further columns of the output layer are padding without probability.
         fused: make the logits inside the loss, a few rows at a time.
     """
 
-    def __init__(self, model: Any, objective: Objective, device: torch.device, vocabulary_size: int, *, fused: bool):
-        self._model, self._objective, self._device = model, objective, device
+    def __init__(self, model: Any, objective: Objective, world: World, vocabulary_size: int, *, fused: bool):
+        self._model, self._objective, self._world, self._device = model, objective, world, world.device
         self._vocabulary_size, self._fused = vocabulary_size, fused
 
     def __call__(
@@ -49,14 +54,29 @@ class ForwardPass:
         With a fused loss the logits are never made as a whole. Padded columns are masked either way.
 
         Args:
-            rows: in host memory, like `chunks`.
-            targets: on any device.
+            rows: in host memory, like `chunks`; whole.
+            targets: of the whole rows, on any device.
             token_weights: of these rows (`RankBatch.token_weights`), as wide as they are or wider.
+
+        Returns:
+            The loss and its sums over this rank's positions.
+
+        Raises:
+            ValueError: as `Objective.forward`, or chunks under sequence parallelism.
         """
-        labels = to_device(rows.labels, self._device)
-        here = [target and _on_device(target, self._device) for target in targets]
-        own_labels = int(np.count_nonzero(rows.labels != IGNORE_INDEX))
-        asked = [weights and AskedTokens.of(weights, labels, own_labels) for weights in token_weights]
+        num_rows, width = rows.shape
+        part = own_positions(self._world, width)
+        own = rows.labels[:, part]
+        labels = to_device(own, self._device)
+        if self._world.sp > 1:
+            if any(chunks):
+                raise ValueError("chunks: may cross the border between two ranks, so student.parallel.sp must be 1")
+            targets = [
+                target and _each(target, lambda whole: part_of_rows(whole, num_rows, part)) for target in targets
+            ]
+        here = [target and _each(target, lambda tensor: tensor_to_device(tensor, self._device)) for target in targets]
+        own_labels = int(np.count_nonzero(own != IGNORE_INDEX))
+        asked = [weights and AskedTokens.of(weights.positions(part), labels, own_labels) for weights in token_weights]
         arguments = labels, here, num_labels, chunks, blend, own_labels, with_agreement, asked
         if not self._fused:
             return self._objective(self.logits(rows), *arguments)
@@ -74,22 +94,23 @@ class ForwardPass:
     def logits(self, rows: TokenRows) -> Tensor:
         """Returns the logits [R, S, V] of a micro-batch's rows, with padded columns at −inf.
 
-        Under tensor parallelism they are a DTensor sharded over the last dimension.
+        Under tensor parallelism they are a DTensor sharded over the last dimension, under sequence parallelism those of
+        this rank's positions [R, S / sp, V].
         """
         return mask_padded_columns(forward.logits(self._model, *self._inputs(rows)), self._vocabulary_size)
 
     def _inputs(self, rows: TokenRows) -> tuple[Tensor, Tensor, Documents | None]:
-        """Returns a micro-batch's ids and positions [R, S] on the device, and its documents."""
-        device = self._device
-        ids, positions = to_device(rows.input_ids, device), to_device(rows.position_ids, device)
-        return ids, positions, documents_for(self._model.config, rows.position_ids, device)
+        """Returns ids and positions [R, S / sp] that this rank holds of a micro-batch on the device, and its documents."""
+        device, part = self._device, own_positions(self._world, rows.shape[1])
+        ids, positions = to_device(rows.input_ids[:, part], device), to_device(rows.position_ids[:, part], device)
+        return ids, positions, documents_for(self._model.config, rows.position_ids, device, self._world.sp_group)
 
 
-def _on_device(target: Target, device: torch.device) -> Target:
-    """Returns a target with all tensors on `device`; those that are there already are shared with the original."""
-    moved: dict[str, Any] = {}
+def _each(target: Target, change: Callable[[Tensor], Tensor]) -> Target:
+    """Returns a target with `change` applied to every tensor."""
+    changed: dict[str, Any] = {}
     for field in fields(target):
         value = getattr(target, field.name)
         if isinstance(value, Tensor):
-            moved[field.name] = tensor_to_device(value, device)
-    return replace(target, **moved)
+            changed[field.name] = change(value)
+    return replace(target, **changed)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.observe.metrics import Metric
+from distill_rl.parallel.mesh import World
 from distill_rl.student.asked_tokens import AskedCounts
 from distill_rl.student.objective import Blend, Objective, ObjectiveOutput
 
@@ -40,6 +42,17 @@ class LossSums:
         self._sums += torch.stack([each.to(torch.float64) for each in sums])
         if self._agreement is not None and output.agreement is not None:
             self._agreement += output.agreement
+
+    def add_other_positions(self, world: World) -> None:
+        """Adds what the ranks that hold other positions of the same rows have summed: whole rows, on each of them.
+
+        Collective over the sequence-parallel group; does not wait for the device. Once, after the last micro-batch.
+        """
+        if world.sp_group is None:
+            return
+        for sums in (self._sums, self._agreement):
+            if sums is not None:
+                dist.all_reduce(sums, group=world.sp_group)
 
     @property
     def kd_and_ce(self) -> Tensor:

@@ -23,10 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distill_rl.errors import ConfigError
 from distill_rl.models.inputs import to_device
+from distill_rl.parallel.mesh import World
+from distill_rl.parallel.sequence import own_positions
 from distill_rl.types import IGNORE_INDEX, TokenRows
 
 if TYPE_CHECKING:
@@ -35,21 +38,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Labelled:
-    """The labelled tokens of a micro-batch, as a router of R·S tokens sees them."""
+    """The labelled tokens of a micro-batch, as a router sees them: this rank's positions of every row, flattened."""
 
     tokens: Tensor
-    """int64 [L]: their indices, row by row."""
+    """int64 [L]: their indices."""
     documents: Tensor
     """int64 [L]: the document of each, from 0."""
     sizes: Tensor
-    """fp32 [D]: labelled tokens of each document; never 0."""
+    """fp32 [D]: labelled tokens of each document of the whole rows; never 0."""
 
     @classmethod
-    def of(cls, rows: TokenRows, device: torch.device) -> _Labelled:
-        tokens = np.flatnonzero(rows.labels != IGNORE_INDEX)
-        every = np.cumsum(rows.position_ids.ravel() == 0) - 1
-        _, documents, sizes = np.unique(every[tokens], return_inverse=True, return_counts=True)
-        return cls(to_device(tokens, device), to_device(documents, device), to_device(sizes, device).float())
+    def of(cls, rows: TokenRows, world: World) -> _Labelled:
+        part, is_labelled = own_positions(world, rows.shape[1]), rows.labels != IGNORE_INDEX
+        every = np.cumsum(rows.position_ids.ravel() == 0).reshape(rows.shape)
+        labelled, sizes = np.unique(every[is_labelled], return_counts=True)
+        own = is_labelled[:, part]
+        documents = np.searchsorted(labelled, every[:, part][own])
+        tokens = np.flatnonzero(own)
+        return cls(*(to_device(each, world.device) for each in (tokens, documents)), to_device(sizes, world.device).float())
 
 
 class RouterBalance:
@@ -60,13 +66,14 @@ class RouterBalance:
     Args:
         model: sharded or not; hooks are left on its routers.
         weight: `loss.router_weight`.
+        world: this rank.
 
     Raises:
         ConfigError: the weight is not 0, and this release of transformers does not tell where the model's routers are.
     """
 
-    def __init__(self, model: PreTrainedModel, weight: float):
-        self._weight = weight
+    def __init__(self, model: PreTrainedModel, weight: float, world: World):
+        self._weight, self._world = weight, world
         self._routers = _routers(model)
         for router, index in self._routers:
             router.register_forward_hook(lambda module, _, output, index=index: self._after(module, output, index))
@@ -83,18 +90,19 @@ class RouterBalance:
         return bool(self._routers)
 
     @contextmanager
-    def of(self, rows: TokenRows, num_labels: int, device: torch.device) -> Iterator[Tensor]:
+    def of(self, rows: TokenRows, num_labels: int) -> Iterator[Tensor]:
         """Measures the forward pass inside the block, whose backward pass may follow it outside.
 
-        Yields an fp64 scalar, complete after the block: the balance summed over the labelled tokens, a mean over layers.
+        Yields an fp64 scalar, complete after the block: the balance summed over the labelled tokens, a mean over layers; under
+        sequence parallelism this rank's part of it.
 
         Args:
             rows: of the micro-batch, in host memory.
             num_labels: labelled tokens of the global batch, which divide the loss.
         """
         self._num_labels = max(num_labels, 1)
-        self._labelled = _Labelled.of(rows, device) if self._routers else None
-        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._labelled = _Labelled.of(rows, self._world) if self._routers else None
+        self._sum = torch.zeros((), dtype=torch.float64, device=self._world.device)
         try:
             yield self._sum
         finally:
@@ -110,7 +118,7 @@ class RouterBalance:
             return output
         is_trained = self._weight > 0 and torch.is_grad_enabled()
         with torch.set_grad_enabled(is_trained):
-            balance = _balance(router, output, index, self._labelled) / len(self._routers)
+            balance = _balance(router, output, index, self._labelled, self._world) / len(self._routers)
         if self._sum is not None:
             self._sum += balance.detach()
         if not is_trained:
@@ -130,8 +138,10 @@ def _routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
     return []
 
 
-def _balance(router: nn.Module, output: Sequence[Tensor], index: int, labelled: _Labelled) -> Tensor:
-    """Σ T·Bd over the documents of a micro-batch, fp32.
+def _balance(router: nn.Module, output: Sequence[Tensor], index: int, labelled: _Labelled, world: World) -> Tensor:
+    """Σ T·Bd over the documents of a micro-batch, fp32; under sequence parallelism the part of this rank's positions.
+
+    Visits are counted over whole documents, whose probabilities are then summed position by position: the ranks' parts add up.
 
     Args:
         output: of the router: among others its logits and, as integers [R·S, K], the chosen experts. Routers that do not
@@ -148,8 +158,10 @@ def _balance(router: nn.Module, output: Sequence[Tensor], index: int, labelled: 
         probabilities = logits.softmax(-1)
     shape = len(labelled.sizes), logits.shape[-1]
     visits = torch.zeros_like(logits).scatter_(1, chosen, 1.0)
-    per_document = [logits.new_zeros(shape).index_add(0, labelled.documents, each) for each in (visits, probabilities)]
-    products = (per_document[0] * per_document[1]).sum(-1) / labelled.sizes
+    visits, sums = (logits.new_zeros(shape).index_add(0, labelled.documents, each) for each in (visits, probabilities))
+    if world.sp_group is not None:
+        dist.all_reduce(visits, group=world.sp_group)
+    products = (visits * sums).sum(-1) / labelled.sizes
     return products.sum() * (shape[1] / chosen.shape[1])
 
 

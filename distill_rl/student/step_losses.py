@@ -15,7 +15,7 @@ from distill_rl.student.objective import Blend
 
 
 class StepLosses:
-    """This rank's losses of a step, added up over its sub-batches on the device in fp64."""
+    """The losses of a step on this rank's rows, added up over its sub-batches on the device in fp64."""
 
     def __init__(self, world: World, num_teachers: int):
         self._world = world
@@ -40,9 +40,9 @@ class StepLosses:
         if self._world.world_size == 1:
             return self._loss.item()
         total = self._loss.clone()
-        # Over all ranks, so that a NaN on one reaches all. Tensor-parallel ranks add the same loss tp times.
+        # Over all ranks, so that a NaN on one reaches all. The ranks that work on the same rows add the same loss.
         dist.all_reduce(total)
-        return total.item() / self._world.tp
+        return total.item() / (self._world.sp * self._world.tp)
 
     def blamed(self, teachers: Sequence[TeacherConfig]) -> list[str]:
         """Returns the teachers whose KD is not finite in this step although the student's CE is, on every rank alike.
@@ -64,7 +64,7 @@ class StepLosses:
 def ce_over_kd(sums: LossSums, world: World) -> float:
     """Returns CE / KD of the global batch, the same on every rank; 1 if the KD is not above 0.
 
-    Collective over the data-parallel group.
+    Collective over the data dimension of the mesh; the ratio does not change if every row is counted sp times.
     """
     total = sums.kd_and_ce.clone()
     dist.all_reduce(total, group=world.dp_group)

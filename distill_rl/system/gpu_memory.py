@@ -19,7 +19,7 @@ Phase = Literal[
 ]  # fmt: skip
 
 _SHARE_LESS = "ray.placement=disaggregated gives teachers GPUs of their own"
-_PER_STEP = "lower train.micro_batch_size or data.max_length, or set student.activation_checkpointing=true"
+_PER_STEP = "lower train.micro_batch_size or data.max_length, set student.activation_checkpointing=true, or raise student.parallel.sp"
 REMEDIES: dict[Phase, str] = {
     "student load": f"raise student.parallel.dp or student.parallel.tp; {_SHARE_LESS}",
     "forward": _PER_STEP,
@@ -28,7 +28,8 @@ REMEDIES: dict[Phase, str] = {
     "checkpoint copy": f"the training leaves too little beside it: {_PER_STEP}",
     "weight export": f"the training leaves too little beside it: {_PER_STEP}",
     "teacher load": f"raise teachers[].parallel.tp; {_SHARE_LESS}",
-    "teacher forward": "lower teachers[].micro_batch_size (or train.micro_batch_size) or data.max_length",
+    "teacher forward": "lower teachers[].micro_batch_size (or train.micro_batch_size) or data.max_length, or raise "
+    "teachers[].parallel.sp",
     "engine load": f"raise teachers[].parallel.tp or teachers[].gpu_share; {_SHARE_LESS}",
     "engine step": "lower teachers[].gpu_share, which leaves more memory beside vLLM's engine",
     "transport ring": "lower prefetch.depth, prefetch.slots or loss.top_k, or set transport=object_store",

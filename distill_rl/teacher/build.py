@@ -67,6 +67,6 @@ def _with_store(config: Config, teacher: TeacherConfig, world: World, live: Teac
         return live
     store = Store(Path(folder))
     writer = None
-    if teacher.backend != "store" and world.tp_rank == 0:
+    if teacher.backend != "store" and world.reports:
         writer = StoreWriter(store, write_every_s=config.capture.write_every_s)
     return StoredTeacher(config, teacher, world, store, live, writer)

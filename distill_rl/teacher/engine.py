@@ -23,6 +23,7 @@ from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.inputs import micro_batches, to_device
 from distill_rl.models.load import DTYPES, load_model
 from distill_rl.parallel.mesh import World
+from distill_rl.parallel.sequence import gather_positions, own_positions
 from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.teacher.targets import (
     TargetHead,
@@ -39,7 +40,10 @@ from distill_rl.types import RankBatch, TokenRows
 
 
 class TeacherEngine:
-    """One teacher's model on one rank. `forward` is collective over the tensor-parallel group only.
+    """One teacher's model on one rank. `forward` is collective over the ranks that work on the same rows.
+
+    Under sequence parallelism every rank holds the whole model, but computes its part of the positions only. Their targets
+    are joined on the first of these ranks.
 
     Args:
         config: the run's settings.
@@ -79,17 +83,29 @@ class TeacherEngine:
 
         Yields:
             The rows covered, and their TopKLogprobs, SampledTokens, HiddenStates or DenseLogits as tensors in the wire
-            dtype, on this rank's device; the same on every tensor-parallel rank.
+            dtype, on this rank's device; the same on every tensor-parallel rank. No tensors on the sequence-parallel
+            ranks after the first.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        world = self.world
+        total = torch.zeros((), dtype=torch.float64, device=world.device)
         for first_row, rows in micro_batches(batch, self.micro_batch_size):
-            num_rows, tokens = rows.shape
-            labels = to_device(rows.labels, self.world.device).flatten()
+            num_rows, width = rows.shape
+            labels = to_device(rows.labels[:, own_positions(world, width)], world.device).flatten()
             target, entropies = self._target(rows, labels)
             temperature, chunk = self.head.temperature, self.head.chunk
             total += score_of(self.teacher.score, target, entropies, labels, temperature, chunk)
-            yield Layout(first_row, num_rows, tokens), target.to_tensors(self.wire_dtype)
-        self.score = total.item() if self.teacher.score != "static" else 0.0
+            parts = target.to_tensors(self.wire_dtype)
+            whole = {name: gather_positions(part, num_rows, world) for name, part in parts.items()}
+            yield (
+                Layout(first_row, num_rows, width),
+                {name: tensor for name, tensor in whole.items() if tensor is not None},
+            )
+        if self.teacher.score == "static":
+            self.score = 0.0
+            return
+        if world.sp_group is not None:
+            dist.all_reduce(total, group=world.sp_group)
+        self.score = total.item()
 
     @property
     def bytes_per_token(self) -> int:
@@ -125,21 +141,25 @@ class TeacherEngine:
     @gpu_phase("teacher forward")
     @torch.no_grad()
     def _target(self, rows: TokenRows, labels: Tensor) -> tuple[Wire, Tensor | None]:
-        """Runs the model on one micro-batch and returns its target in the form that `teacher.export` names.
+        """Runs the model on this rank's positions of a micro-batch; returns their target in the form that `teacher.export` names.
 
-        Rows are flattened to [N, …]. Also returns the entropy per token, fp32 [N], if it is the score and hidden states
+        They are flattened to [N, …]. Also returns the entropy per token, fp32 [N], if it is the score and hidden states
         are exported, from which it does not follow; else None.
+
+        Args:
+            rows: whole.
+            labels: int64 [N], of this rank's positions.
         """
-        device = self.world.device
-        documents = documents_for(self.model.config, rows.position_ids, device)
+        device, part = self.world.device, own_positions(self.world, rows.shape[1])
+        documents = documents_for(self.model.config, rows.position_ids, device, self.world.sp_group)
         ids, positions = to_device(rows.input_ids, device), to_device(rows.position_ids, device)
-        hidden = forward.body(self.model, ids, positions, documents).flatten(0, 1)
+        hidden = forward.body(self.model, ids[:, part], positions[:, part], documents).flatten(0, 1)
         if self.teacher.export == "hidden":
             return hidden_targets(hidden, labels, self.head, with_entropy=self.teacher.score == "entropy")
         if self.teacher.export == "logits":
             return logits_targets(hidden, labels, self.head, wire_dtype=self.wire_dtype), None
         if self.teacher.export == "sampled":
-            keys = context_keys(ids, positions, self.config.run.seed).flatten()
+            keys = context_keys(ids, positions, self.config.run.seed)[:, part].flatten()  # of all that precedes
             return sampled_targets(hidden, labels, self.head, draws=self.config.loss.draws, keys=keys), None
         return topk_targets(hidden, labels, self.head, k=self.config.loss.top_k), None
 

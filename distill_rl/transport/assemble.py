@@ -29,18 +29,18 @@ class Piece:
     stop: int
 
 
-def readers_of(layout: Layout, first_row: int, num_rows: int, *, dp: int, tp: int) -> tuple[int, ...]:
+def readers_of(layout: Layout, first_row: int, num_rows: int, *, dp: int, per_row: int) -> tuple[int, ...]:
     """The student ranks that read some row of `layout`, ascending.
 
     The `num_rows` rows from `first_row` are divided evenly, in order, over `dp` data-parallel ranks, so `num_rows` must
-    be a multiple of `dp`, and the layout's rows must lie among them. All tensor-parallel ranks of a data-parallel rank
-    read the same rows; rank = data-parallel rank · tp + tensor-parallel rank.
+    be a multiple of `dp`, and the layout's rows must lie among them. Each data-parallel rank is `per_row` neighbouring
+    ranks, sequence-parallel and tensor-parallel ones, which all read its rows.
     """
     rows_per_rank = num_rows // dp
     start = layout.first_row - first_row
     stop = start + layout.num_rows
     dp_ranks = range(start // rows_per_rank, -(-stop // rows_per_rank))
-    return tuple(dp_rank * tp + tp_rank for dp_rank in dp_ranks for tp_rank in range(tp))
+    return tuple(dp_rank * per_row + i for dp_rank in dp_ranks for i in range(per_row))
 
 
 def plan(layouts: Sequence[Layout], first_row: int, num_rows: int) -> list[Piece]:

@@ -547,6 +547,31 @@ def test_a_truncated_table_is_refused(place, refused, tmp_path, form):
     assert all(word in line for word in ("data.path", table.name, "truncated")), line
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            "student.parallel.sp=3",
+            ("student.parallel.sp: must divide the model's 4 attention heads", "got 3", "use one of 1, 2, 4"),
+        ),
+        (
+            "teachers.0.parallel={sp: 4, tp: 2}",
+            (
+                "teachers.0.parallel.sp: must divide the model's 2 attention heads of each of 2 tensor-parallel ranks",
+                "1, 2",
+            ),
+        ),
+        (
+            "student.parallel.sp=2  teachers.0.model={root}/foreign",
+            ("student.parallel.sp: must be 1: teacher big is compared by chunks of text (hybrid)", "got 2"),
+        ),
+    ],
+)
+def test_rows_that_cannot_be_divided_are_refused(place, refused, overrides, words):
+    line = refused(place.config("long-rows"), *overrides.replace("{root}", str(place.root)).split("  "))
+    assert all(word in line for word in words), line
+
+
 @pytest.fixture(scope="module")
 def projections(place: Place) -> Path:
     """Projections of another pair, of this pair with a NaN, and of this pair with an index out of range."""
@@ -715,7 +740,7 @@ def test_more_gpus_than_are_visible_are_refused(place, refused, monkeypatch):
 
     monkeypatch.setattr(preflight, "visible_gpus", lambda: 2)
     line = refused(place.config("gpus"), "student.parallel.dp=4")
-    assert line.startswith("student.parallel: dp 4 x tp 1 = 4 GPUs are asked, 2 are visible; lower dp or tp"), line
+    assert line.startswith("student.parallel: dp 4 x tp 1 = 4 GPUs are asked, 2 are visible; lower dp, sp or tp"), line
     questions = place.root / "some.jsonl"
     questions.write_text('{"prompt": "x", "answer": "y"}\n')
     suite = ("evaluate.suites=[exact_match]", f"evaluate.data={questions}")

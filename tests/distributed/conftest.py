@@ -10,5 +10,5 @@ KEPT = "test_student_reference_run"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         values = item.callspec.params if hasattr(item, "callspec") else {}
-        if values.get("dp", 1) * values.get("tp", 1) > 2 and KEPT not in item.nodeid:
+        if values.get("dp", 1) * values.get("sp", 1) * values.get("tp", 1) > 2 and KEPT not in item.nodeid:
             item.add_marker("four_ranks")

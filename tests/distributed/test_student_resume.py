@@ -31,10 +31,10 @@ pytestmark = pytest.mark.ranks
 VOCABULARY, WIDTH, STEPS = 320, 24, 8
 
 
-def world_of(dp: int, tp: int, name: str, replicas: int = 1) -> World:
+def world_of(dp: int, tp: int, name: str, replicas: int = 1, sp: int = 1) -> World:
     """A world with its own process groups among the ranks of the call."""
     store = torch.distributed.PrefixStore(name, ranks.store())
-    return open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas, store=store)
+    return open_world(rank=ranks.rank(), dp=dp, tp=tp, sp=sp, replicas=replicas, store=store)
 
 
 def run_steps(engine: StudentEngine, teacher: Path, first: int, last: int) -> list[float]:
@@ -77,18 +77,19 @@ def straight_and_resumed(
     beside: bool = True,
     replicas: int = 1,
     fused: str = "off",
+    sp: int = 1,
 ) -> list[tuple]:
     """Eight steps without interruption, then 3 + 2 + 3 steps with a new process group and engine each time.
 
     With `beside`, checkpoints are saved beside the training, otherwise at once.
     """
-    world = world_of(dp, tp, "straight", replicas)
+    world = world_of(dp, tp, "straight", replicas, sp)
     engine = engine_on(world, student, teacher, fused)
     outcomes = [(run_steps(engine, teacher, 0, STEPS), whole_state(engine), torch.get_rng_state())]
     close_world(world)
     losses: list[float] = []
     for first, last in ((0, 3), (3, 5), (5, 8)):
-        world = world_of(dp, tp, f"resumed-{first}", replicas)
+        world = world_of(dp, tp, f"resumed-{first}", replicas, sp)
         engine = engine_on(world, student, teacher, fused)
         if first:
             torch.manual_seed(999)
@@ -105,13 +106,13 @@ def straight_and_resumed(
 
 
 def resharded(
-    dp: int, tp: int, student: Path, teacher: Path, source: Path, target: Path, replicas: int = 1
+    dp: int, tp: int, student: Path, teacher: Path, source: Path, target: Path, replicas: int = 1, sp: int = 1
 ) -> tuple[dict, dict]:
     """Loads `source` on another mesh, saves it unchanged to `target`, and takes three more steps.
 
     Returns the state after loading and after the steps.
     """
-    world = open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas)
+    world = open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas, sp=sp)
     engine = engine_on(world, student, teacher)
     engine.load(source)
     loaded = whole_state(engine)
@@ -136,22 +137,24 @@ def straight(folders, tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("dp", "tp", "replicas", "beside", "fused"),
+    ("dp", "tp", "replicas", "beside", "fused", "sp"),
     [
-        *((1, 1, 1, True, fused) for fused in ("off", "on")),
-        *((2, 1, 1, True, fused) for fused in ("off", "on")),
-        (2, 1, 1, False, "off"),
-        *((1, 2, 1, True, fused) for fused in ("off", "on")),
-        (2, 2, 1, True, "off"),
-        (4, 1, 2, True, "off"),
+        *((1, 1, 1, True, fused, 1) for fused in ("off", "on")),
+        *((2, 1, 1, True, fused, 1) for fused in ("off", "on")),
+        (2, 1, 1, False, "off", 1),
+        *((1, 2, 1, True, fused, 1) for fused in ("off", "on")),
+        (1, 1, 1, True, "on", 2),
+        (2, 2, 1, True, "off", 1),
+        (4, 1, 2, True, "off", 1),
+        (2, 1, 2, True, "off", 2),
     ],
     ids=lambda value: {True: "beside", False: "at-once"}[value] if isinstance(value, bool) else value,
 )
 def test_a_resumed_run_equals_the_straight_run_bit_for_bit(
-    folders, tmp_path, dp: int, tp: int, replicas: int, beside: bool, fused: str
+    folders, tmp_path, dp: int, tp: int, replicas: int, beside: bool, fused: str, sp: int
 ):
-    arguments = (dp, tp, *folders, tmp_path, beside, replicas, fused)
-    for outcomes in ranks.run_ranks(dp * tp, straight_and_resumed, *arguments, group=False):
+    arguments = (dp, tp, *folders, tmp_path, beside, replicas, fused, sp)
+    for outcomes in ranks.run_ranks(dp * sp * tp, straight_and_resumed, *arguments, group=False):
         (losses, state, random_state), (resumed_losses, resumed_state, resumed_random_state) = outcomes
         assert losses == resumed_losses
         assert len(losses) in (0, 3 * STEPS)
@@ -180,6 +183,16 @@ def test_a_checkpoint_moves_between_sharded_and_replicated_meshes(folders, strai
         assert all(torch.equal(tensor, now[name]) for name, tensor in loaded.items())
         for name, tensor in ended.items():
             torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=2e-5, msg=name)
+
+
+def test_a_checkpoint_moves_to_divided_rows(folders, straight, tmp_path):
+    checkpoint, wanted = straight
+    arguments = (1, 1, *folders, checkpoint, tmp_path / "divided", 1, 2)
+    loaded, ended = ranks.run_ranks(2, resharded, *arguments)[0]
+    again, _ = ranks.run_ranks(1, resharded, 1, 1, *folders, tmp_path / "divided", tmp_path / "whole")[0]
+    assert all(torch.equal(tensor, again[name]) for name, tensor in loaded.items())
+    for name, tensor in ended.items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=2e-5, msg=name)
 
 
 @pytest.mark.parametrize("family", ["phi3", "gpt2"])

@@ -1,4 +1,4 @@
-"""Whole runs with teacher and student split over several ranks, against one process each."""
+"""Whole runs with teacher and student, or their rows, split over several ranks, against one process each."""
 
 import pytest
 import torch
@@ -40,6 +40,19 @@ def test_split_ranks_and_other_micro_batches_train_alike(straight, material, clu
     assert ended.code == 0, ended.err
     run = tmp_path / "runs" / "tiny"
     for metric in ("train/kl_loss", "train/nll_loss"):
+        ours, whole = series(run, metric), series(straight, metric)
+        assert [step for step, _ in ours] == [step for step, _ in whole]
+        torch.testing.assert_close([value for _, value in ours], [value for _, value in whole], rtol=2e-4, atol=1e-6)
+
+
+def test_divided_rows_train_alike(straight, material, cluster, tmp_path):
+    ended = distill_rl(
+        "train", "-c", material.config(tmp_path),
+        "student.parallel={sp: 2}", "teachers.0.parallel={sp: 2}", "aligner.workers=0", cluster=cluster,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    run = tmp_path / "runs" / "tiny"
+    for metric in ("train/kl_loss", "train/nll_loss", "train/grad_norm", "train/tokens"):
         ours, whole = series(run, metric), series(straight, metric)
         assert [step for step, _ in ours] == [step for step, _ in whole]
         torch.testing.assert_close([value for _, value in ours], [value for _, value in whole], rtol=2e-4, atol=1e-6)

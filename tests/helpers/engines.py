@@ -97,9 +97,16 @@ def fixed_targets(
 
 
 def engine_targets(teacher: Any, batch: RankBatch) -> dict[str, Tensor]:
-    """All targets of a batch from a teacher engine, concatenated."""
+    """All targets of a batch from a teacher engine, concatenated.
+
+    Under sequence parallelism on all ranks of the rows, as a transport would bring them from the first.
+    """
     parts = [tensors for _, tensors in teacher.forward(batch)]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    found = [{name: torch.cat([part[name] for part in parts]) for name in parts[0]}]
+    group = getattr(getattr(teacher, "world", None), "sp_group", None)
+    if group is not None:
+        torch.distributed.broadcast_object_list(found, group=group, group_src=0)
+    return found[0]
 
 
 def plain_model(path: str | Path, dtype: torch.dtype = torch.float64) -> torch.nn.Module:

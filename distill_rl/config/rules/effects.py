@@ -214,8 +214,16 @@ TABLE: tuple[NoEffect, ...] = (
     ),
     NoEffect(
         ("student.gradient_sync",),
-        lambda run: run.config.student.parallel.dp == run.config.student.parallel.replicas,
-        "parameters are not sharded (dp / replicas = 1)",
+        lambda run: (
+            run.config.student.parallel.dp == run.config.student.parallel.replicas
+            and run.config.student.parallel.sp == 1
+        ),
+        "parameters are not sharded (dp / replicas x sp = 1)",
+    ),
+    NoEffect(
+        ("student.activation_offload",),
+        lambda run: run.facts.gpus == 0 and run.config.ray.address is None,
+        "no GPU is visible; on a CPU activations are in host memory anyway",
     ),
     NoEffect(
         ("teachers[].max_length",),

@@ -40,7 +40,9 @@ class ParallelConfig:
     tp: int = field(default=1, metadata=POSITIVE)
     """Tensor-parallel size: number of ranks that every layer is split over. A teacher with backend vllm has one rank per copy, which takes this many GPUs, or this many processes on CPUs."""
     replicas: int = field(default=1, metadata=POSITIVE)
-    """Number of copies of the student's parameters (hybrid sharding). Each copy is sharded over dp / replicas neighbouring ranks; with one copy per node, only gradients travel between nodes. 1: a single copy, sharded over all dp ranks. Must be 1 for teachers."""
+    """Number of copies of the student's parameters (hybrid sharding). Each copy is sharded over dp / replicas x sp neighbouring ranks; with one copy per node, only gradients travel between nodes. 1: a single copy, sharded over all dp ranks. Must be 1 for teachers."""
+    sp: int = field(default=1, metadata=POSITIVE)
+    """Sequence-parallel size, for long rows: number of ranks that divide the positions of every row, so that each keeps 1 / sp of the activations and logits. Attention exchanges positions for heads, so sp must divide the attention heads (of a tensor-parallel rank). The student's parameters are sharded over dp x sp ranks; a teacher's are whole on every one. For teachers with backend hf."""
 
 
 @dataclass
@@ -56,6 +58,8 @@ class StudentConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     activation_checkpointing: bool = False
     """Recompute the activations of each decoder layer in the backward pass instead of storing them, which saves memory and costs time."""
+    activation_offload: bool = False
+    """Keep in host memory what activation_checkpointing still keeps, the input of every decoder layer, from the forward to the backward pass. Needs activation_checkpointing, and has an effect on GPUs only."""
     attention: Attention = "auto"
     """Attention implementation. auto: on GPUs without masks, with the variable-length kernels of flash_attn (if it is installed) or of torch for packed rows, where the model supports them; otherwise sdpa, or eager for a model that caps attention scores. varlen: always the variable-length kernels, and an error where they cannot be used. sdpa, eager, flash_attention_2: the implementation of that name in transformers."""
     compile: bool = False

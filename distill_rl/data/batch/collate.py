@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from distill_rl.config.derive import ring_plan
-from distill_rl.config.facts import row_width, running_teachers, teacher_length, teacher_rows
+from distill_rl.config.facts import row_width, running_teachers, teacher_length, teacher_rows, width_divisor
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.packing import deal_by_length, first_fit
 from distill_rl.data.batch.tokenization import Encoded
@@ -52,6 +52,8 @@ class BatchPlan:
     """Whether documents that are too long for a row become several pieces; otherwise they are cut."""
     on_gpu: bool = False
     """Whether the rows go to GPUs; decides how wide they are (`row_width`)."""
+    width_divisor: int = 1
+    """What divides the width of every row, because positions are divided over ranks (`facts.width_divisor`)."""
 
     @classmethod
     def from_config(cls, config: Config, pad_id: int, *, num_ids: int | None = None, split: bool = False) -> BatchPlan:
@@ -74,6 +76,7 @@ class BatchPlan:
             rows_per_sub_batch=ring_plan(config).rows_per_sub_batch,
             teacher_lengths=tuple(teacher_length(config, teacher) for teacher in teachers),
             split=split,
+            width_divisor=width_divisor(config),
         )
 
     def for_device(self, *, on_gpu: bool) -> BatchPlan:
@@ -83,6 +86,10 @@ class BatchPlan:
     def length_of(self, teacher: int) -> int:
         """Most document tokens in a row of a teacher that has its own tokenizer, by its index."""
         return self.teacher_lengths[teacher] if self.teacher_lengths else self.max_length
+
+    def width(self, longest: int) -> int:
+        """Positions per row, if the longest row has `longest` tokens."""
+        return row_width(longest, on_gpu=self.on_gpu, divisor=self.width_divisor)
 
     @property
     def row_multiple(self) -> int:
@@ -188,7 +195,7 @@ def lay_out(
 ) -> TokenRows:
     """Lays documents out as rows [R, S].
 
-    S is `row_width` of the fullest row. The label of a position is the next token, if that belongs to the same document
+    S is the plan's width of the fullest row. The label of a position is the next token, if that belongs to the same document
     and is trained on.
 
     The rest of a row is padding without labels. It continues the last document, positions too: causal attention hides
@@ -209,7 +216,7 @@ def lay_out(
     if members is None:
         members = _in_order(np.array(lengths, dtype=np.int64)[:, None], [plan.max_length], plan)
     fill = [sum(lengths[i] for i in row) for row in members]
-    width = row_width(max(fill), on_gpu=plan.on_gpu)
+    width = plan.width(max(fill))
     shape = (len(members), width)
     input_ids = np.full(shape, plan.pad_id if pad_id is None else pad_id, dtype=np.int32)
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int32)
@@ -232,7 +239,7 @@ def lay_out(
 def widths(fill: Sequence[int], plan: BatchPlan) -> np.ndarray:
     """`TokenRows.widths` of rows with so many tokens: as wide as the fullest row of `plan.rows_per_width` needs."""
     rows, step = len(fill), plan.rows_per_width
-    of_groups = [row_width(max(fill[first : first + step]), on_gpu=plan.on_gpu) for first in range(0, rows, step)]
+    of_groups = [plan.width(max(fill[first : first + step])) for first in range(0, rows, step)]
     return np.repeat(np.array(of_groups, dtype=np.int32), step)[:rows]
 
 

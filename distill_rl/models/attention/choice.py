@@ -9,6 +9,9 @@ obstacle, or fails. `auto` takes the first line that applies:
     one document per row, no soft cap, no window      this package's attention function in SDPA's causal case, no mask
     otherwise                                         sdpa or eager, with a mask
 
+With sequence parallelism (`parallel.sp`) attention is always this package's, without masks: it exchanges positions for
+heads around one of the kernels of `SPREAD`, of which `sdpa` computes one document at a time on any device.
+
 Nothing here imports torch at run time, so that `check` can judge the settings before a model exists. The arithmetic is
 in `varlen.py`.
 """
@@ -32,6 +35,10 @@ if TYPE_CHECKING:
 VARLEN = {"flash_attn": "documents_fa", "torch": "documents_torch"}
 """By package with variable-length kernels, in order of preference: the name under which this package's attention is
 registered with transformers. The names must not contain `flash` or `sdpa`, which transformers would interpret."""
+SPREAD = {"flash_attn": "spread_fa", "torch": "spread_torch", "sdpa": "spread_sdpa"}
+"""The same for rows whose positions are divided over ranks."""
+OURS = (*VARLEN.values(), *SPREAD.values())
+"""All names under which this package's attention is registered."""
 ON_CPU = "the variable-length kernels run on GPUs only"
 _IMPORT_TIMEOUT_S = 120
 LARGEST_HEAD = 256
@@ -54,6 +61,7 @@ def choose(
     packing: bool,
     training: bool,
     no_kernel: str | None,
+    spread: bool = False,
 ) -> Choice:
     """Chooses the attention implementation for one model, by the rules of this module, and says why.
 
@@ -63,20 +71,31 @@ def choose(
         packing: rows may hold several documents.
         training: the model is trained, so its attention dropout counts.
         no_kernel: why the device has no variable-length kernels, `ON_CPU` for a CPU; None if it has them.
+        spread: the positions of rows are divided over ranks.
 
     Raises:
-        ConfigError: `varlen` is requested and not available.
+        ConfigError: `varlen`, or with `spread` `flash_attention_2`, is requested and not available.
     """
-    if attention not in ("auto", "varlen"):
+    if not spread and attention not in ("auto", "varlen"):
         return Choice(attention, "as configured")
     blocked = {name: next(obstacles(name, hf_config, dtype=dtype, training=training), None) for name in VARLEN}
     if no_kernel is not None:
         blocked = dict.fromkeys(VARLEN, no_kernel)
     package = next((name for name in VARLEN if blocked[name] is None), None)
+    key = "student.attention" if training else "teachers[].attention"
+    if attention == "varlen" and package is None:
+        raise ConfigError(key, str(blocked["torch"]), attention, "set it to auto")
+    if spread:
+        if attention == "flash_attention_2":
+            if blocked["flash_attn"] is not None:
+                raise ConfigError(key, blocked["flash_attn"], attention, "set it to auto")
+            package = "flash_attn"
+        if package is None or attention in ("sdpa", "eager"):
+            return Choice(SPREAD["sdpa"], "all positions of some heads on every rank, by sdpa within documents")
+        why = f"all positions of some heads on every rank, by variable-length kernels of {package}"
+        return Choice(SPREAD[package], why)
     if attention == "varlen":
-        if package is None:
-            key = "student.attention" if training else "teachers[].attention"
-            raise ConfigError(key, str(blocked["torch"]), "varlen", "set it to auto")
+        assert package is not None
         return Choice(VARLEN[package], f"variable-length kernels of {package}, as configured")
     plain = _without_kernels(hf_config)
     if no_kernel == ON_CPU:

@@ -10,6 +10,10 @@ keyword arguments that transformers has for them. `attend` then uses
     several                  a variable-length kernel over all rows as one sequence, [R·S, heads, head size]
     several, on a CPU        SDPA document by document: the same function in plain torch
 
+Under sequence parallelism a rank holds a part of the positions of every row. `attend_spread` then exchanges them for all
+positions of a part of the heads, attends as above, and exchanges back (`parallel/sequence.py`); the documents are those
+of the whole rows.
+
 It is registered as an attention function without a mask function, so transformers makes no mask and does not inspect
 the positions (`masking_utils._preprocess_mask_arguments`).
 
@@ -20,18 +24,20 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from distill_rl.models.attention.choice import ON_CPU, VARLEN, softcap_of, window_of
+from distill_rl.models.attention.choice import ON_CPU, OURS, SPREAD, VARLEN, softcap_of, window_of
+from distill_rl.parallel.sequence import heads_of_own_share, positions_of_own_share
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -54,13 +60,16 @@ class Documents:
     longest: int
     """Upper bound of the length of a document."""
     one_per_row: bool
+    group: dist.ProcessGroup | None = None
+    """The ranks over which the positions of these rows are divided; None: every rank has whole rows."""
 
     @classmethod
-    def of(cls, position_ids: np.ndarray, device: torch.device) -> Documents:
+    def of(cls, position_ids: np.ndarray, device: torch.device, group: dist.ProcessGroup | None = None) -> Documents:
         """The documents of packed rows, as the kernels want them, on `device`.
 
         Args:
-            position_ids: integers [R, S], 0 where a document begins and nowhere else.
+            position_ids: integers [R, S], 0 where a document begins and nowhere else; of whole rows.
+            group: see the field.
 
         Raises:
             ValueError: a row does not begin with a document.
@@ -72,7 +81,7 @@ class Documents:
         moved = torch.from_numpy(starts)
         if device.type == "cuda":  # from pinned memory; otherwise the copy would wait for the device
             moved = moved.pin_memory().to(device, non_blocking=True)
-        return cls(moved, longest, len(starts) == len(position_ids) + 1)
+        return cls(moved, longest, len(starts) == len(position_ids) + 1, group)
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments by which transformers passes them to attention functions."""
@@ -94,9 +103,15 @@ class Scoring:
     """Applied to the weights."""
 
 
-def documents_for(hf_config: PreTrainedConfig, position_ids: np.ndarray, device: torch.device) -> Documents | None:
-    """The documents of some rows, if the model's attention function takes them, else None."""
-    return Documents.of(position_ids, device) if reads_documents(hf_config) else None
+def documents_for(
+    hf_config: PreTrainedConfig, position_ids: np.ndarray, device: torch.device, group: dist.ProcessGroup | None = None
+) -> Documents | None:
+    """The documents of some whole rows, if the model's attention function takes them, else None.
+
+    Args:
+        group: see `Documents`.
+    """
+    return Documents.of(position_ids, device, group) if reads_documents(hf_config) else None
 
 
 def reads_documents(hf_config: PreTrainedConfig) -> bool:
@@ -105,20 +120,20 @@ def reads_documents(hf_config: PreTrainedConfig) -> bool:
     This module's does, and so does transformers' flash attention.
     """
     name = str(hf_config._attn_implementation)
-    return name in VARLEN.values() or name.startswith("flash")
+    return name in OURS or name.startswith("flash")
 
 
 def needs_documents(hf_config: PreTrainedConfig, width: int, *, one_per_row: bool) -> bool:
     """Whether attention over whole rows, without the boundaries of documents, would give another result.
 
     Args:
-        width: positions of a row.
+        width: positions of a whole row.
         one_per_row: no row holds more than one document. Then boundaries matter only for our own kernels with a soft
             cap, or with a window shorter than a row.
     """
     if not one_per_row:
         return True
-    if hf_config._attn_implementation not in VARLEN.values():
+    if hf_config._attn_implementation not in OURS:
         return False  # transformers' flash attention supports windows and soft caps on whole rows
     window = window_of(hf_config)
     return softcap_of(hf_config) is not None or (window is not None and window < width)
@@ -145,7 +160,7 @@ def attend(
     Args:
         query: [R, H, S, E], `key` and `value` [R, K, S, E].
         attention_mask: must be None.
-        package: whose kernels to use, a key of `VARLEN`.
+        package: whose kernels to use, a key of `VARLEN` or `SPREAD`.
         sliding_window, softcap: as `window` and `softcap` of `Scoring`.
         cu_seq_lens_q: `Documents.starts`. None: every row is one document, and torch's SDPA computes it without
             `sliding_window` and `softcap`; callers must know that these do not matter (`needs_documents`).
@@ -157,8 +172,7 @@ def attend(
     Raises:
         ValueError: a mask or a bias, which no kernel here supports; or a soft cap or dropout with torch's kernels.
     """
-    if attention_mask is not None or kwargs.get("position_bias") is not None:
-        raise ValueError(f"{type(module).__name__} has a mask or a bias on its scores: set attention=sdpa")
+    _require_no_mask(module, attention_mask, kwargs)
     if cu_seq_lens_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -166,13 +180,59 @@ def attend(
     assert max_length_q is not None
     rows, heads, width, size = query.shape
     query, key, value = (
-        tensor.transpose(1, 2).to(value.dtype).reshape(rows * width, tensor.shape[1], size).contiguous()
+        tensor.transpose(1, 2).to(value.dtype).reshape(rows * width, *tensor.shape[1::2]).contiguous()
         for tensor in (query, key, value)
     )
     kernel = per_document if query.device.type == "cpu" else _KERNELS[package]
     scoring = Scoring(size**-0.5 if scaling is None else scaling, sliding_window, softcap, dropout)
     out = kernel(query, key, value, cu_seq_lens_q, max_length_q, scoring)
-    return out.view(rows, width, heads, size), None
+    return out.view(rows, width, heads, -1), None
+
+
+def attend_spread(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    sequence_group: dist.ProcessGroup | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`attend` for rows whose positions are divided over the ranks of a group. Collective over it.
+
+    Args:
+        query: [R, H, S / sp, E], `key` and `value` [R, K, S / sp, E]: this rank's positions.
+        sequence_group: `Documents.group`.
+        kwargs: of `attend`; documents are those of the whole rows.
+
+    Returns:
+        [R, S / sp, H, E], and None instead of weights.
+
+    Raises:
+        ValueError: as `attend`, or the model has not passed `sequence_group` on.
+    """
+    _require_no_mask(module, attention_mask, kwargs)
+    if sequence_group is None:
+        raise ValueError(
+            f"{type(module).__name__} does not pass on over which ranks rows are divided: set parallel.sp=1"
+        )
+    query, key, value = heads_of_own_share(sequence_group, query.to(value.dtype), key.to(value.dtype), value)
+    if kwargs.get("cu_seq_lens_q") is None:
+        dropout, scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")
+        # Not transformers' function, which takes the number of key-value heads from the module.
+        out = scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=True
+        ).transpose(1, 2)
+    else:
+        out, _ = attend(module, query, key, value, attention_mask, **kwargs)
+    return positions_of_own_share(sequence_group, out), None
+
+
+def _require_no_mask(module: nn.Module, attention_mask: Tensor | None, kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError if scores have a mask or a bias, which no kernel here supports."""
+    if attention_mask is not None or kwargs.get("position_bias") is not None:
+        raise ValueError(f"{type(module).__name__} has a mask or a bias on its scores: set attention=sdpa")
 
 
 @torch.compiler.disable
@@ -258,7 +318,11 @@ def _package_kernel(
     )
 
 
-_KERNELS: dict[str, Callable[..., Tensor]] = {"flash_attn": _package_kernel, "torch": _torch_kernel}
+_KERNELS: dict[str, Callable[..., Tensor]] = {
+    "flash_attn": _package_kernel,
+    "torch": _torch_kernel,
+    "sdpa": per_document,
+}
 
 
 def no_kernel(device: torch.device) -> str | None:
@@ -272,8 +336,10 @@ def no_kernel(device: torch.device) -> str | None:
 
 
 def register() -> None:
-    """Registers this module's attention with transformers in this process, under the names in `VARLEN`."""
+    """Registers this module's attention with transformers in this process, under the names in `OURS`."""
     from transformers import AttentionInterface
 
     for package, name in VARLEN.items():
         AttentionInterface.register(name, partial(attend, package=package))
+    for package, name in SPREAD.items():
+        AttentionInterface.register(name, partial(attend_spread, package=package))

@@ -85,12 +85,12 @@ class TokenCounts:
 
 
 class StoredTeacher:
-    """Targets from a store, on one rank. Collective over the tensor-parallel group if there is a model.
+    """Targets from a store, on one rank. Collective over the ranks that work on the same rows if there is a model.
 
     Args:
         store: on every rank the same.
         live: computes what the store lacks; None: that is an error.
-        writer: writes what was computed, on the first tensor-parallel rank; None: nothing is written.
+        writer: writes what was computed, on the first of these ranks; None: nothing is written.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class StoredTeacher:
             yield MicroBatch(Layout(first_row, *rows.shape), rows, pieces)
 
     def _is_stored(self, micro_batch: MicroBatch) -> bool:
-        """Whether the store has, or will have, all pieces of a micro-batch; the same on every tensor-parallel rank.
+        """Whether the store has, or will have, all pieces of a micro-batch; the same on every rank of these rows.
 
         Collective if there is a model. Only the first rank knows what it has written.
 
@@ -203,10 +203,13 @@ class StoredTeacher:
         """
         if self.live is None:
             return all(self._find(part) is not None for part in micro_batch.pieces)
-        is_stored = self.world.tp_rank > 0 or all(map(self._has, micro_batch.pieces))
-        if self.world.tp > 1:
-            answer = torch.tensor([is_stored], dtype=torch.int64, device=self.world.device)
-            dist.broadcast(answer, group=self.world.tp_group, group_src=0)
+        world = self.world
+        is_stored = not world.reports or all(map(self._has, micro_batch.pieces))
+        if world.sp * world.tp > 1:
+            answer = torch.tensor([is_stored], dtype=torch.int64, device=world.device)
+            for group in (world.tp_group, world.sp_group):  # from the first rank to its own group, from there to all
+                if group is not None:
+                    dist.broadcast(answer, group=group, group_src=0)
             is_stored = bool(answer.item())
         return is_stored
 
@@ -263,8 +266,8 @@ class StoredTeacher:
                 raise NumericsError(f"teacher {self.teacher.name}", f"{name} must not be NaN", part.what, remedy)
 
     def _read(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """The targets of the positions of a micro-batch, on the CPU; empty after the first tensor-parallel rank."""
-        if self.world.tp_rank:
+        """The targets of the positions of a micro-batch, on the CPU; empty on a rank that does not report."""
+        if not self.world.reports:
             return {}
         tensors = self.unused_targets(micro_batch.rows.input_ids.size)  # which padding keeps
         with warnings.catch_warnings():

@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import ray
 
+from distill_rl.config.facts import ranks_per_row
 from distill_rl.config.schema import Config, ParallelConfig
 from distill_rl.errors import TransportError, first_line
 from distill_rl.transport.base import Layout
@@ -168,7 +169,7 @@ class RankWorker(GroupMember):
         *,
         on_host: bool = False,
     ) -> World:
-        """Joins the dp × tp ranks of a group, and stores and returns the World.
+        """Joins the dp × sp × tp ranks of a group, and stores and returns the World.
 
         Also sets this process's random seeds and number of torch threads.
 
@@ -184,7 +185,7 @@ class RankWorker(GroupMember):
 
         _prepare_process(self._config.run.seed, self._threads)
         deadline_s = self._config.ray.step_timeout_s
-        store = self._store or join_store(host, port, parallel.dp * parallel.tp)
+        store = self._store or join_store(host, port, parallel.dp * ranks_per_row(parallel))
         device = f"cuda:{gpu_index()}" if ray.get_gpu_ids() and not on_host else "cpu"
         if device != "cpu" and gpu_memory < 1:
             limit_gpu_memory(gpu_memory, gpu_index())
@@ -192,6 +193,7 @@ class RankWorker(GroupMember):
             rank=rank,
             dp=parallel.dp,
             tp=parallel.tp,
+            sp=parallel.sp,
             replicas=parallel.replicas,
             device=device,
             store=store,

@@ -51,7 +51,7 @@ class StudentWorker(RankWorker):
         """Stores what `start` needs; joins no process group and loads no model.
 
         Args:
-            rank: dp-major: dp_rank · tp + tp_rank.
+            rank: dp-major: (dp_rank · sp + sp_rank) · tp + tp_rank.
             total_steps: optimizer steps of the whole run, the horizon of the schedule.
             cross_tokenizer_specs: per running teacher; None for one with the student's tokenizer.
             vocabulary_size: ids of the student's tokenizer.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from distill_rl.config.facts import ranks_per_replica, row_width, teacher_length
+from distill_rl.config.facts import ranks_per_replica, ranks_per_row, row_width, teacher_length, width_divisor
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.system.peak_memory import peak_gib
 from distill_rl.transport.assemble import readers_of
@@ -91,7 +91,7 @@ class TeacherWorker(RankWorker):
         ranks, is_engine = ranks_per_replica(self._teacher), self._teacher.backend == "vllm"
         if is_engine:
             see_assigned_gpus()
-        parallel = ParallelConfig(dp=1, tp=ranks)
+        parallel = ParallelConfig(dp=1, tp=ranks) if is_engine else replace(self._teacher.parallel, dp=1)
         world = self._join(self._rank % ranks, parallel, host, port, gpu_memory, on_host=is_engine)
         self._engine = build_teacher(
             self._config,
@@ -122,7 +122,8 @@ class TeacherWorker(RankWorker):
             cannot be made.
         """
         self.close_others(())
-        width = row_width(teacher_length(self._config, self._teacher), on_gpu=self._on_gpu)
+        divisor = width_divisor(self._config)
+        width = row_width(teacher_length(self._config, self._teacher), on_gpu=self._on_gpu, divisor=divisor)
         positions = self._engine.micro_batch_size * width
         ring = Ring(num_slots, positions * self._engine.bytes_per_token + _SLACK, readers)
         self._ring = self._open_transport(transport, ring, source, backing)
@@ -167,17 +168,17 @@ class TeacherWorker(RankWorker):
         whole = (batch.first_row - replica * size, size * self._teacher.parallel.dp)
         handles, publish_s = [], 0.0
         for i, (layout, tensors) in enumerate(self._engine.forward(batch)):
-            if self._world.tp_rank:
+            if not self._world.reports:
                 continue
             began = time.perf_counter()
             parallel = self._config.student.parallel
-            readers = readers_of(layout, *whole, dp=parallel.dp, tp=parallel.tp)
+            readers = readers_of(layout, *whole, dp=parallel.dp, per_row=ranks_per_row(parallel))
             handles.append(self._ring.publish(slots[i], tensors, replace(layout, readers=readers)))
             publish_s += time.perf_counter() - began
         if self._world.device.type == "cuda":  # otherwise only the launch would be timed
             torch.cuda.synchronize(self._world.device)
         self._gauges.set("teacher_forward_seconds", time.perf_counter() - start)
-        if self._world.tp_rank:
+        if not self._world.reports:
             return Published()
         measured = TeacherStats(
             sum(handle.num_bytes for handle in handles),
@@ -201,7 +202,7 @@ class TeacherWorker(RankWorker):
         engine = self._storing()
         engine.fill(rows[sub_batch])
         seconds = time.perf_counter() - began
-        if self._world.tp_rank:
+        if not self._world.reports:
             return Published()
         self._gauges.set("teacher_forward_seconds", seconds)
         peak = peak_gib(str(self._world.device))

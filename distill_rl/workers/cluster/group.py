@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerGroup:
-    """Actors of one class, in rank order; of a student or teacher, rank = dp_rank · tp + tp_rank."""
+    """Actors of one class, in rank order; of a student or teacher, rank = (dp_rank · sp + sp_rank) · tp + tp_rank."""
 
     def __init__(
         self,

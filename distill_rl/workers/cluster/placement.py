@@ -22,13 +22,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from distill_rl.config.facts import gpu_share, gpus_per_rank, ranks_per_replica, running_teachers
+from distill_rl.config.facts import gpu_share, gpus_per_rank, in_vllm, ranks_per_row, running_teachers
 from distill_rl.config.layout import evaluator_problem, evaluators
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.errors import ConfigError
@@ -68,16 +68,14 @@ class Node:
 def actor_names(config: Config, num_aligners: int = 1) -> tuple[list[str], dict[str, list[str]], list[str]]:
     """Returns the names of the student's ranks, of each running teacher's ranks (by teacher), and of the aligners.
 
-    Ranks are in the order dp_rank · tp + tp_rank, such as `student-dp0-tp1` and `big/dp0-tp1`.
+    Ranks are in the order (dp_rank · sp + sp_rank) · tp + tp_rank, such as `student-dp0-tp1` and `big/dp0-tp1`, or
+    `student-dp0-sp1-tp0` where rows are divided.
     """
-    parallel = config.student.parallel
-    student = [f"student-{rank}" for rank in _rank_names(parallel.dp, parallel.tp)]
-    teachers = {
-        teacher.name: [
-            f"{teacher.name}/{rank}" for rank in _rank_names(teacher.parallel.dp, ranks_per_replica(teacher))
-        ]
-        for teacher in running_teachers(config)
-    }
+    student = [f"student-{rank}" for rank in _rank_names(config.student.parallel)]
+    teachers = {}
+    for teacher in running_teachers(config):
+        parallel = replace(teacher.parallel, tp=1) if in_vllm(teacher) else teacher.parallel
+        teachers[teacher.name] = [f"{teacher.name}/{rank}" for rank in _rank_names(parallel)]
     return student, teachers, [f"aligner-{i}" for i in range(num_aligners)]
 
 
@@ -86,9 +84,15 @@ def evaluator_names(evaluator: str, ranks: int) -> list[str]:
     return [evaluator] if ranks == 1 else [f"{evaluator}-tp{tp_rank}" for tp_rank in range(ranks)]
 
 
-def _rank_names(dp: int, tp: int) -> list[str]:
-    """The names of a group's ranks, such as dp0-tp1, with tp changing fastest."""
-    return [f"dp{dp_rank}-tp{tp_rank}" for dp_rank in range(dp) for tp_rank in range(tp)]
+def _rank_names(parallel: ParallelConfig) -> list[str]:
+    """The names of a group's ranks, such as dp0-tp1 or dp0-sp1-tp0, with tp changing fastest."""
+    positions = [f"-sp{sp_rank}" for sp_rank in range(parallel.sp)] if parallel.sp > 1 else [""]
+    return [
+        f"dp{dp_rank}{position}-tp{tp_rank}"
+        for dp_rank in range(parallel.dp)
+        for position in positions
+        for tp_rank in range(parallel.tp)
+    ]
 
 
 def place_actors(
@@ -316,7 +320,7 @@ def _replica_nodes(
     if parallel.replicas == 1 or len(nodes) < 2:
         return None
     rooms = {node.node_id: Counter(node.resources) for node in nodes}
-    size = parallel.dp // parallel.replicas * parallel.tp
+    size = parallel.dp // parallel.replicas * ranks_per_row(parallel)
     chosen: list[str] = []
     for first in range(0, parallel.replicas * size, size):
         needed: Counter[str] = Counter()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distill_rl.config.derive import RingPlan
-from distill_rl.config.facts import ranks_per_replica
+from distill_rl.config.facts import ranks_per_replica, ranks_per_row
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import say
@@ -136,7 +136,7 @@ class Connector:
         # Divide the batch into dp · dp' equal parts. Replica r of the teacher's dp writes parts r·dp' to (r + 1)·dp';
         # rank s of the student's dp' reads parts s·dp to (s + 1)·dp. `readers_of` finds the ranks whose parts overlap.
         written = Layout(replica * students.dp, students.dp, 1)
-        readers = readers_of(written, 0, dp * students.dp, dp=students.dp, tp=students.tp)
+        readers = readers_of(written, 0, dp * students.dp, dp=students.dp, per_row=ranks_per_row(students))
         choice = choose(self._config.transport, place, [places[reader] for reader in readers])
         source, num_slots = group.names[rank], self._rings.slots[teacher.name]
         on = ", ".join(dict.fromkeys(_node_and_device(places[reader]) for reader in readers))

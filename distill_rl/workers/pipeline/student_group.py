@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from distill_rl.config.facts import ranks_per_row
 from distill_rl.config.schema import Config
 from distill_rl.errors import DistillError, WorkerError
 from distill_rl.observe.metrics import Metric, merge
@@ -114,12 +115,12 @@ class StudentGroup:
         Ray starts each call once its targets exist. The sub-batch is then TRAINING, with these calls in place of
         earlier ones.
         """
-        tp, published = self._config.student.parallel.tp, sub_batch.published
+        per_row, published = ranks_per_row(self._config.student.parallel), sub_batch.published
         sizes = [len(teacher) for teacher in published]
         targets = [ref for teacher in published for ref in teacher]
         calls: Refs = {}
         for rank in range(len(self._group.actors)):
-            rows, is_last = sub_batch.student[rank // tp], sub_batch is progress.last
+            rows, is_last = sub_batch.student[rank // per_row], sub_batch is progress.last
             calls |= self._group.submit(progress.method, rows, sub_batch.index, is_last, sizes, *targets, ranks=[rank])
         sub_batch.call_student(calls)
 

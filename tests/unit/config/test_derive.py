@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from distill_rl.config.derive import EXPORTS, sizes, total_steps
-from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
+from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts, row_width, width_divisor
 from distill_rl.config.layout import aligner_workers, compute_groups, gpu_groups, gpus_of_ranks
 from distill_rl.config.load import load_config
 from distill_rl.config.memory import (
@@ -264,6 +264,32 @@ def test_activation_checkpointing_saves_most_activations(load):
     saved = student_memory(load("student.activation_checkpointing=true"), model)
     assert saved.activations < plain.activations / 5
     assert saved.weights == plain.weights
+
+
+def test_positions_over_ranks_divide_activations_logits_and_shards(load):
+    one, four = (student_memory(load(f"student.parallel.sp={sp}"), MODEL) for sp in (1, 4))
+    assert (four.count, 4 * four.logits, 4 * four.weights) == (4, one.logits, one.weights)
+    # Attention's tensors exist in both divisions.
+    assert one.activations / 4 < four.activations < one.activations / 3
+    config = load("teachers.0.parallel={dp: 2, sp: 2}")
+    whole, divided = (teacher_memory(each, each.teachers[0], MODEL) for each in (load(), config))
+    assert (divided.count, divided.weights, 2 * divided.activations) == (4, whole.weights, whole.activations)
+    assert compute_groups(load("student.parallel={dp: 2, sp: 2, tp: 2}", "teachers.0.parallel.sp=4")) == [8, 4]
+
+
+def test_offload_leaves_the_input_of_two_layers_on_a_gpu(load):
+    model = replace(MODEL, num_layers=32)
+    settings = ("student.activation_checkpointing=true", "student.activation_offload=true")
+    kept, moved = (student_memory(load(*each), model, on_gpu=True).activations for each in (settings[:1], settings))
+    assert kept - moved == 30 * 2 * 128 * MODEL.hidden_size * 4
+    assert student_memory(load(*settings), model).activations == student_memory(load(settings[0]), model).activations
+
+
+@pytest.mark.parametrize(("on_gpu", "width"), [(False, 1008), (True, 1152)])
+def test_width_of_rows_divides_by_the_ranks_of_all_models(load, on_gpu: bool, width: int):
+    config = load("student.parallel.sp=2", "teachers.0.parallel.sp=3")
+    assert row_width(1000, on_gpu=on_gpu, divisor=width_divisor(config)) == width
+    assert width % 6 == 0
 
 
 def test_teacher_weights_are_split_over_tp_only(load):

@@ -128,7 +128,7 @@ def test_missing_file_folder_and_bad_bytes_give_one_line(tmp_path):
         ("data.packing=3", "data.packing: must be true or false; got 3; for example data.packing=true"),
         (
             "student={parallel: 3}",
-            "student.parallel: must be a section with the keys dp, tp, replicas; got 3; indent its keys",
+            "student.parallel: must be a section with the keys dp, tp, replicas, sp; got 3; indent its keys",
         ),
         ("teachers.0=llama", "teachers.0: must be a section with the keys name, model"),
         ("teachers=3", "teachers: must be a list of sections; got 3"),

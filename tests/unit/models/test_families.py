@@ -3,17 +3,26 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, OPTConfig, Phi3Config, Qwen2Config, Qwen3Config
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from distill_rl.models import families
-from distill_rl.models.families import family_of, tensor_parallel_problems
+from distill_rl.models.families import family_of, sequence_parallel_problems, tensor_parallel_problems
 from distill_rl.models.load import skeleton
 
 
-def llama(**settings: int) -> LlamaConfig:
+def llama(**settings: Any) -> LlamaConfig:
     sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 96}
     return LlamaConfig(**{**sizes, "vocab_size": 507, "num_hidden_layers": 3, **settings})
 
@@ -50,6 +59,19 @@ def test_family_without_plan_needs_one_rank() -> None:
     (problem,) = tensor_parallel_problems(config, 2)
     assert "model family opt has no tensor-parallel plan, here or in transformers" in problem
     assert problem.endswith("set parallel.tp: 1")
+
+
+def test_positions_are_divided_where_heads_can_be() -> None:
+    def found(config: PreTrainedConfig, sp: int, tp: int = 1) -> list[str]:
+        return sequence_parallel_problems(config, sp, tp, "parallel.sp")
+
+    assert [sp for sp in range(1, 8) if not found(llama(num_key_value_heads=1), sp)] == [1, 2, 3, 6]
+    assert found(llama(), 2, tp=2) == [
+        "parallel.sp: must divide the model's 3 attention heads of each of 2 tensor-parallel ranks; got 2; use one of 1, 3"
+    ]
+    assert found(GPT2Config(n_head=6), 3, tp=2) == [], "every rank has all heads of fused projections"
+    (line,) = found(llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), 2)
+    assert "rotary frequencies of type dynamic" in line
 
 
 def test_unknown_family_has_no_plan_and_is_not_proven() -> None:

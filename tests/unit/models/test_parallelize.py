@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from distill_rl.models.families import decoder_layers, family_of
+from distill_rl.models.forward import logits
 from distill_rl.models.load import skeleton
 from distill_rl.models.parallelize import parallelize
 from distill_rl.parallel.mesh import close_world, open_world
@@ -26,3 +29,38 @@ def test_layers_and_untied_embeddings_are_fsdp_units(tie: bool, units: int) -> N
         assert {p.dtype for p in model.parameters()} == {torch.float32}
     finally:
         close_world(world)
+
+
+def test_offload_moves_the_input_of_every_layer_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = []
+
+    class Recording(torch.autograd.graph.save_on_cpu):
+        def __init__(self, *arguments: Any, **settings: Any):
+            super().__init__(*arguments, **settings)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: (moved.append(tuple(tensor.shape)), pack(tensor))[1]
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Recording)
+    config = LlamaConfig(**SIZES)
+    gradients = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+        world = open_world(rank=0, dp=1, tp=1)
+        try:
+            parallelize(
+                model,
+                world.mesh,
+                family=family_of(config),
+                fsdp=False,
+                activation_checkpointing=True,
+                activation_offload=offload,
+                compute_dtype=torch.float32,
+            )
+            ids = torch.arange(14).view(2, 7)
+            logits(model, ids, torch.arange(7).repeat(2, 1)).square().sum().backward()
+        finally:
+            close_world(world)
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        assert moved == [(2, 7, 32)] * (2 * offload)
+    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())

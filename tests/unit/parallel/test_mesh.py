@@ -28,7 +28,7 @@ def test_second_world_shares_the_group_of_the_first() -> None:
 def test_world_unlike_the_running_group_is_refused() -> None:
     world = open_world(rank=0, dp=1, tp=1)
     try:
-        with pytest.raises(ConfigError, match=r"running process group \(1\); got 2 \* 1 = 2"):
+        with pytest.raises(ConfigError, match=r"running process group \(1\); got 2 \* 1 \* 1 = 2"):
             open_world(rank=0, dp=2, tp=1)
     finally:
         close_world(world)

@@ -20,6 +20,7 @@ VALIDATED = ("data.validation.fraction=0.1", "evaluate.every=5")
 SUITES = ("evaluate.suites=[gsm8k]", "evaluate.data=d")
 STORED = ("teachers.0.backend=store", "teachers.0.store=s")
 SERVED = ("teachers.0.backend=endpoint", "teachers.0.url=http://h", "teachers.0.api=vllm", "teachers.0.tokenizer=t")
+KEPT = ("student.activation_checkpointing=true",)
 TWO = ("teachers.1={name: two, model: u}",)
 SAME_TOKENIZER = Facts(vocabulary_size=8, teachers=(TeacherFacts(None, 8, None),))
 FOLDER, FILE = str(Path(__file__).parent), __file__
@@ -100,6 +101,7 @@ CASES: dict[tuple[str, str], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("student.parallel={dp: 2, replicas: 2}",),
         ("student.parallel={dp: 4, replicas: 2}",),
     ),
+    ("student.activation_offload", "no GPU is visible"): ("true", KEPT, (*KEPT, "ray.address=10.0.0.1:6379")),
     ("teachers.0.max_length", "student's rows"): ("2048", (SAME,), loss("alm")),
     ("data.text_key", "chats"): ("body", ("data.format=messages",), ("data.format=text",)),
     ("data.messages_key", "texts"): ("chat", ("data.format=text",), ("data.format=messages",)),
@@ -217,6 +219,12 @@ def test_tokenizers_decide_once_they_are_known(reported, known, lines):
 def test_kind_of_the_data_decides_over_auto(reported):
     assert reported("data.text_key", "data.text_key=body") == []
     assert reported("data.text_key", "data.text_key=body", facts=Facts(data_kind="messages"))
+
+
+def test_offload_has_an_effect_on_a_gpu_and_sync_with_divided_rows(reported):
+    offload = ("student.activation_offload=true", *KEPT)
+    assert reported("student.activation_offload", *offload, facts=Facts(gpus=1)) == []
+    assert reported("student.gradient_sync", "student.gradient_sync=step", "student.parallel.sp=2") == []
 
 
 def test_forbidding_other_tokenizers_has_an_effect(reported):

@@ -54,6 +54,24 @@ def test_every_divergence_and_tail_is_allowed(load, divergence, tail):
             ["teachers.0.parallel={dp: 2, replicas: 2}"],
             "teachers.0.parallel.replicas: applies to the student only; the dp ranks of a teacher are replicas already",
         ),
+        (["teachers.0.parallel.sp=0"], "teachers.0.parallel.sp: must be 1 or more; got 0"),
+        (
+            ["teachers.0.parallel.sp=2", "teachers.0.backend=vllm"],
+            "teachers.0.parallel.sp: divides the positions of a teacher with backend hf only; got 2; leave it at 1",
+        ),
+        (
+            ["teachers.0.parallel.sp=2", "teachers.0.backend=store", "teachers.0.store=s"],
+            "teachers.0.parallel.sp: divides the positions of a teacher with backend hf only; got 2; leave it at 1",
+        ),
+        (
+            ["student.parallel.sp=2", "student.compile=true"],
+            "student.compile: layers that exchange positions for heads (student.parallel.sp=2) are not compiled",
+        ),
+        (
+            ["student.activation_offload=true"],
+            "student.activation_offload: moves what activation checkpointing keeps; got true; "
+            "add student.activation_checkpointing=true",
+        ),
         (
             ["student.kernels=liger", "student.parallel.tp=2"],
             "student.kernels: liger needs whole layers on every rank; student.parallel.tp is 2; set student.kernels=torch, or",

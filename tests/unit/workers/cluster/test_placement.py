@@ -18,6 +18,12 @@ def test_ranks_are_named_in_dp_major_order():
     assert student == ["student-dp0-tp0", "student-dp0-tp1", "student-dp1-tp0", "student-dp1-tp1"]
     assert teachers == {"t0": ["t0/dp0-tp0", "t0/dp0-tp1"]}
     assert aligners == ["aligner-0"]
+    settings = config(teachers=((1, 1),))
+    settings.student.parallel = ParallelConfig(dp=1, sp=2, tp=2)
+    settings.teachers[0].parallel = ParallelConfig(dp=2, sp=2)
+    student, teachers, _ = actor_names(settings)
+    assert student == [f"student-dp0-sp{sp}-tp{tp}" for sp in range(2) for tp in range(2)]
+    assert teachers == {"t0": [f"t0/dp{dp}-sp{sp}-tp0" for dp in range(2) for sp in range(2)]}
 
 
 @pytest.mark.parametrize("gpus", [False, True])
