@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,8 @@ import numpy as np
 from distill_rl.bench import harness, record
 from distill_rl.config.facts import ModelFacts
 from distill_rl.config.memory import WorkerMemory, student_memory, teacher_memory
-from distill_rl.config.schema import Config, DataConfig, ParallelConfig, StudentConfig, TeacherConfig
+from distill_rl.config.schema import Config, DataConfig, LoraConfig, ParallelConfig, StudentConfig, TeacherConfig
+from distill_rl.models.lora.layers import survey
 from distill_rl.types import RankBatch, TokenRows
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class Case:
     activation_checkpointing: bool = False
     fused: bool = False
     """The loss makes the logits itself."""
+    lora: bool = False
+    """Adapters of rank 16 are trained, and nothing else."""
 
     @property
     def ranks(self) -> int:
@@ -76,6 +79,8 @@ CASES = (
     Case("student fp32, 4 rows of 512", "student", rows=4, length=512),
     Case("student fp32, 4 rows of 512, checkpointing", "student", rows=4, length=512, activation_checkpointing=True),
     Case("student fp32, 4 rows of 512, fused loss", "student", rows=4, length=512, fused=True),
+    Case("student bf16, LoRA", "student", dtype="bf16", lora=True),
+    Case("student fp32, LoRA, dp 2", "student", dp=2, lora=True),
     Case("teacher fp32", "teacher"),
     Case("teacher bf16", "teacher", dtype="bf16"),
     Case("teacher fp32, tp 2", "teacher", tp=2),
@@ -96,6 +101,7 @@ def configuration(case: Case, model: Path) -> Config:
         dtype=case.dtype,  # type: ignore[arg-type]
         parallel=parallel,
         activation_checkpointing=case.activation_checkpointing,
+        lora=LoraConfig() if case.lora else None,
     )
     teacher = TeacherConfig(model=str(model), dtype=case.dtype, parallel=parallel)  # type: ignore[arg-type]
     config = Config(student=student, teachers=[teacher], data=DataConfig(max_length=case.length))
@@ -108,6 +114,8 @@ def configuration(case: Case, model: Path) -> Config:
 
 def estimate(case: Case, config: Config, facts: ModelFacts) -> WorkerMemory:
     """The estimate of `distill-rl check` for the worker that the case measures."""
+    if config.student.lora is not None:
+        facts = replace(facts, lora=survey(Path(config.student.model), config.student.lora))
     if case.role == "student":
         return student_memory(config, facts)
     return teacher_memory(config, config.teachers[0], facts)

@@ -62,6 +62,8 @@ def summary(config: Config, facts: Facts) -> list[str]:
         f"transport  {_transport(config, facts)}",
     ]
     on_gpu = facts.gpus > 0
+    if facts.student is not None and facts.student.lora is not None:
+        lines.append(f"trained    {facts.student.lora}")
     if facts.student is not None:
         lines.append(f"logits     student: {_logits(config, facts.student, on_gpu=on_gpu)}")
     for teacher, known in facts.by_teacher(config):

@@ -110,11 +110,13 @@ def _run(config: Config, paths: RunPaths, signals: Signals, facts: Facts, comman
     driver: Driver | None = None
     try:
         with signals.at_once():
-            job = prepare(config, paths)
+            job = prepare(config, paths, facts)
         for source in facts.sources:
             say(f"data      {source}")
         if facts.step is not None:
             say(f"rows      {facts.step}")
+        if job.facts.student is not None and job.facts.student.lora is not None:
+            say(f"trained   {job.facts.student.lora}")
         for teacher, known in job.facts.by_teacher(config):
             if known.cross_tokenizer_loss is not None:
                 say(

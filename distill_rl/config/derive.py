@@ -188,7 +188,7 @@ def sizes(config: Config, facts: Facts) -> DerivedSizes:
             rings=[teacher.ring_bytes for teacher in teachers],
         ),
         # fp32 weights and two Adam moments
-        checkpoint_bytes=12 * facts.student.parameters if facts.student else None,
+        checkpoint_bytes=12 * facts.student.trained if facts.student else None,
     )
 
 

@@ -21,6 +21,23 @@ SHARED_ENGINE = 0.4
 
 
 @dataclass(frozen=True, slots=True)
+class LoraFacts:
+    """What a student with adapters trains (`student.lora`), in numbers of parameters."""
+
+    layers: int
+    """Layers with an adapter."""
+    trained: int
+    """Of the adapters and of modules that are trained whole."""
+    frozen: int
+    """Of the model, without those modules."""
+
+    def __str__(self) -> str:
+        share = 100 * self.trained / max(self.trained + self.frozen, 1)
+        of = f"{self.trained:,} of {self.trained + self.frozen:,} parameters, {share:.2g} %"
+        return f"student: {of}; adapters of {self.layers} layers"
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Sizes of a model, read from its folder."""
 
@@ -40,6 +57,18 @@ class ModelFacts:
     """Of a layer that is a mixture of experts; 0 for a dense model."""
     known_head: bool = False
     """Whether it is known how the family makes logits of hidden states, scales and caps included."""
+    lora: LoraFacts | None = None
+    """Of a student with adapters; None: all parameters of a student are trained."""
+
+    @property
+    def trained(self) -> int:
+        """Parameters that a student trains."""
+        return self.parameters if self.lora is None else self.lora.trained
+
+    @property
+    def frozen(self) -> int:
+        """Parameters that it does not."""
+        return 0 if self.lora is None else self.lora.frozen
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ def _read_chain(path: Path, findings: Findings, chain: tuple[Path, ...]) -> dict
         findings.add(f"{path}: extends", "must be the path of one YAML file", parent)
         return None
     below = _read_chain(path.parent / parent, findings, (*chain, file))
-    return None if below is None else merge(below, raw)
+    return None if below is None else merge(below, raw, Config)
 
 
 def _read_file(path: Path, findings: Findings, chain: tuple[Path, ...]) -> dict[str, Any] | None:

@@ -190,18 +190,20 @@ def student_memory(
 ) -> WorkerMemory:
     """Estimated peak memory of one student process.
 
-    With P parameters, s = dp / replicas · sp shards and b bytes per element of the compute dtype, one rank holds in bytes:
+    With P parameters that are trained, F that are not (`student.lora`), s = dp / replicas · sp shards and b bytes per element
+    of the compute dtype, one rank holds in bytes:
 
         weights, gradients     4 P / (s tp) each    fp32 master weights and their gradient
+        weights                + b F / (s tp)       what is not trained, in the compute dtype
         optimizer              8 P / (s tp)         two Adam moments
         scratch                4 P / (s tp)         temporaries of AdamW; 0 on GPUs, where it is fused
         saving                 12 P / (s tp)        copy for a checkpoint in the background; CPUs only
         accumulated            4 P / tp             if gradients are reduced once per step (`_accumulated`)
         gathered, s > 1        U (2 b + 8) / tp     the largest FSDP unit, of U parameters (a decoder layer, or the
                                                     embeddings and output layer): its copy and its fp32 gradient, and
-                                                    a buffer for each
+                                                    a buffer for each; 2 b for what is not trained
         gathered, s = 1        b P / tp             copies of all weights, from the first forward to the last backward
-                               + U (b + 8) / tp
+                               + U (b + 8) / tp     of what is trained: the rest is used as it is
         logits                 3 b T V / tp         T tokens per micro-batch, of which a rank has 1 / sp, V columns:
                                                     logits, log-softmax, gradient
         logits, fused          32 T V / tp          but at most 192 MiB, on GPUs 1 GiB: a chunk of them
@@ -218,21 +220,23 @@ def student_memory(
     parallel = config.student.parallel
     tp, shards = parallel.tp, parallel.dp // parallel.replicas * parallel.sp
     item = ITEM_SIZE[config.student.dtype]
-    shard = ceil(model.parameters / (shards * tp))
+    shard, frozen = ceil(model.trained / (shards * tp)), item * ceil(model.frozen / (shards * tp))
     tokens = _tokens(config, config.train.micro_batch_size, on_gpu)
     embedding = model.vocabulary_columns * model.hidden_size
     tables = embedding if model.tied else 2 * embedding
     layer = (model.parameters - tables) // max(model.num_layers, 1)
     unit = max(layer, tables) // tp
+    whole = model.parameters - model.frozen  # trained as a whole, unlike those with adapters
+    in_unit = min(unit, max(whole, (model.trained - whole) // max(model.num_layers, 1)) // tp)
     copies_in_background = config.checkpoint.every and config.checkpoint.async_save and not on_gpu
     return WorkerMemory(
         worker="student",
         count=parallel.dp * ranks_per_row(parallel),
-        weights=4 * shard,
+        weights=4 * shard + frozen,
         gradients=4 * shard,
-        accumulated=_accumulated(config, model.parameters),
+        accumulated=_accumulated(config, model.trained),
         optimizer=8 * shard,
-        gathered=unit * (2 * item + 8) if shards > 1 else item * shard + unit * (item + 8),
+        gathered=2 * item * unit + 8 * in_unit if shards > 1 else item * shard + in_unit * (item + 8),
         scratch=0 if on_gpu else 4 * shard,
         activations=_activations(config, model, tokens, item, on_gpu),
         logits=_logits(config, model, on_gpu),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from inspect import getsource
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -26,7 +26,7 @@ from distill_rl.config.reading.walk import (
     pattern_of,
     unwrap,
 )
-from distill_rl.config.schema import Config, data
+from distill_rl.config.schema import Config, data, lora
 from distill_rl.system.files import write_atomic
 
 _INTRODUCTION = """\
@@ -80,7 +80,7 @@ def reference() -> str:
 def field_documentation() -> dict[tuple[str, str], str]:
     """(class, field) → the string under the field in the schema, on one line; fields without one are left out."""
     texts = {}
-    for node in (*ast.parse(getsource(schema)).body, *ast.parse(getsource(data)).body):
+    for node in (statement for module in (schema, data, lora) for statement in ast.parse(getsource(module)).body):
         if not isinstance(node, ast.ClassDef):
             continue
         for statement, following in zip(node.body, node.body[1:]):
@@ -111,18 +111,20 @@ def _owner(key: str) -> str:
     """Name of the dataclass of the schema that defines the last part of a dotted key, such as `teachers.0.model`."""
     kind: Any = Config
     for part in key.split(".")[:-1]:
-        kind = item_kind(kind) if part.isdecimal() else hints(kind)[part]
+        kind, _ = unwrap(item_kind(kind) if part.isdecimal() else hints(kind)[part])
     return kind.__name__
 
 
 def _type(kind: Any) -> str:
     """The type of a setting in words, as Markdown, with `null` where it is allowed.
 
-    That is a number, text, a list, or the choices of a Literal.
+    That is a number, text, a list, a section, or the choices of a Literal.
     """
     plain, optional = unwrap(kind)
     if get_origin(plain) is Literal:
         text = ", ".join(f"`{choice}`" for choice in get_args(plain))
+    elif is_dataclass(plain):
+        text = "section"
     elif is_mapping(plain):
         text = "values or lists of values by name"
     elif item_kind(plain) is not None:

@@ -16,6 +16,8 @@ from distill_rl.errors import DistillError
 from distill_rl.models.conversion import restore
 from distill_rl.models.files.headers import holds_several
 from distill_rl.models.hub import read_config, resolve
+from distill_rl.models.lora import folder as adapter_folder
+from distill_rl.models.lora.adapters import Adapter, gather, injected_in
 from distill_rl.models.parallelize import reshard
 from distill_rl.models.weights import WeightFiles, tensors_in_files
 from distill_rl.parallel.shards import gather_to_first
@@ -44,7 +46,8 @@ def export_model(
 
     Collective over the model's ranks. Parameters are gathered one by one, so only rank 0 ever holds all of them. It
     writes each in the dtype it has in `source`. Rank 0 returns when the complete folder has its final name, replacing
-    an existing one; the others return as soon as they have sent their shards. What earlier, broken exports to `out_dir`
+    an existing one; the others return as soon as they have sent their shards. Adapters are merged into the weights, which
+    are read from `source` again, and also written as they are, to the folder `adapter` within. What earlier, broken exports to `out_dir`
     left beside it is removed.
 
     Args:
@@ -58,7 +61,11 @@ def export_model(
     folder = resolve(source, revision, weights=True)
     files = WeightFiles(folder)
     reshard(model)  # a forward without backward may have left weights gathered
-    state = _gather(model, files)
+    adapter, state = None, None
+    if injected_in(model) is None:
+        state = _gather(model, files)
+    elif (adapter := gather(model)) is not None:
+        state = _merged(model, files, adapter)
     if state is None:
         return
     out_dir = Path(out_dir)
@@ -72,6 +79,9 @@ def export_model(
         if (folder / "generation_config.json").is_file():
             shutil.copyfile(folder / "generation_config.json", unfinished / "generation_config.json")
         tokenizer.save_pretrained(unfinished)
+        if adapter is not None:
+            place = unfinished / adapter_folder.FOLDER
+            adapter_folder.write_adapter(adapter, place, base=str(source), revision=revision)
         if card is not None:
             (unfinished / "README.md").write_text(card, encoding="utf-8")
         _commit(unfinished, out_dir)
@@ -104,6 +114,30 @@ def _gather(model: PreTrainedModel, files: WeightFiles) -> dict[str, Tensor] | N
             restored = restore(model, {name: whole.to(dtype) for name, whole in wholes.items() if whole is not None})
             state |= {name: tensor.contiguous() for name, tensor in restored.items()}
     return state or None
+
+
+def _merged(model: PreTrainedModel, files: WeightFiles, adapter: Adapter) -> dict[str, Tensor]:
+    """Returns all tensors, with names and dtypes as of `_gather`: those of the files, with what was trained put in.
+
+    Of the weights that were not trained the model may hold rounded values; the files do not.
+    """
+    state: dict[str, Tensor] = {}
+    found = tensors_in_files(model, files)
+    for name, (file_name, *_) in found.stored.items():
+        whole = adapter.merged(name, files.read(file_name))
+        state[file_name if file_name in found.renamed else name] = whole.to(files.dtype(file_name))
+    made = defaultdict(list)
+    for name, fused in found.fused.items():
+        made[fused.first, fused.converter].append((name, fused))
+    for group in made.values():
+        files_of_group = dict.fromkeys(file_name for _, fused in group for file_name in fused.names)
+        if not any(adapter.changes(name) for name, _ in group):
+            state |= {file_name: files.read(file_name) for file_name in files_of_group}
+            continue
+        dtype = files.dtype(group[0][1].names[0])
+        wholes = {name: adapter.merged(name, fused.read(model, files.read, ())).to(dtype) for name, fused in group}
+        state |= {name: tensor.contiguous() for name, tensor in restore(model, wholes).items()}
+    return state
 
 
 def _write_weights(state: dict[str, Tensor], folder: Path) -> None:

@@ -2,7 +2,7 @@
 
     meta device → parallelize → empty storage for the shards → buffers → weights by slices
 
-1. `skeleton` creates the model without memory.
+1. `skeleton` creates the model without memory; `student.lora` adds its adapters to it.
 2. `parallelize` splits the parameters, still without memory.
 3. `to_empty` allocates what this rank holds, and only that.
 4. `restore_buffers` recomputes buffers that no file holds, such as rotary frequencies.
@@ -32,6 +32,7 @@ from distill_rl.models.attention.choice import choose
 from distill_rl.models.buffers import restore_buffers
 from distill_rl.models.conversion import TABLE
 from distill_rl.models.hub import read_config, resolve
+from distill_rl.models.lora import adapters
 from distill_rl.models.parallelize import parallelize, reshard, tie_again
 from distill_rl.models.plan_check import check_plan
 from distill_rl.models.weights import WeightFiles, read_weights, tensors_in_files
@@ -50,12 +51,15 @@ _FIRST, _SECOND = 5, 7
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def load_model(settings: StudentConfig | TeacherConfig, world: World, *, packing: bool) -> PreTrainedModel:
+def load_model(
+    settings: StudentConfig | TeacherConfig, world: World, *, packing: bool, seed: int = 0
+) -> PreTrainedModel:
     """Loads a model into this rank's shards. Collective over the world.
 
     A student has fp32 master weights, sharded by FSDP2 × tensor parallelism (FSDP2 over the ranks that see other rows or
-    other positions), computes in its `dtype` and is in training
-    mode. A teacher has weights in its `dtype`, split by tensor parallelism alone (its data-parallel ranks are
+    other positions), computes in its `dtype` and is in training mode. With `student.lora`, only adapters and modules to
+    save are fp32 and require gradients; the rest is in `dtype`. A teacher has weights in its `dtype`, split by tensor
+    parallelism alone (its data-parallel ranks are
     replicas), and is frozen and in evaluation mode. Call a student through `forward.logits`, a teacher through
     `forward.body` and `forward.head`. A family that this package's tests do not cover is tried out (`probe`). The
     chosen attention and the bytes read are logged.
@@ -63,6 +67,7 @@ def load_model(settings: StudentConfig | TeacherConfig, world: World, *, packing
     Args:
         settings: of the model.
         packing: whether rows may hold several documents.
+        seed: of the adapters' initial values.
 
     Raises:
         ConfigError: the model is missing, not safetensors, damaged, not divisible over the tensor-parallel ranks, or of
@@ -89,8 +94,12 @@ def load_model(settings: StudentConfig | TeacherConfig, world: World, *, packing
     if world.rank == 0:
         role = "student" if student else "teacher"
         log.info("%s: attention of the %s is %s (%s)", path, role, chosen.implementation, chosen.why)
-    model = skeleton(config, dtype=torch.float32 if student else compute_dtype, attention=chosen.implementation)
+    lora = settings.lora if isinstance(settings, StudentConfig) else None
+    dtype = torch.float32 if student and lora is None else compute_dtype
+    model = skeleton(config, dtype=dtype, attention=chosen.implementation)
     check_plan(model, world.mesh[TP], world.device)
+    if lora is not None:
+        adapters.inject(model, lora)
     parallelize(
         model,
         world.mesh,
@@ -104,7 +113,10 @@ def load_model(settings: StudentConfig | TeacherConfig, world: World, *, packing
         compile=isinstance(settings, StudentConfig) and settings.compile,
     )
     _fill(model, files, world)
-    model.train(student).requires_grad_(student)
+    adapters.initialise(model, seed)
+    model.train(student)
+    if lora is None:
+        model.requires_grad_(student)
     if not family.proven:
         probe(model, packing=packing, chunked_head=not student, world=world)
     return model

@@ -36,10 +36,22 @@ from torch.utils.checkpoint import checkpoint
 from distill_rl.errors import ConfigError
 from distill_rl.models import families
 from distill_rl.models.families import Family, decoder_layers, tensor_parallel_problems
+from distill_rl.models.lora.adapters import ADAPTER, is_adapted
 from distill_rl.parallel.mesh import TP, data_mesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+_ADAPTERS = {
+    families.COLUMN: (families.REPLICATED, families.COLUMN),
+    families.ROW: (families.ROW, families.REPLICATED),
+    families.GATHERED: (families.REPLICATED, families.REPLICATED),
+    families.SLICED: (families.REPLICATED, families.REPLICATED),
+    families.WHOLE: (families.WHOLE, families.WHOLE),
+}
+"""How a layer is split → how the A and the B of its adapter are. What is split is what meets the split side of the layer; A's
+output, a few numbers per token, is the same on every rank."""
 
 
 class Replicated(ParallelStyle):
@@ -206,8 +218,10 @@ def split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
 
 def _layer_plan(layer: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """The part of a plan that is about modules of this layer; all others that have parameters are whole on every rank."""
+    adapted = {name for name, module in layer.named_modules() if is_adapted(module)}
     owners = {name for name, module in layer.named_modules() if [*module.parameters(recurse=False)]}
-    return {name: plan.get(name, families.WHOLE) for name in owners}
+    inside = {name for name in owners if any(name.startswith(f"{other}.") for other in adapted)}
+    return {name: plan.get(name, families.WHOLE) for name in adapted | owners - inside}
 
 
 def _outer_plan(model: PreTrainedModel) -> dict[str, str]:
@@ -228,9 +242,19 @@ def _apply_plan(module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str])
     """Splits submodules of `module` in place over the mesh.
 
     Args:
-        plan: by the submodule's name, how to split it (constants of `families`). Other submodules are left alone.
+        plan: by the submodule's name, how to split it (constants of `families`). Other submodules are left alone. Of a
+            layer with an adapter it says how to split the layer; the adapter follows (`_ADAPTERS`).
     """
-    styles = {name: _style(kind, module.get_submodule(name)) for name, kind in plan.items()}
+    styles = {}
+    for name, kind in plan.items():
+        part = module.get_submodule(name)
+        if not is_adapted(part):
+            styles[name] = _style(kind, part)
+            continue
+        styles[f"{name}.base_layer"] = _style(kind, part.get_submodule("base_layer"))
+        for weight, how in zip(("lora_A", "lora_B"), _ADAPTERS[kind]):
+            path = f"{weight}.{ADAPTER}"
+            styles[f"{name}.{path}"] = _style(how, part.get_submodule(path))
     parallelize_module(module, tp_mesh, styles, src_data_rank=None)
 
 
@@ -262,7 +286,8 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype) 
     """Applies FSDP2 to a model in place, even on a single rank, so that there is one code path.
 
     Every decoder layer is a unit, and so are the input and output embeddings unless they are tied; the root has the
-    rest. If parameters are sharded, every unit frees its gathered weights after the forward and gathers them again for
+    rest. Parameters that are not trained are sharded too, but on a single shard FSDP leaves them alone, so that there is
+    no second copy of them. If parameters are sharded, every unit frees its gathered weights after the forward and gathers them again for
     the backward. On a single shard the "gathered" weights are a copy in `compute_dtype` on the same device, made once
     per step: `GradientReduction` keeps it from the first forward to the last backward. Gradients are summed in fp32
     over the ranks, not averaged.
@@ -275,8 +300,10 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype) 
     modules: list[nn.Module | list[nn.Module]] = [*decoder_layers(model)]
     if not model.all_tied_weights_keys:
         modules += [model.get_input_embeddings(), model.get_output_embeddings()]
+    sharded = _num_shards(mesh) > 1
+    alone = None if sharded else {parameter for parameter in model.parameters() if not parameter.requires_grad}
     for module in [*modules, model]:
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=_num_shards(mesh) > 1)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=sharded, ignored_params=alone)
     if mesh.size() == 1:
         return  # nothing is reduced; a factor would only add a pass over the gradient
     for unit in units(model):

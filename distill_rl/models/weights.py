@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from distill_rl.errors import ConfigError
 from distill_rl.models.conversion import Fused, Match, match
 from distill_rl.models.files.headers import FLOATS, model_names, weight_files, weight_problems
+from distill_rl.models.lora.adapters import names_in_files
 from distill_rl.parallel.shards import local_slices
 
 if TYPE_CHECKING:
@@ -137,10 +138,14 @@ def read_weights(model: PreTrainedModel, files: WeightFiles) -> list[int]:
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns the model's parameters, tied ones once, and its persistent buffers, by name."""
+    """Returns the model's parameters, tied ones once, and its persistent buffers, by the names that files know them by.
+
+    Without the tensors of adapters.
+    """
     stored = set(model.state_dict())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
-    return {**dict(model.named_parameters()), **buffers}
+    tensors = {**dict(model.named_parameters()), **buffers}
+    return {file_name: tensors[name] for name, file_name in names_in_files(model, tensors).items()}
 
 
 def tensors_in_files(model: PreTrainedModel, files: WeightFiles) -> Match:

@@ -25,6 +25,7 @@ from distill_rl.preflight import run_directory
 from distill_rl.preflight.attention import attention_problems, class_problems, packing_notes, width_problems
 from distill_rl.preflight.data import data_facts
 from distill_rl.preflight.endpoints import check_endpoints
+from distill_rl.preflight.lora import look_at_adapters
 from distill_rl.preflight.machine import (
     backend_problems,
     extra_problems,
@@ -134,6 +135,8 @@ def inspect(
     problems = findings.problems
     student, teachers = open_models(config, findings)
     models = [student, *teachers]
+    if trains:
+        look_at_adapters(config, student, findings)
     problems += _fit_problems(config, models)
     problems += vocabulary_problems(config, student, teachers)
     problems += stored_ids_problems(student, teachers)

@@ -32,6 +32,7 @@ from distill_rl.data.routing import Routing
 from distill_rl.errors import ConfigError
 from distill_rl.models.files.facts import fingerprint_model, read_model_facts
 from distill_rl.models.hub import read_config, resolve, stops_of, tokenizer_hash, tokenizer_of, vocabulary_size
+from distill_rl.preflight.lora import trained_weights, with_adapters
 from distill_rl.preflight.shared_vocabulary import SharedVocabulary, shared_vocabulary
 from distill_rl.store.manifest import read_manifest, served_identity
 from distill_rl.system.files import sha256
@@ -84,10 +85,13 @@ def _order_name(config: Config, *, windowed: bool) -> str:
     return f"run.seed={config.run.seed}{', shuffled blocks, version 1' if windowed else ''}"
 
 
-def prepare(config: Config, paths: RunPaths) -> Job:
+def prepare(config: Config, paths: RunPaths, checked: Facts | None = None) -> Job:
     """Makes the job of a checked configuration: opens the data, computes fingerprints, builds missing projections.
 
     Downloads hub models and data, projections are kept in `run.dir/.projections`, and no weights are loaded.
+
+    Args:
+        checked: what the checks found, so that it need not be found again.
 
     Raises:
         ConfigError: a projection that cannot be built, or tokenizers that the settings do not allow.
@@ -128,7 +132,7 @@ def prepare(config: Config, paths: RunPaths) -> Job:
         cross_tokenizer_specs=specs,
         facts=Facts(
             vocabulary_size=num_ids,
-            student=_model_facts(config.student),
+            student=with_adapters(config, _model_facts(config.student), checked or Facts()),
             teachers=tuple(
                 _teacher_facts(*of_teacher, num_ids)
                 for of_teacher in zip(teachers, teacher_tokenizers, specs, token_by_token)
@@ -138,6 +142,7 @@ def prepare(config: Config, paths: RunPaths) -> Job:
             "data": train.fingerprint,
             _ORDER: _order_name(config, windowed=train.windowed),
             "tokenizer": tokenizer_hash(tokenizer),
+            "trained weights": trained_weights(config),
             **({} if limit is None else {"compared ids": str(limit)}),
             **_template_fingerprints(train, chat_tokenizers),
             **models,

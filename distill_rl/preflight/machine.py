@@ -218,7 +218,7 @@ def space_problems(config: Config, facts: Facts) -> Iterator[str]:
     copies = 2 if config.evaluate.suites and suites_every(config) else 0  # one being evaluated, one in the queue
     if config.checkpoint.keep_best and is_suite_score(config.checkpoint.best_by):
         count += copies  # kept until their scores are known
-    needed = count * 12 * facts.student.parameters + (1 + copies) * facts.student.bytes_on_disk
+    needed = count * 12 * facts.student.trained + (1 + copies) * facts.student.bytes_on_disk
     usage = shutil.disk_usage(existing)
     # A pseudo file system has size 0; that it cannot be written to is reported elsewhere.
     if usage.total and needed > usage.free:

@@ -286,9 +286,9 @@ def _check_shapes(directory: Path, saved: Mapping[str, tuple[int, ...]], wanted:
         here = tuple(wanted[name].shape) if name in wanted else "missing"
         raise CheckpointError(
             f"checkpoint {directory}",
-            "must hold the parameters of student.model",
+            "must hold what is trained of student.model",
             f"{len(unwanted) + len(differing)} that differ ({name} is {saved.get(name, 'missing')} there and {here} here)",
-            "resume with the student that wrote it",
+            "resume with the student, and the student.lora, that wrote it",
         )
 
 

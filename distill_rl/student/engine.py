@@ -97,7 +97,7 @@ class StudentEngine:
         self.world = world
         self.vocabulary_size = vocabulary_size
         self.step = 0
-        self.model = load_model(student, world, packing=config.data.packing)
+        self.model = load_model(student, world, packing=config.data.packing, seed=config.run.seed)
         self.fused = fused_loss(
             config,
             self.model.config.vocab_size,
@@ -120,7 +120,7 @@ class StudentEngine:
         self.trained = nn.ModuleDict({"model": self.model, "objective": self.objective})
         self.parameters = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(self.trained, config.optimizer, fused=world.device.type == "cuda")
-        once = reduces_once_per_step(student, sum(parameter.numel() for parameter in self.model.parameters()))
+        once = reduces_once_per_step(student, sum(parameter.numel() for parameter in self.parameters))
         self._reduction = GradientReduction(self.model, data_mesh(world.mesh), once=once)
         self.schedule = Schedule(config.schedule, peak=config.optimizer.lr, total_steps=total_steps)
         self.guard = StepGuard(config.faults)
@@ -384,12 +384,12 @@ class StudentEngine:
         self._kd_scale_before = self.kd_scale
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the model's sharded parameters by name, and the objective's with the prefix `objective.`.
+        """Returns the model's trained parameters, sharded, by name, and the objective's with the prefix `objective.`.
 
         Reshards the model first.
         """
         reshard(self.model)
-        named = dict(self.model.named_parameters())
+        named = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         return named | dict(self.objective.named_parameters(prefix="objective"))
 
     def _seed(self) -> None:

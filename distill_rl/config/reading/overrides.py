@@ -13,7 +13,7 @@ from typing import Any, Literal, get_origin
 
 from omegaconf import OmegaConf
 
-from distill_rl.config.reading.walk import Findings, item_kind, kind_at, unwrap
+from distill_rl.config.reading.walk import Findings, hints, item_kind, kind_at, unwrap
 from distill_rl.config.schema import Config
 
 
@@ -144,21 +144,26 @@ def _new_container(path: str) -> Any:
     for part in path.split("."):
         if isinstance(node, list):
             return []
-        node = getattr(node, part)
-    return [asdict(entry) if is_dataclass(entry) else entry for entry in node]  # type: ignore[arg-type]
+        node = getattr(node, part, None)
+    return [asdict(entry) if is_dataclass(entry) else entry for entry in node or ()]  # type: ignore[arg-type]
 
 
-def merge(below: Any, above: Any) -> Any:
+def merge(below: Any, above: Any, kind: Any = None) -> Any:
     """`below` overridden by `above`: mappings key by key, everything else as a whole.
 
-    Where `below` is a mapping, None in `above` changes nothing. Neither argument is modified, but the result shares
-    parts with them.
+    Where `below` is a mapping, None in `above` changes nothing, unless the section may be null. Neither argument is
+    modified, but the result shares parts with them.
+
+    Args:
+        kind: type of the section in the schema; None: not known.
     """
-    if isinstance(below, dict) and above is None:
+    section, optional = unwrap(kind)
+    if isinstance(below, dict) and above is None and not optional:
         return below
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
     merged = dict(below)
     for key, value in above.items():
-        merged[key] = merge(below[key], value) if key in below else value
+        inner = hints(section).get(key) if is_dataclass(section) else None  # type: ignore[arg-type]
+        merged[key] = merge(below[key], value, inner) if key in below else value
     return merged

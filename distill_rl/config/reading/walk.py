@@ -99,16 +99,18 @@ def kind_at(section: type, path: str) -> Any:
 def leaves(section: type, path: str = "") -> Iterator[tuple[str, Field, Any]]:
     """Every setting of the schema as (dotted path, field, type), with sections entered.
 
-    A list of sections is entered once, with index `0`.
+    A list of sections is entered once, with index `0`. A section that may be null is a setting too.
 
     Args:
         path: dotted path of the section, put in front of all paths.
     """
     for entry in fields(section):
         kind, key = hints(section)[entry.name], join(path, entry.name)
-        inner = item_kind(kind)
-        if is_dataclass(kind):
-            yield from leaves(kind, key)  # type: ignore[arg-type]
+        inner, (plain, optional) = item_kind(kind), unwrap(kind)
+        if is_dataclass(plain):
+            if optional:
+                yield key, entry, kind
+            yield from leaves(plain, key)  # type: ignore[arg-type]
         elif is_dataclass(inner):
             yield from leaves(inner, join(key, 0))  # type: ignore[arg-type]
         else:
@@ -121,13 +123,19 @@ def pattern_of(key: str) -> str:
 
 
 def values(config: Any, pattern: str) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of a setting; for `teachers[].x` one pair per teacher, keyed `teachers.0.x` and so on."""
+    """(dotted key, value) of a setting; for `teachers[].x` one pair per teacher, keyed `teachers.0.x` and so on.
+
+    None for a setting of a section that is null.
+    """
     sections, _, key = pattern.partition("[].")
+    pairs = [(pattern, config, pattern)]
     if key:
-        for i, section in enumerate(_get(config, sections)):
-            yield f"{sections}.{i}.{key}", _get(section, key)
-    else:
-        yield pattern, _get(config, pattern)
+        pairs = [(f"{sections}.{i}.{key}", section, key) for i, section in enumerate(_get(config, sections))]
+    for full, node, path in pairs:
+        above, _, name = path.rpartition(".")
+        section = _get(node, above) if above else node
+        if section is not None:
+            yield full, getattr(section, name)
 
 
 def _get(node: Any, path: str) -> Any:
@@ -205,7 +213,7 @@ def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) ->
         findings.add(key, "must be a finite number", value)
         return default
     findings.add(key, f"must be {_expected(kind)}", _shown(value), _type_remedy(plain, value, key, default))
-    if is_dataclass(plain):
+    if is_dataclass(plain) and default is not None:
         unsaid = Findings()
         default = build(plain, {}, unsaid, key)  # type: ignore[arg-type]
         findings.keys |= unsaid.keys

@@ -17,6 +17,7 @@ from distill_rl.config.rules.effects import no_effect
 from distill_rl.config.rules.endpoints import endpoint_problems
 from distill_rl.config.rules.engines import engine_problems
 from distill_rl.config.rules.long_rows import long_row_problems
+from distill_rl.config.rules.lora import lora_problems
 from distill_rl.config.rules.routing import routing_problems
 from distill_rl.config.rules.stores import store_problems
 from distill_rl.config.schema import Config
@@ -48,6 +49,7 @@ def problems(config: Config) -> list[str]:
         *engine_problems(config),
         *endpoint_problems(config),
         *long_row_problems(config),
+        *lora_problems(config),
         *_aligner(config),
         *_optimizer(config),
         *_checkpoints(config),

@@ -1,6 +1,6 @@
 """Every setting with its default, which is defined nowhere else.
 
-`docs/configuration.md` is generated from this file and `data.py`: the string under a field is its documentation.
+`docs/configuration.md` is generated from this file, `data.py` and `lora.py`: the string under a field is its documentation.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from distill_rl.config.schema.data import SourceConfig as SourceConfig
 from distill_rl.config.schema.data import ValidationConfig as ValidationConfig
 from distill_rl.config.schema.fields import FRACTION, NOT_EMPTY, NOT_NEGATIVE, POSITIVE, POSITIVE_FRACTION
 from distill_rl.config.schema.fields import MISSING as MISSING
+from distill_rl.config.schema.lora import LoraConfig as LoraConfig
 
 # OmegaConf reads these annotations at run time and knows Optional[...], not `X | None`.
 # ruff: noqa: UP045
@@ -54,7 +55,7 @@ class StudentConfig:
     revision: Optional[str] = None
     """Revision of the model on the hub. null: the newest."""
     dtype: Literal["fp32", "bf16"] = "bf16"
-    """Dtype of the forward and backward pass. Master weights and optimizer state are always fp32."""
+    """Dtype of the forward and backward pass. The weights that are trained, and the optimizer state, are always fp32."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     activation_checkpointing: bool = False
     """Recompute the activations of each decoder layer in the backward pass instead of storing them, which saves memory and costs time."""
@@ -68,6 +69,8 @@ class StudentConfig:
     """Implementation of the norms, the rotary embedding and the MLP. torch: that of transformers. liger: the fused kernels of liger-kernel, which need the `liger` extra, a GPU, parallel.tp 1 and a llama, mistral, qwen2 or qwen3 model."""
     gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
     """When gradients are reduced over the data-parallel ranks. step: once per optimizer step; every rank then keeps a whole fp32 gradient (4 bytes per parameter / tp). micro_batch: after every micro-batch; every rank then keeps only its shard. auto: step if that whole gradient takes at most 16 GiB, otherwise micro_batch."""
+    lora: Optional[LoraConfig] = None
+    """Train low-rank updates of linear layers (LoRA) and leave the weights as they are, in `dtype`; `lora: {}` takes the defaults below (docs/models.md). null: all weights are trained."""
 
 
 @dataclass

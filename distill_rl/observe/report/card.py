@@ -40,6 +40,10 @@ def model_card(
     yaml = to_yaml(config).strip()
     table = {"Student": str(redact(config.student.model))}
     table |= {f"Teacher {teacher.name}": model for teacher, model in zip(config.teachers, teachers)}
+    if (lora := config.student.lora) is not None:
+        layers = "all linear layers" if lora.targets is None else ", ".join(lora.targets)
+        scale = f"rank {lora.rank}, alpha {lora.scale * lora.rank:g}"
+        table["LoRA"] = f"{scale}, on {layers}; merged here, and for PEFT in the folder adapter"
     table |= {
         "Optimizer steps": f"{step:,}",
         "Training data": str(redact(_data(config))),

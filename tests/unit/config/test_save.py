@@ -71,6 +71,7 @@ def test_fingerprint_ignores_settings_without_effect_on_numbers(tmp_path, overri
         "run.seed=1",
         "student.model=other",
         "student.dtype=fp32",
+        "student.lora.rank=8",
         "teachers.0.model=other",
         "teachers.0.weight=2",
         "teachers.0.wire_dtype=bf16",

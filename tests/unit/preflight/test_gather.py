@@ -41,6 +41,15 @@ def test_validation_documents_are_not_counted(material):
     assert (facts.num_documents, facts.total_steps) == (48, 12)
 
 
+def test_adapters_are_counted_and_a_name_that_no_layer_has_is_refused(material, problems):
+    facts = gather(material / "run.yaml", ["student.lora.rank=8"]).facts.student
+    assert (facts.lora.layers, facts.trained, facts.frozen) == (14, facts.lora.trained, facts.parameters)
+    line = only(problems("student.lora.targets=[q_proj, v_pro]"))
+    assert line.startswith(
+        "student.lora.targets.1: no layer of the student has this name; got v_pro; did you mean v_proj"
+    )
+
+
 def test_liger_is_refused_for_other_families(problems, material, monkeypatch):
     monkeypatch.setattr("distill_rl.preflight.visible_gpus", lambda: 1)
     monkeypatch.setattr("distill_rl.preflight.machine.installed", lambda package: True)

@@ -2,6 +2,7 @@ import pytest
 
 from distill_rl.config.load import load_config
 from distill_rl.config.reading.overrides import merge
+from distill_rl.errors import ConfigError
 
 TEXT = """
 student: {model: s}
@@ -80,3 +81,24 @@ def test_merge_replaces_lists_and_ignores_empty_sections():
     assert merge(below, {"a": {"y": [3]}, "b": None, "c": {}}) == {"a": {"x": 1, "y": [3]}, "b": None, "c": {}}
     assert merge(below, {"a": None}) == below
     assert below == {"a": {"x": 1, "y": [1, 2]}, "b": 1}
+
+
+def test_section_that_may_be_null_is_made_by_its_parts_and_unmade_by_null(load, tmp_path):
+    assert load().student.lora is None
+    assert load("student.lora={}").student.lora.rank == 16
+    lora = load("student.lora.rank=4", "student.lora.targets.0=q_proj", "student.lora.targets.1=v_proj").student.lora
+    assert (lora.rank, lora.scale, lora.targets) == (4, 2.0, ["q_proj", "v_proj"])
+    assert load("student.lora.rank=4", "student.lora=null").student.lora is None
+    (tmp_path / "above.yaml").write_text("extends: below.yaml\nstudent: {lora: null}\n")
+    (tmp_path / "below.yaml").write_text(TEXT.replace("{model: s}", "{model: s, lora: {rank: 4}}"))
+    assert load_config(tmp_path / "below.yaml").student.lora.rank == 4
+    assert load_config(tmp_path / "above.yaml").student.lora is None
+
+
+def test_section_of_a_wrong_type_is_reported_once(load):
+    with pytest.raises(ConfigError) as refused:
+        load("student.lora=true")
+    (line,) = refused.value.problems
+    assert line.startswith(
+        "student.lora: must be a section with the keys rank, alpha, dropout, targets, modules_to_save"
+    )

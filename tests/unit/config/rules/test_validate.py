@@ -309,3 +309,22 @@ def test_what_vllm_cannot_do_is_refused(load, overrides, start, remedy):
     (line,) = problems(load(*overrides))
     assert line.startswith(start)
     assert remedy in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["student.lora.rank=0"], ("student.lora.rank", "must be 1 or more", "0")),
+        (["student.lora.alpha=-1"], ("student.lora.alpha", "must be greater than 0")),
+        (["student.lora.dropout=1"], ("student.lora.dropout", "must be less than 1")),
+        (["student.lora.targets=[]"], ("student.lora.targets", "must name a layer", "leave it out")),
+        (["student.lora.targets=[' ']"], ("student.lora.targets.0", "must be the end of a name")),
+        (
+            ["student.lora.targets=[q_proj]", "student.lora.modules_to_save=[q_proj]"],
+            ("student.lora.modules_to_save", "must not be in student.lora.targets too", "q_proj"),
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(load, overrides, words):
+    (line,) = problems(load(*overrides))
+    assert all(word in line for word in words), line

@@ -1,0 +1,252 @@
+"""Adapters have one gradient for every layout and micro-batch size, and a run with them is resumed bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, inject_adapter_in_model
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from distill_rl.config.schema import Config, LoraConfig
+from distill_rl.errors import CheckpointError
+from distill_rl.models.hub import read_tokenizer
+from distill_rl.models.lora import adapters
+from distill_rl.models.parallelize import reshard
+from distill_rl.parallel.mesh import close_world, open_world
+from distill_rl.parallel.shards import local_slices
+from distill_rl.student import checkpoint
+from distill_rl.student.engine import StudentEngine
+from distill_rl.student.optim import clip_gradients
+from tests.helpers import engines, ranks
+from tests.helpers.models import write_tiny_model
+
+pytestmark = pytest.mark.ranks
+
+VOCABULARY, WIDTH, RANK, STEPS = 320, 40, 4, 5
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (2, 2, 1)]
+STUDENTS = {
+    "llama": {"family": "llama", "tie": True, "whole": ["embed_tokens"]},
+    "gpt2": {"family": "gpt2"},  # fused projections are gathered; weights are [in, out]
+    "phi3": {"family": "phi3", "whole": ["lm_head"]},
+}
+
+
+def batch_rows():
+    documents = engines.random_documents(12, seed=11, longest=18)
+    packs = [
+        documents[:2],
+        documents[2:4],
+        [documents[4]],
+        [],
+        documents[5:7],
+        [documents[7]],
+        documents[8:10],
+        documents[10:],
+    ]
+    return engines.token_rows(packs, WIDTH)
+
+
+def lora_config(student: Path, whole: list[str], dropout: float = 0.0) -> Config:
+    lora = LoraConfig(rank=RANK, alpha=6.0, dropout=dropout, modules_to_save=whole)
+    return engines.engine_config(
+        student,
+        loss__kd_weight=0.0,
+        loss__ce_weight=1.0,
+        student__lora=lora,
+        optimizer__lr=1e-2,
+        schedule__warmup_steps=1,
+    )
+
+
+def known_value(name: str, shape: torch.Size) -> torch.Tensor:
+    """A value of an adapter's tensor that depends on its name alone. At B = 0, A would have no gradient."""
+    draw = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big"))
+    return 0.1 * torch.randn(shape, generator=draw)
+
+
+def set_adapters(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                part = known_value(name, parameter.shape)[local_slices(parameter)]
+                (parameter.to_local() if isinstance(parameter, DTensor) else parameter).copy_(part)
+
+
+def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path]) -> dict:
+    """Runs on a rank. The whole gradient and its norm, per student, micro-batch size, gradient_sync and loss.fused."""
+    world = open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas)
+    batch = engines.rank_batch(batch_rows(), world.dp_rank, dp)
+    half = batch.rows.shape[0] // 2
+    parts = (
+        replace(batch, rows=batch.rows[:half]),
+        replace(batch, first_row=batch.first_row + half, rows=batch.rows[half:]),
+    )
+    variants = [("step", "off", 1), ("step", "on", 2)] + [("micro_batch", "off", 2)] * (dp > replicas)
+    results = {}
+    for name, path in students.items():
+        config = lora_config(path, STUDENTS[name].get("whole", []))
+        for sync, fused, size in variants:
+            config.student.gradient_sync, config.loss.fused, config.train.micro_batch_size = sync, fused, size
+            engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
+            set_adapters(engine.model)
+            engine.forward_backward(parts[0], engines.no_targets, last=False)
+            engine.evaluate(batch, engines.no_targets)
+            engine.forward_backward(parts[1], engines.no_targets, last=True)
+            reshard(engine.model)
+            whole = engines.whole_gradients(engine.model)
+            norm = clip_gradients(engine.parameters, 0.0).item()
+            results[name, size, sync, fused] = (whole if world.rank == 0 else None, norm)
+    return results
+
+
+def folders_of(root: Path) -> dict[str, Path]:
+    kinds = {name: {key: value for key, value in kind.items() if key != "whole"} for name, kind in STUDENTS.items()}
+    return {name: write_tiny_model(root / name, seed=20 + i, **kind) for i, (name, kind) in enumerate(kinds.items())}
+
+
+@pytest.fixture(scope="module")
+def students(tmp_path_factory) -> dict[str, Path]:
+    return folders_of(tmp_path_factory.mktemp("models"))
+
+
+def peft_model(path: Path) -> torch.nn.Module:
+    """The plain model with PEFT's adapters on every linear layer but the output layer."""
+    model = engines.plain_model(path)
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D") and module is not model.get_output_embeddings()
+    ]
+    transposed = model.config.model_type == "gpt2"
+    settings = PeftConfig(r=RANK, lora_alpha=6, target_modules=linear, fan_in_fan_out=transposed)
+    return inject_adapter_in_model(settings, model)
+
+
+@pytest.fixture(scope="module")
+def references(students) -> dict[str, dict[str, torch.Tensor]]:
+    """fp64 gradients of PEFT's own layers in the plain models, one document at a time."""
+    rows, wanted = batch_rows(), {}
+    for name, path in students.items():
+        model = peft_model(path)
+        head = model.get_output_embeddings()
+        set_adapters(model.double())
+        for each in STUDENTS[name].get("whole", []):
+            (head if each == "lm_head" else model.get_input_embeddings()).requires_grad_(True)
+        _, ce = engines.plain_losses(engines.plain_logits(model, rows, VOCABULARY), rows.labels, None)
+        (ce / engines.rank_batch(rows).num_labels).backward()
+        wanted[name] = engines.whole_gradients(model)
+    return wanted
+
+
+@pytest.mark.parametrize(("dp", "tp", "replicas"), LAYOUTS, ids=[f"dp{dp}tp{tp}r{r}" for dp, tp, r in LAYOUTS])
+def test_gradient_of_adapters_is_peft_s_on_every_layout(students, references, dp: int, tp: int, replicas: int):
+    results = ranks.run_ranks(dp * tp, gradients, dp, tp, replicas, students, timeout=400)
+    assert {name for name, *_ in results[0]} == students.keys()
+    for (name, *variant), (gradient, norm) in results[0].items():
+        error = engines.relative_l2(gradient, references[name])
+        assert error < 1e-5, f"{name}, {variant}: {error:.1e}"
+        wanted = sum(tensor.square().sum() for tensor in references[name].values()).sqrt().item()
+        assert norm == pytest.approx(wanted, rel=1e-5), f"{name}, {variant}"
+        assert all(other[name, *variant][1] == norm for other in results), "every rank must scale by the same factor"
+
+
+def run_steps(engine: StudentEngine, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        rows = engines.token_rows([[document] for document in engines.random_documents(4, seed=step)], WIDTH)
+        batch = engines.rank_batch(rows, engine.world.dp_rank, engine.world.dp, step)
+        metrics = engine.train_step(batch, engines.no_targets)
+        losses += [metrics[name].value for name in ("train/nll_loss", "train/grad_norm") if metrics]
+    return losses
+
+
+def straight_and_resumed(dp: int, tp: int, student: Path, folder: Path) -> dict:
+    """Five steps, and two, a save and three more in a new engine; the latter is exported. With dropout."""
+
+    def engine_in(name: str) -> StudentEngine:
+        store = torch.distributed.PrefixStore(name, ranks.store())
+        world = open_world(rank=ranks.rank(), dp=dp, tp=tp, store=store)
+        return StudentEngine(
+            lora_config(student, ["lm_head"], dropout=0.2), world, vocabulary_size=VOCABULARY, total_steps=STEPS
+        )
+
+    engine = engine_in("straight")
+    start = engines.whole_parameters(engine.model)
+    straight = run_steps(engine, 0, STEPS), engines.whole_parameters(engine.model), torch.get_rng_state()
+    close_world(engine.world)
+    engine = engine_in("first")
+    losses = run_steps(engine, 0, 2)
+    engine.save(folder / "checkpoint")
+    saved = set(checkpoint.trained_tensors(engine._named_parameters(), engine.optimizer))
+    close_world(engine.world)
+    engine = engine_in("second")
+    engine.load(folder / "checkpoint")
+    losses += run_steps(engine, 2, STEPS)
+    resumed = losses, engines.whole_parameters(engine.model), torch.get_rng_state()
+    engine.export(folder / "export", read_tokenizer(student))
+    close_world(engine.world)
+    return {"straight": straight, "resumed": resumed, "start": start, "saved": saved}
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_a_resumed_run_equals_the_straight_run_and_is_exported_for_peft(students, tmp_path, dp: int, tp: int):
+    student = students["llama"] if (dp, tp) != (1, 2) else students["gpt2"]
+    outcomes = ranks.run_ranks(dp * tp, straight_and_resumed, dp, tp, student, tmp_path, group=False, timeout=400)
+    for outcome in outcomes:
+        (losses, state, random), (losses_again, state_again, random_again) = outcome["straight"], outcome["resumed"]
+        assert losses == losses_again
+        assert all(torch.equal(tensor, state_again[name]) for name, tensor in state.items())
+        assert torch.equal(random, random_again)
+        changed = {name for name in state if not torch.equal(state[name], outcome["start"][name])}
+        trained = {name for name in state if ".lora_" in name or "embed_tokens" in name or "lm_head" in name}
+        assert changed == trained
+        assert {name.removeprefix("model.") for name in outcome["saved"] if name.startswith("model.")} == trained
+    begun = peft_model(student).float()
+    adapters.initialise(begun, seed=0)
+    for name, tensor in begun.named_parameters():
+        if ".lora_" in name:
+            assert torch.equal(outcomes[0]["start"][name], tensor), f"{name} must begin alike on every layout"
+    base = AutoModelForCausalLM.from_pretrained(student)
+    tensors = load_file(tmp_path / "export" / "adapter" / "adapter_model.safetensors")
+    for name, tensor in outcomes[0]["resumed"][1].items():
+        if ".lora_" in name:
+            assert torch.equal(tensors[f"base_model.model.{name.replace('.default', '')}"], tensor)
+    ids = torch.arange(5, 25)[None]
+    peft = PeftModel.from_pretrained(base, tmp_path / "export" / "adapter").eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    with torch.no_grad():
+        # The merge adds before the product, PEFT after it.
+        torch.testing.assert_close(merged(ids).logits, peft(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def other_checkpoints(full: Path, folder: Path) -> list[str]:
+    """Runs on a rank. The messages for a checkpoint of adapters where all weights are trained, and the other ways round."""
+    world = open_world(rank=0, dp=1, tp=1)
+
+    def engine(rank: int | None) -> StudentEngine:
+        config = lora_config(full, [])
+        config.student.lora = None if rank is None else LoraConfig(rank=rank)
+        return StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
+
+    messages = []
+    for wrote, reads in ((4, None), (None, 4), (4, 8)):
+        engine(wrote).save(folder / f"{wrote}")
+        with pytest.raises(CheckpointError) as refused:
+            engine(reads).load(folder / f"{wrote}")
+        messages.append(str(refused.value))
+    return messages
+
+
+def test_a_checkpoint_of_other_training_is_refused_in_one_line(students, tmp_path):
+    (messages,) = ranks.run_ranks(1, other_checkpoints, students["llama"], tmp_path)
+    for message in messages:
+        assert "must hold what is trained of student.model" in message
+        assert "resume with the student, and the student.lora, that wrote it" in message
+        assert "\n" not in message
