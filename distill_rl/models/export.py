@@ -46,9 +46,11 @@ def export_model(
 
     Collective over the model's ranks. Parameters are gathered one by one, so only rank 0 ever holds all of them. It
     writes each in the dtype it has in `source`. Rank 0 returns when the complete folder has its final name, replacing
-    an existing one; the others return as soon as they have sent their shards. Adapters are merged into the weights, which
-    are read from `source` again, and also written as they are, to the folder `adapter` within. What earlier, broken exports to `out_dir`
+    an existing one; the others return as soon as they have sent their shards. What earlier, broken exports to `out_dir`
     left beside it is removed.
+
+    Adapters are merged into the weights, which are then read from `source` again and not gathered. The folder `adapter`
+    within has them as they are, for PEFT.
 
     Args:
         source: folder or hub name from which the model was loaded.

@@ -58,11 +58,10 @@ def load_model(
 
     A student has fp32 master weights, sharded by FSDP2 × tensor parallelism (FSDP2 over the ranks that see other rows or
     other positions), computes in its `dtype` and is in training mode. With `student.lora`, only adapters and modules to
-    save are fp32 and require gradients; the rest is in `dtype`. A teacher has weights in its `dtype`, split by tensor
-    parallelism alone (its data-parallel ranks are
-    replicas), and is frozen and in evaluation mode. Call a student through `forward.logits`, a teacher through
-    `forward.body` and `forward.head`. A family that this package's tests do not cover is tried out (`probe`). The
-    chosen attention and the bytes read are logged.
+    save are fp32 and require gradients; all else is in `dtype`. A teacher has weights in its `dtype`, split by tensor
+    parallelism alone (its data-parallel ranks are replicas), and is frozen and in evaluation mode. Call a student through
+    `forward.logits`, a teacher through `forward.body` and `forward.head`. A family that this package's tests do not cover
+    is tried out (`probe`). The chosen attention and the bytes read are logged.
 
     Args:
         settings: of the model.

@@ -255,7 +255,10 @@ def _apply_plan(module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str])
         for weight, how in zip(("lora_A", "lora_B"), _ADAPTERS[kind]):
             path = f"{weight}.{ADAPTER}"
             styles[f"{name}.{path}"] = _style(how, part.get_submodule(path))
+    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     parallelize_module(module, tp_mesh, styles, src_data_rank=None)
+    for name in frozen:  # SequenceParallel makes parameters that require gradients
+        module.get_parameter(name).requires_grad_(False)
 
 
 def _style(kind: str, module: nn.Module) -> ParallelStyle:
@@ -286,11 +289,10 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, compute_dtype: torch.dtype) 
     """Applies FSDP2 to a model in place, even on a single rank, so that there is one code path.
 
     Every decoder layer is a unit, and so are the input and output embeddings unless they are tied; the root has the
-    rest. Parameters that are not trained are sharded too, but on a single shard FSDP leaves them alone, so that there is
-    no second copy of them. If parameters are sharded, every unit frees its gathered weights after the forward and gathers them again for
+    rest. If parameters are sharded, every unit frees its gathered weights after the forward and gathers them again for
     the backward. On a single shard the "gathered" weights are a copy in `compute_dtype` on the same device, made once
-    per step: `GradientReduction` keeps it from the first forward to the last backward. Gradients are summed in fp32
-    over the ranks, not averaged.
+    per step: `GradientReduction` keeps it from the first forward to the last backward. There FSDP leaves parameters
+    alone that are not trained, so that they are held once. Gradients are summed in fp32 over the ranks, not averaged.
 
     Args:
         mesh: ("dp",), or ("replica", "shard") for hybrid sharding.

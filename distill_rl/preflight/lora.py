@@ -15,12 +15,15 @@ def look_at_adapters(config: Config, student: Opened, findings: Findings) -> Non
 
     Nothing without adapters, and nothing if the student's config could not be read.
     """
+    from distill_rl.models.files.headers import read_headers
     from distill_rl.models.lora.layers import survey
 
     lora, folder = config.student.lora, student.folder
     if lora is None or folder is None or student.config is None:
         return
-    found = findings.attempt("student.lora", lambda: survey(folder, lora))
+    headers = {} if student.facts is None else read_headers(folder)
+    shapes = {name: tuple(entry["shape"]) for name, entry in headers.items()}
+    found = findings.attempt("student.lora", lambda: survey(folder, lora, shapes))
     if student.facts is not None and found is not None:
         student.facts = replace(student.facts, lora=found)
 

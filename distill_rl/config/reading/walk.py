@@ -125,7 +125,7 @@ def pattern_of(key: str) -> str:
 def values(config: Any, pattern: str) -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of a setting; for `teachers[].x` one pair per teacher, keyed `teachers.0.x` and so on.
 
-    None for a setting of a section that is null.
+    A setting of a section that is null has no pair.
     """
     sections, _, key = pattern.partition("[].")
     pairs = [(pattern, config, pattern)]

@@ -207,6 +207,9 @@ def _adapter_problem(key: str, folder: Path) -> str:
         adapter = {}
     kind, base = adapter.get("peft_type") or "PEFT", adapter.get("base_model_name_or_path") or "an unknown base model"
     rule = f"must hold a model; it is a {kind} adapter of {base} without the model's weights"
+    above = folder.resolve().parent
+    if folder.name == "adapter" and (above / "config.json").is_file():  # an export of a run with student.lora
+        return problem(key, rule, str(folder), f"give {above}, where it is merged")
     merge = f"AutoPeftModelForCausalLM.from_pretrained('{folder}').merge_and_unload().save_pretrained('MERGED')"
     remedy = f"merge it first, with PEFT: {merge}, then add the tokenizer's files to MERGED"
     return problem(key, rule, str(folder), remedy)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distill_rl.config.schema import LoraConfig
-from distill_rl.models.lora.layers import Chosen, choose_layers
+from distill_rl.models.lora.layers import Chosen, Outline, choose_layers
 from distill_rl.parallel.shards import gather_to_first, local_slices
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def inject(model: PreTrainedModel, settings: LoraConfig) -> None:
     from peft import inject_adapter_in_model
     from transformers.pytorch_utils import Conv1D
 
-    chosen = choose_layers(model, settings)
+    chosen = choose_layers(Outline.of_model(model), settings)
     transposed = isinstance(model.get_submodule(chosen.adapted[0]), Conv1D)
     injected = Injected(settings, chosen, transposed)
     with torch.device("meta"):

@@ -89,6 +89,8 @@ def test_adapter_is_named_with_its_base_and_remedy(tmp_path, llama, described, n
     assert all(words in line for words in (named, "without the model's weights", "merge_and_unload()", str(adapter)))
     (adapter / "config.json").write_bytes((llama / "config.json").read_bytes())  # some tools copy it beside the adapter
     assert only(folder_problems("student.model", adapter)) == line
+    (tmp_path / "config.json").write_text("{}")  # as an export holds the adapter that is merged in it
+    assert only(folder_problems("student.model", adapter)).endswith(f"give {tmp_path}, where it is merged")
 
 
 def test_merged_model_beside_an_adapter_is_a_model(tmp_path, llama):

@@ -8,9 +8,10 @@ import torch
 from distill_rl.config.facts import LoraFacts
 from distill_rl.config.schema import LoraConfig
 from distill_rl.errors import ConfigError
+from distill_rl.models.files.headers import read_headers
 from distill_rl.models.hub import read_config
 from distill_rl.models.load import skeleton
-from distill_rl.models.lora.layers import choose_layers, sizes, survey
+from distill_rl.models.lora.layers import Outline, choose_layers, sizes, survey
 from tests.helpers.models import write_tiny_model
 
 LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -26,15 +27,37 @@ def model(folder: Path):
     return skeleton(read_config(folder), dtype=torch.float32, attention="eager")
 
 
+def outline(folder: Path) -> Outline:
+    return Outline.of_model(model(folder))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("tie", [False, True])
+def test_files_and_class_give_the_same_choice_and_numbers(tmp_path: Path, family: str, tie: bool):
+    """So `check` need not import the class of a Llama-like model."""
+    source = write_tiny_model(tmp_path, family, tie=tie)
+    shapes = {name: tuple(entry["shape"]) for name, entry in read_headers(source).items()}
+    by_class, by_files = outline(source), Outline.of_files(read_config(source), shapes)
+    for settings in ({}, {"modules_to_save": ["lm_head", "norm"]}, {"targets": ["mlp.up_proj"], "rank": 3}):
+        lora = LoraConfig(**settings)
+        one, other = choose_layers(by_class, lora), choose_layers(by_files, lora)
+        assert (set(one.adapted), set(one.whole), one.patterns) == (
+            set(other.adapted),
+            set(other.whole),
+            other.patterns,
+        )
+        assert sizes(by_class, lora) == sizes(by_files, lora)
+
+
 def test_default_is_every_linear_layer_but_the_output_layer(folder):
-    chosen = choose_layers(model(folder), LoraConfig())
+    chosen = choose_layers(outline(folder), LoraConfig())
     assert chosen.adapted == tuple(f"model.layers.{i}.{name}" for i in (0, 1) for name in (*LAYER, *MLP))
     assert chosen.whole == ()
     assert set(chosen.patterns) == {name.rpartition(".")[2] for name in (*LAYER, *MLP)}
 
 
 def test_targets_are_ends_of_names(folder):
-    chosen = choose_layers(model(folder), LoraConfig(targets=["mlp.down_proj", "layers.1.self_attn.q_proj"]))
+    chosen = choose_layers(outline(folder), LoraConfig(targets=["mlp.down_proj", "layers.1.self_attn.q_proj"]))
     assert chosen.adapted == (
         "model.layers.0.mlp.down_proj",
         "model.layers.1.self_attn.q_proj",
@@ -47,12 +70,12 @@ def test_peft_is_given_whole_names_where_ends_name_more(folder):
     """`mlp` also ends the name of a module that is no linear layer, which PEFT would refuse."""
     inner = model(folder)
     inner.model.layers[1].mlp.q_proj = torch.nn.ModuleList()  # ends like the linear layers of attention
-    chosen = choose_layers(inner, LoraConfig(targets=["q_proj"]))
+    chosen = choose_layers(Outline.of_model(inner), LoraConfig(targets=["q_proj"]))
     assert chosen.patterns == chosen.adapted == tuple(f"model.layers.{i}.self_attn.q_proj" for i in (0, 1))
 
 
 def test_one_of_two_tied_embeddings_names_both(folder):
-    assert choose_layers(model(folder), LoraConfig(modules_to_save=["lm_head"])).whole == (
+    assert choose_layers(outline(folder), LoraConfig(modules_to_save=["lm_head"])).whole == (
         "model.embed_tokens",
         "lm_head",
     )
@@ -73,7 +96,7 @@ def test_one_of_two_tied_embeddings_names_both(folder):
 )
 def test_names_that_match_nothing_are_refused_in_one_line(folder, settings, words):
     with pytest.raises(ConfigError) as refused:
-        choose_layers(model(folder), LoraConfig(**settings))
+        choose_layers(outline(folder), LoraConfig(**settings))
     (line,) = refused.value.problems
     assert all(word in line for word in words), line
 
@@ -85,6 +108,6 @@ def test_numbers_of_parameters_are_those_of_the_shapes(folder):
     total = sum(parameter.numel() for parameter in model(folder).parameters())
     assert survey(folder, LoraConfig(rank=8)) == LoraFacts(14, adapters, total)
     table = 320 * 32
-    assert sizes(model(folder), LoraConfig(rank=8, modules_to_save=["lm_head"])) == LoraFacts(
+    assert sizes(outline(folder), LoraConfig(rank=8, modules_to_save=["lm_head"])) == LoraFacts(
         14, adapters + table, total - table
     )
