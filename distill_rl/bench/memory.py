@@ -65,6 +65,8 @@ class Case:
     """The loss makes the logits itself."""
     lora: bool = False
     """Adapters of rank 16 are trained, and nothing else."""
+    quantization: str | None = None
+    """Of a teacher's weights."""
 
     @property
     def ranks(self) -> int:
@@ -85,6 +87,8 @@ CASES = (
     Case("teacher bf16", "teacher", dtype="bf16"),
     Case("teacher fp32, tp 2", "teacher", tp=2),
     Case("teacher fp32, 4 rows of 512", "teacher", rows=4, length=512),
+    Case("teacher fp32, int8", "teacher", quantization="int8"),
+    Case("teacher bf16, int4", "teacher", dtype="bf16", quantization="int4"),
 )
 
 
@@ -103,7 +107,12 @@ def configuration(case: Case, model: Path) -> Config:
         activation_checkpointing=case.activation_checkpointing,
         lora=LoraConfig() if case.lora else None,
     )
-    teacher = TeacherConfig(model=str(model), dtype=case.dtype, parallel=parallel)  # type: ignore[arg-type]
+    teacher = TeacherConfig(
+        model=str(model),
+        dtype=case.dtype,  # type: ignore[arg-type]
+        quantization=case.quantization,  # type: ignore[arg-type]
+        parallel=parallel,
+    )
     config = Config(student=student, teachers=[teacher], data=DataConfig(max_length=case.length))
     config.loss.top_k = TOP_K
     config.loss.ce_weight, config.loss.fused = 0.5, "on" if case.fused else "off"

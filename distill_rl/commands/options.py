@@ -77,6 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_service(commands)
     _add_eval(commands)
     _add_align(commands)
+    _add_verify(commands)
     _add_export_and_report(commands)
     return parser
 
@@ -244,6 +245,23 @@ def _add_align(commands: Any) -> None:
     add("--json", dest="json_file", type=Path, metavar="FILE", help="also write the figures to FILE")
     verify_help = "check alignment and losses on this pair and these rows; exits with 1 if a check fails"
     add("--verify", action="store_true", help=verify_help)
+
+
+def _add_verify(commands: Any) -> None:
+    """Adds the command verify to the subparsers."""
+    verify = commands.add_parser("verify", help="measure what quantised weights cost a teacher")
+    actions = verify.add_subparsers(title="actions", metavar="ACTION", required=True)
+    description = (
+        "Load every teacher with teachers[].quantization twice, one after the other, with all of its weights and with "
+        "quantised ones, and compare what they say of a sample of the data: KL per token, agreement, memory, speed."
+    )
+    summary = "compare a teacher with and without its quantization"
+    add = _command(actions, "teacher", "verify.teacher", summary, description)
+    _add_config_and_overrides(add)
+    add("--rows", type=int, default=64, metavar="N", help="documents of the sample; default: %(default)s")
+    full_help = "folder, or hub name, of the original weights; for a teacher with quantization as_stored"
+    add("--full", metavar="DIR", help=full_help)
+    add("--out", type=Path, metavar="FILE", help="also write the figures to FILE, as JSON")
 
 
 def _add_export_and_report(commands: Any) -> None:

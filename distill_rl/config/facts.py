@@ -200,6 +200,13 @@ def in_vllm(model: StudentConfig | TeacherConfig) -> bool:
     return isinstance(model, TeacherConfig) and model.backend == "vllm"
 
 
+def may_be_quantized(model: StudentConfig | TeacherConfig) -> bool:
+    """Whether the weights in a model's folder may be quantised: the run does not read them, or reads them as they are."""
+    if isinstance(model, StudentConfig):
+        return False
+    return in_vllm(model) or model.quantization == "as_stored" or not runs_model(model)
+
+
 def only_reads(teacher: TeacherConfig) -> bool:
     """Whether all targets of this teacher are read from a store."""
     return teacher.backend == "store" and teacher.missing != "live"

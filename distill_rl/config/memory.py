@@ -20,6 +20,7 @@ from distill_rl.config.facts import (
     teacher_rows,
     width_divisor,
 )
+from distill_rl.config.quantization import made_weight_bytes, weight_bytes
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 
 ITEM_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -84,7 +85,7 @@ class WorkerMemory:
     gathered: int = 0
     """FSDP's unsharded copy of its largest unit, the gradient of that unit, and the communication buffers of both."""
     scratch: int = 0
-    """Temporaries of one optimizer step."""
+    """Temporaries of one optimizer step; of a teacher with quantised weights, the one that a layer computes with."""
     activations: int = 0
     logits: int = 0
     targets: int = 0
@@ -316,7 +317,8 @@ def teacher_memory(
 ) -> WorkerMemory:
     """Estimated peak memory of one teacher process.
 
-    It holds its weights over tp, the widest activations of one layer for its positions, and the logits of one chunk.
+    It holds its weights over tp (`quantization.weight_bytes`), the widest activations of one layer for its positions, and the
+    logits of one chunk.
 
     On a CPU the pages of the weight files count as memory of the process, and reading them may be its peak.
 
@@ -329,7 +331,8 @@ def teacher_memory(
     return WorkerMemory(
         worker=teacher.name,
         count=teacher.parallel.dp * ranks_per_row(teacher.parallel),
-        weights=item * ceil(model.parameters / tp),
+        weights=ceil(weight_bytes(teacher.quantization, model, item) / tp),
+        scratch=made_weight_bytes(teacher.quantization, model, item) // tp,
         activations=tokens * item * (6 * model.hidden_size + 3 * intermediate),
         logits=teacher_logits(config, teacher, model, on_gpu=on_gpu),
         targets=targets,

@@ -83,6 +83,8 @@ def decisive(config: Config) -> dict[str, Any]:
             del teacher["missing"]
         if teacher["weight_column"] is None:  # an empty `where` has no leaf either
             del teacher["weight_column"]
+        if teacher["quantization"] is None:
+            del teacher["quantization"]
     for key in ("workers", "deadline_s", "fast_ids", "dp"):
         del tree["aligner"][key]
     return dict(flat(tree))

@@ -98,13 +98,23 @@ def inner_model(model: PreTrainedModel) -> Any:
 
 def head(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Logits of hidden states [..., H], with the family's scale and soft cap, sharded like those of `logits`."""
+    return output_head(model)(hidden)
+
+
+def output_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """The function `head` of one model, which keeps its output layer and nothing else of it."""
+    layer = model.get_output_embeddings()
     scale, softcap = scale_and_cap(model.config)
-    out = model.get_output_embeddings()(hidden)
-    if scale != 1:
-        out = out * scale
-    if softcap is not None:
-        out = (out / softcap).tanh() * softcap
-    return out
+
+    def logits(hidden: Tensor) -> Tensor:
+        out = layer(hidden)
+        if scale != 1:
+            out = out * scale
+        if softcap is not None:
+            out = (out / softcap).tanh() * softcap
+        return out
+
+    return logits
 
 
 def scale_and_cap(hf_config: PreTrainedConfig) -> tuple[float, float | None]:

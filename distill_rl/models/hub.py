@@ -76,7 +76,7 @@ def read_config(path: str | Path, revision: str | None = None, *, quantized: boo
             first_line(error),
         ) from error
     if getattr(config, "quantization_config", None) and not quantized:
-        remedy = "use the original weights, or for a teacher the backend vllm"
+        remedy = "use the original weights, or for a teacher quantization: as_stored or the backend vllm"
         raise ConfigError(f"model {path}", "weights must not be quantized", remedy=remedy)
     if not is_joined(config.to_dict()):
         return config

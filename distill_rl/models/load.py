@@ -8,7 +8,8 @@
 4. `restore_buffers` recomputes buffers that no file holds, such as rotary frequencies.
 5. `read_weights` copies each parameter's slice from the files.
 
-So no rank ever holds more than its shards and one slice in the dtype of the files.
+So no rank ever holds more than its shards and one slice in the dtype of the files. Of a teacher with quantised weights these are
+taken out after the second step and put back one by one after the last (`quantization`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import StudentConfig, TeacherConfig
 from distill_rl.errors import ConfigError, first_line
 from distill_rl.models import families, forward
@@ -31,11 +33,14 @@ from distill_rl.models.attention import varlen
 from distill_rl.models.attention.choice import choose
 from distill_rl.models.buffers import restore_buffers
 from distill_rl.models.conversion import TABLE
+from distill_rl.models.files.headers import holds_several
 from distill_rl.models.hub import read_config, resolve
 from distill_rl.models.lora import adapters
 from distill_rl.models.parallelize import parallelize, reshard, tie_again
 from distill_rl.models.plan_check import check_plan
-from distill_rl.models.weights import WeightFiles, read_weights, tensors_in_files
+from distill_rl.models.quantization.apply import take_out, weight_bytes
+from distill_rl.models.quantization.weight import Format
+from distill_rl.models.weights import WeightFiles, read_tensor, read_weights, tensors_in_files
 from distill_rl.parallel.mesh import TP
 from distill_rl.parallel.sequence import own_positions
 
@@ -73,14 +78,14 @@ def load_model(
             a family that does not support what is requested.
     """
     path, student = settings.model, isinstance(settings, StudentConfig)
+    quantization = None if isinstance(settings, StudentConfig) else settings.quantization
     compute_dtype = DTYPES[settings.dtype]
     folder = resolve(path, settings.revision, weights=True)
-    config = read_config(folder)
+    config = read_config(folder, quantized=quantization == AS_STORED)
     family = families.family_of(config)
     key = "student.parallel.sp" if student else "teachers[].parallel.sp"
     if problems := families.sequence_parallel_problems(config, world.sp, world.tp, key):
         raise ConfigError.many(problems)
-    files = WeightFiles(folder)
     chosen = choose(
         settings.attention,
         config,
@@ -93,6 +98,11 @@ def load_model(
     if world.rank == 0:
         role = "student" if student else "teacher"
         log.info("%s: attention of the %s is %s (%s)", path, role, chosen.implementation, chosen.why)
+    if quantization == AS_STORED:
+        model = _load_as_stored(folder, config, world, dtype=compute_dtype, attention=chosen.implementation)
+        probe(model, packing=packing, chunked_head=True, world=world)
+        return model
+    files = WeightFiles(folder)
     lora = settings.lora if isinstance(settings, StudentConfig) else None
     dtype = torch.float32 if student and lora is None else compute_dtype
     model = skeleton(config, dtype=dtype, attention=chosen.implementation)
@@ -111,7 +121,7 @@ def load_model(
         compute_dtype=compute_dtype,
         compile=isinstance(settings, StudentConfig) and settings.compile,
     )
-    _fill(model, files, world)
+    _fill(model, files, world, quantization)
     adapters.initialise(model, seed)
     model.train(student)
     if lora is None:
@@ -149,13 +159,52 @@ def load_to_generate(folder: Path, world: World, *, dtype: torch.dtype | None = 
     return model.eval().requires_grad_(False)
 
 
-def _fill(model: PreTrainedModel, files: WeightFiles, world: World) -> None:
-    """Allocates what this rank holds of a model that is on the meta device, and reads it from the files."""
+def _fill(model: PreTrainedModel, files: WeightFiles, world: World, quantization: Format | None = None) -> None:
+    """Allocates what this rank holds of a model that is on the meta device, and reads it from the files.
+
+    Args:
+        quantization: of the weights of its decoder layers; None: none.
+    """
+    found = tensors_in_files(model, files)
+    taken = [] if quantization is None else take_out(model, quantization)
     model.to_empty(device=world.device)
     tie_again(model)
     restore_buffers(model)
-    sizes = read_weights(model, files)
+    sizes = read_weights(model, files, found)
+    for one in taken:
+        assert quantization is not None
+        part = one.parameter.to_local() if isinstance(one.parameter, DTensor) else one.parameter
+        weight = torch.empty(part.shape, dtype=part.dtype, device=world.device)
+        sizes.append(read_tensor(model, files, found, one.name, one.parameter, weight))
+        one.put_back(weight, quantization)
+        del weight
     log.info("%s: %d tensors, %.1f MB read by rank %d", files.folder, len(sizes), sum(sizes) / 1e6, world.rank)
+    if quantization is not None:
+        inside, others = weight_bytes(model)
+        log.info(
+            "%s: %d weights in %s take %.1f MB, the other tensors %.1f MB",
+            files.folder, len(taken), quantization, inside / 1e6, others / 1e6,
+        )  # fmt: skip
+
+
+def _load_as_stored(
+    folder: Path, config: PreTrainedConfig, world: World, *, dtype: torch.dtype, attention: str
+) -> PreTrainedModel:
+    """A frozen model from a quantised checkpoint, on this rank's device; otherwise as `load_model`.
+
+    Raises:
+        ConfigError: as `stored.load_as_stored`; the checkpoint is not quantised, holds several models, or should be
+            split over ranks.
+    """
+    from distill_rl.models.quantization.stored import as_stored_problem, load_as_stored
+
+    key = f"teachers[].quantization: {AS_STORED}"
+    if problem := as_stored_problem(config, several=holds_several(folder), tp=world.tp):
+        raise ConfigError(key, problem, str(folder))
+    varlen.register()
+    model = load_as_stored(folder, dtype=dtype, attention=attention, device=world.device, key=key)
+    _without_cache(model)
+    return model.eval().requires_grad_(False)
 
 
 def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
@@ -187,13 +236,18 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str | N
         ) from error
     # While its classes have their own names, which tables go by, and which FSDP2 changes.
     setattr(model, TABLE, get_model_conversion_mapping(model))
+    _without_cache(model)
+    return model
+
+
+def _without_cache(model: PreTrainedModel) -> None:
+    """Switches off a model's cache and the search for padding in its inputs."""
     # With a cache, packed documents would see each other; see forward.logits.
     model.config.use_cache = False
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             # It searches for padding, which makes the host wait for the GPU in every forward.
-            module.warn_if_padding_and_no_attention_mask = lambda *inputs: None
-    return model
+            module.warn_if_padding_and_no_attention_mask = lambda *inputs: None  # type: ignore[assignment]
 
 
 @torch.no_grad()

@@ -97,8 +97,11 @@ class WeightFiles:
 
 
 @torch.no_grad()
-def read_weights(model: PreTrainedModel, files: WeightFiles) -> list[int]:
+def read_weights(model: PreTrainedModel, files: WeightFiles, found: Match | None = None) -> list[int]:
     """Fills every parameter and persistent buffer of `model` from `files`, converting the dtype.
+
+    Args:
+        found: where they are, of a model that had more of them (`tensors_in_files`); None: it is found out.
 
     Returns:
         Bytes that this rank read of each tensor, in the dtype of the files. Tensors of which it holds nothing are left
@@ -108,33 +111,49 @@ def read_weights(model: PreTrainedModel, files: WeightFiles) -> list[int]:
         ConfigError: a tensor is missing, unexpected, of another shape or not a float, or tied tensors differ in the
             files.
     """
-    found = tensors_in_files(model, files)
+    found = tensors_in_files(model, files) if found is None else found
     sizes: list[int] = []
     for name, tensor in stored_tensors(model).items():
-        where = local_slices(tensor)
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if name in found.fused:
-            if local.numel():
-                sizes.append(_read_fused(model, found.fused[name], files, where, local))
-            continue
-        first, *aliases = found.stored[name]
-        for file_name in found.stored[name]:
-            files.require_shape(file_name, tensor)
-        dtype = files.dtype(first)
-        if not local.numel():
-            continue
-        part = files.read(first, where)
-        sizes.append(part.numel() * dtype.itemsize)
-        local.copy_(part)
-        for alias in aliases:
-            if not torch.equal(files.read(alias, where), part):
-                raise ConfigError(
-                    f"{files.folder}: tensors {first} and {alias}",
-                    "must be equal, because config.json ties them",
-                    "different values",
-                    "set tie_word_embeddings: false in config.json",
-                )
+        size = read_tensor(model, files, found, name, tensor, local)
+        if local.numel():
+            sizes.append(size)
     return sizes
+
+
+@torch.no_grad()
+def read_tensor(
+    model: PreTrainedModel, files: WeightFiles, found: Match, name: str, tensor: Tensor, local: Tensor
+) -> int:
+    """Fills `local` with this rank's part of one tensor of `model`, converting the dtype; returns the bytes read.
+
+    Args:
+        found: of `tensors_in_files`.
+        tensor: of the model, which may be on the meta device: its shape and how it is split.
+
+    Raises:
+        ConfigError: another shape in the files, not a float, or tied tensors that differ there.
+    """
+    where = local_slices(tensor)
+    if name in found.fused:
+        return _read_fused(model, found.fused[name], files, where, local) if local.numel() else 0
+    first, *aliases = found.stored[name]
+    for file_name in found.stored[name]:
+        files.require_shape(file_name, tensor)
+    dtype = files.dtype(first)
+    if not local.numel():
+        return 0
+    part = files.read(first, where)
+    local.copy_(part)
+    for alias in aliases:
+        if not torch.equal(files.read(alias, where), part):
+            raise ConfigError(
+                f"{files.folder}: tensors {first} and {alias}",
+                "must be equal, because config.json ties them",
+                "different values",
+                "set tie_word_embeddings: false in config.json",
+            )
+    return part.numel() * dtype.itemsize
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -38,6 +38,7 @@ from distill_rl.preflight.machine import (
 from distill_rl.preflight.memory import compare_memory
 from distill_rl.preflight.opened import Findings, Opened, open_models
 from distill_rl.preflight.pairs import compared_ids, projection_problems, teacher_facts, vocabulary_problems
+from distill_rl.preflight.quantization import stored_problems
 from distill_rl.preflight.stores.check import cache_problems, room_problems, stored_ids_problems
 from distill_rl.preflight.suites import check_suites
 from distill_rl.transport.room import total_bytes
@@ -159,6 +160,7 @@ def inspect(
     problems += extra_problems(config)
     problems += attention_problems(config, models, gpus=facts.gpus)
     problems += class_problems(config, models, gpus=facts.gpus)
+    problems += stored_problems(teachers, gpus=facts.gpus)
     problems += head_problems(config, teachers, facts.gpus)
     findings.notes += packing_notes(config, models)
     problems += kernel_problems(config, student, facts.gpus) if trains else ()

@@ -84,7 +84,8 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
 
     These are an attention that transformers does not have for the family, documents in one row that the family cannot
     keep apart, and tensors that are missing, left over or of another shape. A Llama-like model whose tensors are
-    plainly whole is not asked, because importing its class takes seconds. Nor is one that vLLM runs, with its own class.
+    plainly whole is not asked, because importing its class takes seconds. Nor is one that vLLM runs, with its own class, or one
+    whose weights are quantised, which only the quantiser can compare.
 
     Args:
         gpus: number visible on this machine.
@@ -93,10 +94,11 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
     from distill_rl.models.files.examine import examine
     from distill_rl.models.files.headers import read_headers
     from distill_rl.models.files.tensors import dtype_problems, plainly_whole
+    from distill_rl.models.quantization.stored import method_of
 
     packing, findings = config.data.packing, Findings()
     for model in models:
-        if model.config is None or model.folder is None or model.in_vllm:
+        if model.config is None or model.folder is None or model.in_vllm or method_of(model.config):
             continue
         shapes = {}
         if model.facts is not None:

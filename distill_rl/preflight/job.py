@@ -15,7 +15,7 @@ from distill_rl.config.facts import (
     Facts,
     ModelFacts,
     TeacherFacts,
-    in_vllm,
+    may_be_quantized,
     only_reads,
     running_teachers,
     runs_model,
@@ -30,7 +30,7 @@ from distill_rl.data.reading.source import Source
 from distill_rl.data.reading.sources import open_source, split_validation
 from distill_rl.data.routing import Routing
 from distill_rl.errors import ConfigError
-from distill_rl.models.files.facts import fingerprint_model, read_model_facts
+from distill_rl.models.files.facts import read_model_facts, teacher_identity
 from distill_rl.models.hub import read_config, resolve, stops_of, tokenizer_hash, tokenizer_of, vocabulary_size
 from distill_rl.preflight.lora import trained_weights, with_adapters
 from distill_rl.preflight.shared_vocabulary import SharedVocabulary, shared_vocabulary
@@ -153,7 +153,7 @@ def prepare(config: Config, paths: RunPaths, checked: Facts | None = None) -> Jo
 
 def _model_facts(model: StudentConfig | TeacherConfig) -> ModelFacts:
     """Sizes of a model, from its configuration and the headers of its weights; downloads a hub model."""
-    config = read_config(model.model, model.revision, quantized=in_vllm(model))
+    config = read_config(model.model, model.revision, quantized=may_be_quantized(model))
     return read_model_facts(resolve(model.model, model.revision, weights=True), config)
 
 
@@ -221,7 +221,7 @@ def _columns(teacher: TeacherConfig, tokenizer: Any) -> int:
     path, revision = described_by(teacher)
     if teacher.backend == "endpoint" or not (resolve(path, revision) / "config.json").is_file():
         return vocabulary_size(tokenizer)
-    return read_config(path, revision).vocab_size
+    return read_config(path, revision, quantized=may_be_quantized(teacher)).vocab_size
 
 
 def _pair_fingerprints(config: Config, crossing: Sequence[tuple[str, Any, CrossTokenizerSpec]]) -> dict[str, str]:
@@ -258,7 +258,7 @@ def _weights(teacher: TeacherConfig) -> str:
     if only_reads(teacher):
         assert teacher.store is not None
         return read_manifest(Path(teacher.store)).weights
-    return fingerprint_model(resolve(teacher.model, teacher.revision, weights=True))
+    return teacher_identity(teacher, resolve(teacher.model, teacher.revision, weights=True))
 
 
 def _model_fingerprints(config: Config) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from distill_rl.config.facts import Facts, gpus_per_rank, running_teachers
+from distill_rl.config.facts import Facts, gpus_per_rank, running_teachers, runs_model
 from distill_rl.config.layout import (
     evaluator_problem,
     gpu_groups,
@@ -18,6 +18,7 @@ from distill_rl.config.layout import (
     suites_every,
 )
 from distill_rl.config.measured import is_suite_score
+from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import problem, problems_of
 from distill_rl.models.attention.choice import installed
@@ -44,6 +45,15 @@ def extra_problems(config: Config) -> Iterator[str]:
     }
     extras |= {
         f"teachers.{i}.backend": (teacher.backend == "vllm", "vllm", "vllm", "vllm")
+        for i, teacher in enumerate(running_teachers(config))
+    }
+    extras |= {
+        f"teachers.{i}.quantization": (
+            runs_model(teacher) and teacher.quantization not in (None, AS_STORED),
+            str(teacher.quantization),
+            "torchao",
+            "quantization",
+        )
         for i, teacher in enumerate(running_teachers(config))
     }
     for key, (wanted, value, package, extra) in extras.items():

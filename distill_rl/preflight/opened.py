@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.config.facts import ModelFacts, in_vllm, running_teachers, runs_model
+from distill_rl.config.facts import ModelFacts, in_vllm, may_be_quantized, running_teachers, runs_model
 from distill_rl.config.paths import described_by, teacher_folder
 from distill_rl.config.reading.walk import MISSING
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
@@ -168,7 +168,7 @@ def _open_weights(key: str, folder: Path, opened: Opened, findings: Findings, *,
     if in_folder:
         return
     opened.folder = folder
-    opened.config = findings.attempt(key, lambda: read_config(folder, quantized=opened.in_vllm))
+    opened.config = findings.attempt(key, lambda: read_config(folder, quantized=may_be_quantized(opened.settings)))
     opened.stops = findings.attempt(key, lambda: configured_stops(folder)) or ()
     if opened.config is not None and not getattr(opened.config, "num_attention_heads", None):
         rule = f"must be a model with attention; {opened.config.model_type} has no attention heads"

@@ -41,7 +41,8 @@ class Manifest:
     """Name or folder of the teacher when it was captured; for people."""
     revision: str | None
     weights: str
-    """sha256 over config and weights (`models.files.facts.fingerprint_model`), or `served_identity`."""
+    """Of the teacher: sha256 over config and weights, and how they were quantised (`models.files.facts.teacher_identity`), or
+    `served_identity`."""
     tokenizer: str
     """sha256 over what determines a text's ids (`models.hub.tokenizer_hash`)."""
     vocabulary_size: int
@@ -56,7 +57,7 @@ class Manifest:
         mine, theirs = asdict(self), asdict(other)
         for name in mine:
             if name not in ("model", "revision", "files") and mine[name] != theirs[name]:
-                yield f"{_WORDS[name]} {_short(mine[name])} here, {_short(theirs[name])} there"
+                yield f"{_WORDS[name]} {short(mine[name])} here, {short(theirs[name])} there"
 
 
 _WORDS = {
@@ -74,11 +75,14 @@ _WORDS = {
 """What a user calls the fields."""
 
 
-def _short(value: Any) -> Any:
-    """A value as it is written in YAML; of a hash the first digits."""
+def short(value: Any) -> Any:
+    """A value as it is written in YAML; of a hash the first digits, and what is said behind it."""
     if value is None:
         return "null"
-    return value[:12] if isinstance(value, str) and len(value) == 64 else value
+    if not isinstance(value, str):
+        return value
+    first, space, rest = value.partition(" ")
+    return f"{first[:12]}{space}{rest}" if len(first) == 64 else value
 
 
 SERVED = "served"
@@ -170,7 +174,7 @@ def description_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
         if found != expected:
             remedy = "copy it again from where the store was made"
             rule = f"must have the sha256 {expected[:12]}… of the manifest"
-            yield str(StoreError(f"{file}, byte 0", rule, _short(found), remedy))
+            yield str(StoreError(f"{file}, byte 0", rule, short(found), remedy))
 
 
 def _checksum(value: dict[str, Any]) -> str:

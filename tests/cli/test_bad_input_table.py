@@ -149,6 +149,19 @@ def evaluation(place: Place) -> Ended:
     return distill_rl_in_process("train", "-c", config)
 
 
+def quantization(place: Place) -> Ended:
+    quantized = shutil.copytree(place.root / "teacher", place.root / "quantized")
+    config = json.loads((quantized / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "hqq"}}))
+    split = {"quantization": "as_stored", "parallel": {"tp": 2}, "export": "hidden"}
+    teachers = [
+        {"name": "whole", "model": f"{place.root}/teacher", "quantization": "as_stored"},
+        {"name": "unsaid", "model": f"{quantized}"},
+        {"name": "stored", "model": f"{quantized}", **split},
+    ]
+    return distill_rl_in_process("train", "-c", place.config("quantization", teachers=teachers))
+
+
 def output(place: Place) -> Ended:
     run = place.root / "output" / "taken"
     run.mkdir(parents=True)
@@ -273,6 +286,22 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
             "= 4: 2 = 0 * 4 + 2",
         ),
         "key-value heads of a teacher": ("evaluate.parallel.tp: teacher big: 2 key-value heads ", "= 4: 2 = 0 * 4 + 2"),
+    },
+    quantization: {
+        "a whole checkpoint as it is stored": (
+            "teachers.0.quantization",
+            "must be quantised",
+            "got as_stored",
+            "set teachers.0.quantization=int8, int4, fp8 or null",
+        ),
+        "a quantised checkpoint as if it were whole": (
+            "teachers.1.model",
+            "must not be quantized",
+            "quantization: as_stored",
+        ),
+        "a method without its package": ("teachers.2.quantization", "hqq weights need hqq", "pip install hqq"),
+        "stored weights on two ranks": ("teachers.2.parallel.tp", "must be 1", "got 2", "set it to 1"),
+        "hidden states of stored weights": ("teachers.2.export", "hidden needs", "set teachers.2.export=topk"),
     },
     sources: {
         "one source beside several": (

@@ -18,6 +18,7 @@ from distill_rl.config.rules.endpoints import endpoint_problems
 from distill_rl.config.rules.engines import engine_problems
 from distill_rl.config.rules.long_rows import long_row_problems
 from distill_rl.config.rules.lora import lora_problems
+from distill_rl.config.rules.quantization import quantization_problems
 from distill_rl.config.rules.routing import routing_problems
 from distill_rl.config.rules.stores import store_problems
 from distill_rl.config.schema import Config
@@ -50,6 +51,7 @@ def problems(config: Config) -> list[str]:
         *endpoint_problems(config),
         *long_row_problems(config),
         *lora_problems(config),
+        *quantization_problems(config),
         *_aligner(config),
         *_optimizer(config),
         *_checkpoints(config),

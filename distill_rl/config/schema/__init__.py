@@ -85,6 +85,8 @@ class TeacherConfig:
     """Revision of the model on the hub. null: the newest."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Dtype of the weights and the forward pass."""
+    quantization: Optional[Literal["int8", "int4", "fp8", "as_stored"]] = None
+    """How the weights are held, for backend hf (docs/teachers.md). int8, int4, fp8: those of the decoder layers as numbers of 8 or 4 bits, made when the model is loaded, from which each forward pass makes them again in `dtype`; needs the `quantization` extra. as_stored: the checkpoint is quantised already (GPTQ, AWQ, FP8, bitsandbytes, compressed-tensors, torchao, …), and is loaded as Transformers loads it, with parallel.tp 1. null: in `dtype`."""
     weight: float = field(default=1.0, metadata=NOT_NEGATIVE)
     """Weight of this teacher in the KD loss, relative to the sum of all teachers' weights."""
     score: Literal["static", "ce", "entropy"] = "static"

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.config.facts import ModelFacts
+from distill_rl.config.quantization import AS_STORED
+from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import problem
 from distill_rl.models.families import family_of, intermediate_size, num_experts
 from distill_rl.models.files.headers import read_headers, weight_files, weight_problems
@@ -158,6 +160,15 @@ def fingerprint_model(folder: Path) -> str:
                 content.seek(sample * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
                 digest.update(content.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def teacher_identity(teacher: TeacherConfig, folder: Path) -> str:
+    """What makes a teacher's targets: the hash of its weights (`fingerprint_model`) and, if they are quantised, how.
+
+    A checkpoint that is loaded as it is stored has a hash of its own.
+    """
+    made_here = teacher.quantization not in (None, AS_STORED)
+    return f"{fingerprint_model(folder)}{f' in {teacher.quantization}' if made_here else ''}"
 
 
 def folder_problems(key: str, folder: Path, *, weights: bool = True) -> list[str]:

@@ -77,7 +77,8 @@ def dtype_problems(key: str, headers: Mapping[str, Mapping[str, Any]]) -> list[s
         return []
     listed = _first([f"{name} is {dtype}" for name, dtype in others.items()])
     rule = f"the weights must be floats of 16 bits or more ({', '.join(FLOATS)})"
-    return [problem(key, rule, listed, "use the original, unquantized weights, or for a teacher the backend vllm")]
+    remedy = "use the original, unquantized weights, or for a teacher quantization: as_stored or the backend vllm"
+    return [problem(key, rule, listed, remedy)]
 
 
 def compare(key: str, model: PreTrainedModel, shapes: Shapes) -> list[str]:

@@ -13,13 +13,21 @@ from distill_rl.config.facts import Facts, running_teachers
 from distill_rl.config.paths import teacher_folder
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import StoreError, problem
-from distill_rl.models.files.facts import fingerprint_model
+from distill_rl.models.files.facts import teacher_identity
 from distill_rl.models.hub import cached
 from distill_rl.preflight.machine import size_text
 from distill_rl.preflight.opened import Findings, Opened
 from distill_rl.preflight.pairs import compared_ids
 from distill_rl.preflight.stores.make import manifest_of
-from distill_rl.store.manifest import FILE, SHARDS, Manifest, description_problems, read_manifest, served_identity
+from distill_rl.store.manifest import (
+    FILE,
+    SHARDS,
+    Manifest,
+    description_problems,
+    read_manifest,
+    served_identity,
+    short,
+)
 from distill_rl.store.store import Store
 from distill_rl.system.files import size_of
 
@@ -79,11 +87,11 @@ def _model_problems(key: str, settings: TeacherConfig, manifest: Manifest) -> It
         if found_in_cache is None:
             return
         folder = found_in_cache
-    found = findings.attempt(key, lambda: fingerprint_model(folder))
+    found = findings.attempt(key, lambda: teacher_identity(settings, folder))
     if found is not None and found != manifest.weights:
-        rule = f"must be the model of {settings.store} ({manifest.model}, weights {manifest.weights[:12]})"
-        remedy = "leave it out, name the same revision, or capture again"
-        yield problem(f"{key}.model", rule, f"{settings.model}, weights {found[:12]}", remedy)
+        rule = f"must be the model of {settings.store} ({manifest.model}, weights {short(manifest.weights)})"
+        remedy = "leave it out, name the same revision and quantization, or capture again"
+        yield problem(f"{key}.model", rule, f"{settings.model}, weights {short(found)}", remedy)
 
 
 def stored_ids_problems(student: Opened, teachers: Sequence[Opened]) -> Iterator[str]:
@@ -127,7 +135,7 @@ def cache_problems(config: Config, teachers: Sequence[Opened], *, on_gpu: bool, 
                 settings,
                 weights=served_identity(settings)
                 if settings.backend == "endpoint"
-                else fingerprint_model(opened.folder),
+                else teacher_identity(settings, opened.folder),
                 tokenizer=opened.tokenizer_hash,
                 vocabulary_size=size,
                 on_gpu=on_gpu,

@@ -18,7 +18,7 @@ def config_with_all_extras() -> Config:
     config.student.kernels, config.loss.backend = "liger", "triton"
     config.observe.wandb = config.observe.mlflow = config.ray.dashboard = True
     config.evaluate.suites, config.evaluate.backend = ["mmlu"], "vllm"
-    config.teachers = [TeacherConfig(), TeacherConfig(backend="vllm")]
+    config.teachers = [TeacherConfig(), TeacherConfig(backend="vllm"), TeacherConfig(quantization="int4")]
     return config
 
 
@@ -32,6 +32,7 @@ def test_each_setting_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         "ray.dashboard: needs aiohttp_cors, which is not installed; got true; " + install_extra("dashboard"),
         "evaluate.backend: needs vllm, which is not installed; got vllm; " + install_extra("vllm"),
         "teachers.1.backend: needs vllm, which is not installed; got vllm; " + install_extra("vllm"),
+        "teachers.2.quantization: needs torchao, which is not installed; got int4; " + install_extra("quantization"),
     ]
 
 
@@ -48,7 +49,7 @@ def test_namespace_package_does_not_count_as_installed(monkeypatch: pytest.Monke
     assert list(extra_problems(config_with_all_extras())) == []
     monkeypatch.undo()
     monkeypatch.setattr(attention, "find_spec", lambda name: ModuleSpec(name, None))
-    assert len(list(extra_problems(config_with_all_extras()))) == 7
+    assert len(list(extra_problems(config_with_all_extras()))) == 8
 
 
 def test_folder_of_the_same_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

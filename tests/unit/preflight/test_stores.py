@@ -144,6 +144,18 @@ def test_everything_that_the_store_does_not_have_is_reported_at_once(kit, tmp_pa
     assert f"got {other}, weights {fingerprint_model(other)[:12]}" in next(line for line in lines if ".model:" in line)
 
 
+def test_a_quantised_teacher_is_another_than_the_full_one(kit):
+    weights = fingerprint_model(kit.material / "teacher")
+    full, quantised = f", model: {kit.material}/teacher", f", model: {kit.material}/teacher, quantization: int8"
+    line = only(kit.check(kit.store(), entry=quantised).problems)
+    assert line.startswith("teachers.0.model: must be the model of ")
+    assert f"weights {weights[:12]}); got {kit.material}/teacher, weights {weights[:12]} in int8; " in line
+    store = kit.store(weights=f"{weights} in int8")
+    assert kit.check(store, entry=quantised).problems == []
+    assert f"weights {weights[:12]} in int8); got " in only(kit.check(store, entry=full).problems)
+    assert kit.check(store).problems == []
+
+
 def test_the_model_that_was_captured_may_be_named(kit):
     assert kit.check(kit.store(), entry=f", model: {kit.material}/teacher").problems == []
 

@@ -1,0 +1,126 @@
+"""distill-rl verify teacher: what quantised weights cost a teacher, measured on a sample of the run's documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distill_rl.config.facts import Facts, running_teachers, runs_model
+from distill_rl.config.quantization import AS_STORED
+from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.errors import ConfigError, DataError
+from distill_rl.observe.log import printable, say, setup_console, status
+from distill_rl.preflight import gather
+
+if TYPE_CHECKING:
+    from distill_rl.data.batch.tokenization import Encoded
+    from distill_rl.teacher.comparison import Comparison
+
+
+def teacher(path: str, overrides: Sequence[str], *, rows: int, full: str | None, out: Path | None) -> int:
+    """Compares every teacher with quantised weights with itself without, prints a table of each, and returns 0.
+
+    The two are loaded one after the other, on the first GPU or else on the CPU, by this process alone.
+
+    Args:
+        rows: documents of the sample, evenly spaced over the data.
+        full: folder of the original weights, for a teacher that is loaded as it is stored.
+        out: JSON file for the figures; None: none.
+
+    Raises:
+        ConfigError: bad input, or no teacher with quantised weights.
+        DataError: no document of the sample has a token to train on.
+    """
+    setup_console()
+    with status(f"checking  {path}"):
+        checked = gather(
+            path, overrides, clean=True, say=lambda text: say(f"data      {text}"), trains=False, ask=False
+        )
+        config = checked.require_valid(lambda config: _problems(config, rows=rows, full=full))
+    import torch
+
+    from distill_rl.teacher.comparison import compare
+
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    found = []
+    for settings, tokenizer, vocabulary_size in _quantized(config, checked.facts):
+        documents = _documents(config, tokenizer, rows)
+        say(f"comparing {settings.name} with and without quantization: {settings.quantization}, on {device}")
+        comparison = compare(
+            config, settings, documents, vocabulary_size=vocabulary_size, device=device, full=full
+        )  # fmt: skip
+        print("\n".join(map(printable, lines(comparison))))
+        found.append(asdict(comparison) | {"device": device.type})
+    if out is not None:
+        from distill_rl.system.files import write_json
+
+        write_json(out, {"teachers": found})
+    return 0
+
+
+def lines(found: Comparison) -> Iterator[str]:
+    """A comparison as a table."""
+    yield f"teacher {found.teacher}: {found.quantization}, {found.documents} documents, {found.tokens:,} positions"
+    yield f"  KL(full || quantised)       {found.kl_mean:.3g} nats per token, 99 % below {found.kl_p99:.3g}"
+    yield f"  same most likely token      {found.top1_agreement:.2%}"
+    yield f"  probability of the top {found.top_k:<4} {found.mass_full:.4f}, of the quantised teacher's {found.mass_quantized:.4f}"
+    yield f"  {'':<20}{'full':>14}{found.quantization:>14}"
+    for name, full, other in (
+        ("weights, MiB", found.full.weight_bytes / 2**20, found.quantized.weight_bytes / 2**20),
+        ("peak memory, MiB", found.full.peak_bytes / 2**20, found.quantized.peak_bytes / 2**20),
+        ("tokens/s", found.full.tokens_per_s, found.quantized.tokens_per_s),
+    ):
+        yield f"  {name:<20}{full:>14,.1f}{other:>14,.1f}"
+
+
+def _problems(config: Config, *, rows: int, full: str | None) -> Iterator[str]:
+    """Yields what this command needs and lacks, one line each."""
+    teachers = [settings for settings in running_teachers(config) if _is_quantized(settings)]
+    stored = [settings.name for settings in teachers if settings.quantization == AS_STORED]
+    if rows < 1:
+        yield str(ConfigError("--rows", "must be 1 or more", rows))
+    if not teachers:
+        remedy = "for example teachers.0.quantization=int8"
+        yield str(ConfigError("teachers[].quantization", "a teacher must have it, to be compared", None, remedy))
+    if stored and full is None:
+        rule = f"needs the original weights of {stored[0]}, which its quantised checkpoint does not hold"
+        yield str(ConfigError("--full", rule, "not given", "name their folder"))
+    if full is not None and (len(stored) != 1 or len(teachers) != 1):
+        rule = "names the original weights of the one teacher with quantization as_stored"
+        yield str(ConfigError("--full", rule, full, "leave it out, or compare that teacher alone"))
+
+
+def _is_quantized(settings: TeacherConfig) -> bool:
+    return settings.quantization is not None and runs_model(settings)
+
+
+def _quantized(config: Config, facts: Facts) -> Iterator[tuple[TeacherConfig, object, int]]:
+    """Yields every teacher to compare, the tokenizer whose ids it reads in the run, and how many of these count."""
+    from distill_rl.models.hub import tokenizer_of, vocabulary_size
+
+    for settings, known in facts.by_teacher(config):
+        if _is_quantized(settings):
+            tokenizer = tokenizer_of(config.student if known.cross_tokenizer_loss is None else settings)
+            size = vocabulary_size(tokenizer) if known.vocabulary_size is None else known.vocabulary_size
+            yield settings, tokenizer, size
+
+
+def _documents(config: Config, tokenizer: object, rows: int) -> list[Encoded]:
+    """At most `rows` evenly spaced documents with something to train on, cut at `data.max_length`.
+
+    Raises:
+        DataError: there is none, or the data cannot be read.
+    """
+    from distill_rl.data.batch.tokenization import Tokenization
+    from distill_rl.data.reading.sources import open_source
+
+    source = open_source(config.data)
+    tokenization = Tokenization.of(tokenizer, config.data, format=source.kind)
+    places = sorted({i * len(source) // rows for i in range(rows)}) if len(source) else []
+    documents = [tokenization.encode(source[place]) for place in places]
+    documents = [document for document in documents if document.has_labels]
+    if not documents:
+        raise DataError("data", "the sample must have tokens to train on", f"{len(places)} rows without any")
+    return documents

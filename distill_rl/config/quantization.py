@@ -1,0 +1,40 @@
+"""What quantised weights of a teacher take, and what must hold for them; nothing here needs torch."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from distill_rl.config.facts import ModelFacts
+
+AS_STORED: Final = "as_stored"
+"""`teachers[].quantization` of a checkpoint that is quantised already."""
+GROUP = 64
+"""Input features that share a scale in int4; fewer where it does not divide them."""
+
+
+def weight_bytes(quantization: str | None, model: ModelFacts, item: int) -> int:
+    """Bytes of a teacher's weights, over all of its ranks.
+
+    With int8 and fp8 a weight of the decoder layers takes a byte, and a row of them a scale of four; with int4 half a
+    byte, and a group of them a scale of `item` bytes and one for the zero point. Embeddings and output layer keep their
+    dtype.
+
+    Args:
+        quantization: of `teachers[]`; None: weights of `item` bytes.
+        item: bytes per element of the dtype of the computation.
+    """
+    if quantization is None:
+        return item * model.parameters
+    if quantization == AS_STORED:
+        return model.bytes_on_disk
+    tables = model.vocabulary_columns * model.hidden_size * (1 if model.tied else 2)
+    layers = max(0, model.parameters - tables)
+    each = 0.5 + (item + 1) / GROUP if quantization == "int4" else 1 + 4 / model.hidden_size
+    return item * tables + int(each * layers)
+
+
+def made_weight_bytes(quantization: str | None, model: ModelFacts, item: int) -> int:
+    """Bytes of the largest weight that a layer makes for its product; 0 for weights that are not quantised here."""
+    if quantization in (None, AS_STORED):
+        return 0
+    return item * model.hidden_size * max(model.intermediate_size, model.hidden_size)

@@ -1,0 +1,98 @@
+"""Which weights of a model are quantised, and how they get there one after the other.
+
+    take_out → allocate and read all other tensors → put_back, weight by weight
+
+Between the two steps the model holds nothing of the weights, so that at no time more than one of them exists in the dtype of
+the computation. These are the linear layers and the experts of the decoder layers. Embeddings, output layer, norms, biases
+and routers stay as they are: they are small, or decide much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from distill_rl.models.families import decoder_layers
+from distill_rl.models.quantization.weight import Format, QuantizedWeight, group_of, quantize_layer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Names of the linear layers that choose or weigh experts."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Taken:
+    """A weight that was taken out of a model on the meta device."""
+
+    name: str
+    """Of the parameter in the model."""
+    owner: nn.Module
+    attribute: str
+    parameter: nn.Parameter
+    """On the meta device; a DTensor if tensor parallelism has split it."""
+    transposed: bool
+    """Whether it is [inputs, outputs]."""
+
+    def put_back(self, weight: Tensor, format: Format) -> None:
+        """Gives the model this rank's part of the weight, quantised."""
+        if weight.ndim == 3:
+            setattr(self.owner, self.attribute, QuantizedWeight(weight, format, transposed=self.transposed))
+            return
+        setattr(self.owner, self.attribute, self.parameter)
+        quantize_layer(self.owner, weight, format, transposed=self.transposed)
+
+
+def take_out(model: PreTrainedModel, format: Format) -> list[Taken]:
+    """Removes the weights that are to be quantised from a model on the meta device, and returns them in its order.
+
+    Experts must then be computed one by one, so that is how the model's will be.
+    """
+    taken = [one for one in _quantizable(model) if _suits(one, format)]
+    for one in taken:
+        del one.owner._parameters[one.attribute]
+        if one.parameter.ndim == 3:
+            one.owner.config._experts_implementation = "eager"  # type: ignore[union-attr]
+    return taken
+
+
+def weight_bytes(model: nn.Module) -> tuple[int, int]:
+    """Bytes that this rank holds of quantised weights, and of all other parameters and buffers."""
+    quantized = [module for module in model.modules() if isinstance(module, QuantizedWeight)]
+    inside = sum(buffer.nbytes for module in quantized for buffer in module.buffers())
+    whole = [*model.parameters(), *model.buffers()]
+    return inside, sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in whole) - inside
+
+
+def _quantizable(model: PreTrainedModel) -> Iterator[Taken]:
+    """Yields the weights of the decoder layers that are matrices to multiply with, and not a router's."""
+    from transformers.pytorch_utils import Conv1D
+
+    tied = {id(model.get_parameter(name)) for pair in model.all_tied_weights_keys.items() for name in pair}
+    names = {id(module): name for name, module in model.named_modules()}
+    for layer in decoder_layers(model):
+        for module in layer.modules():
+            name = names[id(module)]
+            if type(module) in (nn.Linear, Conv1D):
+                is_router = name.rpartition(".")[2] in ROUTERS
+                weight = module.get_parameter("weight")
+                if not is_router and id(weight) not in tied:
+                    yield Taken(f"{name}.weight", module, "weight", weight, type(module) is Conv1D)
+            # Transformers' experts with a choice of implementations, one of which takes them one by one.
+            elif hasattr(module, "is_transposed"):
+                for attribute, parameter in module.named_parameters(recurse=False):
+                    if parameter.ndim == 3:
+                        yield Taken(f"{name}.{attribute}", module, attribute, parameter, bool(module.is_transposed))
+
+
+def _suits(one: Taken, format: Format) -> bool:
+    """Whether this rank's part of a weight can be quantised; one of experts only if no rank has a part of it."""
+    part = one.parameter.to_local() if isinstance(one.parameter, DTensor) else one.parameter
+    if part.ndim == 3 and part is not one.parameter:
+        return False
+    return part.numel() > 0 and group_of(format, part.shape[-2 if one.transposed else -1]) > 0

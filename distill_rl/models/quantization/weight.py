@@ -1,0 +1,188 @@
+"""A weight as numbers of 8 or 4 bits, and the layer that computes with one.
+
+    int8   w ≈ s · q        q from -127 to 127, one scale s per output feature
+    fp8    w ≈ s · q        q a float8_e4m3fn, one scale per output feature
+    int4   w ≈ s · (q - z)  q and z from 0 to 15, two q to a byte, a scale and a z for every GROUP input features
+
+torchao chooses scales and rounds. Each forward pass makes the weight again, in the dtype of the computation, multiplies,
+and drops it: with the thousands of tokens of a teacher's micro-batch that takes a small part of the matrix product's time,
+whereas torchao's own 4-bit kernels are for a few tokens at a time and need one kind of GPU each. So all formats work on
+every device, and on a shard of a weight like on a whole one.
+
+Shapes: O output features, I input features, G groups of input features.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn.functional import linear
+
+from distill_rl.config.quantization import GROUP
+
+Format = Literal["int8", "int4", "fp8"]
+LEAST_GROUP = 16
+"""A weight that would need smaller groups is not worth 4 bits and stays as it is."""
+
+
+def group_of(format: Format, inputs: int) -> int:
+    """How many of a weight's `inputs` features share a scale; 0 if the format does not suit that many."""
+    if format != "int4":
+        return inputs
+    group = gcd(GROUP, inputs)
+    return group if group >= LEAST_GROUP else 0
+
+
+class QuantizedWeight(nn.Module):
+    """The weight of a linear layer, or those of a layer's experts, in one of the formats above.
+
+    Args:
+        weight: [O, I], or [experts, O, I], of the dtype in which it is made again; its rows must suit the format
+            (`group_of`).
+        transposed: whether `weight` is [I, O] instead, as it is then made again.
+    """
+
+    data: Tensor
+    """int8 or float8 [..., O, I], or uint8 [..., O, I / 2] with the even features in the low bits."""
+    scale: Tensor
+    """[..., O, G]: fp32, with int4 in the dtype of the weight."""
+    zero: Tensor | None
+    """uint8 [..., O, G], with int4."""
+
+    def __init__(self, weight: Tensor, format: Format, *, transposed: bool = False):
+        super().__init__()
+        self.format, self.transposed, self.dtype, self.shape = format, transposed, weight.dtype, weight.shape
+        rows = weight.detach()
+        rows = rows.mT if transposed else rows
+        # One expert at a time, because torchao computes in fp32.
+        parts = [quantize(part.contiguous(), format) for part in (rows if rows.ndim == 3 else [rows])]
+        for name in ("data", "scale", "zero"):
+            found = [part[name] for part in parts if name in part]
+            tensor = None if not found else torch.stack(found) if rows.ndim == 3 else found[0]
+            self.register_buffer(name, tensor, persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def dequantize(self) -> Tensor:
+        """The whole weight, in its first shape and dtype."""
+        return self._made(self.data, self.scale, self.zero)
+
+    def __getitem__(self, expert: int | Tensor) -> Tensor:
+        """One expert's weight, which is all that Transformers' loop over the experts asks for."""
+        zero = None if self.zero is None else self.zero[expert]
+        return self._made(self.data[expert], self.scale[expert], zero)
+
+    def _made(self, data: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        weight = dequantize(data, scale, zero, self.dtype)
+        return weight.mT if self.transposed else weight
+
+    def extra_repr(self) -> str:
+        return f"{self.format}, {list(self.shape)}"
+
+
+def quantize(weight: Tensor, format: Format) -> dict[str, Tensor]:
+    """`data`, `scale` and, with int4, `zero` of a weight [O, I], as in `QuantizedWeight`."""
+    from torchao.quantization import (
+        Float8Tensor,
+        MappingType,
+        PerRow,
+        choose_qparams_affine,
+        quantize_affine,
+    )
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    dtype, weight = weight.dtype, weight.float()  # torchao's arithmetic is in the weight's dtype
+    if format == "fp8":
+        # Its kernels for single kinds of GPUs may round otherwise, and without a lower bound a row of zeros becomes NaN.
+        made = Float8Tensor.from_hp(
+            weight, granularity=PerRow(), hp_value_lb=1e-12, kernel_preference=KernelPreference.TORCH
+        )
+        return {"data": made.qdata, "scale": made.scale}
+    block = (1, group_of(format, weight.shape[-1]))
+    least, most = (-127, 127) if format == "int8" else (0, 15)
+    kind = torch.int8 if format == "int8" else torch.uint8
+    scale, zero = choose_qparams_affine(
+        weight,
+        MappingType.SYMMETRIC if format == "int8" else MappingType.ASYMMETRIC,
+        block,
+        kind,
+        quant_min=least,
+        quant_max=most,
+        eps=torch.finfo(torch.float32).eps,
+        scale_dtype=torch.float32 if format == "int8" else dtype,
+        zero_point_dtype=kind,
+        keepdim=True,
+    )
+    codes = quantize_affine(weight, block, scale.float(), zero, kind, quant_min=least, quant_max=most)
+    if format == "int8":
+        return {"data": codes, "scale": scale}
+    return {"data": codes[:, ::2] | codes[:, 1::2] << 4, "scale": scale, "zero": zero}
+
+
+def dequantize(data: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The weight [..., O, I] that numbers stand for: one tensor of `dtype`, changed in place, and with int4 its bytes.
+
+    torchao's `dequantize_affine` would go through int32, at twice the memory or more.
+    """
+    if zero is None:
+        return data.to(dtype).mul_(scale)
+    codes = torch.stack((data & 15, data >> 4), dim=-1)
+    groups = codes.view(*scale.shape, -1).to(dtype)
+    return groups.sub_(zero[..., None]).mul_(scale[..., None]).flatten(-2)
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer whose `weight` is a `QuantizedWeight`; never made, but what `quantize_layer` turns a layer into.
+
+    Under tensor parallelism it holds this rank's shard of the weight, and DTensors arrive and leave like those of the
+    layer that it was.
+    """
+
+    weight: QuantizedWeight
+    bias: Tensor | None
+    leaves: Placement
+    """How the product is distributed over the tensor-parallel ranks."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., I] → [..., O]."""
+        weight = self.weight.dequantize()
+        if self.weight.transposed:
+            weight = weight.mT
+        if not isinstance(hidden, DTensor):
+            return linear(hidden, weight, self.bias)
+        product = linear(hidden.to_local(), weight)
+        out = DTensor.from_local(product, hidden.device_mesh, [self.leaves], run_check=False)
+        if self.bias is None:
+            return out
+        whole = Replicate() if self.leaves.is_partial() else self.leaves
+        return out.redistribute(placements=[whole]) + self.bias
+
+
+def quantize_layer(layer: nn.Module, weight: Tensor, format: Format, *, transposed: bool) -> None:
+    """Turns a linear layer into a `QuantizedLinear` in place, so that its bias and its hooks stay.
+
+    Args:
+        layer: `nn.Linear`, or GPT-2's `Conv1D`, whose weight is transposed; its own weight, which may be on the meta
+            device, says how it is split over ranks.
+        weight: this rank's shard of the weight, which the layer's own lacks.
+    """
+    placement = layer.weight.placements[0] if isinstance(layer.weight, DTensor) else Replicate()
+    del layer.weight
+    layer.__class__ = QuantizedLinear
+    assert isinstance(layer, QuantizedLinear)
+    layer.weight = QuantizedWeight(weight, format, transposed=transposed)
+    layer.leaves = _leaves(placement, transposed=transposed)
+
+
+def _leaves(placement: Placement, *, transposed: bool) -> Placement:
+    """How the product of a whole or split input with a split weight is distributed."""
+    if not isinstance(placement, Shard):
+        return Replicate()
+    by_output = placement.dim == (1 if transposed else 0)
+    return Shard(-1) if by_output else Partial()

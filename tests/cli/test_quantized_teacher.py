@@ -1,0 +1,79 @@
+"""A run with a teacher of 8 bits, its store, and what `verify teacher` measures of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.command import Cluster, distill_rl, distill_rl_in_process, series
+
+pytestmark = pytest.mark.cli
+pytest.importorskip("torchao", reason="the extra `quantization` is not installed")
+
+INT8 = "teachers.0.quantization=int8"
+LOSSES = ("train/kl_loss", "train/loss", "train/grad_norm")
+
+
+def losses(run: Path) -> dict[str, list[tuple[int, float]]]:
+    return {metric: series(run, metric) for metric in LOSSES}
+
+
+def test_a_quantised_teacher_teaches_and_its_cache_is_not_that_of_the_full_one(
+    material, cluster: Cluster, tmp_path: Path
+):
+    """The second run, resumed from the first, reads what it has stored, to the bit; of the full teacher both are refused."""
+    config, cache = material.config(tmp_path), f"teachers.0.cache={tmp_path}/cache"
+    ended = distill_rl("train", "-c", config, INT8, cache, "train.steps=3", cluster=cluster)
+    assert ended.code == 0, ended.err
+    run = tmp_path / "runs" / "tiny"
+    log = "".join(file.read_text() for file in (run / "logs").rglob("*.log"))
+    assert "14 weights in int8 take" in log
+    first = losses(run)
+    assert [step for step, _ in first["train/kl_loss"]] == [1, 2, 3]
+    ended = distill_rl("train", "-c", config, INT8, cache, "train.steps=3", "run.name=again", cluster=cluster)
+    assert ended.code == 0, ended.err
+    assert losses(run.parent / "again") == first
+    refused = distill_rl_in_process("train", "-c", config, cache, "train.steps=3", "run.name=full")
+    assert refused.code == 2
+    (line,) = refused.errors
+    assert "the teacher's weights" in line
+    assert " in int8 here, " in line
+    resumed = distill_rl_in_process("train", "-c", config, "train.steps=4", "--resume")
+    assert resumed.code == 2
+    assert any("teacher big" in line or "quantization" in line for line in resumed.errors), resumed.err
+
+
+@pytest.mark.parametrize("teacher", ["teacher", "foreign"])
+def test_verify_measures_what_eight_and_four_bits_cost(material, tmp_path: Path, teacher: str):
+    config, found = material.config(tmp_path, teacher), {}
+    for format in ("int8", "int4"):
+        out = tmp_path / f"{format}.json"
+        setting = f"teachers.0.quantization={format}"
+        ended = distill_rl_in_process("verify", "teacher", "-c", config, setting, "--rows", "9", "--out", out)
+        assert ended.code == 0, ended.err
+        (found[format],) = json.loads(out.read_text())["teachers"]
+        assert f"teacher big: {format}, 9 documents, {found[format]['tokens']:,} positions" in ended.out
+    eight, four = found["int8"], found["int4"]
+    assert 0 < eight["kl_mean"] < four["kl_mean"] < four["kl_p99"] < 1
+    assert 1 >= eight["top1_agreement"] > four["top1_agreement"] > 0.5
+    assert 1 > eight["mass_full"] >= eight["mass_quantized"] > four["mass_quantized"] > 0.1
+    assert eight["mass_full"] == four["mass_full"]
+    assert eight["full"]["weight_bytes"] == four["full"]["weight_bytes"]
+    assert eight["full"]["weight_bytes"] > eight["quantized"]["weight_bytes"] > four["quantized"]["weight_bytes"]
+    assert all(cost[side]["tokens_per_s"] > 0 for cost in found.values() for side in ("full", "quantized"))
+
+
+def test_verify_says_what_it_lacks(material, tmp_path: Path):
+    config = material.config(tmp_path)
+    cases = {
+        (): ("teachers[].quantization", "for example teachers.0.quantization=int8"),
+        (INT8, "--rows", "0"): ("--rows", "must be 1 or more"),
+        (INT8, "--full", str(tmp_path)): ("--full", "of the one teacher with quantization as_stored"),
+    }
+    for arguments, words in cases.items():
+        ended = distill_rl_in_process("verify", "teacher", "-c", config, *arguments)
+        assert ended.code == 2
+        (line,) = ended.errors
+        assert all(word in line for word in words), line
