@@ -102,7 +102,7 @@ def _compare_gpus(config: Config, facts: Facts, findings: Findings, gpus: Sequen
 
 _GPU_REMEDY = (
     "raise parallel.tp, parallel.sp or student.parallel.dp, lower train.micro_batch_size or data.max_length, "
-    "set student.activation_checkpointing=true, or train adapters only with student.lora={}"
+    "set student.activation_checkpointing=true or teachers[].quantization=int8, or train adapters only with student.lora={}"
 )
 
 

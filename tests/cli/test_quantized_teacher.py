@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.command import Cluster, distill_rl, distill_rl_in_process, series
+from tests.helpers.quantized import store_quantized
 
 pytestmark = pytest.mark.cli
 pytest.importorskip("torchao", reason="the extra `quantization` is not installed")
@@ -58,11 +59,27 @@ def test_verify_measures_what_eight_and_four_bits_cost(material, tmp_path: Path,
     eight, four = found["int8"], found["int4"]
     assert 0 < eight["kl_mean"] < four["kl_mean"] < four["kl_p99"] < 1
     assert 1 >= eight["top1_agreement"] > four["top1_agreement"] > 0.5
-    assert 1 > eight["mass_full"] >= eight["mass_quantized"] > four["mass_quantized"] > 0.1
+    assert 1 > eight["mass_full"] >= eight["mass_quantized"] > four["mass_quantized"] > 0.05
     assert eight["mass_full"] == four["mass_full"]
     assert eight["full"]["weight_bytes"] == four["full"]["weight_bytes"]
     assert eight["full"]["weight_bytes"] > eight["quantized"]["weight_bytes"] > four["quantized"]["weight_bytes"]
     assert all(cost[side]["tokens_per_s"] > 0 for cost in found.values() for side in ("full", "quantized"))
+
+
+def test_a_stored_checkpoint_is_compared_with_the_weights_that_were_quantised(material, tmp_path: Path):
+    config, out = material.config(tmp_path), tmp_path / "figures.json"
+    stored = store_quantized(tmp_path / "stored", material.root / "teacher")
+    settings = (f"teachers.0.model={stored}", "teachers.0.quantization=as_stored", "--rows", "5")
+    (line,) = distill_rl_in_process("verify", "teacher", "-c", config, *settings).errors
+    assert "--full: needs the original weights of big" in line
+    full = ("--full", material.root / "teacher", "--out", out)
+    ended = distill_rl_in_process("verify", "teacher", "-c", config, *settings, *full)
+    assert ended.code == 0, ended.err
+    (found,) = json.loads(out.read_text())["teachers"]
+    assert (found["quantization"], found["documents"]) == ("as_stored", 5)
+    assert 0 < found["kl_mean"] < 0.01
+    checked = distill_rl_in_process("check", "-c", config, *settings[:2])
+    assert checked.code == 0, checked.err
 
 
 def test_verify_says_what_it_lacks(material, tmp_path: Path):

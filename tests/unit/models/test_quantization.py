@@ -20,6 +20,7 @@ from distill_rl.models.quantization import apply
 from distill_rl.models.quantization.weight import QuantizedLinear, QuantizedWeight, quantize_layer
 from distill_rl.parallel.mesh import World
 from tests.helpers.load import load_model
+from tests.helpers.quantized import store_quantized
 from tests.helpers.zoo import write_family, write_model
 
 pytest.importorskip("torchao", reason="the extra `quantization` is not installed")
@@ -130,21 +131,10 @@ def test_rows_that_four_bits_do_not_suit_stay_as_they_are(tmp_path: Path, world:
     assert quantized == [f"model.layers.{i}.mlp.down_proj.weight" for i in range(model.config.num_hidden_layers)]
 
 
-def stored(folder: Path, source: Path) -> Path:
-    """A checkpoint that Transformers has quantised with torchao, beside its tokenizer."""
-    from torchao.quantization import Int8WeightOnlyConfig
-    from transformers import AutoTokenizer, TorchAoConfig
-
-    config = TorchAoConfig(Int8WeightOnlyConfig())
-    AutoModelForCausalLM.from_pretrained(source, quantization_config=config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    return folder
-
-
 @torch.no_grad()
 def test_a_stored_checkpoint_has_the_logits_of_transformers(tmp_path: Path, world: World) -> None:
     source = write_model(tmp_path / "whole", "llama", hidden=64)
-    path = stored(tmp_path / "stored", source)
+    path = store_quantized(tmp_path / "stored", source)
     model = load_model(path, world, role="teacher", dtype="fp32", quantization="as_stored")
     plain = AutoModelForCausalLM.from_pretrained(path).eval()
     wanted = plain(input_ids=IDS, use_cache=False).logits
