@@ -1,77 +1,220 @@
-"""distill-rl export: writes a checkpoint as a Hugging Face folder, in this process, without Ray."""
+"""distill-rl export: writes a checkpoint as a Hugging Face folder and uploads it, in this process, without Ray."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distill_rl.errors import CheckpointError, ConfigError
 from distill_rl.observe.log import say
 from distill_rl.run import checkpoints
 from distill_rl.types import RunPaths
 
+if TYPE_CHECKING:
+    from distill_rl.config.schema import Config
+    from distill_rl.run.checkpoints import Checkpoint
 
-def export(run: Path, *, checkpoint: str, out: Path | None) -> int:
+_UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+@dataclass(frozen=True, slots=True)
+class _Export:
+    """What is to be in the folder, and where that is."""
+
+    paths: RunPaths
+    config: Config
+    folder: Path
+    dtype: str
+    """`as_stored`, `fp32` or `bf16`."""
+    max_file_bytes: int | None
+    """None: the default of `export_model`."""
+    licence: str | None
+
+    def card(self, step: int, data_fingerprint: str) -> str:
+        """The text of the model card."""
+        from distill_rl.models.files.licence import licence
+        from distill_rl.run.card import card_of, measured_at
+
+        return card_of(
+            self.config,
+            step=step,
+            data_fingerprint=data_fingerprint,
+            scores=measured_at(self.paths, step),
+            dtype=self.dtype,
+            licence=None if self.licence is None else licence(self.licence),
+        )
+
+
+def export(
+    run: Path,
+    *,
+    checkpoint: str,
+    out: Path | None,
+    dtype: str = "as_stored",
+    max_file_size: str | None = None,
+    push: str | None = None,
+    public: bool = False,
+    licence: str | None = None,
+) -> int:
     """Writes the model of one checkpoint, resharded to a single process, with its tokenizer and model card; returns 0.
+
+    With `push` it also uploads the folder. Then a folder that holds this export already is not written again, only its model
+    card is, which an evaluation may have come after; unless somebody has edited that.
 
     Args:
         run: the run directory.
-        checkpoint: `latest`, or a step (`120`, `step-120`).
+        checkpoint: `latest`; `best`, by checkpoint.best_by; or a step (`120`, `step-120`).
         out: new or empty folder; None: `export` of the run directory, which is replaced.
+        dtype: of the weights: `fp32`, `bf16`, or `as_stored`, as in the student's files.
+        max_file_size: of a file with weights, such as `5GB` or `200MB`.
+        push: repository on the Hugging Face hub, as OWNER/NAME.
+        public: whether everybody may read that.
+        licence: of the model; None: that of the student that was trained.
 
     Raises:
-        ConfigError: not a run directory, or an output folder that is not empty.
+        ConfigError: not a run directory, an output folder that is not empty, or a repository that cannot be pushed to. The
+            last is found out before anything is exported.
         CheckpointError: the checkpoint does not exist or is damaged.
+        PublishError: the upload failed; the folder is complete.
     """
     from distill_rl.config.load import load_config
-    from distill_rl.config.schema import ParallelConfig
-    from distill_rl.models.hub import tokenizer_of, vocabulary_size
-    from distill_rl.observe.report.card import model_card
-    from distill_rl.parallel.mesh import close_world, open_world
-    from distill_rl.student.engine import StudentEngine
+    from distill_rl.models.publish import open_repository
+    from distill_rl.models.publish import push as upload
 
     paths = RunPaths(run)
     if not paths.config.is_file():
         remedy = "give the folder that distill-rl train wrote"
         raise ConfigError(f"{run}", "must be a run directory with a config.yaml", remedy=remedy)
-    config = load_config(paths.config, [])
-    source = _find(paths, checkpoint)
-    step = source.state.train.step
-    target = out or paths.export
+    if public and push is None:
+        raise ConfigError("--public", "is about --push OWNER/NAME", remedy="give both, or neither")
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}", "the output must be a new or empty folder", remedy="choose another --out")
-    student = replace(config.student, parallel=ParallelConfig())
+    size = None if max_file_size is None else _bytes(max_file_size)
+    wanted = _Export(paths, load_config(paths.config, []), out or paths.export, dtype, size, licence)
+    repository = None if push is None else open_repository(push, public=public)
+    step = None if repository is None else _step_in_folder(wanted, checkpoint)
+    if step is None:
+        step = _write(wanted, _find(wanted, checkpoint))
+        say(f"exported  {wanted.folder} (step {step})")
+    if repository is not None:
+        commit = upload(wanted.folder, repository, message=f"Step {step} of {wanted.config.run.name or 'a run'}")
+        say(f"pushed    {repository.address} ({'private' if repository.private else 'public'}, commit {commit[:8]})")
+    return 0
+
+
+def _write(wanted: _Export, source: Checkpoint) -> int:
+    """Writes the folder from a checkpoint; returns the checkpoint's step."""
+    import torch
+
+    from distill_rl.config.schema import ParallelConfig
+    from distill_rl.models.hub import tokenizer_of, vocabulary_size
+    from distill_rl.parallel.mesh import close_world, open_world
+    from distill_rl.student.engine import StudentEngine
+
+    step = source.state.train.step
+    student = replace(wanted.config.student, parallel=ParallelConfig())
     tokenizer = tokenizer_of(student)
+    dtypes = {"as_stored": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+    form: dict[str, object] = {"dtype": dtypes[wanted.dtype]}
+    if wanted.max_file_bytes is not None:
+        form["max_file_bytes"] = wanted.max_file_bytes
     world = open_world(rank=0, dp=1, tp=1)
     try:
         engine = StudentEngine(
-            replace(config, student=student),
+            replace(wanted.config, student=student),
             world,
             vocabulary_size=vocabulary_size(tokenizer),
             total_steps=max(step, 1),
         )
         engine.load(source.student)
-        card = model_card(config, step=step, data_fingerprint=source.state.fingerprints["data"])
-        engine.export(target, tokenizer, card)
+        engine.export(wanted.folder, tokenizer, wanted.card(step, source.state.fingerprints["data"]), **form)
     finally:
         close_world(world)
-    say(f"exported  {target} (step {step})")
-    return 0
+    return step
 
 
-def _find(paths: RunPaths, checkpoint: str) -> checkpoints.Checkpoint:
-    """The checkpoint of a step (`120`, `step-120`), or the newest valid one for `latest`.
+def _step_in_folder(wanted: _Export, checkpoint: str) -> int | None:
+    """The step of the export that the folder holds, if that is what is wanted; its card is then brought up to date.
+
+    None if it has to be exported. A card that somebody has edited is left as it is.
+
+    Raises:
+        ConfigError: an edited card, and a licence to put into it.
+    """
+    from distill_rl.models.files.headers import weight_problems
+    from distill_rl.models.files.licence import card_header
+    from distill_rl.observe.report.card_header import OWN, is_untouched
+    from distill_rl.system.files import write_atomic
+
+    held = card_header(wanted.folder).get(OWN)
+    if not isinstance(held, dict) or wanted.max_file_bytes is not None or weight_problems("export", wanted.folder):
+        return None
+    step, data = held.get("step"), held.get("data_sha256")
+    newest = checkpoints.newest_step(wanted.paths.checkpoints)
+    asked = newest if checkpoint == "latest" else _number(wanted, checkpoint)
+    if not isinstance(step, int) or held.get("dtype") != wanted.dtype or asked not in (step, None):
+        return None
+    file = wanted.folder / "README.md"
+    if is_untouched(file.read_text(encoding="utf-8")):
+        write_atomic(file, wanted.card(step, str(data)))
+    elif wanted.licence is not None:
+        remedy = "write the licence into its header, and leave out --license"
+        raise ConfigError("--license", f"{file} was edited by hand and is not rewritten", wanted.licence, remedy)
+    say(f"export    {wanted.folder} holds step {step} already")
+    return step
+
+
+def _find(wanted: _Export, checkpoint: str) -> Checkpoint:
+    """The checkpoint of a step (`120`, `step-120`), the newest valid one for `latest`, or the `best`.
 
     Raises:
         CheckpointError: it does not exist or is damaged.
     """
+    folder = wanted.paths.checkpoints
+    if checkpoint == "best":
+        return _store(wanted).best()
     if checkpoint != "latest":
-        folder = paths.checkpoints / f"step-{checkpoint.removeprefix('step-')}"
-        if not folder.exists() and (steps := checkpoints.steps(paths.checkpoints)):
-            rule = f"must be latest or one of the run's checkpoints ({', '.join(map(str, steps))})"
+        path = folder / f"step-{checkpoint.removeprefix('step-')}"
+        if not path.exists() and (steps := checkpoints.steps(folder)):
+            rule = f"must be latest, best, or one of the run's checkpoints ({', '.join(map(str, steps))})"
             raise CheckpointError("--checkpoint", rule, checkpoint)
-        return checkpoints.read(folder)
-    newest = checkpoints.CheckpointStore(paths.checkpoints, keep_last=1, keep_best=0).newest()
+        return checkpoints.read(path)
+    newest = _store(wanted).newest()
     if newest is None:
-        raise CheckpointError(f"{paths.checkpoints}", "must hold a valid checkpoint", "none")
+        raise CheckpointError(f"{folder}", "must hold a valid checkpoint", "none")
     return newest
+
+
+def _number(wanted: _Export, checkpoint: str) -> int:
+    """The step of a checkpoint that is not `latest`; -1 if it is no step.
+
+    Raises:
+        CheckpointError: `best`, and no checkpoint has a score.
+    """
+    if checkpoint == "best":
+        return _store(wanted).best().state.train.step
+    number = checkpoint.removeprefix("step-")
+    return int(number) if number.isdecimal() else -1
+
+
+def _store(wanted: _Export) -> checkpoints.CheckpointStore:
+    """The checkpoints of the run."""
+    best_by = wanted.config.checkpoint.best_by
+    return checkpoints.CheckpointStore(
+        wanted.paths.checkpoints, keep_last=1, keep_best=0, best_by=best_by, scores=wanted.paths.scores
+    )
+
+
+def _bytes(text: str) -> int:
+    """The bytes of a size such as `5GB`; units are decimal.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]b)", text.strip().lower())
+    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if size < 1:
+        raise ConfigError("--max-file-size", "must be a number with KB, MB, GB or TB", text, "for example 5GB")
+    return size

@@ -266,11 +266,25 @@ def _add_verify(commands: Any) -> None:
 
 def _add_export_and_report(commands: Any) -> None:
     """Adds the commands export and report to the subparsers."""
-    description = "Write a checkpoint of a run as a Hugging Face model folder, without Ray."
-    add = _command(commands, "export", "export.export", "write a checkpoint as a Hugging Face model", description)
+    description = (
+        "Write a checkpoint of a run as a Hugging Face model folder, without Ray, and upload it if asked to. Uploading takes "
+        "the login of the hub's own tools: HF_TOKEN, or `hf auth login`."
+    )
+    summary = "write a checkpoint as a Hugging Face model, and publish it"
+    add = _command(commands, "export", "export.export", summary, description)
+    # fmt: off
     add("run", metavar="RUN", type=Path, help="run directory")
-    add("--checkpoint", default="latest", metavar="STEP", help="latest (default), or a step such as 120")
-    add("--out", metavar="DIR", type=Path, help="default: RUN/export")
+    add("--checkpoint", default="latest", metavar="STEP",
+        help="latest (default), best (by checkpoint.best_by), or a step such as 120")
+    add("--out", metavar="DIR", type=Path, help="new or empty folder; default: RUN/export, which is replaced")
+    add("--dtype", choices=("as_stored", "fp32", "bf16"), default="as_stored",
+        help="of the weights; as_stored (default): as in the files of the student that was trained")
+    add("--max-file-size", metavar="SIZE", help="largest file of weights, such as 200MB; default: 5GB")
+    add("--push", metavar="OWNER/NAME", help="upload to this repository of the Hugging Face hub; it is created, private")
+    add("--public", action="store_true", help="with --push: let everybody read the repository")
+    add("--license", dest="licence", metavar="NAME",
+        help="for the model card, such as apache-2.0; default: what the student's own card says")
+    # fmt: on
 
     description = (
         "Run directories: write RUN/report.html for the first, with curves, timings and evaluation, and draw the others "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -41,13 +42,14 @@ def export_model(
     out_dir: str | Path,
     card: str | None = None,
     revision: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes weights, config, generation config (if `source` has one), tokenizer and model card into `out_dir`.
 
-    Collective over the model's ranks. Parameters are gathered one by one, so only rank 0 ever holds all of them. It
-    writes each in the dtype it has in `source`. Rank 0 returns when the complete folder has its final name, replacing
-    an existing one; the others return as soon as they have sent their shards. What earlier, broken exports to `out_dir`
-    left beside it is removed.
+    Collective over the model's ranks. Parameters are gathered one by one, so only rank 0 ever holds all of them. Rank 0
+    returns when the complete folder has its final name, replacing an existing one; the others return as soon as they have
+    sent their shards. What earlier, broken exports to `out_dir` left beside it is removed.
 
     Adapters are merged into the weights, which are then read from `source` again and not gathered. The folder `adapter`
     within has them as they are, for PEFT.
@@ -56,6 +58,8 @@ def export_model(
         source: folder or hub name from which the model was loaded.
         card: text of README.md; None: none is written.
         revision: of a hub model.
+        dtype: of the tensors in the files; None: each as in `source`. What the family keeps in fp32 stays as in `source`.
+        max_file_bytes: size of a file with weights at most, unless a single tensor is larger.
 
     Raises:
         ExportError: on rank 0 only, if the folder cannot be written.
@@ -65,9 +69,9 @@ def export_model(
     reshard(model)  # a forward without backward may have left weights gathered
     adapter, state = None, None
     if injected_in(model) is None:
-        state = _gather(model, files)
+        state = _gather(model, files, dtype)
     elif (adapter := gather(model)) is not None:
-        state = _merged(model, files, adapter)
+        state = _merged(model, files, adapter, dtype)
     if state is None:
         return
     out_dir = Path(out_dir)
@@ -76,7 +80,7 @@ def export_model(
         for left_over in out_dir.parent.glob(f".{out_dir.name}.tmp-*"):
             shutil.rmtree(left_over)
         unfinished.mkdir(parents=True)
-        _write_weights(state, unfinished)
+        _write_weights(state, unfinished, max_file_bytes)
         _write_config(folder, unfinished, state)
         if (folder / "generation_config.json").is_file():
             shutil.copyfile(folder / "generation_config.json", unfinished / "generation_config.json")
@@ -93,11 +97,11 @@ def export_model(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _gather(model: PreTrainedModel, files: WeightFiles) -> dict[str, Tensor] | None:
+def _gather(model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | None) -> dict[str, Tensor] | None:
     """Returns all tensors on rank 0's CPU, and None on every other rank. Collective.
 
-    Each has the name and the dtype that it has in `files`; of a tied tensor's names, the first. Files of a bare inner model
-    become those of the whole.
+    Each has the name that it has in `files`, and that dtype if `dtype` is None; of a tied tensor's names, the first. Files of
+    a bare inner model become those of the whole.
     """
     state: dict[str, Tensor] = {}
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -105,20 +109,22 @@ def _gather(model: PreTrainedModel, files: WeightFiles) -> dict[str, Tensor] | N
     for name, (file_name, *_) in found.stored.items():
         whole = gather_to_first(tensors[name])
         if whole is not None:
-            state[file_name if file_name in found.renamed else name] = whole.to(files.dtype(file_name))
+            state[file_name if file_name in found.renamed else name] = whole.to(_written(model, files, dtype, name, file_name))
     made = defaultdict(list)  # one converter may make several tensors of the model
     for name, fused in found.fused.items():
         made[fused.first, fused.converter].append((name, fused))
     for group in made.values():
         wholes = {name: gather_to_first(tensors[name]) for name, _ in group}
         if None not in wholes.values():
-            dtype = files.dtype(group[0][1].names[0])
-            restored = restore(model, {name: whole.to(dtype) for name, whole in wholes.items() if whole is not None})
+            as_dtype = _written(model, files, dtype, group[0][0], group[0][1].names[0])
+            restored = restore(model, {name: whole.to(as_dtype) for name, whole in wholes.items() if whole is not None})
             state |= {name: tensor.contiguous() for name, tensor in restored.items()}
     return state or None
 
 
-def _merged(model: PreTrainedModel, files: WeightFiles, adapter: Adapter) -> dict[str, Tensor]:
+def _merged(
+    model: PreTrainedModel, files: WeightFiles, adapter: Adapter, dtype: torch.dtype | None
+) -> dict[str, Tensor]:
     """Returns all tensors, with names and dtypes as of `_gather`: those of the files, with what was trained put in.
 
     Of the weights that were not trained the model may hold rounded values; the files do not.
@@ -127,28 +133,41 @@ def _merged(model: PreTrainedModel, files: WeightFiles, adapter: Adapter) -> dic
     found = tensors_in_files(model, files)
     for name, (file_name, *_) in found.stored.items():
         whole = adapter.merged(name, files.read(file_name))
-        state[file_name if file_name in found.renamed else name] = whole.to(files.dtype(file_name))
+        as_dtype = _written(model, files, dtype, name, file_name)
+        state[file_name if file_name in found.renamed else name] = whole.to(as_dtype)
     made = defaultdict(list)
     for name, fused in found.fused.items():
         made[fused.first, fused.converter].append((name, fused))
     for group in made.values():
+        as_dtype = _written(model, files, dtype, group[0][0], group[0][1].names[0])
         files_of_group = dict.fromkeys(file_name for _, fused in group for file_name in fused.names)
         if not any(adapter.changes(name) for name, _ in group):
-            state |= {file_name: files.read(file_name) for file_name in files_of_group}
+            state |= {file_name: files.read(file_name).to(as_dtype) for file_name in files_of_group}
             continue
-        dtype = files.dtype(group[0][1].names[0])
-        wholes = {name: adapter.merged(name, fused.read(model, files.read, ())).to(dtype) for name, fused in group}
+        wholes = {name: adapter.merged(name, fused.read(model, files.read, ())).to(as_dtype) for name, fused in group}
         state |= {name: tensor.contiguous() for name, tensor in restore(model, wholes).items()}
     return state
 
 
-def _write_weights(state: dict[str, Tensor], folder: Path) -> None:
-    """Writes the state dict as safetensors of at most MAX_FILE_BYTES each, with an index file if there are several."""
+def _written(
+    model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | None, name: str, stored: str
+) -> torch.dtype:
+    """The dtype in which a tensor of the model, which has the name `stored` in the files, is exported as `dtype`."""
+    return files.dtype(stored) if dtype is None or _stays_fp32(model, name) else dtype
+
+
+def _stays_fp32(model: PreTrainedModel, name: str) -> bool:
+    """Whether transformers computes with this tensor in fp32 in a model of any dtype, so that rounding it would show."""
+    return any(re.search(rf"(?:^|\.){part}(?:\.|$)", name) for part in model._keep_in_fp32_modules_strict or ())
+
+
+def _write_weights(state: dict[str, Tensor], folder: Path, max_file_bytes: int) -> None:
+    """Writes the state dict as safetensors of at most `max_file_bytes` each, with an index file if there are several."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
     split = split_torch_state_dict_into_shards(
-        state, filename_pattern="model{suffix}.safetensors", max_shard_size=MAX_FILE_BYTES
+        state, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_bytes
     )
     for file_name, names in split.filename_to_tensors.items():
         save_file({name: state[name] for name in names}, folder / file_name, metadata={"format": "pt"})

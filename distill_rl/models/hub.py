@@ -21,7 +21,7 @@ from distill_rl.models.files.tower import is_joined, no_tower, text_tower
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-_DESCRIPTION = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
+_DESCRIPTION = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "README.md"]
 _WEIGHTS = [*_DESCRIPTION, "*.safetensors"]
 
 

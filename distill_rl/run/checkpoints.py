@@ -170,6 +170,18 @@ class CheckpointStore:
                 warn(" ".join(error.problems))
         return None
 
+    def best(self) -> Checkpoint:
+        """Returns the checkpoint with the best score by `best_by`, verified; of equal ones the oldest.
+
+        Raises:
+            CheckpointError: no checkpoint here has a score, or the best one is damaged.
+        """
+        scored = self._scored()
+        if not scored:
+            remedy = "give a step, or latest"
+            raise CheckpointError(str(self._root), f"a checkpoint needs a value of {self._best_by}", "none has", remedy)
+        return read(scored[0], within=self._root)
+
     def clean_up(self) -> None:
         """Restores a checkpoint whose replacement was interrupted, and deletes all other temporary folders.
 
@@ -219,10 +231,7 @@ class CheckpointStore:
         kept = set(folders[-self._keep_last :])
         if self._keep_best:
             awaited = self.awaited()  # first: a score that arrives from now on is then at least awaited
-            scored = [(score, path) for path in folders if (score := self._score(path)) is not None]
-            sign = -1 if higher_is_better(self._best_by) else 1
-            scored.sort(key=lambda entry: sign * entry[0])  # stable: of equal scores the older one is kept
-            kept |= {path for _, path in scored[: self._keep_best]}
+            kept |= set(self._scored()[: self._keep_best])
             kept |= {path for path in folders if _step(path) in awaited}
         for path in folders:
             if (
@@ -230,6 +239,12 @@ class CheckpointStore:
             ):  # renamed before it is deleted, so that a folder named step-N is complete at every moment
                 path.rename(path.with_name(f".tmp-pruned-{path.name}-{secrets.token_hex(4)}"))
         self.clean_up()
+
+    def _scored(self) -> list[Path]:
+        """Returns the folders with a score, unverified, the best first; of equal scores the older one comes first."""
+        scored = [(score, path) for path in self._folders() if (score := self._score(path)) is not None]
+        sign = -1 if higher_is_better(self._best_by) else 1
+        return [path for _, path in sorted(scored, key=lambda entry: sign * entry[0])]
 
     def _score(self, path: Path) -> float | None:
         """Returns the score of a checkpoint; None if it has none. Older versions kept the validation loss in it only."""

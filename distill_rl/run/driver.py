@@ -24,13 +24,13 @@ from distill_rl.data.loader import Loader, validation_batches
 from distill_rl.data.mixture import Mixture
 from distill_rl.observe.log import say
 from distill_rl.observe.metrics import Metric, merge, values
-from distill_rl.observe.report.card import model_card
 from distill_rl.observe.sinks.sinks import Observer, open_observer
 from distill_rl.observe.timing import StepTimer
 from distill_rl.preflight import run_directory
 from distill_rl.preflight.job import Job
 from distill_rl.run import checkpoints
 from distill_rl.run.async_save import Saver
+from distill_rl.run.card import card_of
 from distill_rl.run.checkpoints import Checkpoint, CheckpointStore, SavedState
 from distill_rl.run.learning import Learning
 from distill_rl.run.prefetch import Lookahead
@@ -309,7 +309,7 @@ class Driver:
             scores: of evaluations, by metric, to add to the validation loss; None: none.
         """
         measured = {} if self.score is None else {KD: self.score}
-        return model_card(
+        return card_of(
             self.config,
             step=self.state.step,
             data_fingerprint=self.job.fingerprints["data"],

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -302,22 +302,21 @@ class StudentEngine:
             self._seed()
 
     @gpu_phase("weight export")
-    def export(self, out_dir: str | Path, tokenizer: PreTrainedTokenizerBase, card: str | None = None) -> None:
+    def export(
+        self, out_dir: str | Path, tokenizer: PreTrainedTokenizerBase, card: str | None = None, **form: Any
+    ) -> None:
         """Writes the student with its tokenizer as a Hugging Face folder, replacing an existing one. Collective.
 
         Args:
             card: the text of the model card; None: none.
+            form: `dtype` and `max_file_bytes`, as in `export_model`.
 
         Raises:
             ExportError: on the first rank only, if the folder cannot be written.
         """
+        source, revision = self.config.student.model, self.config.student.revision
         export_model(
-            self.model,
-            source=self.config.student.model,
-            tokenizer=tokenizer,
-            out_dir=out_dir,
-            card=card,
-            revision=self.config.student.revision,
+            self.model, source=source, revision=revision, tokenizer=tokenizer, out_dir=out_dir, card=card, **form
         )
 
     def export_projections(self, folder: str | Path) -> None:

@@ -62,7 +62,7 @@ def locate(key: str, name: str, revision: str | None = None) -> Location:
         return Location(problem=problem(key, "must be a model folder, not a file", name))
     if not looks_like_hub_name(name):
         return Location(problem=problem(key, "no such folder", name, "give a folder, or a hub name like org/name"))
-    answer = _in_time(lambda: resolve(name, revision))
+    answer = in_time(lambda: resolve(name, revision))
     if isinstance(answer, Path):
         return Location(folder=answer)
     if answer is None:
@@ -85,7 +85,7 @@ def find_data_set(key: str, name: str) -> tuple[str, str]:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    answer = _in_time(lambda: HfApi().dataset_info(name, timeout=HUB_TIMEOUT_S / 2))
+    answer = in_time(lambda: HfApi().dataset_info(name, timeout=HUB_TIMEOUT_S / 2))
     if isinstance(answer, RepositoryNotFoundError):
         return problem(key, "neither a file or folder here nor a data set on the hub", name), ""
     if answer is None or isinstance(answer, Exception):
@@ -93,11 +93,14 @@ def find_data_set(key: str, name: str) -> tuple[str, str]:
     return "", f"{key}: {name} is on the hub; its rows are checked when a run fetches them"
 
 
-def _in_time(request: Callable[[], Any]) -> Any:
-    """Returns what `request` returns, or the exception that it raises, or None if it takes longer than `HUB_TIMEOUT_S`.
+def in_time(request: Callable[[], Any], seconds: float | None = None) -> Any:
+    """Returns what `request` returns, or the exception that it raises, or None if it takes too long.
 
     It runs in a thread, because name resolution and the hub client's retries have no common time-out. The thread of a
     late request is left running.
+
+    Args:
+        seconds: None: `HUB_TIMEOUT_S`.
     """
     answer: list[Any] = []
 
@@ -109,7 +112,7 @@ def _in_time(request: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(HUB_TIMEOUT_S)
+    thread.join(HUB_TIMEOUT_S if seconds is None else seconds)
     return answer[0] if answer else None
 
 

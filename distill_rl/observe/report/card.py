@@ -1,20 +1,20 @@
-"""The model card (README.md) of an exported model: its origin and its scores."""
+"""The model card (README.md) of an exported model: its origin, its scores and its licence."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from distill_rl import __version__
 from distill_rl.config.save import fingerprint, to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.observe.log import printable
+from distill_rl.observe.report.card_header import header, sign
 from distill_rl.observe.report.page import environment
 from distill_rl.system.redact import redact
 
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def model_card(
@@ -23,6 +23,9 @@ def model_card(
     step: int,
     data_fingerprint: str,
     scores: Mapping[str, float] | None = None,
+    dtype: str = "as_stored",
+    licence: Mapping[str, str] = _NONE,
+    teacher_licences: Sequence[Mapping[str, str]] = (),
 ) -> str:
     """Returns the model card (README.md) of an exported model: Markdown with the YAML header that model hubs read.
 
@@ -33,6 +36,9 @@ def model_card(
         step: optimizer steps that these weights were trained for.
         data_fingerprint: SHA-256 of the training data.
         scores: measure → value, such as `validation/kl_loss` or `eval/exact_match`; None: the card shows none.
+        dtype: in which weights were written (`as_stored`, `fp32`, `bf16`).
+        licence: of the model, as fields of a card's header; empty: unknown.
+        teacher_licences: the same for every teacher, in the order of the configuration; none: all unknown.
     """
     jinja = environment(keep_trailing_newline=True)
     jinja.filters |= {"md": _text, "code": _code, "cell": _cell}
@@ -53,17 +59,34 @@ def model_card(
         "Seed": str(config.run.seed),
         "Configuration": fingerprint(config),
     }
-    return jinja.get_template("card.md.jinja").render(
-        header=_header(config),
+    front = header(
+        config, step=step, data_fingerprint=data_fingerprint, dtype=dtype, licence=licence, scores=scores or {}
+    )
+    licences = [*teacher_licences, *[_NONE] * len(teachers)]
+    card = jinja.get_template("card.md.jinja").render(
+        header=front,
         name=config.run.name or "Distilled model",
         version=__version__,
         student=table["Student"],
         teachers=teachers,
         facts=table,
         scores=scores or {},
+        licence=_licence(licence),
+        teacher_licences={
+            f"{teacher.name} ({model})": _licence(known)
+            for teacher, model, known in zip(config.teachers, teachers, licences)
+        },
         yaml=yaml,
         fence=_fence(yaml, 3),
     )
+    return sign(card)
+
+
+def _licence(fields: Mapping[str, str]) -> str:
+    """The name of a licence, with its address if it has one; empty if it is not known."""
+    name = fields.get("license_name") or fields.get("license", "")
+    link = str(redact(fields.get("license_link", "")))
+    return f"{name}, {link}" if name and link else name
 
 
 def _data(config: Config) -> str:
@@ -78,23 +101,6 @@ def _entries(config: Config) -> str:
         f"{config.loss.draws} draws" if t.export == "sampled" else f"top {config.loss.top_k}" for t in config.teachers
     }
     return " and ".join(sorted(ways)) or f"top {config.loss.top_k}"
-
-
-def _header(config: Config) -> str:
-    """The lines of the card's YAML header, without the `---` around them.
-
-    The student is its `base_model` if it looks like a name on the hub (`org/name`) and no local path is called so.
-    Values are written as JSON, which is valid YAML and quotes them safely.
-    """
-    entries: dict[str, object] = {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["knowledge-distillation", "distill_rl"],
-    }
-    student = config.student.model
-    if _HUB_NAME.fullmatch(student) and not Path(student).exists():
-        entries["base_model"] = student
-    return "\n".join(f"{key}: {json.dumps(value)}" for key, value in entries.items())
 
 
 def _text(text: object) -> str:

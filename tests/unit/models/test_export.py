@@ -10,12 +10,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from distill_rl.errors import DistillError
-from distill_rl.models import export, forward
+from distill_rl.models import forward
 from distill_rl.models.export import export_model
 from distill_rl.models.hub import read_tokenizer, tokenizer_hash
 from distill_rl.parallel.mesh import World
 from tests.helpers.load import load_model
 from tests.helpers.models import FAMILIES, write_tiny_model
+from tests.helpers.zoo import write_family
 
 IDS = torch.arange(3, 15)[None]
 
@@ -75,15 +76,27 @@ def test_folder_is_complete_for_users(tmp_path: Path, world: World) -> None:
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-def test_large_model_is_written_in_shards(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "MAX_FILE_BYTES", 40_000)
+def test_large_model_is_written_in_shards(tmp_path: Path, world: World) -> None:
     source = write_tiny_model(tmp_path / "source", "llama")
     student = load_model(source, world, role="student", dtype="fp32")
-    export_model(student, source=source, tokenizer=read_tokenizer(source), out_dir=tmp_path / "out")
+    tokenizer, out = read_tokenizer(source), tmp_path / "out"
+    export_model(student, source=source, tokenizer=tokenizer, out_dir=out, max_file_bytes=40_000)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
     assert torch.equal(logits_of(tmp_path / "out"), logits_of(source))
     again = load_model(tmp_path / "out", world, role="teacher", dtype="fp32")
     assert torch.equal(forward.logits(again, IDS, torch.arange(12)[None]), logits_of(source))
+
+
+def test_tensors_that_are_computed_with_in_fp32_are_not_rounded(tmp_path: Path, world: World) -> None:
+    """Of a DeepSeek-V3, the bias by which a router chooses experts; every other tensor gets the dtype that is asked for."""
+    source, out = write_family(tmp_path / "source", "deepseek_v3"), tmp_path / "out"
+    student = load_model(source, world, role="student", dtype="fp32")
+    export_model(student, source=source, tokenizer=read_tokenizer(source), out_dir=out, dtype=torch.bfloat16)
+    before, written = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+    kept = {name for name, tensor in written.items() if tensor.dtype == torch.float32}
+    assert kept == {name for name in before if name.endswith("e_score_correction_bias")} != set()
+    assert all(torch.equal(tensor, before[name].to(tensor.dtype)) for name, tensor in written.items())
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_older_export_and_leftovers_are_replaced(tmp_path: Path, world: World) -> None:

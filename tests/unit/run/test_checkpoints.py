@@ -35,6 +35,15 @@ def test_newest_returns_what_was_saved(tmp_path):
     assert (checkpoint.student / "nested" / "shard-1").read_bytes() == b"weights" * 3
 
 
+def test_best_is_by_score_and_the_older_of_equals(tmp_path):
+    store = store_in(tmp_path, keep_last=9)
+    with pytest.raises(CheckpointError, match="validation/kl_loss"):
+        store.best()
+    for step, score in ((2, 0.5), (4, 0.25), (6, 0.25), (8, None)):
+        save(store, step, score)
+    assert store.best().state.train.step == 4
+
+
 def test_a_run_that_has_learnt_nothing_says_so_in_its_checkpoint(tmp_path):
     store = store_in(tmp_path)
     store.commit(store.begin(SavedState(TrainState(1), learnt=False)))

@@ -189,10 +189,10 @@ def test_silent_hub_times_out(monkeypatch):
     """A server that accepts connections and never answers. The module's deadline ends the wait, not the client's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(facts, "HUB_TIMEOUT_S", 0.2)
-        answer = facts._in_time(lambda: socket.create_connection(server.getsockname()).recv(1))
+        answer = facts.in_time(lambda: socket.create_connection(server.getsockname()).recv(1))
     assert answer is None
 
 
 def test_timely_answer_or_error_is_returned():
-    assert facts._in_time(lambda: 7) == 7
-    assert isinstance(facts._in_time(lambda: 1 / 0), ZeroDivisionError)
+    assert facts.in_time(lambda: 7) == 7
+    assert isinstance(facts.in_time(lambda: 1 / 0), ZeroDivisionError)

@@ -4,9 +4,12 @@ import re
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.observe.report.card import model_card
+from distill_rl.observe.report.card_header import is_untouched
+from tests.helpers.hub import card_errors
 
 HOSTILE = "x```\n---\nlicense: mit\n# <script>alert(1)</script> `code` | [link](javascript:1)"
 
@@ -32,6 +35,7 @@ def test_yaml_header_has_base_model_only_for_hub_names() -> None:
 
     hub = header(model_card(make_config(model="meta-llama/Llama-3.2-1B"), step=1, data_fingerprint=""))
     assert hub["base_model"] == "meta-llama/Llama-3.2-1B"
+    assert hub["base_model_relation"] == "finetune"
     assert hub["library_name"] == "transformers"
     assert "base_model" not in header(model_card(make_config(model="/models/llama"), step=1, data_fingerprint=""))
 
@@ -47,7 +51,10 @@ def test_markup_in_names_is_escaped() -> None:
     config.run.name = config.teachers[0].name = config.teachers[0].model = config.data.path = HOSTILE
     card = model_card(config, step=1, data_fingerprint=HOSTILE, scores={HOSTILE: 1.0})
     front, body = card.split("---\n", 2)[1:]
-    assert set(yaml.safe_load(front)) == {"library_name", "pipeline_tag", "tags"}
+    entries = yaml.safe_load(front)
+    assert set(entries) == {"library_name", "pipeline_tag", "license", "tags", "model-index", "distill_rl"}
+    assert entries["license"] == "unknown"
+    assert card_errors(card) == []
     outside_code = re.sub(r"(?ms)^(`{3,})yaml\n.*?^\1$", "", body)
     outside_code = re.sub(r"(?s)(?<!`)(?<!\\)(`+)(?!`)(.*?)(?<!`)\1(?!`)", "", outside_code)
     assert not re.search(r"(?<!\\)[<\[]", outside_code)
@@ -55,6 +62,7 @@ def test_markup_in_names_is_escaped() -> None:
         body.splitlines()[0],
         "## Scores",
         "## Use",
+        "## Licence",
         "## Configuration",
     ]
 
@@ -64,3 +72,55 @@ def test_secrets_are_not_in_the_card(secret: str) -> None:
     config = make_config()
     config.data.path = config.student.model = config.teachers[0].model = secret
     assert "hunter2" not in model_card(config, step=1, data_fingerprint="")
+
+
+def test_header_is_what_the_hub_reads() -> None:
+    """Its own classes find lineage, scores, licence and data hash in it."""
+    config = make_config(model="meta-llama/Llama-3.2-1B")
+    config.teachers[0].model = "/models/teacher"
+    config.teachers.append(TeacherConfig(name="bigger", model="org/teacher"))
+    config.data.path = "org/corpus"
+    scores = {
+        "validation/kl_loss": 0.25,
+        "validation/top1_agreement": 0.5,
+        "eval/own suite": 0.75,
+        "eval/bad": float("nan"),
+    }
+    licence = {"license": "other", "license_name": "theirs", "license_link": "https://user:hunter2@host/terms"}
+    text = model_card(
+        config,
+        step=7,
+        data_fingerprint="f" * 64,
+        scores=scores,
+        licence=licence,
+        teacher_licences=[{}, {"license": "gemma"}],
+    )
+    card = ModelCard(text).data
+    assert (card.base_model, card["base_model_relation"]) == ("meta-llama/Llama-3.2-1B", "finetune")
+    assert card.tags == ["knowledge-distillation", "distill_rl", "teacher:org/teacher"]
+    assert card.datasets == ["org/corpus"]
+    assert (card.license, card.license_name, card["license_link"]) == (
+        "other",
+        "theirs",
+        "https://<redacted>@host/terms",
+    )
+    results = {(one.dataset_type, one.metric_name): one.metric_value for one in card.eval_results or ()}
+    assert results == {
+        ("org/corpus", "validation/kl_loss"): 0.25,
+        ("org/corpus", "validation/top1_agreement"): 0.5,
+        ("own-suite", "score"): 0.75,
+    }
+    assert card["distill_rl"]["data_sha256"] == "f" * 64
+    assert card["distill_rl"]["step"] == 7
+    assert card_errors(text) == []
+    assert "- `big (/models/teacher)`: not known" in text
+    assert "- `bigger (org/teacher)`: `gemma`" in text
+    assert "hunter2" not in text
+
+
+def test_an_edited_card_is_recognised() -> None:
+    card = model_card(make_config(), step=1, data_fingerprint="")
+    assert is_untouched(card)
+    assert not is_untouched(card + " ")
+    assert not is_untouched(card.replace('"step": 1', '"step": 2'))
+    assert not is_untouched("# A student\n")
