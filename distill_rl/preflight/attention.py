@@ -121,7 +121,12 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
         lines = findings.attempt(
             f"{model.key}.model",
             lambda model=model, attention=attention, known=known, shapes=shapes: examine(  # type: ignore[misc]
-                model.key, model.folder, attention=attention, packing=known, weights=bool(shapes)
+                model.key,
+                model.folder,
+                attention=attention,
+                packing=known,
+                weights=bool(shapes),
+                automatic=model.settings.attention == "auto",
             ),
         )
         yield from lines or ()

@@ -94,8 +94,8 @@ UNSPLIT = frozenset(
     | {"bitnet", "falcon", "gpt_oss", "gptj", "granitemoe", "nemotron", "opt", "stablelm"}
 )
 """Families that cannot be tensor-parallel: because transformers' plan gives another result here, or because it has none."""
-EAGER = frozenset({"gpt_oss", "gptj"})
-"""Families for which Transformers has no `sdpa` attention."""
+EAGER = frozenset({"gemma2", "gpt_oss", "gptj"})
+"""Families that are run with eager attention: Transformers has no sdpa for them or, for Gemma 2, none with its soft cap."""
 
 
 def write_family(path: Path, model_type: str) -> Path:

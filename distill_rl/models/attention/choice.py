@@ -3,7 +3,8 @@
 An implementation named in the settings is taken as it is. `varlen` takes the first package of `VARLEN` without an
 obstacle, or fails. `auto` takes the first line that applies:
 
-    a CPU                                             sdpa, or eager if the model has a soft cap on its scores
+    a CPU                                             sdpa, or eager if the model has a soft cap on its scores, or its
+                                                      class in transformers has no sdpa
     a family that is not proven to pass documents     the same
     a package without an obstacle                     its variable-length kernels, no mask
     one document per row, no soft cap, no window      this package's attention function in SDPA's causal case, no mask
@@ -12,8 +13,7 @@ obstacle, or fails. `auto` takes the first line that applies:
 With sequence parallelism (`parallel.sp`) attention is always this package's, without masks: it exchanges positions for
 heads around one of the kernels of `SPREAD`, of which `sdpa` computes one document at a time on any device.
 
-Nothing here imports torch at run time, so that `check` can judge the settings before a model exists. The arithmetic is
-in `varlen.py`.
+Nothing here needs torch, so that `check` can judge the settings before a model exists. The arithmetic is in `varlen.py`.
 """
 
 from __future__ import annotations
@@ -110,10 +110,27 @@ def choose(
 
 
 def _without_kernels(hf_config: PreTrainedConfig) -> Choice:
-    """The implementation to use where no kernel of ours fits: eager for models with a soft cap, otherwise sdpa."""
+    """The implementation to use where no kernel of ours fits: sdpa, or eager for models that cannot be run with it."""
     if softcap_of(hf_config) is not None:
         return Choice("eager", "eager: sdpa has no soft cap on attention scores")
+    if not has_sdpa(hf_config):
+        return Choice("eager", f"eager: transformers has no sdpa attention for {hf_config.model_type}")
     return Choice("sdpa", "sdpa")
+
+
+def has_sdpa(hf_config: PreTrainedConfig) -> bool:
+    """Whether transformers has sdpa attention for the model's class, which is imported unless the family is proven.
+
+    Without PyTorch transformers has no classes. The answer is then yes, and whoever makes the class may find otherwise.
+    """
+    from transformers.utils import is_torch_available
+
+    if family_of(hf_config).proven or not is_torch_available():
+        return True
+    from transformers import AutoModelForCausalLM
+
+    mapping = AutoModelForCausalLM._model_mapping
+    return type(hf_config) not in mapping or bool(mapping[type(hf_config)]._supports_sdpa)
 
 
 def obstacles(package: str, hf_config: PreTrainedConfig | None, *, dtype: str, training: bool) -> Iterator[str]:

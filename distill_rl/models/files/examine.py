@@ -24,7 +24,9 @@ _DEADLINE_S = 300.0
 """For a process that imports torch and one family: seconds on an idle machine, far longer from a cold network disk."""
 
 
-def examine(key: str, folder: Path, *, attention: str, packing: bool, weights: bool) -> list[str]:
+def examine(
+    key: str, folder: Path, *, attention: str, packing: bool, weights: bool, automatic: bool = False
+) -> list[str]:
     """Returns what a model's class has against the settings and its files, one line each; empty if nothing.
 
     Args:
@@ -32,6 +34,8 @@ def examine(key: str, folder: Path, *, attention: str, packing: bool, weights: b
         attention: transformers' name of the implementation.
         packing: whether rows may hold several documents.
         weights: whether the files are there, so that their tensors can be compared.
+        automatic: whether the attention was chosen, and not named in the settings. A worker, which knows the class, chooses
+            eager where transformers has no sdpa.
 
     Raises:
         ConfigError: as in `read_config`, or the model cannot be made from its config at all.
@@ -40,17 +44,19 @@ def examine(key: str, folder: Path, *, attention: str, packing: bool, weights: b
     from transformers.utils import is_torch_available
 
     if is_torch_available():
-        return _lines(key, folder, attention, packing, weights)
-    arguments = key, folder, attention, packing, weights
+        return _lines(key, folder, attention, packing, weights, automatic)
+    arguments = key, folder, attention, packing, weights, automatic
     return call_in_child(f"{key}.model", _lines_elsewhere, *arguments, deadline_s=_DEADLINE_S)
 
 
-def _lines(key: str, folder: Path, attention: str, packing: bool, weights: bool) -> list[str]:
+def _lines(key: str, folder: Path, attention: str, packing: bool, weights: bool, automatic: bool) -> list[str]:
     """The lines of `examine`, asked in this process."""
-    return list(_examine(key, folder, attention, packing, weights))
+    return list(_examine(key, folder, attention, packing, weights, automatic))
 
 
-def _lines_elsewhere(key: str, folder: Path, attention: str, packing: bool, weights: bool) -> list[str]:
+def _lines_elsewhere(
+    key: str, folder: Path, attention: str, packing: bool, weights: bool, automatic: bool
+) -> list[str]:
     """The lines of `examine`, asked in a process of its own, without the warnings that the caller has printed."""
     from transformers.utils import logging
 
@@ -58,10 +64,10 @@ def _lines_elsewhere(key: str, folder: Path, attention: str, packing: bool, weig
     logging.set_verbosity_error()
     read_config(folder)  # Transformers gives a warning about a config once per process
     logging.set_verbosity(verbosity)
-    return _lines(key, folder, attention, packing, weights)
+    return _lines(key, folder, attention, packing, weights, automatic)
 
 
-def _examine(key: str, folder: Path, attention: str, packing: bool, weights: bool) -> Iterator[str]:
+def _examine(key: str, folder: Path, attention: str, packing: bool, weights: bool, automatic: bool) -> Iterator[str]:
     """Yields the lines of `examine`; raises ConfigError where the model cannot be made at all."""
     config = read_config(folder)
     family = config.model_type
@@ -71,8 +77,9 @@ def _examine(key: str, folder: Path, attention: str, packing: bool, weights: boo
         if attention == "eager":
             raise
         model = _made(config, "eager")
-        rule = f"transformers has no {attention} attention for {family}"
-        yield problem(f"{key}.attention", rule, None, f"set {key}.attention=eager")
+        if not automatic or attention != "sdpa":
+            rule = f"transformers has no {attention} attention for {family}"
+            yield problem(f"{key}.attention", rule, None, f"set {key}.attention=eager")
     yield from _packing_problems(model, packing=packing)
     if weights:
         shapes = {name: tuple(entry["shape"]) for name, entry in read_headers(folder).items()}

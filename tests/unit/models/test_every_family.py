@@ -25,6 +25,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 
 
 def attention_of(family: str) -> str:
+    """What `attention: auto` takes on a CPU."""
     return "eager" if family in EAGER else "sdpa"
 
 
@@ -38,8 +39,9 @@ def logits_of(folder: Path, attention: str) -> Tensor:
 def test_family_loads_trains_exports_and_reloads(tmp_path: Path, world: World, family: str) -> None:
     source, out = write_family(tmp_path / "source", family), tmp_path / "out"
     packing, attention = family not in LEAKING, attention_of(family)
-    student = load_model(source, world, role="student", dtype="fp32", packing=packing, attention=attention).eval()
-    assert examine("student", source, attention=attention, packing=packing, weights=True) == []
+    student = load_model(source, world, role="student", dtype="fp32", packing=packing).eval()
+    assert student.config._attn_implementation == attention
+    assert examine("student", source, attention="sdpa", packing=packing, weights=True, automatic=True) == []
     logits = forward.logits(student, IDS, POSITIONS)
     assert torch.equal(logits, logits_of(source, attention))
 
@@ -65,7 +67,7 @@ def test_family_loads_trains_exports_and_reloads(tmp_path: Path, world: World, f
 @pytest.mark.parametrize("family", sorted(LEAKING))
 def test_leaking_family_is_refused_only_with_packing(tmp_path: Path, world: World, family: str) -> None:
     with pytest.raises(ConfigError, match=r"must not see each other.*data\.packing: false"):
-        load_model(write_family(tmp_path, family), world, role="student", dtype="fp32", attention=attention_of(family))
+        load_model(write_family(tmp_path, family), world, role="student", dtype="fp32")
 
 
 def table() -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, OPTConfig
+from transformers import Gemma2Config, GPT2Config, GPTJConfig, LlamaConfig, MistralConfig, OPTConfig
 
 from distill_rl.errors import ConfigError
 from distill_rl.models.attention import choice as attention
@@ -54,6 +54,8 @@ def test_named_implementation_is_taken(asked: str) -> None:
         (GPT2Config(), {"training": False}, VARLEN["torch"], "variable-length"),
         (OPTConfig(), {"training": False}, "sdpa", "not proven"),
         (LLAMA, {"no_kernel": "the GPU is old"}, "sdpa", "the GPU is old"),
+        (GPTJConfig(), {"no_kernel": ON_CPU}, "eager", "no sdpa attention for gptj"),
+        (GPTJConfig(), {}, "eager", "no sdpa attention for gptj; the family is not proven"),
     ],
 )
 def test_auto_depends_on_device_dtype_and_model(config: Any, facts: dict, wanted: str, why: str) -> None:
