@@ -55,7 +55,7 @@ def summary(config: Config, facts: Facts) -> list[str]:
     derived = sizes(config, facts)
     lines = [
         f"batch      {_batch(config, facts, derived)}",
-        f"run        {_steps(derived)} over {_count(facts.num_documents)} documents",
+        f"run        {_steps(config, derived)} over {_count(facts.num_documents)} documents",
         *(f"data       {printable(source)}" for source in facts.sources),
         *([] if facts.step is None else [f"rows       {facts.step}"]),
         *(f"actors     {role}: {layout}" for role, layout in derived.world.items()),
@@ -127,8 +127,11 @@ def _logits(config: Config, student: ModelFacts, *, on_gpu: bool) -> str:
     return f"all of a micro-batch at once: {size} with their gradient"
 
 
-def _steps(derived: DerivedSizes) -> str:
+def _steps(config: Config, derived: DerivedSizes) -> str:
     """The number of steps and epochs, in words."""
+    if config.train.minutes is not None:
+        most = "" if derived.total_steps is None else f", at most {derived.total_steps:,},"
+        return f"as many steps{most} as take {config.train.minutes:g} minutes"
     if derived.total_steps is None:
         return "number of steps not known until the data are read"
     epochs = "" if derived.epochs is None else f" = {derived.epochs:.2f} epochs"

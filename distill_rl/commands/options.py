@@ -14,6 +14,7 @@ GPUS_PER_NODE = 8
 _EPILOG = """\
 a first run, and runs of your own:
   distill-rl quickstart                  make small models and data, distil, evaluate, report
+  distill-rl try STUDENT TEACHER TEXT    five minutes of training with your teacher and without it, compared
   distill-rl check -c my.yaml            show what would run, with sizes; changes nothing
   distill-rl train -c my.yaml            train, validate, export
   distill-rl train -c my.yaml --resume   resume after a stop
@@ -73,6 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
 
     _add_quickstart(commands)
+    _add_try(commands)
     _add_store(commands)
     _add_service(commands)
     _add_eval(commands)
@@ -118,6 +120,27 @@ def _add_quickstart(commands: Any) -> None:
     add("--material", type=Path, default=material, metavar="DIR", help=material_help)
     add("--clean", action="store_true", help="delete the runs of an earlier quickstart")
     add("overrides", nargs="*", metavar="key=value", help="settings for both runs, e.g. train.steps=300")
+
+
+def _add_try(commands: Any) -> None:
+    """Adds the command try to the subparsers."""
+    description = (
+        "Try two models on a text, without a configuration: check the pair, choose method and settings, train the student "
+        "with the teacher and for the same time without it, and compare both on text that was held out, in bits per byte. "
+        "Writes the student, a report, the result and the YAML file to go on with into one folder."
+    )
+    summary = "is this teacher worth it? a short training with and without it, no YAML"
+    add = _command(commands, "try", "trial.trial", summary, description)
+    add("student", metavar="STUDENT", help="folder of the model to train, or its name on the hub")
+    add("teacher", metavar="TEACHER", help="the same for a larger model, which may have another tokenizer")
+    add("text", metavar="TEXT", help="text or chats: a file, a folder or a glob, as data.path accepts them")
+    minutes_help = "minutes of each of the two trainings; default: %(default)g"
+    add("--minutes", type=float, default=5.0, metavar="M", help=minutes_help)
+    add("--out", type=Path, metavar="DIR", help="folder for all results; default: runs/try-STUDENT-TEACHER")
+    seed_help = "seed of what is held out and of the order of the text; default: %(default)s"
+    add("--seed", type=int, default=0, metavar="N", help=seed_help)
+    add("--clean", action="store_true", help="delete an earlier trial in the folder")
+    add("overrides", nargs="*", metavar="key=value", help="settings in place of those chosen, e.g. optimizer.lr=1e-4")
 
 
 def _add_store(commands: Any) -> None:

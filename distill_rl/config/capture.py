@@ -20,7 +20,7 @@ def to_capture(config: Config, problems: list[str], out: Path) -> Config:
     1. Every teacher stores what it computes: one teacher in `out`, several in `out`/NAME.
     2. Rows are made as the training run makes them. Without a student, the teacher's own tokenizer decides.
     3. All documents are read once, but no more than the training run would read. If its epochs differ in their
-       documents, all of them are gone through.
+       documents, all of them are gone through. With train.minutes, which says nothing of a teacher, it is one pass.
     4. What only training needs is switched off. The run directory is `out`/captures/NAME.
 
     Args:
@@ -33,6 +33,8 @@ def to_capture(config: Config, problems: list[str], out: Path) -> Config:
     epochs = config.train.epochs
     if repeats_documents(config):
         epochs = min(epochs or 1.0, 1.0)
+    elif config.train.steps is None:
+        epochs = epochs or 1.0
     return replace(
         config,
         run=replace(config.run, dir=str(out / CAPTURES)),
@@ -41,7 +43,7 @@ def to_capture(config: Config, problems: list[str], out: Path) -> Config:
             _storing(teacher, folder, problems, i, compact=config.capture.format == "compact")
             for i, (teacher, folder) in enumerate(_folders(config, out))
         ],
-        train=replace(config.train, epochs=epochs),
+        train=replace(config.train, epochs=epochs, minutes=None),
         faults=replace(config.faults, lost_teacher="fail"),
         checkpoint=replace(config.checkpoint, resume="auto", keep_best=0, every=0),
         evaluate=EvaluateConfig(),

@@ -57,7 +57,7 @@ def decisive(config: Config) -> dict[str, Any]:
     Left out are output paths, look-ahead, transport, Ray, logging, checkpoints, evaluation and the handling of dead
     workers; how the work is split and computed (dp, sp, tp, micro-batch sizes, attention, compilation, activation
     checkpointing and offload, determinism and the aligners' workers change rounding at most); and the length of the run
-    (train.steps, train.epochs), so that a finished run can be extended.
+    (train.steps, train.epochs, train.minutes), so that a finished run can be extended.
     """
     tree = asdict(config)
     for section in ("prefetch", "transport", "checkpoint", "evaluate", "capture", "observe", "ray"):
@@ -65,8 +65,10 @@ def decisive(config: Config) -> dict[str, Any]:
     del tree["run"]["name"], tree["run"]["dir"]
     for key in ("report_after_s", "stopped_s", "teacher_restarts", "aligner_restarts"):
         del tree["faults"][key]
-    for key in ("steps", "epochs", "micro_batch_size", "deterministic"):
+    for key in ("steps", "epochs", "minutes", "micro_batch_size", "deterministic"):
         del tree["train"][key]
+    if not tree["schedule"]["hold_steps"]:
+        del tree["schedule"]["hold_steps"]
     for model in (tree["student"], *tree["teachers"]):
         del model["parallel"]
     for key in ("activation_checkpointing", "activation_offload", "compile", "attention"):

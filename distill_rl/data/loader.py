@@ -8,13 +8,17 @@ resumed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from distill_rl.data.joining import Joining
 from distill_rl.data.order import FullOrder, Order
-from distill_rl.errors import ConfigError, DataError, UnreadableFile
+from distill_rl.errors import DataError, UnreadableFile
 from distill_rl.types import BadRow, Cursor, DocumentBatch, TrainState
+
+ENDLESS = sys.maxsize
+"""`Loader.total_steps` of a run whose end is not known yet."""
 
 
 class Rows(Protocol):
@@ -29,13 +33,14 @@ class Loader:
     """Iterates over the remaining global batches of a run; every iteration begins again at `start`.
 
     The run ends after `steps` optimizer steps or after `round(epochs · len(source))` documents (at least one),
-    whichever comes first. `start.cursor` decides which document comes next and `start.step` the index of the next
+    whichever comes first; `end_at` may let it end earlier. `start.cursor` decides which document comes next and `start.step` the index of the next
     batch, so a run that is resumed with another batch size continues at the same place in the data.
 
     Args:
         batch_size: documents per global batch.
         seed: of the order of the documents.
-        steps, epochs: length of the whole run, from its first attempt on; None: not limited by it.
+        steps, epochs: length of the whole run, from its first attempt on; None: not limited by it. Without either there
+            is no end until `end_at`.
         start: where the run is to continue.
         order: of the documents; None: a permutation of all rows per epoch.
         skip_bad_rows: leave out rows that cannot be read or are empty. They keep their places, so batches with such
@@ -43,7 +48,6 @@ class Loader:
         joining: how the texts of a batch are joined; None: they are not. The batch size counts them before.
 
     Raises:
-        ConfigError: neither `steps` nor `epochs`.
         DataError: no rows; a cursor beyond the rows (the data have changed).
     """
 
@@ -61,8 +65,6 @@ class Loader:
         joining: Joining | None = None,
     ):
         rows = len(source)
-        if steps is None and epochs is None:
-            raise ConfigError("train.steps, train.epochs", "at least one is set", "neither")
         if not rows:
             raise DataError("data.path", "at least one row", "an empty data set")
         if not 0 <= start.cursor.position <= rows:
@@ -71,11 +73,20 @@ class Loader:
         self._order, self._skip, self._joining = order or FullOrder(seed, rows), skip_bad_rows, joining
         self._first = start.cursor.epoch * rows + start.cursor.position
         self._end = None if epochs is None else max(round(epochs * rows), 1)
-        totals = [] if steps is None else [steps]
+        totals = [ENDLESS if steps is None else steps]
         if self._end is not None:
             totals.append(start.step + -(-max(self._end - self._first, 0) // batch_size))
         self.total_steps: int = min(totals)
         """The step at which the run ends, counted from the start of its first attempt."""
+
+    def end_at(self, step: int) -> int:
+        """Lets the run end at this step, if it would not end before; iterations that have begun end there, too.
+
+        Returns:
+            The step at which it ends now.
+        """
+        self.total_steps = min(self.total_steps, step)
+        return self.total_steps
 
     def __iter__(self) -> Iterator[DocumentBatch]:
         """Yields the remaining batches, the first with the index `start.step`.
@@ -86,8 +97,8 @@ class Loader:
         Raises:
             DataError: a row that cannot be read, unless `skip_bad_rows`; a file that can no longer be read.
         """
-        position = self._first
-        for index in range(self._start.step, self.total_steps):
+        position, index = self._first, self._start.step
+        while index < self.total_steps:
             stop = position + self._batch_size
             if self._end is not None:
                 stop = min(stop, self._end)
@@ -96,6 +107,7 @@ class Loader:
             position = stop
             cursor = Cursor(*divmod(stop, len(self._source)))
             yield DocumentBatch(index=index, documents=documents, cursor=cursor, bad_rows=bad)
+            index += 1
 
 
 def validation_batches(

@@ -5,14 +5,10 @@ python -m distill_rl.gpu_check.part ARGUMENTS, the keywords of `main` as JSON; `
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import faulthandler
 import importlib
 import json
 import math
-import os
-import signal
 import sys
 import traceback
 import unittest
@@ -20,8 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from distill_rl.system.files import write_atomic
+from distill_rl.system.parent import end_with
 
-_PR_SET_PDEATHSIG = 1
 _STACKS_BEFORE_END_S = 2.0
 _MARGIN_S = 15.0
 """Seconds of its limit that are kept from a part's budget, for starting up and writing the result."""
@@ -50,7 +46,7 @@ def main(
         takes_budget: passes the function the seconds it may use, the limit less a margin.
         parent: process id of the parent; the process exits with 1 if that is no longer its parent.
     """
-    _die_with(parent)
+    end_with(parent)
     # If the part is about to be killed, its stacks show where it hangs.
     faulthandler.dump_traceback_later(max(limit_s - _STACKS_BEFORE_END_S, 0.1), exit=False)
     budget_s = max(limit_s - _MARGIN_S, 1.0) if takes_budget else None
@@ -125,18 +121,6 @@ def plain(value: Any) -> Any:
         return value
     number = float(value)
     return number if math.isfinite(number) else str(number)
-
-
-def _die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent dies (only on Linux).
-
-    Raises:
-        SystemExit: with code 1, if the parent is not the process `parent`: it has died already.
-    """
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class ProgressBar:
 
     Args:
         name: printed before the steps; must be printable.
-        total: number of steps.
+        total: number of steps; None: not known yet.
         done: steps done before this process began.
         console: where to write; None: stdout.
         interval_s: seconds between two lines of text.
@@ -58,7 +58,7 @@ class ProgressBar:
     def __init__(
         self,
         name: str,
-        total: int,
+        total: int | None,
         *,
         done: int = 0,
         console: Console | None = None,
@@ -68,7 +68,7 @@ class ProgressBar:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        self._name, self._total, self._interval, self._clock = name, total, interval_s, clock
+        self._name, self.total, self._interval, self._clock = name, total, interval_s, clock
         self._console = console or Console()
         self._printed = 0.0
         self._first: tuple[int, float] | None = None
@@ -95,15 +95,19 @@ class ProgressBar:
             done: steps of the whole run that are done, including those before this process began.
         """
         now = self._clock()
-        is_due = self._first is None or done >= self._total or now - self._printed >= self._interval
+        total = self.total
+        is_last = total is not None and done >= total
+        is_due = self._first is None or is_last or now - self._printed >= self._interval
         self._first = self._first or (done, now)
         first, start = self._first
-        left = [f"{_clock_time((now - start) / (done - first) * (self._total - done))} left"] if done > first else []
+        left = []
+        if total is not None and done > first:
+            left = [f"{_clock_time((now - start) / (done - first) * (total - done))} left"]
         text = "  ".join([*figures, *left])
-        self._bar.update(self._task, completed=done, figures=text)
+        self._bar.update(self._task, completed=done, total=total, figures=text)
         if is_due and not self._console.is_terminal:
             self._printed = now
-            print_line(self._console, f"{self._name} {done:>{len(str(self._total))}}/{self._total}  {text}")
+            print_line(self._console, f"{self._name} {done:>{len(str(total or 0))}}/{total or '?'}  {text}")
 
     def close(self) -> None:
         """Ends the bar, whose last state stays on the screen, and restores the cursor."""

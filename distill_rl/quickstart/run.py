@@ -18,12 +18,12 @@ from distill_rl.observe.log import say
 from distill_rl.observe.report.report import write_report
 from distill_rl.observe.sinks.sinks import SECONDS, TOKENS, read_records
 from distill_rl.preflight.run_directory import in_use
-from distill_rl.quickstart.child import run_cli
 from distill_rl.quickstart.material import Material, make_material
 from distill_rl.quickstart.recipe import RECIPES
 from distill_rl.quickstart.table import print_table
 from distill_rl.system.files import write_json
 from distill_rl.system.install import CONFIGS
+from distill_rl.system.own_command import run_cli
 from distill_rl.types import RunPaths
 
 NAME, CROSS_NAME = RECIPES
@@ -34,6 +34,8 @@ MODELS = ("teacher", "student_before", "student_after", "ce_only")
 # The control has the data, order, steps and seed of the distillation, but learns from the data instead of the teacher.
 CONTROL_OVERRIDES = ("loss.kd_weight=0", "loss.ce_weight=1", "evaluate.suites=[]")
 ALIGNED = {"one_to_one_share": "align/one_to_one", "coverage": "align/coverage"}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+"""Of the runs, unless this process's environment says otherwise. More threads slow down models of this size."""
 RESERVED = {"run.name": "--runs", "run.dir": "--runs", "run.seed": "--seed"}
 
 
@@ -89,14 +91,14 @@ def quickstart(options: Options) -> int:
         if options.clean:
             shutil.rmtree(store, ignore_errors=True)
         say(f"capture   the teacher's targets into {store}")
-        code = run_cli(["capture", "-c", str(config), "--out", str(store), *settings, f"run.name={run}"])
+        code = run_cli(["capture", "-c", str(config), "--out", str(store), *settings, f"run.name={run}"], ENVIRONMENT)
         if code:
             print(f"distill-rl: error: `distill-rl capture` ended with exit code {code}", file=sys.stderr)
             return code
         stored = _from_store(store)
     for name, run_settings in ((run, stored), (f"{run}{CONTROL_SUFFIX}", CONTROL_OVERRIDES)):
         say(f"train     {name}")
-        code = run_cli([*common, *settings, f"run.name={name}", *run_settings])
+        code = run_cli([*common, *settings, f"run.name={name}", *run_settings], ENVIRONMENT)
         if code:
             print(f"distill-rl: error: `distill-rl train` of {name} ended with exit code {code}", file=sys.stderr)
             return code

@@ -88,7 +88,7 @@ class CheckpointStore:
         scores: Path | None = None,
         about: Mapping[str, Any] = MappingProxyType({}),
     ):
-        self._root, self._keep_last, self._keep_best, self._about = root, keep_last, keep_best, about
+        self._root, self._keep_last, self._keep_best, self.about = root, keep_last, keep_best, about
         self._best_by = best_by
         self.scores = ScoreFile(scores or root / "scores.json")
         self.awaited: Callable[[], Collection[int]] = lambda: ()
@@ -130,7 +130,7 @@ class CheckpointStore:
         state = asdict(draft.state)
         write_json(draft.folder / "state.json", {**state.pop("train"), **state})
         ownership.close_tree(draft.folder)
-        write_json(draft.folder / MANIFEST, sealed({**self._about, **manifest_of(draft.folder)}))
+        write_json(draft.folder / MANIFEST, sealed({**self.about, **manifest_of(draft.folder)}))
         ownership.close_tree(draft.folder)
         sync_tree(draft.folder)
         final = self._root / f"step-{draft.state.train.step}"

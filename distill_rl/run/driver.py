@@ -10,17 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distill_rl.config.derive import warmup_note
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.layout import suites_every
 from distill_rl.config.measured import KD, is_suite_score
-from distill_rl.config.save import fingerprint
 from distill_rl.data.joining import Joining
-from distill_rl.data.loader import Loader, validation_batches
+from distill_rl.data.loader import ENDLESS, Loader, validation_batches
 from distill_rl.data.mixture import Mixture
 from distill_rl.observe.log import say
 from distill_rl.observe.metrics import Metric, merge, values
@@ -28,12 +26,13 @@ from distill_rl.observe.sinks.sinks import Observer, open_observer
 from distill_rl.observe.timing import StepTimer
 from distill_rl.preflight import run_directory
 from distill_rl.preflight.job import Job
-from distill_rl.run import checkpoints
 from distill_rl.run.async_save import Saver
 from distill_rl.run.card import card_of
 from distill_rl.run.checkpoints import Checkpoint, CheckpointStore, SavedState
 from distill_rl.run.learning import Learning
+from distill_rl.run.pace import Pace, settled
 from distill_rl.run.prefetch import Lookahead
+from distill_rl.run.run_checkpoints import about, checkpoint_store, find_checkpoint, saver_of
 from distill_rl.run.skipped_rows import SkippedRows
 from distill_rl.system.signals import EXIT_PREEMPTED, Signals
 from distill_rl.types import DocumentBatch, TrainState
@@ -66,6 +65,8 @@ class Driver:
         saved = self.resumed.state if self.resumed else SavedState(TrainState(), learnt=False)
         self.state = saved.train
         self.began = self.state.step
+        minutes = self.config.train.minutes
+        self.pace = None if minutes is None else Pace(minutes, most=self.loader.total_steps - self.began)
         names = [teacher.name for teacher in running_teachers(self.config)]
         self.learning = Learning(names, learnt=saved.learnt)
         self.skipped = SkippedRows(self.job.paths.bad_rows, self.config.data.max_bad_rows)
@@ -108,7 +109,8 @@ class Driver:
         timer = StepTimer()
         with ExitStack() as stack:
             stack.callback(store.clean_up)  # runs last, when no rank writes any more
-            actors = stack.enter_context(start_actors(job, loader.total_steps, timer, signals))
+            minutes, limit = train.minutes, loader.total_steps
+            actors = stack.enter_context(start_actors(job, ENDLESS if minutes else limit, timer, signals))
             if resumed:
                 actors.student.collective("load", os.fspath(resumed.student), what=f"loading {resumed.path}")
             run_directory.record_config(config, job.paths)
@@ -118,7 +120,7 @@ class Driver:
             observer = open_observer(
                 config,
                 job.paths,
-                total_steps=loader.total_steps,
+                total_steps=None if minutes else limit,
                 resume_step=start.step,
                 others=[GaugeSink(config.run.name)],
             )
@@ -128,9 +130,9 @@ class Driver:
                 store.awaited = lambda: evaluations.unfinished
             evaluations.recover(start.step)
             left = "nothing left"
-            if start.step < loader.total_steps:
-                left = f"steps {start.step + 1} to {loader.total_steps}"
-            if note := warmup_note(config.schedule, loader.total_steps):
+            if start.step < limit:
+                left = f"for {minutes:g} minutes" if minutes else f"steps {start.step + 1} to {limit}"
+            if note := warmup_note(config.schedule, limit):
                 say(f"warm-up   {note}")
             say(f"training  {left} in {job.paths.root}")
             saver = stack.enter_context(saver_of(store, job, actors))
@@ -147,6 +149,8 @@ class Driver:
         """
         self.measure_untrained()
         submit, depth = self.actors.pipeline.submit, self.config.prefetch.depth
+        if self.pace is not None:
+            self.pace.begin()
         with closing(Lookahead(self.loader, submit, PendingBatch.release, depth)) as batches:
             for step, batch in enumerate(batches, start=self.state.step + 1):
                 with self.timer.step(step), batch.lease():
@@ -163,7 +167,25 @@ class Driver:
                     self.save()
                 if self.signals.preempted and not self.learning.last_skipped:
                     return self.preempt()
+                if self.pace is not None and (count := self.pace.last_step(step - self.began)) is not None:
+                    self.end_at(self.began + count)
+                if step >= self.loader.total_steps:  # batches beyond it may have been asked for before it was known
+                    break
         return self.finish()
+
+    def end_at(self, step: int) -> None:
+        """Makes this the last step of a run that is limited by `train.minutes`, unless another setting ends it earlier.
+
+        config.yaml becomes that of a run with this number of steps.
+        """
+        last = self.loader.end_at(step)
+        self.config, self.pace = settled(self.config, done=self.state.step, last=last), None
+        self.job = replace(self.job, config=self.config)
+        self.student.collective("end_at", last, self.config.schedule, what="the number of steps")
+        self.store.about = about(self.job)
+        self.observer.expect(last)
+        run_directory.record_config(self.config, self.job.paths)
+        say(f"steps     {last:,} in all, by the speed of the first {self.state.step - self.began:,}")
 
     def data_metrics(self, batch: DocumentBatch) -> dict[str, Metric]:
         """Lists the rows that a batch lacks, and returns how many they are and how many documents each source gave.
@@ -341,53 +363,3 @@ def evaluations_of(
         compare=store.scores.add,
         stopping=lambda: signals.preempted,
     )
-
-
-def checkpoint_store(job: Job) -> CheckpointStore:
-    """Returns the store of a run's checkpoints, whose manifests name library versions and fingerprints.
-
-    Reads and writes nothing in the folder.
-    """
-    settings = job.config.checkpoint
-    about = {
-        "libraries": {name: version(name) for name in ("torch", "transformers")},
-        "fingerprints": {"config": fingerprint(job.config), **job.fingerprints},
-    }
-    return CheckpointStore(
-        job.paths.checkpoints,
-        keep_last=settings.keep_last,
-        keep_best=settings.keep_best,
-        best_by=settings.best_by,
-        scores=job.paths.scores,
-        about=about,
-    )
-
-
-def saver_of(store: CheckpointStore, job: Job, actors: RunActors) -> Saver:
-    """Returns the saver of a run's checkpoints, a context manager; in the background if `checkpoint.async_save`."""
-    return Saver(
-        store,
-        actors.student.collective,
-        in_background=job.config.checkpoint.async_save,
-        deadline_s=job.config.ray.step_timeout_s,
-        dead=lambda: any(name.startswith("student-dp") for name in actors.calls.dead()),
-        interrupted=lambda: actors.calls.interrupted(),
-    )
-
-
-def find_checkpoint(job: Job, store: CheckpointStore) -> Checkpoint | None:
-    """Returns the checkpoint that `checkpoint.resume` names, verified, or None for a fresh start.
-
-    Prints the path of the one to resume from, and a line for each damaged one that is passed over; nothing for None.
-
-    Raises:
-        CheckpointError: the checkpoint asked for is missing or damaged, or was made from other data, tokenizers or
-            models.
-    """
-    checkpoint = checkpoints.find(store, job.config.checkpoint.resume, lambda text: say(f"damaged   {text}"))
-    if checkpoint:
-        checkpoints.require_same(
-            checkpoint.state.fingerprints, job.going_on(checkpoint.state.fingerprints).fingerprints
-        )
-        say(f"resuming  from {checkpoint.path}")
-    return checkpoint

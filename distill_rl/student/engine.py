@@ -77,7 +77,7 @@ class StudentEngine:
         config: the run's settings.
         world: this rank of the student's mesh.
         vocabulary_size: ids of the tokenizer. Further columns of the output layer are padding without probability.
-        total_steps: optimizer steps of the whole run, the schedule's horizon unless `schedule.steps` is set.
+        total_steps: optimizer steps of the whole run, the schedule's horizon unless `schedule.steps` is set; see `Schedule`.
         cross_tokenizer_specs: per teacher, None for one with the student's tokenizer; empty if all have it.
     """
 

@@ -51,13 +51,13 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, fused: bool = 
 
 
 class Schedule:
-    """Learning rate of every optimizer step: linear warm-up, then cosine, linear or constant.
+    """Learning rate of every optimizer step: linear warm-up, peak, then cosine, linear or constant.
 
-    With horizon h (`schedule.steps`, or else the last step of the run) and warm-up w (`derive.warmup_steps`: as
-    configured, or a tenth of h where that is longer than h), step s, counted from 1, has
-    `lr·s/w` while s ≤ w, and afterwards `lr·(m + (1 − m)·shape(x))` with m = `schedule.min_lr_ratio`,
-    x = (s − 1 − w)/(h − w) and a shape that falls from 1 at x = 0 to 0 at x = 1. The first step after the warm-up has
-    the peak rate, and no step up to h has a rate of zero. Steps after h stay at `lr·m` (`constant`: at `lr`).
+    With horizon h (`schedule.steps`, or else the last step of the run), warm-up w (`derive.warmup_steps`: as
+    configured, or a tenth of h where that is longer than h) and p = w + `schedule.hold_steps`, step s, counted from 1,
+    has `lr·s/w` while s ≤ w, and afterwards `lr·(m + (1 − m)·shape(x))` with m = `schedule.min_lr_ratio`,
+    x = max(0, s − 1 − p)/(h − p) and a shape that falls from 1 at x = 0 to 0 at x = 1. The first step after the warm-up
+    has the peak rate, and no step up to h has a rate of zero. Steps after h stay at `lr·m` (`constant`: at `lr`).
 
     The rate depends on s and h alone. So if a run is extended by a larger `train.steps`:
     with `schedule.steps` set, the horizon stays, and the steps beyond it run at the minimum;
@@ -66,7 +66,7 @@ class Schedule:
 
     Args:
         peak: the rate at the end of the warm-up.
-        total_steps: last step of the run.
+        total_steps: last step of the run; `loader.ENDLESS` while it is not known, with which the rate stays at the peak.
     """
 
     def __init__(self, config: ScheduleConfig, *, peak: float, total_steps: int):
@@ -82,7 +82,8 @@ class Schedule:
             return self.peak * step / warmup
         if self.config.kind == "constant":
             return self.peak
-        x = min(1.0, (step - 1 - warmup) / max(1, self.horizon - warmup))
+        held = warmup + self.config.hold_steps
+        x = min(1.0, max(0, step - 1 - held) / max(1, self.horizon - held))
         shape = 0.5 * (1.0 + math.cos(math.pi * x)) if self.config.kind == "cosine" else 1.0 - x
         return self.peak * (least + (1.0 - least) * shape)
 

@@ -261,7 +261,7 @@ TABLE: tuple[NoEffect, ...] = (
     ),
     NoEffect(("data.validation.max_documents",), lambda run: not run.validates, "there are no validation data"),
     NoEffect(
-        ("schedule.min_lr_ratio", "schedule.steps"),
+        ("schedule.min_lr_ratio", "schedule.hold_steps", "schedule.steps"),
         lambda run: run.config.schedule.kind == "constant",
         "schedule.kind is constant",
     ),

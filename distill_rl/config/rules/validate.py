@@ -291,7 +291,7 @@ def _aligner(config: Config) -> Iterator[str]:
 def _optimizer(config: Config) -> Iterator[str]:
     """Problems of the optimizer and its schedule, one line each.
 
-    The betas must be two numbers in [0, 1), and the warm-up no longer than schedule.steps.
+    The betas must be two numbers in [0, 1), and warm-up and peak together no longer than schedule.steps.
     """
     betas = config.optimizer.betas
     if len(betas) != 2:
@@ -302,6 +302,9 @@ def _optimizer(config: Config) -> Iterator[str]:
     end, warmup = config.schedule.steps, config.schedule.warmup_steps
     if end is not None and end > 0 and warmup > end:
         yield problem("schedule.warmup_steps", f"must not exceed schedule.steps ({end})", warmup)
+    elif end is not None and end > 0 and warmup + config.schedule.hold_steps > end:
+        rule = f"must not exceed schedule.steps ({end}) together with schedule.warmup_steps ({warmup})"
+        yield problem("schedule.hold_steps", rule, config.schedule.hold_steps)
 
 
 def _checkpoints(config: Config) -> Iterator[str]:
@@ -377,8 +380,10 @@ def _others(config: Config) -> Iterator[str]:
 
     No length of the run, liger with tensor parallelism, transport `local`.
     """
-    if config.train.steps is None and config.train.epochs is None:
-        yield problem("train.steps", "the length of the run must be given", None, "set train.steps or train.epochs")
+    train = config.train
+    if train.steps is None and train.epochs is None and train.minutes is None:
+        remedy = "set train.steps, train.epochs or train.minutes"
+        yield problem("train.steps", "the length of the run must be given", None, remedy)
     student = config.student
     if student.kernels == "liger" and student.parallel.tp > 1:
         rule = f"liger needs whole layers on every rank; student.parallel.tp is {student.parallel.tp}"

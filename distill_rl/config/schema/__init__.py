@@ -202,6 +202,8 @@ class ScheduleConfig:
     """Optimizer steps of linear warm-up. 0: none. If schedule.steps is null and the run is shorter than this, a tenth of the run, which is said."""
     min_lr_ratio: float = field(default=0.0, metadata=FRACTION)
     """Learning rate at the end of the schedule, as a fraction of the peak."""
+    hold_steps: int = field(default=0, metadata=NOT_NEGATIVE)
+    """Optimizer steps at the peak rate, between the warm-up and the fall of the rate."""
     steps: Optional[int] = field(default=None, metadata=POSITIVE)
     """Optimizer step at which the schedule ends. null: the last step of the run. Set it for a run that you will extend later."""
 
@@ -209,9 +211,11 @@ class ScheduleConfig:
 @dataclass
 class TrainConfig:
     steps: Optional[int] = field(default=None, metadata=POSITIVE)
-    """Maximum number of optimizer steps. null: no limit but train.epochs. The run ends at train.steps or train.epochs, whichever comes first; one of them must be set."""
+    """Maximum number of optimizer steps. null: no limit but train.epochs and train.minutes. The run ends at train.steps, train.epochs or train.minutes, whichever comes first; one of them must be set."""
     epochs: Optional[float] = field(default=None, metadata=POSITIVE)
-    """Maximum number of passes over the data, each in a new order; need not be whole. null: no limit but train.steps."""
+    """Maximum number of passes over the data, each in a new order; need not be whole. null: no limit but train.steps and train.minutes."""
+    minutes: Optional[float] = field(default=None, metadata=POSITIVE)
+    """Minutes that the training steps are to take, without starting and ending the workers. The first steps are timed; from their speed the run chooses train.steps, and so the end of the schedule, which it says and writes to config.yaml. Until then the learning rate stays at its peak (schedule.hold_steps). null: no limit."""
     global_batch_size: int = field(default=32, metadata=POSITIVE)
     """Documents per optimizer step."""
     micro_batch_size: int = field(default=4, metadata=POSITIVE)

@@ -11,7 +11,6 @@ process exits after this reply.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -23,10 +22,9 @@ from typing import Any, BinaryIO
 
 from distill_rl.evals.suites.base import Item, Suite
 from distill_rl.evals.suites.registry import find
+from distill_rl.system.parent import end_with
 
 MAX_ERROR_CHARACTERS = 300
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -37,7 +35,7 @@ def main() -> None:
     command line.
     """
     parent, deadline_s, memory_bytes = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-    _die_with(parent)
+    end_with(parent)
     requests, replies = _take_over_streams()
     with contextlib.suppress(OSError):  # make the kernel's out-of-memory killer pick this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -120,15 +118,6 @@ def _take_over_streams() -> tuple[BinaryIO, BinaryIO]:
         os.dup2(devnull, stream)
     os.close(devnull)
     return requests, replies
-
-
-def _die_with(parent: int) -> None:
-    """Has the kernel kill this process when the thread that started it ends (Linux; elsewhere stdin closes). Exits at
-    once if the process `parent` has ended already."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _address_space() -> int:

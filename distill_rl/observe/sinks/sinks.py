@@ -72,6 +72,12 @@ class Observer:
         if step % self._every == 0:
             self.flush()
 
+    def expect(self, total_steps: int) -> None:
+        """Tells the steps of the whole run, once they are known, to what shows the progress."""
+        for sink in self._live:
+            if isinstance(sink, ProgressSink):
+                sink.expect(total_steps)
+
     def flush(self) -> None:
         """Writes pending metrics, if any, as a record of the last step logged, to all sinks but the live ones.
 
@@ -217,13 +223,17 @@ class ProgressSink:
     """Step, losses, tokens per second and time left.
 
     Args:
-        total_steps: steps of the whole run.
+        total_steps: steps of the whole run; None: not known yet.
         start_step: steps done before this attempt.
         options: further keywords of `ProgressBar`.
     """
 
-    def __init__(self, total_steps: int, *, start_step: int = 0, **options: Any):
+    def __init__(self, total_steps: int | None, *, start_step: int = 0, **options: Any):
         self._bar = ProgressBar("step", total_steps, done=start_step, **options)
+
+    def expect(self, total_steps: int) -> None:
+        """Sets the steps of the whole run, from the next step on."""
+        self._bar.total = total_steps
 
     def write(self, step: int, record: Mapping[str, float]) -> None:
         """Shows a step's figures (`ProgressBar.update`); ignores a record without any `train/` metric.
@@ -256,7 +266,7 @@ def open_observer(
     config: Config,
     paths: RunPaths,
     *,
-    total_steps: int,
+    total_steps: int | None,
     resume_step: int | None = None,
     others: Sequence[Sink] = (),
 ) -> Observer:
@@ -265,7 +275,7 @@ def open_observer(
     Files are in the run directory. Trackers start child processes; `close` ends them.
 
     Args:
-        total_steps: steps of the whole run, for the progress bar.
+        total_steps: steps of the whole run, for the progress bar; None: `Observer.expect` will tell.
         resume_step: step that the run goes on from; records of later steps, written by an earlier attempt, are
             dropped. None: a new run, and nothing is dropped.
         others: further sinks, which get the same records and are closed too.

@@ -103,6 +103,8 @@ def _trained_on(config: Config, training: Any) -> Iterator[Mapping[str, Any]]:
     if repeated and (epochs is None or epochs > 1):
         steps = total_steps(config, len(training))
         epochs = 1.0 if steps is None or steps * config.train.global_batch_size >= len(training) else None
+    elif epochs is None and config.train.steps is None:  # train.minutes: how many they will be is not known
+        epochs = 1.0
     loader = Loader(
         training,
         batch_size=config.train.global_batch_size,

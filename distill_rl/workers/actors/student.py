@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from distill_rl.config.schema import Config
+from distill_rl.config.schema import Config, ScheduleConfig
 from distill_rl.errors import TransportError
 from distill_rl.observe.metrics import Metric
 from distill_rl.system.peak_memory import peak_gib
@@ -52,7 +52,7 @@ class StudentWorker(RankWorker):
 
         Args:
             rank: dp-major: (dp_rank · sp + sp_rank) · tp + tp_rank.
-            total_steps: optimizer steps of the whole run, the horizon of the schedule.
+            total_steps: optimizer steps of the whole run, the horizon of the schedule; see `Schedule`.
             cross_tokenizer_specs: per running teacher; None for one with the student's tokenizer.
             vocabulary_size: ids of the student's tokenizer.
             threads: number of torch threads of this process.
@@ -217,6 +217,12 @@ class StudentWorker(RankWorker):
         chunks_by_teacher = batch.chunks or (None,) * len(sums)
         tokens = [batch.num_labels if chunks is None else chunks.num_covered for chunks in chunks_by_teacher]
         return [math.inf if is_lost else total / max(count, 1) for is_lost, total, count in zip(lost, sums, tokens)]
+
+    def end_at(self, total_steps: int, schedule: ScheduleConfig) -> None:
+        """Sets the last step of the run, which the constructor did not know yet, and the schedule, for later steps."""
+        from distill_rl.student.optim import Schedule
+
+        self._engine.schedule = Schedule(schedule, peak=self._config.optimizer.lr, total_steps=total_steps)
 
     def save(self, directory: str, marker: str | None) -> None:
         """Saves weights, optimizer and random state to `directory`; collective.

@@ -89,6 +89,8 @@ def test_epochs_that_differ_in_their_documents_are_all_read(data):
     assert captured(made).train.epochs == 3.0
     made.train = replace(made.train, steps=100, epochs=None)
     assert (captured(made).train.steps, captured(made).train.epochs) == (100, None)
+    made.train = replace(made.train, steps=None, epochs=None, minutes=5.0)
+    assert (captured(made).train.epochs, captured(made).train.minutes) == (1.0, None), "how many are read is not known"
 
 
 def test_without_a_student_the_only_teacher_takes_its_place():

@@ -55,6 +55,7 @@ def test_fingerprint_is_a_sha256_and_survives_a_round_trip(tmp_path):
         "evaluate.every=5",
         "train.steps=99",
         "train.epochs=2",
+        "train.minutes=5",
         "train.micro_batch_size=1",
         "student.parallel.dp=2",
         "teachers.0.parallel.tp=2",

@@ -6,9 +6,9 @@ import hashlib
 
 import pytest
 
-from distill_rl.data.loader import Loader, validation_batches
+from distill_rl.data.loader import ENDLESS, Loader, validation_batches
 from distill_rl.data.order import permutation, random_order
-from distill_rl.errors import ConfigError, DataError
+from distill_rl.errors import DataError
 from distill_rl.types import Cursor, TrainState
 
 EXPECTED = {
@@ -102,9 +102,14 @@ def test_rows_are_read_lazily():
     assert source.reads == 4
 
 
-def test_neither_steps_nor_epochs_is_refused():
-    with pytest.raises(ConfigError, match=r"train\.steps, train\.epochs"):
-        loader()
+def test_an_end_that_is_set_later_ends_iterations_that_have_begun():
+    run = loader()
+    assert run.total_steps == ENDLESS
+    batches = iter(run)
+    assert next(batches).index == 0
+    assert run.end_at(3) == 3
+    assert [batch.index for batch in batches] == [1, 2]
+    assert run.end_at(5) == 3, "a run is never made longer"
 
 
 def test_no_rows_are_refused():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -31,6 +32,15 @@ def test_linear_falls_evenly_and_never_reaches_zero():
 
 def test_constant_stays_at_the_peak():
     assert rates(6, 4, kind="constant", warmup_steps=2) == pytest.approx([1.0, 2.0, 2.0, 2.0, 2.0, 2.0])
+
+
+def test_the_rate_is_held_at_the_peak_before_it_falls():
+    held = rates(12, 12, kind="linear", warmup_steps=2, hold_steps=4)
+    assert held == pytest.approx([1.0, *[2.0] * 6, *(2.0 * (1 - i / 6) for i in range(1, 6))])
+
+
+def test_a_run_without_a_known_end_stays_at_the_peak():
+    assert rates(5000, sys.maxsize, warmup_steps=2, min_lr_ratio=0.3)[2:] == [rates(3, 5, min_lr_ratio=0.3)[0]] * 4998
 
 
 def test_warm_up_longer_than_the_run_takes_a_tenth_of_it():

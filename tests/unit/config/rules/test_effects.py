@@ -119,6 +119,7 @@ CASES: dict[tuple[str, str], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("data.validation.fraction", "validation.path"): ("0.1", ("data.validation.path=v",), ()),
     ("data.validation.max_documents", "no validation data"): ("8", (), ("data.validation.fraction=0.1",)),
     ("schedule.min_lr_ratio", "constant"): ("0.1", ("schedule.kind=constant",), ()),
+    ("schedule.hold_steps", "constant"): ("5", ("schedule.kind=constant",), ()),
     ("schedule.steps", "constant"): ("5", ("schedule.kind=constant",), ()),
     ("aligner.num_gpus", "the driver aligns"): (
         "0.1",

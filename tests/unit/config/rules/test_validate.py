@@ -38,7 +38,15 @@ def test_every_divergence_and_tail_is_allowed(load, divergence, tail):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["train.steps=null"], "train.steps: the length of the run must be given; set train.steps or train.epochs"),
+        (
+            ["train.steps=null"],
+            "train.steps: the length of the run must be given; set train.steps, train.epochs or train.minutes",
+        ),
+        (["train.minutes=0"], "train.minutes: must be greater than 0; got 0.0"),
+        (
+            ["schedule.steps=8", "schedule.warmup_steps=4", "schedule.hold_steps=5"],
+            "schedule.hold_steps: must not exceed schedule.steps (8) together with schedule.warmup_steps (4); got 5",
+        ),
         (["train.steps=0"], "train.steps: must be 1 or more; got 0"),
         (["train.epochs=0"], "train.epochs: must be greater than 0; got 0.0"),
         (["train.epochs=-1"], "train.epochs: must be greater than 0; got -1.0"),

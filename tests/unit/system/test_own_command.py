@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import distill_rl
-from distill_rl.quickstart.child import run_cli
+from distill_rl.system.own_command import run_cli
 
 ROOT = Path(distill_rl.__file__).parents[1]
 
@@ -27,7 +27,7 @@ for _ in range(600):
         sys.exit(code + len(received) - 1)
 sys.exit(99)
 """
-PARENT = "import sys; from distill_rl.quickstart.child import run_cli; sys.exit(run_cli(sys.argv[1:]))"
+PARENT = "import sys; from distill_rl.system.own_command import run_cli; sys.exit(run_cli(sys.argv[1:]))"
 
 
 def stand_in(folder: Path, program: str) -> tuple[list[str], dict[str, str]]:

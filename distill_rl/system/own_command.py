@@ -6,22 +6,26 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
+
+from distill_rl.system.parent import end_with
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-def run_cli(arguments: Sequence[str]) -> int:
+def run_cli(arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> int:
     """Runs `distill-rl` with its output on ours, waits for it and returns its exit code (128 + n if signal n ended it).
 
     SIGINT, SIGTERM and SIGUSR1 to this process are passed on to the child meanwhile. Call it in the main thread. The
     child has its own process group, so that Ctrl-C reaches it once, through this process: a second SIGINT would end it
-    before it has stopped the processes that it started.
+    before it has stopped the processes that it started. If this process is killed, the child gets SIGTERM (on Linux).
 
     Args:
         arguments: those of the command line, without the program's name.
+        variables: environment variables of the child, where this process's environment does not have them.
     """
     command = [sys.executable, "-m", "distill_rl", *arguments]
     child: subprocess.Popen[bytes] | None = None
@@ -34,7 +38,12 @@ def run_cli(arguments: Sequence[str]) -> int:
             child.send_signal(signal_number)
 
     with _handled_by(forward):
-        child = subprocess.Popen(command, env=_environment(), process_group=0)
+        child = subprocess.Popen(
+            command,
+            env={**(variables or {}), **os.environ},
+            process_group=0,
+            preexec_fn=partial(end_with, os.getpid(), signal.SIGTERM),
+        )
         for signal_number in before_start:
             child.send_signal(signal_number)
         code = child.wait()
@@ -50,12 +59,3 @@ def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[No
     finally:
         for signal_number, previous_handler in previous.items():
             signal.signal(signal_number, previous_handler)
-
-
-def _environment() -> dict[str, str]:
-    """The environment of the child: offline, with one thread per process, unless this process's environment says
-    otherwise.
-
-    More threads slow down models of this size.
-    """
-    return {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", **os.environ}

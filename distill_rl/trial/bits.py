@@ -1,0 +1,165 @@
+"""Bits per byte: how many bits of information a model lacks about each byte of a text.
+
+Shapes: R rows of a batch, S tokens of the longest, N positions whose next token is counted, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distill_rl.align.chat_form import text_of
+from distill_rl.config.schema import DataConfig
+from distill_rl.data.batch.tokenization import Tokenization
+from distill_rl.models import forward
+from distill_rl.models.families import family_of
+
+BATCH_TOKENS = 4096
+"""Positions of a batch, padding included, unless a single row has more."""
+CHUNK_BYTES = 128 * 2**20
+"""Of the fp32 logits that are made at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A document as one model reads it."""
+
+    ids: np.ndarray
+    """int64 [n]"""
+    counted: np.ndarray
+    """bool [n]: tokens whose log-probability counts; never the first, which nothing predicts."""
+    num_bytes: int
+    """UTF-8 bytes of the text that they spell."""
+
+
+def encode(tokenizer: Any, document: Mapping[str, Any], data: DataConfig) -> Encoded:
+    """The tokens of a held-out document, and the bytes that they stand for.
+
+    Of a text all tokens count but special ones. If the tokenizer writes none before the text, its first token is not
+    predicted, and its bytes do not count either. Of a chat the tokens that training counts do (`data.loss_on`), with the
+    ends of turns; the bytes are those of the contents alone, so that they are the same whatever a template writes.
+    """
+    if "messages" in document:
+        return _encode_chat(tokenizer, document, data)
+    text = document["text"]
+    read = tokenizer(text, return_offsets_mapping=True, return_attention_mask=False, verbose=False)
+    ids = np.array(read["input_ids"], dtype=np.int64)
+    ends = np.array(read["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+    counted = ends[:, 1] > ends[:, 0]
+    unpredicted = 0
+    if counted[:1].any():
+        unpredicted, counted[0] = int(ends[0, 1]), False
+    return Encoded(ids, counted, len(text[unpredicted:].encode("utf-8", "surrogatepass")))
+
+
+def _encode_chat(tokenizer: Any, document: Mapping[str, Any], data: DataConfig) -> Encoded:
+    tokenization = Tokenization(
+        tokenizer,
+        format="messages",
+        loss_on=data.loss_on,
+        max_length=data.max_length,
+        loss_roles=data.loss_roles,
+        unrendered="warn",
+    )
+    encoded = tokenization.encode_all(document)
+    counted = encoded.label_mask.copy()
+    counted[:1] = False
+    roles = tokenization.roles
+    contents = [text_of(message) for message in document["messages"] if not roles or message["role"] in roles]
+    num_bytes = sum(len(content.encode("utf-8", "surrogatepass")) for content in contents)
+    return Encoded(encoded.input_ids.astype(np.int64), counted, num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    document: int
+    ids: np.ndarray
+    """int64 [s]: what the model reads."""
+    targets: np.ndarray
+    """int64 [s]: the token after each position."""
+    counted: np.ndarray
+    """bool [s]: of the targets."""
+
+
+def windows(documents: Sequence[Encoded], length: int) -> Iterator[_Window]:
+    """Yields the documents as rows of at most `length` tokens, in which every token but the first is predicted once.
+
+    A document that is longer goes on in another row, which begins with the last token that the one before it predicts.
+    Rows without a counted token are left out.
+    """
+    for i, document in enumerate(documents):
+        last = len(document.ids) - 1
+        for start in range(0, last, length):
+            stop = min(start + length, last)
+            counted = document.counted[start + 1 : stop + 1]
+            if counted.any():
+                yield _Window(i, document.ids[start:stop], document.ids[start + 1 : stop + 1], counted)
+
+
+@torch.inference_mode()
+def bits(model: Any, documents: Sequence[Encoded], length: int) -> np.ndarray:
+    """fp64 [documents]: the sum over the counted tokens of each document of −log2 of their probability.
+
+    Probabilities are computed in fp32 over all columns of the output layer, and summed in fp64.
+
+    Args:
+        model: a causal language model of Transformers, in evaluation mode.
+        length: most tokens that it reads at once.
+    """
+    total = np.zeros(len(documents), dtype=np.float64)
+    for batch in _batches(sorted(windows(documents, length), key=lambda window: -len(window.ids))):
+        nats, owners = _nats(model, batch)
+        np.add.at(total, owners, nats)
+    return total / math.log(2)
+
+
+def _batches(rows: Sequence[_Window]) -> Iterator[list[_Window]]:
+    """Rows that come after one another, the longest first, in batches of at most BATCH_TOKENS positions."""
+    batch: list[_Window] = []
+    for row in rows:
+        if batch and (len(batch) + 1) * len(batch[0].ids) > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def _nats(model: Any, batch: Sequence[_Window]) -> tuple[np.ndarray, np.ndarray]:
+    """−log p of every counted token of a batch, fp64 [N], and the document of each, int64 [N].
+
+    Rows are padded on the right, where causal attention does not look.
+    """
+    longest = len(batch[0].ids)
+    ids, targets = np.zeros((2, len(batch), longest), dtype=np.int64)
+    counted = np.zeros((len(batch), longest), dtype=bool)
+    for i, row in enumerate(batch):
+        size = len(row.ids)
+        ids[i, :size], targets[i, :size], counted[i, :size] = row.ids, row.targets, row.counted
+    device = model.device
+    read, mask = torch.from_numpy(ids).to(device), torch.from_numpy(counted).to(device)
+    positions = torch.arange(longest, device=device).expand(len(batch), -1)
+    wanted = torch.from_numpy(targets[counted]).to(device)
+    if family_of(model.config).proven:
+        hidden = forward.body(model, read, positions)[mask]
+        rows = max(1, CHUNK_BYTES // (4 * model.config.vocab_size))
+        parts = [
+            _chosen(forward.head(model, hidden[start : start + rows]), wanted[start : start + rows])
+            for start in range(0, len(hidden), rows)
+        ]
+        logprobs = torch.cat(parts)
+    else:  # only its own forward can make the logits
+        logprobs = _chosen(forward.logits(model, read, positions)[mask], wanted)
+    owners = np.repeat([row.document for row in batch], counted.sum(axis=1))
+    return -logprobs.double().cpu().numpy(), owners
+
+
+def _chosen(logits: Tensor, ids: Tensor) -> Tensor:
+    """Log-probabilities of one id per row of logits [N, V]; fp32 [N]."""
+    return logits.float().log_softmax(-1).gather(1, ids[:, None])[:, 0]

@@ -1,0 +1,194 @@
+"""The settings of a trial: what is chosen for a pair of models, a text and a machine, and why. Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distill_rl.config.facts import GPU_WIDTH_MULTIPLE
+
+Settings = dict[str, Any]
+"""By dotted key, as of the configuration."""
+
+LONGEST_ROW_GPU, LONGEST_ROW = 2048, 512
+SHORTEST_ROW = 128
+DOCUMENTS_PER_ROW = 4
+"""Rows are to have room for this many documents of the mean length, so that few are longer than a row."""
+TOKENS_PER_STEP_GPU, TOKENS_PER_STEP = 16_384, 2048
+"""Few enough for hundreds of steps in minutes."""
+MOST_DOCUMENTS = 256
+MOST_EPOCHS = 20
+TOP_K = 64
+WARMUP_STEPS = 5
+LR_OF_A_BILLION, LR_POWER, LR_RANGE = 5e-5, 0.4, (1e-5, 3e-3)
+"""Rate for a billion parameters, the power of their number by which it falls, and its limits."""
+CE_WEIGHT = 0.5
+FEWEST_DOCUMENTS = 16
+HELD_OUT_SHARE = 0.1
+"""Most of the documents that may be held out."""
+MEASURE_SHARE = 0.1
+"""Part of the time of a training that measuring the larger model once may take."""
+MEASURED_TOKENS = (2048, 50_000)
+FLOPS_PER_CORE, FLOPS_PER_GPU = 2e10, 5e13
+"""What a forward pass gets of a core or a GPU, cautiously."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the choice depends on."""
+
+    gpus: int
+    cores: int
+    student_parameters: int
+    teacher_parameters: int
+    positions: int | None
+    """Longest input of both models, in tokens; None: not limited."""
+    vocabulary: int
+    """Ids of the smaller tokenizer."""
+    documents: int
+    tokens_per_document: float
+    """Mean, of the student's tokenizer."""
+    chats: bool
+    turns_known: bool
+    """Of chats: whether the assistant's turns can be told from the rest."""
+    minutes: float
+    """Of each training."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.gpus > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A way to make a training smaller; from fast to small in FITS."""
+
+    micro_batch: int
+    checkpointing: bool = False
+    apart: bool = False
+    """Teacher and student on GPUs of their own."""
+
+    def settings(self) -> Settings:
+        chosen: Settings = {"train.micro_batch_size": self.micro_batch}
+        if self.checkpointing:
+            chosen["student.activation_checkpointing"] = True
+        if self.apart:
+            chosen["ray.placement"] = "disaggregated"
+        return chosen
+
+    def __str__(self) -> str:
+        rows = "1 row" if self.micro_batch == 1 else f"{self.micro_batch} rows"
+        more = [", activations computed again"] if self.checkpointing else []
+        more += [", teacher and student on GPUs of their own"] if self.apart else []
+        return f"{rows} at a time{''.join(more)}"
+
+
+# Whatever trains in less memory still (adapters in place of all weights) belongs at the end of this list.
+FITS = (Fit(8), Fit(4), Fit(2), Fit(1), Fit(1, checkpointing=True))
+
+
+def fits(known: Known, documents: int) -> Iterator[Fit]:
+    """Yields ways to train, the fastest first, for a number of documents per step.
+
+    CPUs gain nothing from more than four rows at a time.
+    """
+    for fit in FITS:
+        if fit.micro_batch <= min(documents, 8 if known.on_gpu else 4):
+            yield fit
+    if known.gpus > 1:
+        yield Fit(1, checkpointing=True, apart=True)
+
+
+def row_length(known: Known) -> int:
+    """`data.max_length`: room for several documents of the text, within what both models can read."""
+    wanted = _power_of_two_from(DOCUMENTS_PER_ROW * known.tokens_per_document)
+    length = min(max(wanted, SHORTEST_ROW), LONGEST_ROW_GPU if known.on_gpu else LONGEST_ROW)
+    if known.positions is None:
+        return length
+    # Rows on a GPU are padded to a multiple, and the padded width counts.
+    limit = known.positions // GPU_WIDTH_MULTIPLE * GPU_WIDTH_MULTIPLE if known.on_gpu else known.positions
+    return min(length, limit or known.positions)
+
+
+def documents_per_step(known: Known, length: int) -> int:
+    """`train.global_batch_size`: a power of two, at most a quarter of the text."""
+    tokens = TOKENS_PER_STEP_GPU if known.on_gpu else TOKENS_PER_STEP
+    each = min(known.tokens_per_document, length) if known.chats else known.tokens_per_document
+    most = min(tokens / max(each, 1.0), MOST_DOCUMENTS, known.documents / 4)
+    return 2 ** math.floor(math.log2(max(most, 1)))
+
+
+def learning_rate(parameters: int) -> float:
+    """`optimizer.lr`, with one digit; smaller models take larger rates."""
+    low, high = LR_RANGE
+    rate = LR_OF_A_BILLION * (1e9 / max(parameters, 1)) ** LR_POWER
+    return float(f"{min(max(rate, low), high):.0e}")
+
+
+def held_out(known: Known) -> int:
+    """Number of documents that are held out: as many as the larger model can read in a tenth of `minutes`."""
+    flops = known.gpus * FLOPS_PER_GPU if known.on_gpu else known.cores * FLOPS_PER_CORE
+    largest = max(known.student_parameters, known.teacher_parameters, 1)
+    tokens = MEASURE_SHARE * 60 * known.minutes * flops / (2 * largest)
+    low, high = MEASURED_TOKENS
+    count = min(max(tokens, low), high) / max(known.tokens_per_document, 1.0)
+    return round(min(max(count, 1), max(HELD_OUT_SHARE * known.documents, 1)))
+
+
+def choose(known: Known, fit: Fit) -> Settings:
+    """All settings of the training with the teacher, but for models, data, length and folder."""
+    length = row_length(known)
+    precision = "bf16" if known.on_gpu else "fp32"
+    chosen: Settings = {
+        "student.dtype": precision,
+        "teachers.0.dtype": precision,
+        "data.max_length": length,
+        "data.validation.fraction": held_out(known) / known.documents,
+        "data.validation.max_documents": held_out(known),
+        "loss.top_k": min(TOP_K, known.vocabulary),
+        "loss.kd_weight": 1.0,
+        "loss.ce_weight": CE_WEIGHT,
+        "optimizer.lr": learning_rate(known.student_parameters),
+        "schedule.warmup_steps": WARMUP_STEPS,
+        "train.epochs": float(MOST_EPOCHS),
+        "train.global_batch_size": documents_per_step(known, length),
+        "checkpoint.keep_last": 1,
+    }
+    if known.chats and known.turns_known:
+        chosen["data.loss_on"] = "assistant"
+    return chosen | fit.settings()
+
+
+WITHOUT_TEACHER: Mapping[str, Any] = {"loss.kd_weight": 0.0, "loss.ce_weight": 1.0}
+
+
+def reasons(known: Known, fit: Fit, method: str) -> list[str]:
+    """What was chosen and why, a line each.
+
+    Args:
+        method: how teacher and student are compared: `same` for token by token, or the cross-tokenizer loss.
+    """
+    chosen = choose(known, fit)
+    if method == "same":
+        how = (
+            f"same tokenizer: token by token, the teacher's {chosen['loss.top_k']} likeliest tokens and the rest as one"
+        )
+    else:
+        how = f"different tokenizers: {method}, over chunks of text that both can spell"
+    batch, length = chosen["train.global_batch_size"], chosen["data.max_length"]
+    on = "the assistant's turns" if "data.loss_on" in chosen else "all tokens"
+    device = f"{known.gpus} GPU{'s' if known.gpus > 1 else ''}" if known.on_gpu else f"CPU, {known.cores} cores"
+    return [
+        f"method    {how}; on {on}, with {CE_WEIGHT:g} x cross-entropy with the text",
+        f"rows      of {length} tokens, for documents of {known.tokens_per_document:,.0f} on average; {fit}",
+        f"step      {batch} document{'s' if batch > 1 else ''}; learning rate {chosen['optimizer.lr']:g} for a model of this size, "
+        f"{WARMUP_STEPS} steps of warm-up, then a cosine to the end",
+        f"device    {device}: {chosen['student.dtype']}",
+    ]
+
+
+def _power_of_two_from(number: float) -> int:
+    """The smallest power of two that is not below a number."""
+    return int(2 ** math.ceil(math.log2(max(number, 1.0))))

@@ -1,0 +1,253 @@
+"""Checks a pair of models and a text, and settles how they are trained: all problems at once, in the words of the command."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distill_rl.config.facts import TOKENS, Facts, ModelFacts
+from distill_rl.config.load import read_config
+from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError, problem
+from distill_rl.models.files.facts import gpu_bytes, read_model_facts
+from distill_rl.models.hub import read_config as read_model_config
+from distill_rl.models.hub import resolve
+from distill_rl.observe.log import say
+from distill_rl.preflight import Checked, gather
+from distill_rl.preflight.memory import compare_memory
+from distill_rl.preflight.opened import Findings
+from distill_rl.transport.room import total_bytes
+from distill_rl.trial import choose, files
+from distill_rl.trial.choose import Fit, Known, Settings
+
+RESERVED = {
+    "student.model": "STUDENT",
+    "teachers": "TEACHER",
+    "teachers.0.model": "TEACHER",
+    "data.path": "TEXT",
+    "run.name": "--out",
+    "run.dir": "--out",
+    "run.seed": "--seed",
+    "train.minutes": "--minutes",
+    "loss.kd_weight": "distill-rl train",
+}
+"""Settings that an override may not change → what sets them."""
+_NAMES = {"student.model": "STUDENT", "teachers.0.model": "TEACHER", "teachers.0": "TEACHER", "data.path": "TEXT"}
+LARGER = 1.5
+"""A student with this many times the teacher's parameters is taken for a teacher in the wrong place."""
+MEASURED_LENGTH = 1024
+_NO_ROOM = (
+    "take a smaller STUDENT or TEACHER or a machine with more memory, or run the teacher alone first, "
+    "with `distill-rl capture`"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the command line asks for."""
+
+    student: str
+    teacher: str
+    text: str
+    minutes: float
+    seed: int
+    out: Path
+    clean: bool = False
+    """Delete an earlier trial in `out`."""
+    overrides: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two models and a text that can be tried."""
+
+    config: Config
+    """Of the training with the teacher."""
+    student: Path
+    teacher: Path
+    """Folders with weights."""
+    known: Known
+    fit: Fit
+    method: str
+    """`same` for token by token, or the cross-tokenizer loss."""
+    models: tuple[ModelFacts, ModelFacts]
+    notes: tuple[str, ...]
+
+    @property
+    def measured_length(self) -> int:
+        """Most tokens that a model reads at once where it is measured; the same for all models."""
+        return min(self.known.positions or MEASURED_LENGTH, MEASURED_LENGTH)
+
+    @property
+    def reasons(self) -> list[str]:
+        return choose.reasons(self.known, self.fit, self.method)
+
+
+def examine(request: Request) -> Pair:
+    """Opens models and text, chooses the settings, and checks the training as `distill-rl check` does.
+
+    Fetches models that are on the hub.
+
+    Raises:
+        ConfigError: why they cannot be tried, all problems at once.
+    """
+    problems = [*_request_problems(request)]
+    positions = _positions(request.student, request.teacher)
+    first: Settings = {
+        "data.max_length": min(positions or choose.SHORTEST_ROW, choose.SHORTEST_ROW),
+        "loss.top_k": 1,
+        "train.global_batch_size": 1,
+        "train.micro_batch_size": 1,
+    }
+    checked = _gather(request, first, problems)
+    student, teacher = resolve(request.student, weights=True), resolve(request.teacher, weights=True)
+    models = _facts(student), _facts(teacher)
+    known = _known(request, checked.facts, models, positions)
+    problems += _pair_problems(request, known)
+    if problems:
+        raise ConfigError.many(problems)
+    method = checked.facts.teachers[0].cross_tokenizer_loss or TOKENS
+    facts = replace(checked.facts, student=models[0], teachers=(replace(checked.facts.teachers[0], model=models[1]),))
+    fit = _fit(request, known, facts)
+    try:
+        checked = _gather(request, choose.choose(known, fit), [])
+    except ConfigError:
+        if not (known.chats and known.turns_known):
+            raise
+        known = replace(known, turns_known=False)
+        checked = _gather(request, choose.choose(known, fit), [])
+    assert checked.config is not None
+    return Pair(checked.config, student, teacher, known, fit, method, models, checked.notes)
+
+
+def settings_of(request: Request, chosen: Settings) -> Settings:
+    """The settings of the training with the teacher, by dotted key, without overrides."""
+    return {
+        "run": {"dir": os.fspath(request.out.absolute()), "name": files.WITH, "seed": request.seed},
+        "student": {"model": _local(request.student)},
+        "teachers": [{"model": _local(request.teacher), "dtype": chosen.get("teachers.0.dtype", "fp32")}],
+        "data": {"path": _local(request.text)},
+        "train": {"minutes": request.minutes},
+        **{key: value for key, value in chosen.items() if not key.startswith("teachers.")},
+    }
+
+
+def _gather(request: Request, chosen: Settings, problems: Sequence[str]) -> Checked:
+    """Checks a training with these settings and the user's.
+
+    Raises:
+        ConfigError: its problems, after those that are given.
+    """
+    checked = gather(
+        settings_of(request, chosen), request.overrides, clean=True, say=lambda text: say(f"data      {text}")
+    )
+    lines = [*problems, *map(in_words, (*checked.problems, *checked.unreachable))]
+    if checked.problems or checked.unreachable:
+        raise ConfigError.many(dict.fromkeys(lines))
+    return checked
+
+
+def in_words(line: str) -> str:
+    """A problem of a configuration, with the command's arguments in place of the settings that they set."""
+    key, colon, rest = line.partition(": ")
+    if key == "memory":
+        rule = rest.rpartition("; ")[0] or rest
+        return f"memory: {rule}, even with one row at a time and activations computed again; {_NO_ROOM}"
+    return f"{_NAMES.get(key, key)}{colon}{rest}"
+
+
+def _request_problems(request: Request) -> Iterator[str]:
+    """Yields what is wrong with the command line itself."""
+    if not request.minutes > 0:
+        yield problem("--minutes", "must be greater than 0", f"{request.minutes:g}", "5 is the default")
+    if request.seed < 0:
+        yield problem("--seed", "must be 0 or more", request.seed)
+    for text in request.overrides:
+        if (name := RESERVED.get(text.partition("=")[0].strip())) is not None:
+            yield problem(text, f"is set by {name}", remedy=f"use {name}")
+    yield from files.out_problems(request.out, clean=request.clean)
+    if _local(request.student) == _local(request.teacher):
+        rule = "must be two models: a model has nothing to learn from itself"
+        yield problem("STUDENT and TEACHER", rule, request.student, "give the model to train first, then its teacher")
+
+
+def _pair_problems(request: Request, known: Known) -> Iterator[str]:
+    """Yields what is wrong with the models beside each other, and with the size of the text."""
+    sizes = known.student_parameters, known.teacher_parameters
+    if sizes[0] > LARGER * sizes[1]:
+        rule = f"has {count(sizes[0])} parameters, more than TEACHER with {count(sizes[1])}"
+        remedy = (
+            "give the smaller model first: "
+            f"distill-rl try {request.teacher} {request.student} {request.text}; a larger student needs `distill-rl train`"
+        )
+        yield problem("STUDENT", rule, request.student, remedy)
+    if known.documents < choose.FEWEST_DOCUMENTS:
+        rule = f"must have at least {choose.FEWEST_DOCUMENTS} documents, of which some are held out"
+        remedy = "give more text; of a .txt file every line is a document"
+        yield problem("TEXT", rule, f"{known.documents} in {request.text}", remedy)
+
+
+def _known(request: Request, facts: Facts, models: tuple[ModelFacts, ModelFacts], positions: int | None) -> Known:
+    sample = facts.sources[0].sample if facts.sources else None
+    sizes = [facts.vocabulary_size, *(teacher.vocabulary_size for teacher in facts.teachers)]
+    return Known(
+        gpus=facts.gpus,
+        cores=facts.cpus,
+        student_parameters=models[0].parameters,
+        teacher_parameters=models[1].parameters,
+        positions=positions,
+        vocabulary=min(size for size in sizes if size is not None),
+        documents=facts.num_documents or choose.FEWEST_DOCUMENTS,
+        tokens_per_document=100.0 if sample is None else sample.tokens_per_document,
+        chats=facts.data_kind == "messages",
+        turns_known=True,
+        minutes=request.minutes,
+    )
+
+
+def _fit(request: Request, known: Known, facts: Facts) -> Fit:
+    """The fastest way to train that leaves some of the memory; the smallest if none does, which the checks then refuse."""
+    documents = choose.documents_per_step(known, choose.row_length(known))
+    host, gpus = total_bytes(), gpu_bytes() if known.on_gpu else ()
+    fit = Fit(1)
+    for fit in choose.fits(known, documents):
+        config, _ = read_config(settings_of(request, choose.choose(known, fit)), request.overrides)
+        if config is None:
+            break
+        findings = Findings()
+        compare_memory(config, facts, findings, host=host, gpus=gpus)
+        if not any(line.startswith("memory") for line in (*findings.problems, *findings.notes)):
+            break
+    return fit
+
+
+def _facts(folder: Path) -> ModelFacts:
+    return read_model_facts(folder, read_model_config(folder))
+
+
+def _positions(*models: str) -> int | None:
+    """The shortest of the models' longest inputs; None if none is known. What cannot be read is reported later."""
+    lengths = []
+    for model in models:
+        try:
+            lengths.append(getattr(read_model_config(model), "max_position_embeddings", None))
+        except ConfigError:
+            continue
+    return min((length for length in lengths if length), default=None)
+
+
+def _local(name: str) -> str:
+    """An absolute path for what is on this machine, a file, folder or glob; a name on the hub as it is."""
+    path = Path(name).expanduser()
+    return os.fspath(path.absolute()) if path.exists() or glob.has_magic(name) else name
+
+
+def count(number: int) -> str:
+    """A number of parameters in words."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
