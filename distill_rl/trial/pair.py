@@ -35,7 +35,14 @@ RESERVED = {
     "loss.kd_weight": "distill-rl train",
 }
 """Settings that an override may not change → what sets them."""
-_NAMES = {"student.model": "STUDENT", "teachers.0.model": "TEACHER", "teachers.0": "TEACHER", "data.path": "TEXT"}
+_NAMES = {
+    "student.model": "STUDENT",
+    "teachers.0.model": "TEACHER",
+    "teachers.0": "TEACHER",
+    "data.path": "TEXT",
+    "train.minutes": "--minutes",
+    "run.seed": "--seed",
+}
 LARGER = 1.5
 """A student with this many times the teacher's parameters is taken for a teacher in the wrong place."""
 MEASURED_LENGTH = 1024
@@ -102,8 +109,12 @@ def examine(request: Request) -> Pair:
         "train.global_batch_size": 1,
         "train.micro_batch_size": 1,
     }
-    checked = _gather(request, first, problems)
-    student, teacher = resolve(request.student, weights=True), resolve(request.teacher, weights=True)
+    checked = _gather(replace(request, overrides=[*filter(_is_no_batch, request.overrides)]), first, problems)
+    assert checked.config is not None
+    student, teacher = (
+        resolve(model.model or "", model.revision, weights=True)
+        for model in (checked.config.student, checked.config.teachers[0])
+    )
     models = _facts(student), _facts(teacher)
     known = _known(request, checked.facts, models, positions)
     problems += _pair_problems(request, known)
@@ -150,6 +161,11 @@ def _gather(request: Request, chosen: Settings, problems: Sequence[str]) -> Chec
     return checked
 
 
+def _is_no_batch(override: str) -> bool:
+    """Whether an override is not about the sizes of batches, which the first look at the files does not need."""
+    return not override.startswith(("train.global_batch_size", "train.micro_batch_size"))
+
+
 def in_words(line: str) -> str:
     """A problem of a configuration, with the command's arguments in place of the settings that they set."""
     key, colon, rest = line.partition(": ")
@@ -161,10 +177,6 @@ def in_words(line: str) -> str:
 
 def _request_problems(request: Request) -> Iterator[str]:
     """Yields what is wrong with the command line itself."""
-    if not request.minutes > 0:
-        yield problem("--minutes", "must be greater than 0", f"{request.minutes:g}", "5 is the default")
-    if request.seed < 0:
-        yield problem("--seed", "must be 0 or more", request.seed)
     for text in request.overrides:
         if (name := RESERVED.get(text.partition("=")[0].strip())) is not None:
             yield problem(text, f"is set by {name}", remedy=f"use {name}")

@@ -146,7 +146,6 @@ def _train(paths: TrialPaths) -> Iterator[int]:
 def _conclude(request: Request, pair: Pair, paths: TrialPaths, found: Findings, start: float) -> None:
     """Writes the configuration that repeats the training, the result and the report; prints all that is to be seen."""
     models, trained = found.models, load_config(paths.taught.config)
-    last = trained.train.steps or 0
     config = replace(pair.config, train=trained.train, schedule=trained.schedule)
     files.write_configuration(paths.configuration, config, _comments(request, pair))
     shutil.rmtree(paths.control.checkpoints, ignore_errors=True)
@@ -161,7 +160,7 @@ def _conclude(request: Request, pair: Pair, paths: TrialPaths, found: Findings, 
     for name, path in (("student", paths.taught.export), ("report", paths.report), ("result", paths.result)):
         say(f"{name:<9} {path}")
     say(f"settings  {paths.configuration}: repeats the training with the teacher, bit for bit")
-    more = TIMES_LONGER * last
+    more = TIMES_LONGER * trainings[compare.TAUGHT]["steps"]
     say(
         f"go on     {shlex.join(['distill-rl', 'train', '-c', os.fspath(paths.configuration)])} run.name=longer "
         f"train.steps={more} train.epochs={TIMES_LONGER * (config.train.epochs or 1):g}"

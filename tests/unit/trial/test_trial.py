@@ -93,6 +93,7 @@ def test_default_folder_is_named_after_the_models(student, teacher, name):
         ("teachers.0.model: weights must not be quantized", "TEACHER: weights must not be quantized"),
         ("teachers.0: the loss hybrid compares", "TEACHER: the loss hybrid compares"),
         ("data.path: a path", "TEXT: a path"),
+        ("train.minutes: must be greater than 0; got 0.0", "--minutes: must be greater than 0; got 0.0"),
         ("optimizer.lr: must be a number", "optimizer.lr: must be a number"),
         ("memory: the workers need 9 GiB; lower x", "memory: the workers need 9 GiB, even with one row at a time"),
     ],
