@@ -109,7 +109,9 @@ def _gather(model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | Non
     for name, (file_name, *_) in found.stored.items():
         whole = gather_to_first(tensors[name])
         if whole is not None:
-            state[file_name if file_name in found.renamed else name] = whole.to(_written(model, files, dtype, name, file_name))
+            state[file_name if file_name in found.renamed else name] = whole.to(
+                _written(model, files, dtype, name, file_name)
+            )
     made = defaultdict(list)  # one converter may make several tensors of the model
     for name, fused in found.fused.items():
         made[fused.first, fused.converter].append((name, fused))

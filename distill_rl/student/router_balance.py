@@ -55,7 +55,9 @@ class _Labelled:
         own = is_labelled[:, part]
         documents = np.searchsorted(labelled, every[:, part][own])
         tokens = np.flatnonzero(own)
-        return cls(*(to_device(each, world.device) for each in (tokens, documents)), to_device(sizes, world.device).float())
+        return cls(
+            *(to_device(each, world.device) for each in (tokens, documents)), to_device(sizes, world.device).float()
+        )
 
 
 class RouterBalance:
