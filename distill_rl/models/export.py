@@ -67,7 +67,8 @@ def export_model(
     folder = resolve(source, revision, weights=True)
     files = WeightFiles(folder)
     reshard(model)  # a forward without backward may have left weights gathered
-    adapter, state = None, None
+    adapter: Adapter | None = None
+    state: dict[str, Tensor] | None = None
     if injected_in(model) is None:
         state = _gather(model, files, dtype)
     elif (adapter := gather(model)) is not None:

@@ -109,7 +109,7 @@ def choose_layers(outline: Outline, lora: LoraConfig) -> Chosen:
         ConfigError: a name that no module has, or none of the kind; the most similar names are the remedy.
     """
     problems: list[str] = []
-    adapted = set() if lora.targets else set(outline.linear)
+    adapted: set[str] = set() if lora.targets else set(outline.linear)
     for i, target in enumerate(lora.targets or ()):
         named = _ending(outline.parameters, target)
         adapted |= named & set(outline.linear)
