@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distill_rl.config.facts import GPU_WIDTH_MULTIPLE
+from distill_rl.config.schema import Config
 
 Settings = dict[str, Any]
 """By dotted key, as of the configuration."""
@@ -164,28 +165,29 @@ def choose(known: Known, fit: Fit) -> Settings:
 WITHOUT_TEACHER: Mapping[str, Any] = {"loss.kd_weight": 0.0, "loss.ce_weight": 1.0}
 
 
-def reasons(known: Known, fit: Fit, method: str) -> list[str]:
+def reasons(known: Known, fit: Fit, method: str, config: Config) -> list[str]:
     """What was chosen and why, a line each.
 
     Args:
         method: how teacher and student are compared: `same` for token by token, or the cross-tokenizer loss.
+        config: of the training, with what the user chose instead.
     """
-    chosen = choose(known, fit)
+    loss, batch = config.loss, config.train.global_batch_size
     if method == "same":
-        how = (
-            f"same tokenizer: token by token, the teacher's {chosen['loss.top_k']} likeliest tokens and the rest as one"
-        )
+        how = f"same tokenizer: token by token, the teacher's {loss.top_k} likeliest tokens and the rest as one"
     else:
         how = f"different tokenizers: {method}, over chunks of text that both can spell"
-    batch, length = chosen["train.global_batch_size"], chosen["data.max_length"]
-    on = "the assistant's turns" if "data.loss_on" in chosen else "all tokens"
+    on = "the assistant's turns" if config.data.loss_on == "assistant" else "all tokens"
+    ce = f", with {loss.ce_weight:g} x cross-entropy with the text" if loss.ce_weight else ""
     device = f"{known.gpus} GPU{'s' if known.gpus > 1 else ''}" if known.on_gpu else f"CPU, {known.cores} cores"
+    documents = f"documents of {known.tokens_per_document:,.0f} tokens on average"
     return [
-        f"method    {how}; on {on}, with {CE_WEIGHT:g} x cross-entropy with the text",
-        f"rows      of {length} tokens, for documents of {known.tokens_per_document:,.0f} on average; {fit}",
-        f"step      {batch} document{'s' if batch > 1 else ''}; learning rate {chosen['optimizer.lr']:g} for a model of this size, "
-        f"{WARMUP_STEPS} steps of warm-up, then a cosine to the end",
-        f"device    {device}: {chosen['student.dtype']}",
+        f"method    {how}; on {on}{ce}",
+        f"rows      of {config.data.max_length} tokens, for {documents}; {fit}",
+        f"step      {batch} document{'s' if batch > 1 else ''}: few, for many steps in {known.minutes:g} min",
+        f"rate      {config.optimizer.lr:g}: smaller models take larger ones; {config.schedule.warmup_steps} steps of warm-up, "
+        f"then a {config.schedule.kind} to the end",
+        f"device    {device}: {config.student.dtype}",
     ]
 
 

@@ -89,7 +89,7 @@ def print_result(
     console = open_console(110)
     console.print()
     console.print(table)
-    console.print(outcome.verdict)
+    print(outcome.verdict)
 
 
 def print_samples(prompts: Sequence[Prompt], models: Mapping[str, Measured]) -> None:

@@ -82,6 +82,8 @@ class Pair:
     """`same` for token by token, or the cross-tokenizer loss."""
     models: tuple[ModelFacts, ModelFacts]
     notes: tuple[str, ...]
+    overrides: Sequence[str]
+    """What the user chose."""
 
     @property
     def measured_length(self) -> int:
@@ -90,7 +92,9 @@ class Pair:
 
     @property
     def reasons(self) -> list[str]:
-        return choose.reasons(self.known, self.fit, self.method)
+        """What was chosen and why, a line each."""
+        lines = choose.reasons(self.known, self.fit, self.method, self.config)
+        return lines + ([f"yours     {' '.join(self.overrides)}"] if self.overrides else [])
 
 
 def examine(request: Request) -> Pair:
@@ -131,7 +135,7 @@ def examine(request: Request) -> Pair:
         known = replace(known, turns_known=False)
         checked = _gather(request, choose.choose(known, fit), [])
     assert checked.config is not None
-    return Pair(checked.config, student, teacher, known, fit, method, models, checked.notes)
+    return Pair(checked.config, student, teacher, known, fit, method, models, checked.notes, request.overrides)
 
 
 def settings_of(request: Request, chosen: Settings) -> Settings:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.helpers.command import leftovers, running, until
+from tests.helpers.command import leftovers, running, survivors, until
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
 
@@ -39,5 +39,5 @@ def test_no_process_is_left(arguments, tmp_path, number, moment, code):
         children = leftovers(process.pid)
         process.send_signal(number)
         assert process.wait(timeout=120) == code, log.read_text()
-        until(lambda: not any(child.is_running() for child in children.values()), "the end of all processes")
+        assert survivors(children.values(), deadline_s=120) == []
         assert "Traceback" not in log.read_text()

@@ -85,8 +85,12 @@ def test_rates_fall_with_the_number_of_parameters():
     assert (rates[0], rates[-1]) == (choose.LR_RANGE[1], choose.LR_RANGE[0])
 
 
-def test_every_choice_is_explained():
-    text = "\n".join(choose.reasons(QUICKSTART, Fit(4), "same"))
-    for value in ("same tokenizer", "64 likeliest", "assistant's turns", "128 tokens", "4 rows", "0.002", "fp32"):
+def test_every_choice_is_explained_and_what_the_user_chose_is_shown():
+    settings = {"student.model": "s", "teachers": [{"model": "t"}], "data.path": "d"}
+    config, _ = read_config(settings | choose.choose(QUICKSTART, Fit(4)), ["optimizer.lr=0.5", "loss.ce_weight=0"])
+    assert config is not None
+    text = "\n".join(choose.reasons(QUICKSTART, Fit(4), "same", config))
+    for value in ("same tokenizer", "64 likeliest", "assistant's turns", "128 tokens", "4 rows", "0.5: ", "fp32"):
         assert value in text
-    assert "hybrid, over chunks" in "\n".join(choose.reasons(LAPTOP, Fit(1), "hybrid"))
+    assert "cross-entropy" not in text
+    assert "hybrid, over chunks" in "\n".join(choose.reasons(LAPTOP, Fit(1), "hybrid", config))
