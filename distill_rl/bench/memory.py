@@ -67,6 +67,8 @@ class Case:
     """Adapters of rank 16 are trained, and nothing else."""
     quantization: str | None = None
     """Of a teacher's weights."""
+    first_length: int | None = None
+    """Of a student: length of the rows of as many steps before, whose peak is measured first; None: there are none."""
 
     @property
     def ranks(self) -> int:
@@ -147,6 +149,11 @@ def measure(case: Case, model: Path) -> int:
     Raises:
         SystemExit: a process failed.
     """
+    return peaks(case, model)[-1]
+
+
+def peaks(case: Case, model: Path) -> list[int]:
+    """As `measure`, but with a `first_length` two peaks: after the steps with these rows, and at the end."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(case.ranks):
@@ -156,11 +163,12 @@ def measure(case: Case, model: Path) -> int:
         outputs = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         raise SystemExit(f"{case.name}: a process failed; see its error above")
-    return max(int(output.split()[-1]) for output in outputs)
+    of_ranks = [[int(word) for word in output.splitlines()[-1].split()] for output in outputs]
+    return [max(each) for each in zip(*of_ranks, strict=True)]
 
 
 def work(fields: dict[str, Any], rank: int, model: str, store: str) -> None:
-    """Runs `STEPS` steps of one rank of a case; the last word it prints is the peak resident bytes of this process.
+    """Runs `STEPS` steps of one rank of a case; the last line it prints has the peak resident bytes of this process.
 
     Args:
         fields: of the `Case`.
@@ -179,9 +187,14 @@ def work(fields: dict[str, Any], rank: int, model: str, store: str) -> None:
     vocabulary = json.loads(Path(model, "config.json").read_text())["vocab_size"]
     rendezvous = torch.distributed.FileStore(store, case.ranks) if case.ranks > 1 else None
     world = open_world(rank=rank, dp=case.dp, sp=case.sp, tp=case.tp, store=rendezvous, timeout_s=300)
-    batch = _batch(case, world.dp_rank, vocabulary)
+    batch, first = _batch(case, world.dp_rank, vocabulary), ""
     if case.role == "student":
         student = StudentEngine(config, world, vocabulary_size=vocabulary, total_steps=STEPS)
+        if case.first_length is not None:
+            before = replace(case, length=case.first_length)
+            for _ in range(STEPS):
+                student.train_step(_batch(before, world.dp_rank, vocabulary), _targets(before, vocabulary))
+            first = f"{record.peak_bytes()} "
         for _ in range(STEPS):
             student.train_step(batch, _targets(case, vocabulary))
     else:
@@ -190,7 +203,7 @@ def work(fields: dict[str, Any], rank: int, model: str, store: str) -> None:
             for _, tensors in teacher.forward(batch):
                 del tensors
     close_world(world)
-    print(record.peak_bytes())
+    print(f"{first}{record.peak_bytes()}")
 
 
 def _batch(case: Case, dp_rank: int, vocabulary: int) -> RankBatch:

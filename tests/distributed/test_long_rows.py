@@ -28,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 PROVEN = ("qwen2", "mistral-window", "gpt2", "phi3", "gemma2", "granite", "cohere")
-TRIED = ("mixtral", "qwen3_moe", "gemma3", "olmo2", "deepseek_v3")
+TRIED = ("mixtral", "qwen3_moe", "gemma3_text", "olmo2", "deepseek_v3")
 """Families that no test of packing covers, so that they are tried when they are loaded."""
 
 
@@ -153,15 +153,15 @@ def logits_of(sp: int, models: dict[str, Path]) -> dict[str, dict[str, torch.Ten
 def refusal(path: Path) -> str:
     """Runs on a rank. Why a teacher cannot be loaded."""
     world = world_of(1, 2, 1)
-    config = engines.engine_config("unused", [path])
+    config = engines.engine_config("unused", [path], data__packing=False)
     with pytest.raises(ConfigError) as raised:
         TeacherEngine(config, config.teachers[0], world, vocabulary_size=300)
     return str(raised.value)
 
 
 def test_every_family_computes_the_logits_of_whole_rows(tmp_path):
-    models = {name: write_model(tmp_path / name, name) for name in (*PROVEN, *TRIED[:-1])}
-    models["deepseek_v3"] = write_family(tmp_path / "deepseek_v3", "deepseek_v3")
+    models = {name: write_model(tmp_path / name, name) for name in PROVEN}
+    models |= {name: write_family(tmp_path / name, name) for name in TRIED}
     (whole,) = ranks.run_ranks(1, logits_of, 1, models, timeout=600)
     divided = ranks.run_ranks(2, logits_of, 2, models, timeout=600)[0]
     for case, wanted in whole.items():
@@ -176,4 +176,4 @@ def test_attention_that_has_more_to_it_is_refused(tmp_path):
     model = write_family(tmp_path / "gpt_oss", "gpt_oss")
     for line in ranks.run_ranks(2, refusal, model):
         assert "model type gpt_oss: " in line
-        assert line.endswith("set parallel.sp: 1") or "must not see each other" in line
+        assert line.endswith("set parallel.sp: 1"), line

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 VARLEN = {"flash_attn": "documents_fa", "torch": "documents_torch"}
 """By package with variable-length kernels, in order of preference: the name under which this package's attention is
 registered with transformers. The names must not contain `flash` or `sdpa`, which transformers would interpret."""
-SPREAD = {"flash_attn": "spread_fa", "torch": "spread_torch", "sdpa": "spread_sdpa"}
+SPREAD = {"flash_attn": "spread_fa", "torch": "spread_torch", "sdpa": "spread_plain"}
 """The same for rows whose positions are divided over ranks."""
 OURS = (*VARLEN.values(), *SPREAD.values())
 """All names under which this package's attention is registered."""

@@ -12,7 +12,7 @@ from transformers import Gemma2Config, GPT2Config, GPTJConfig, LlamaConfig, Mist
 
 from distill_rl.errors import ConfigError
 from distill_rl.models.attention import choice as attention
-from distill_rl.models.attention.choice import ON_CPU, VARLEN, Choice, choose
+from distill_rl.models.attention.choice import ON_CPU, OURS, SPREAD, VARLEN, Choice, choose
 
 LLAMA = LlamaConfig(hidden_size=512, num_attention_heads=8)
 ODD_HEADS = LlamaConfig(hidden_size=80, num_attention_heads=8)
@@ -83,8 +83,21 @@ def test_varlen_takes_kernels_or_fails() -> None:
             chosen("varlen", config, **facts)
 
 
+def test_divided_rows_take_attention_of_this_package(packages: set[str]) -> None:
+    def name(asked: str, **facts: Any) -> str:
+        return chosen(asked, LLAMA, spread=True, **facts).implementation
+
+    assert {name(asked, no_kernel=ON_CPU) for asked in ("auto", "sdpa", "eager")} == {SPREAD["sdpa"]}
+    assert name("auto") == name("varlen") == SPREAD["torch"]
+    assert name("auto", dtype="fp32") == name("sdpa") == SPREAD["sdpa"]
+    with pytest.raises(ConfigError, match=r"student\.attention: flash_attn is not installed; got flash_attention_2"):
+        name("flash_attention_2")
+    packages.add("flash_attn")
+    assert name("auto") == name("flash_attention_2") == SPREAD["flash_attn"]
+
+
 def test_registered_names_are_opaque_to_transformers() -> None:
-    assert not any(word in name for name in VARLEN.values() for word in ("flash", "sdpa", "/", "paged"))
+    assert not any(word in name for name in OURS for word in ("flash", "sdpa", "/", "paged"))
 
 
 def test_choosing_attention_does_not_import_torch(tmp_path: Path) -> None:
