@@ -26,7 +26,7 @@ from distill_rl.config.reading.walk import (
     pattern_of,
     unwrap,
 )
-from distill_rl.config.schema import Config, data, lora
+from distill_rl.config.schema import Config, data, lora, models
 from distill_rl.system.files import write_atomic
 
 _INTRODUCTION = """\
@@ -80,7 +80,9 @@ def reference() -> str:
 def field_documentation() -> dict[tuple[str, str], str]:
     """(class, field) → the string under the field in the schema, on one line; fields without one are left out."""
     texts = {}
-    for node in (statement for module in (schema, data, lora) for statement in ast.parse(getsource(module)).body):
+    for node in (
+        statement for module in (schema, data, lora, models) for statement in ast.parse(getsource(module)).body
+    ):
         if not isinstance(node, ast.ClassDef):
             continue
         for statement, following in zip(node.body, node.body[1:]):

@@ -192,7 +192,7 @@ def tie_again(model: PreTrainedModel) -> None:
 def split(model: PreTrainedModel, tp_mesh: DeviceMesh, family: Family) -> None:
     """Splits a model over a tensor-parallel mesh in place, by the family's plans for its outer modules and its layers.
 
-    A family without plans is split by those of transformers, which must have been tried out (`plan_check`).
+    A family without plans is split by those of transformers, which must have been tried out (`checks.plan`).
 
     Raises:
         ConfigError: sizes that do not divide by the number of ranks, or a parameter that the plans do not name.

@@ -1,0 +1,117 @@
+"""The settings of student and teachers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Optional
+
+from distill_rl.config.schema.fields import MISSING, NOT_EMPTY, NOT_NEGATIVE, POSITIVE, POSITIVE_FRACTION
+from distill_rl.config.schema.lora import LoraConfig
+
+# OmegaConf reads these annotations at run time and knows Optional[...], not `X | None`.
+# ruff: noqa: UP045
+
+CrossTokenizerLoss = Literal["hybrid", "xtoken", "gold", "hkl", "uld", "alm", "strict"]
+"""Losses over chunks of text, for a teacher whose tokenizer differs from the student's."""
+TeacherLoss = Literal["same", CrossTokenizerLoss]
+Attention = Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"]
+
+
+@dataclass
+class ParallelConfig:
+    dp: int = field(default=1, metadata=POSITIVE)
+    """Data-parallel size. Student: number of ranks that share the parameters as FSDP2 shards (see replicas). Teacher: number of copies of the model, each on its own ranks."""
+    tp: int = field(default=1, metadata=POSITIVE)
+    """Tensor-parallel size: number of ranks that every layer is split over. A teacher with backend vllm has one rank per copy, which takes this many GPUs, or this many processes on CPUs."""
+    replicas: int = field(default=1, metadata=POSITIVE)
+    """Number of copies of the student's parameters (hybrid sharding). Each copy is sharded over dp / replicas x sp neighbouring ranks; with one copy per node, only gradients travel between nodes. 1: a single copy, sharded over all dp ranks. Must be 1 for teachers."""
+    sp: int = field(default=1, metadata=POSITIVE)
+    """Sequence-parallel size, for long rows: number of ranks that divide the positions of every row, so that each keeps 1 / sp of the activations and logits. Attention exchanges positions for heads, so sp must divide the attention heads (of a tensor-parallel rank). The student's parameters are sharded over dp x sp ranks; a teacher's are whole on every one. For teachers with backend hf."""
+
+
+@dataclass
+class StudentConfig:
+    model: str = field(default=MISSING, metadata=NOT_EMPTY)
+    """Folder of a Hugging Face causal LM (safetensors), or its name on the hub."""
+    tokenizer: Optional[str] = None
+    """Folder or hub name of the tokenizer. null: the model's own."""
+    revision: Optional[str] = None
+    """Revision of the model on the hub. null: the newest."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Dtype of the forward and backward pass. The weights that are trained, and the optimizer state, are always fp32."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    activation_checkpointing: bool = False
+    """Recompute the activations of each decoder layer in the backward pass instead of storing them, which saves memory and costs time."""
+    activation_offload: bool = False
+    """Keep in host memory what activation_checkpointing still keeps, the input of every decoder layer, from the forward to the backward pass. Needs activation_checkpointing, and has an effect on GPUs only."""
+    attention: Attention = "auto"
+    """Attention implementation. auto: on GPUs without masks, with the variable-length kernels of flash_attn (if it is installed) or of torch for packed rows, where the model supports them; otherwise sdpa, or eager for a model that caps attention scores, or for which transformers has no sdpa. varlen: always the variable-length kernels, and an error where they cannot be used. sdpa, eager, flash_attention_2: the implementation of that name in transformers."""
+    compile: bool = False
+    """Compile each decoder layer with torch.compile."""
+    kernels: Literal["torch", "liger"] = "torch"
+    """Implementation of the norms, the rotary embedding and the MLP. torch: that of transformers. liger: the fused kernels of liger-kernel, which need the `liger` extra, a GPU, parallel.tp 1 and a llama, mistral, qwen2 or qwen3 model."""
+    gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
+    """When gradients are reduced over the data-parallel ranks. step: once per optimizer step; every rank then keeps a whole fp32 gradient (4 bytes per parameter / tp). micro_batch: after every micro-batch; every rank then keeps only its shard. auto: step if that whole gradient takes at most 16 GiB, otherwise micro_batch."""
+    lora: Optional[LoraConfig] = None
+    """Train low-rank updates of linear layers (LoRA) and leave the weights as they are, in `dtype`; `lora: {}` takes the defaults below (docs/models.md). null: all weights are trained."""
+
+
+@dataclass
+class TeacherConfig:
+    name: str = field(default="teacher", metadata=NOT_EMPTY)
+    """Name of the teacher in logs, metrics and actor names; unique among the teachers."""
+    model: str = field(default=MISSING, metadata=NOT_EMPTY | {"unless": "store"})
+    """Folder of a Hugging Face causal LM (safetensors), or its name on the hub. Not needed with backend store; if it is given, the store must be of this model. With backend endpoint: the name under which the server serves the model."""
+    tokenizer: Optional[str] = None
+    """Folder or hub name of the tokenizer. null: the model's own. Required with backend endpoint."""
+    revision: Optional[str] = None
+    """Revision of the model on the hub. null: the newest."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Dtype of the weights and the forward pass."""
+    quantization: Optional[Literal["int8", "int4", "fp8", "as_stored"]] = None
+    """How the weights are held, for backend hf (docs/teachers.md). int8, int4, fp8: those of the decoder layers as numbers of 8 or 4 bits, made when the model is loaded, from which each forward pass makes them again in `dtype`; needs the `quantization` extra. as_stored: the checkpoint is quantised already (GPTQ, AWQ, FP8, bitsandbytes, compressed-tensors, torchao, …), and is loaded as Transformers loads it, with parallel.tp 1. null: in `dtype`."""
+    weight: float = field(default=1.0, metadata=NOT_NEGATIVE)
+    """Weight of this teacher in the KD loss, relative to the sum of all teachers' weights."""
+    score: Literal["static", "ce", "entropy"] = "static"
+    """How the teachers' weights adapt to each batch. static: they do not. ce, entropy: each `weight` is multiplied by the softmax over the teachers of their negative cross-entropy with the batch, or of their negative entropy on it. All teachers must have the same value."""
+    where: dict[str, Any] = field(default_factory=dict)
+    """Rows that this teacher is asked for: a value, or a list of values, for one or more columns of the data, all of which must match. {domain: [maths, physics]} asks it for the rows whose column `domain` holds maths or physics. Other rows are trained on without it (docs/losses.md). {}: all rows."""
+    weight_column: Optional[str] = field(default=None, metadata=NOT_EMPTY)
+    """Column of the data with the weight of each row for this teacher, a number of 0 or more, by which its KD is multiplied; it is not asked for rows of weight 0. With `where`, read for the rows that match. null: all rows have weight 1."""
+    loss: Optional[TeacherLoss] = None
+    """Loss between this teacher and the student. null: token by token if both have the same tokenizer (added tokens at the end of one do not count), otherwise loss.cross_tokenizer. same: token by token, and an error if the tokenizers differ. Any other value: that cross-tokenizer loss over chunks of text, even if the tokenizers are the same."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    micro_batch_size: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Rows per forward pass of one teacher rank. null: train.micro_batch_size."""
+    max_length: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Maximum number of tokens per row of a teacher with another tokenizer, at least data.max_length. Raise it for a tokenizer that needs more tokens than the student's: otherwise this teacher's rows are full before the student's. null: data.max_length."""
+    attention: Attention = "auto"
+    """Attention implementation. auto: on GPUs without masks, with the variable-length kernels of flash_attn (if it is installed) or of torch for packed rows, where the model supports them; otherwise sdpa, or eager for a model that caps attention scores, or for which transformers has no sdpa. varlen: always the variable-length kernels, and an error where they cannot be used. sdpa, eager, flash_attention_2: the implementation of that name in transformers."""
+    backend: Literal["hf", "vllm", "endpoint", "store"] = "hf"
+    """Where the targets come from. hf: the teacher runs in transformers. vllm: it runs in vLLM, which needs the `vllm` extra, export topk and loss.temperature 1 (docs/teachers.md). endpoint: a server that runs already is asked for them over HTTP (docs/teachers.md). store: they are read from a folder that `distill-rl capture` has filled (docs/store.md), and no teacher runs."""
+    gpu_share: Optional[float] = field(default=None, metadata=POSITIVE_FRACTION)
+    """Fraction of the memory of each of its GPUs that a teacher with backend vllm may use. null: all of it, or 0.4 of a GPU that it shares with other ranks, which are limited to the rest."""
+    url: list[str] = field(default_factory=list, metadata={"one": True})
+    """Address of the server, for backend endpoint, such as http://host:8000. A list: servers of the same model, which share the work; while one of them does not answer, the others do its part."""
+    api: Optional[Literal["vllm", "sglang", "openai"]] = None
+    """Interface of the server, for backend endpoint. vllm, sglang: of these programs. openai: any server whose /v1/completions gives log-probs of the prompt (`echo`) with tokens as `token_id:N`."""
+    token_env: Optional[str] = field(default=None, metadata=NOT_EMPTY)
+    """Name of the environment variable that holds the server's token (API key), for backend endpoint: DISTILL_RL_TOKEN, or a name such as DISTILL_RL_BIG_TOKEN. null: none is sent."""
+    ca_file: Optional[str] = field(default=None, metadata=NOT_EMPTY)
+    """PEM file with the certificate authority of an https server, for backend endpoint. null: those that the machine trusts."""
+    concurrency: int = field(default=16, metadata=POSITIVE)
+    """Most documents for which one teacher process waits at each url at a time, for backend endpoint."""
+    request_timeout_s: float = field(default=120.0, metadata=POSITIVE)
+    """Seconds that one request to an endpoint may take."""
+    retry_s: float = field(default=300.0, metadata=NOT_NEGATIVE)
+    """Seconds for which a document's request to an endpoint is repeated while no server gives an answer, for instance because it restarts; then the run ends."""
+    store: Optional[str] = field(default=None, metadata=NOT_EMPTY)
+    """Folder of the store, for backend store."""
+    missing: Literal["fail", "skip", "live"] = "fail"
+    """What to do about documents that the store does not have, for backend store. fail: refuse to start. skip: train without them. live: run the teacher for the micro-batches that hold one, which needs its model."""
+    cache: Optional[str] = field(default=None, metadata=NOT_EMPTY)
+    """Folder of a store that this run fills and reads: targets are computed the first time that a document comes, and read afterwards. Made if it does not exist. For export topk or sampled."""
+    export: Literal["topk", "sampled", "hidden", "logits"] = "topk"
+    """What the teacher sends to the student. topk: the log-probs of the loss.top_k most likely tokens. sampled: loss.draws tokens drawn from its distribution, which estimate forward_kl without bias. hidden: its last hidden states, from which the student computes all logits with a copy of the teacher's output layer. logits: all logits. The cross-tokenizer losses `xtoken`, `gold`, `hkl`, `uld` and `strict` need hidden or logits, `hybrid` and `alm` do not take sampled."""
+    wire_dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
+    """Dtype in which log-probs and logits are sent. auto: fp16 on GPUs, fp32 on CPUs. The mass outside the top k and the label's log-prob are always sent as fp32, hidden states always in the teacher's dtype, draws as integers."""
