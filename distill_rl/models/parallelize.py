@@ -158,7 +158,7 @@ def parallelize(
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if activation_offload:
             for layer in decoder_layers(model):
-                layer._gradient_checkpointing_func = checkpoint_on_host
+                layer._gradient_checkpointing_func = checkpoint_on_host  # type: ignore[assignment]
     if mesh[TP].size() > 1:
         split(model, mesh[TP], family)
     if compile:

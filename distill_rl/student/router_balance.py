@@ -55,9 +55,8 @@ class _Labelled:
         own = is_labelled[:, part]
         documents = np.searchsorted(labelled, every[:, part][own])
         tokens = np.flatnonzero(own)
-        return cls(
-            *(to_device(each, world.device) for each in (tokens, documents)), to_device(sizes, world.device).float()
-        )
+        place = world.device
+        return cls(to_device(tokens, place), to_device(documents, place), to_device(sizes, place).float())
 
 
 class RouterBalance:

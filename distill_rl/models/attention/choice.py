@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distill_rl.errors import ConfigError
 from distill_rl.models.families import family_of, head_size
@@ -129,7 +129,7 @@ def has_sdpa(hf_config: PreTrainedConfig) -> bool:
         return True
     from transformers import AutoModelForCausalLM
 
-    mapping = AutoModelForCausalLM._model_mapping
+    mapping: Any = AutoModelForCausalLM._model_mapping
     return type(hf_config) not in mapping or bool(mapping[type(hf_config)]._supports_sdpa)
 
 
