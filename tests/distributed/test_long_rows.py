@@ -16,11 +16,12 @@ from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import TokenRows
 from tests.helpers import engines, ranks
 from tests.helpers.models import write_tiny_model
+from tests.helpers.routers import plain_balance
 from tests.helpers.zoo import write_family, write_model
 
 pytestmark = pytest.mark.ranks
 
-VOCABULARY, TOP, WIDTH, TEMPERATURE, CE_WEIGHT = 320, 16, 40, 2.0, 0.5
+VOCABULARY, TOP, WIDTH, TEMPERATURE, CE_WEIGHT, ROUTER_WEIGHT = 320, 16, 40, 2.0, 0.5, 0.3
 LAYOUTS = [(1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)]
 VARIANTS: dict[str, dict[str, Any]] = {
     "one row at a time": {"train__micro_batch_size": 1, "student__gradient_sync": "micro_batch"},
@@ -57,6 +58,8 @@ def gradients(dp: int, sp: int, tp: int, students: dict[str, Path], teacher: Pat
         for variant, settings in VARIANTS.items():
             common = {"loss__temperature": TEMPERATURE, "loss__ce_weight": CE_WEIGHT, "loss__top_k": TOP}
             config = engines.engine_config(path, [teacher], **common, **settings)
+            if name == "mixtral":  # only its own forward makes its logits
+                config.loss.fused, config.loss.router_weight = "off", ROUTER_WEIGHT
             config.teachers[0].score = "ce"
             teaching = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
             targets = engines.engine_targets(teaching, batch)
@@ -80,6 +83,7 @@ def folders(tmp_path_factory) -> tuple[dict[str, Path], Path]:
     students = {
         "llama": write_tiny_model(root / "llama", "llama", seed=20, tie=True),
         "qwen3": write_tiny_model(root / "qwen3", "qwen3", seed=21, vocab_size=337),
+        "mixtral": write_tiny_model(root / "mixtral", "mixtral", seed=22),
     }
     return students, write_tiny_model(root / "teacher", "llama", seed=30, hidden=48, vocab_size=352)
 
@@ -95,7 +99,8 @@ def references(folders) -> dict[str, tuple[dict[str, torch.Tensor], float, float
     for name, path in students.items():
         model = engines.plain_model(path)
         kd, ce = engines.plain_losses(engines.plain_logits(model, rows, VOCABULARY), rows.labels, target, TEMPERATURE)
-        ((kd + CE_WEIGHT * ce) / num_labels).backward()
+        router = ROUTER_WEIGHT * plain_balance(model, rows) if name == "mixtral" else 0.0
+        ((kd + CE_WEIGHT * ce + router) / num_labels).backward()
         wanted[name] = (engines.whole_gradients(model), kd.item() / num_labels, ce.item() / num_labels)
     return wanted
 
