@@ -303,7 +303,7 @@ def _add_export_and_report(commands: Any) -> None:
     add("--dtype", choices=("as_stored", "fp32", "bf16"), default="as_stored",
         help="of the weights; as_stored (default): as in the files of the student that was trained")
     add("--max-file-size", metavar="SIZE", help="largest file of weights, such as 200MB; default: 5GB")
-    add("--push", metavar="OWNER/NAME", help="upload to this repository of the Hugging Face hub; it is created, private")
+    add("--push", metavar="OWNER/NAME", help="upload to this repository of the Hugging Face hub; created if it does not exist, private")
     add("--public", action="store_true", help="with --push: let everybody read the repository")
     add("--license", dest="licence", metavar="NAME",
         help="for the model card, such as apache-2.0; default: what the student's own card says")

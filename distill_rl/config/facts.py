@@ -46,6 +46,7 @@ class ModelFacts:
     """Tied embeddings are counted once."""
     hidden_size: int
     intermediate_size: int
+    """Of the MLP of a layer; in a mixture of experts, of all experts together that a token visits."""
     num_layers: int
     num_heads: int
     num_key_value_heads: int
@@ -57,6 +58,8 @@ class ModelFacts:
     """Of a layer that is a mixture of experts; 0 for a dense model."""
     known_head: bool = False
     """Whether it is known how the family makes logits of hidden states, scales and caps included."""
+    experts_per_token: int = 0
+    """Routed experts that a token visits; 0 for a dense model."""
     lora: LoraFacts | None = None
     """Of a student with adapters; None: all parameters of a student are trained."""
 

@@ -333,7 +333,7 @@ def teacher_memory(
         count=teacher.parallel.dp * ranks_per_row(teacher.parallel),
         weights=ceil(weight_bytes(teacher.quantization, model, item) / tp),
         scratch=made_weight_bytes(teacher.quantization, model, item) // tp,
-        activations=tokens * item * (6 * model.hidden_size + 3 * intermediate),
+        activations=tokens * item * ((6 + 3 * model.experts_per_token) * model.hidden_size + 3 * intermediate),
         logits=teacher_logits(config, teacher, model, on_gpu=on_gpu),
         targets=targets,
         loading=0 if on_gpu else model.bytes_on_disk // tp,
@@ -380,7 +380,8 @@ def _activations(config: Config, model: ModelFacts, tokens: int, item: int, on_g
         2 h (2 b + 4)    input and output of two norms (h: hidden size), and an fp32 copy; not split over tp
         4 b h / tp       queries before and after the rotation, attention's output and its contiguous copy
         3 b k / tp       keys before and after the rotation, values (k: size of all keys of a token)
-        4 b i / tp       gate, up, activation, product (i: intermediate size)
+        4 b i / tp       gate, up, activation, product (i: intermediate size; of a mixture, of the experts that it visits)
+        2 b h e          input and output of each of the e experts that it visits
 
     Families in FUSED split none of these over tp. With activation checkpointing only each layer's input is kept, and
     the activations of the one layer that is being recomputed; on a GPU with activation offload, the inputs of two layers.
@@ -397,7 +398,8 @@ def _activations(config: Config, model: ModelFacts, tokens: int, item: int, on_g
     hidden, intermediate = model.hidden_size, model.intermediate_size // tp
     key_value = hidden * model.num_key_value_heads // max(model.num_heads, 1) // tp
     norms = 2 * hidden * (2 * item + 4)
-    layer = norms + item * (4 * hidden // tp + 3 * key_value + 4 * intermediate)
+    experts = 2 * hidden * model.experts_per_token
+    layer = norms + item * (4 * hidden // tp + 3 * key_value + 4 * intermediate + experts)
     if student.parallel.sp > 1:
         repeated = key_value * max(1, student.parallel.sp * tp // max(model.num_key_value_heads, 1))
         layer += item * (2 * hidden // tp + 2 * repeated)

@@ -229,6 +229,27 @@ def intermediate_size(hf_config: PreTrainedConfig) -> int:
     return int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size)
 
 
+def visited_intermediate_size(hf_config: PreTrainedConfig) -> int:
+    """The width of all MLPs of a layer together that a token visits: its experts, shared ones included, or the only one.
+
+    In a mixture of experts the layers that are dense do not count.
+    """
+    config: Any = hf_config
+    one, visited = intermediate_size(config), experts_per_token(config)
+    if not visited:
+        return one
+    expert = int(getattr(config, "moe_intermediate_size", None) or one)
+    shared = getattr(config, "shared_expert_intermediate_size", None)
+    if shared is None:
+        shared = expert * int(getattr(config, "n_shared_experts", None) or config.model_type == "llama4_text")
+    return visited * expert + int(shared)
+
+
+def experts_per_token(hf_config: PreTrainedConfig) -> int:
+    """Routed experts that a token visits in a layer; 0 for a dense model."""
+    return int(getattr(hf_config, "num_experts_per_tok", None) or getattr(hf_config, "moe_k", None) or 0)
+
+
 def num_experts(hf_config: PreTrainedConfig) -> int:
     """Experts among which a layer's router chooses, under whichever name the config has it; 0 for a dense model."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")

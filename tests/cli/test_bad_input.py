@@ -100,7 +100,7 @@ def test_export_of_a_missing_checkpoint_lists_those_that_exist(material, tmp_pat
     material.config(tmp_path).rename(tmp_path / "config.yaml")
     ended = distill_rl_in_process("export", tmp_path, "--checkpoint", "step-999")
     assert ended.code != 0
-    assert "--checkpoint: must be latest or one of the run's checkpoints (2, 10); got step-999" in ended.err
+    assert "--checkpoint: must be latest, best, or one of the run's checkpoints (2, 10); got step-999" in ended.err
 
 
 def test_report_of_a_run_without_evaluations_has_no_baseline(tmp_path):

@@ -13,7 +13,7 @@ from distill_rl.parallel.mesh import close_world, open_world
 from tests.helpers import ranks
 from tests.helpers.load import load_model
 from tests.helpers.ranks import run_ranks
-from tests.helpers.zoo import DENSE, EAGER, MIXTURES, UNSPLIT, write_family
+from tests.helpers.zoo import DENSE, MIXTURES, UNSPLIT, write_family
 
 pytestmark = pytest.mark.ranks
 
@@ -26,9 +26,8 @@ def logits_of_teachers(tp: int, folders: list[Path]) -> dict[str, torch.Tensor |
     world = open_world(rank=ranks.rank(), dp=1, tp=tp, store=ranks.store(), timeout_s=60)
     found: dict[str, torch.Tensor | str] = {}
     for folder in folders:
-        settings = {"dtype": "fp32", "packing": False, "attention": "eager" if folder.name in EAGER else "auto"}
         try:
-            teacher = load_model(folder, world, role="teacher", **settings)
+            teacher = load_model(folder, world, role="teacher", dtype="fp32", packing=False)
         except ConfigError as error:
             found[folder.name] = str(error)
             continue

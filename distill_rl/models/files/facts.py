@@ -18,7 +18,7 @@ from distill_rl.config.facts import ModelFacts
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import problem
-from distill_rl.models.families import family_of, intermediate_size, num_experts
+from distill_rl.models.families import experts_per_token, family_of, num_experts, visited_intermediate_size
 from distill_rl.models.files.headers import read_headers, weight_files, weight_problems
 from distill_rl.models.hub import HubUnreachable, resolve
 from distill_rl.system.without_torch import gpu_possible
@@ -133,7 +133,7 @@ def read_model_facts(folder: Path, config: Any) -> ModelFacts:
         family=str(config.model_type),
         parameters=sum(prod(entry["shape"]) for entry in counted.values()),
         hidden_size=int(config.hidden_size),
-        intermediate_size=intermediate_size(config),
+        intermediate_size=visited_intermediate_size(config),
         num_layers=int(config.num_hidden_layers),
         num_heads=heads,
         num_key_value_heads=int(getattr(config, "num_key_value_heads", None) or heads),
@@ -142,6 +142,7 @@ def read_model_facts(folder: Path, config: Any) -> ModelFacts:
         bytes_on_disk=sum(end - start for start, end in (entry["data_offsets"] for entry in tensors.values())),
         num_experts=num_experts(config),
         known_head=family_of(config).proven,
+        experts_per_token=experts_per_token(config),
     )
 
 

@@ -317,6 +317,17 @@ def test_loading_a_large_teacher_is_the_peak_on_cpus_only(load):
     assert on_gpu.total < on_gpu.base + 5 * 10**9
 
 
+def test_of_a_mixture_a_token_has_activations_of_the_experts_that_it_visits(load):
+    """Twice the experts take twice their weights and the same activations; twice as many visited, more activations."""
+    small = replace(MODEL, parameters=10_000_000, intermediate_size=512, experts_per_token=2)
+    large, wide = replace(small, parameters=20_000_000), replace(small, intermediate_size=1024, experts_per_token=4)
+    whole, more, visiting = (student_memory(load(), model) for model in (small, large, wide))
+    assert (more.weights, more.activations) == (2 * whole.weights, whole.activations)
+    assert visiting.weights == whole.weights
+    # Two more experts of 256 features, whose gate, up, activation and product are kept, and input and output of each.
+    assert visiting.activations - whole.activations == 2 * 128 * 4 * 4 * (4 * 512 + 2 * 2 * 256)
+
+
 def test_longer_rows_and_larger_micro_batches_cost_memory(load):
     small, long, wide = (
         student_memory(load(*overrides), MODEL).total

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     GPT2Config,
     LlamaConfig,
     OPTConfig,
@@ -30,6 +31,27 @@ def llama(**settings: Any) -> LlamaConfig:
 @pytest.mark.parametrize("tp", [1, 2, 3, 6])
 def test_divisible_sizes_pass_with_any_vocabulary(tp: int) -> None:
     assert tensor_parallel_problems(llama(), tp) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "visited"),
+    [
+        ("llama", {}, (0, 96)),
+        ("mixtral", {"num_experts_per_tok": 2}, (2, 192)),
+        ("gpt_oss", {"num_experts_per_tok": 4}, (4, 384)),
+        ("qwen3_moe", {"num_experts_per_tok": 8, "moe_intermediate_size": 10}, (8, 80)),
+        (
+            "qwen2_moe",
+            {"num_experts_per_tok": 4, "moe_intermediate_size": 10, "shared_expert_intermediate_size": 50},
+            (4, 90),
+        ),
+        ("deepseek_v3", {"num_experts_per_tok": 6, "moe_intermediate_size": 10, "n_shared_experts": 2}, (6, 80)),
+        ("llama4_text", {"num_experts_per_tok": 1}, (1, 192)),
+    ],
+)
+def test_a_token_visits_its_experts_and_the_shared_ones(family: str, sizes: dict, visited: tuple[int, int]) -> None:
+    config = AutoConfig.for_model(family, intermediate_size=96, **sizes)
+    assert (families.experts_per_token(config), families.visited_intermediate_size(config)) == visited
 
 
 def test_indivisible_sizes_are_shown_with_arithmetic() -> None:
