@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from distill_rl.bench import harness
-from distill_rl.config.memory import target_bytes_per_token
+from distill_rl.config.target_bytes import target_bytes_per_token
 from distill_rl.losses import DenseLogits, kd_loss, token_agreement, vocab_parallel_sample, vocab_parallel_topk
 from distill_rl.losses.options import TAILS
 from distill_rl.losses.targets import Teacher

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from distill_rl.config import facts
 from distill_rl.config.facts import runs_model, teacher_rows
-from distill_rl.config.memory import target_bytes_per_token
 from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.config.target_bytes import target_bytes_per_token
 from distill_rl.errors import ConfigError
 from distill_rl.losses import context_keys
 from distill_rl.losses.targets import Wire

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distill_rl.config.facts import teacher_rows
-from distill_rl.config.memory import target_bytes_per_token
 from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.config.target_bytes import target_bytes_per_token
 from distill_rl.errors import DataError, NumericsError
 from distill_rl.losses.targets import target_of
 from distill_rl.models.inputs import micro_batches, to_device
