@@ -23,6 +23,8 @@ MOST_DOCUMENTS = 256
 MOST_EPOCHS = 20
 TOP_K = 64
 WARMUP_STEPS = 5
+ADAPTERS_LR = 10
+"""Adapters take a rate so many times as large."""
 LR_OF_A_BILLION, LR_POWER, LR_RANGE = 5e-5, 0.4, (1e-5, 3e-3)
 """Rate for a billion parameters, the power of their number by which it falls, and its limits."""
 CE_WEIGHT = 0.5
@@ -56,6 +58,8 @@ class Known:
     """Of chats: whether the assistant's turns can be told from the rest."""
     minutes: float
     """Of each training."""
+    quantizes: bool = False
+    """Whether the package is installed that the teacher's weights need for 8 bits."""
 
     @property
     def on_gpu(self) -> bool:
@@ -70,6 +74,10 @@ class Fit:
     checkpointing: bool = False
     apart: bool = False
     """Teacher and student on GPUs of their own."""
+    eight_bits: bool = False
+    """The teacher's weights in 8 bits."""
+    adapters: bool = False
+    """Adapters are trained in place of all weights."""
 
     def settings(self) -> Settings:
         chosen: Settings = {"train.micro_batch_size": self.micro_batch}
@@ -77,17 +85,27 @@ class Fit:
             chosen["student.activation_checkpointing"] = True
         if self.apart:
             chosen["ray.placement"] = "disaggregated"
+        if self.eight_bits:
+            chosen["teachers.0.quantization"] = "int8"
+        if self.adapters:
+            chosen["student.lora"] = {}
         return chosen
 
     def __str__(self) -> str:
         rows = "1 row" if self.micro_batch == 1 else f"{self.micro_batch} rows"
         more = [", activations computed again"] if self.checkpointing else []
         more += [", teacher and student on GPUs of their own"] if self.apart else []
+        more += [", the teacher in 8 bits"] if self.eight_bits else []
+        more += [", low-rank adapters in place of all weights"] if self.adapters else []
         return f"{rows} at a time{''.join(more)}"
 
 
-# Whatever trains in less memory still (adapters in place of all weights) belongs at the end of this list.
 FITS = (Fit(8), Fit(4), Fit(2), Fit(1), Fit(1, checkpointing=True))
+SMALLEST = tuple(
+    Fit(1, checkpointing=True, eight_bits=eight_bits, adapters=adapters)
+    for eight_bits, adapters in ((True, False), (False, True), (True, True))
+)
+"""What changes the result, too, and comes after everything else."""
 
 
 def fits(known: Known, documents: int) -> Iterator[Fit]:
@@ -100,6 +118,9 @@ def fits(known: Known, documents: int) -> Iterator[Fit]:
             yield fit
     if known.gpus > 1:
         yield Fit(1, checkpointing=True, apart=True)
+    for fit in SMALLEST:
+        if known.quantizes or not fit.eight_bits:
+            yield fit
 
 
 def row_length(known: Known) -> int:
@@ -121,10 +142,10 @@ def documents_per_step(known: Known, length: int) -> int:
     return 2 ** math.floor(math.log2(max(most, 1)))
 
 
-def learning_rate(parameters: int) -> float:
-    """`optimizer.lr`, with one digit; smaller models take larger rates."""
+def learning_rate(parameters: int, *, adapters: bool = False) -> float:
+    """`optimizer.lr`, with one digit; smaller models take larger rates, and so do adapters."""
     low, high = LR_RANGE
-    rate = LR_OF_A_BILLION * (1e9 / max(parameters, 1)) ** LR_POWER
+    rate = LR_OF_A_BILLION * (1e9 / max(parameters, 1)) ** LR_POWER * (ADAPTERS_LR if adapters else 1)
     return float(f"{min(max(rate, low), high):.0e}")
 
 
@@ -151,7 +172,7 @@ def choose(known: Known, fit: Fit) -> Settings:
         "loss.top_k": min(TOP_K, known.vocabulary),
         "loss.kd_weight": 1.0,
         "loss.ce_weight": CE_WEIGHT,
-        "optimizer.lr": learning_rate(known.student_parameters),
+        "optimizer.lr": learning_rate(known.student_parameters, adapters=fit.adapters),
         "schedule.warmup_steps": WARMUP_STEPS,
         "train.epochs": float(MOST_EPOCHS),
         "train.global_batch_size": documents_per_step(known, length),

@@ -12,11 +12,13 @@ from distill_rl.config.facts import TOKENS, Facts, ModelFacts
 from distill_rl.config.load import read_config
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, problem
+from distill_rl.models.attention.choice import installed
 from distill_rl.models.files.facts import gpu_bytes, read_model_facts
 from distill_rl.models.hub import read_config as read_model_config
 from distill_rl.models.hub import resolve
 from distill_rl.observe.log import say
 from distill_rl.preflight import Checked, gather
+from distill_rl.preflight.lora import with_adapters
 from distill_rl.preflight.memory import compare_memory
 from distill_rl.preflight.opened import Findings
 from distill_rl.transport.room import total_bytes
@@ -175,7 +177,7 @@ def in_words(line: str) -> str:
     key, colon, rest = line.partition(": ")
     if key == "memory":
         rule = rest.rpartition("; ")[0] or rest
-        return f"memory: {rule}, even with one row at a time and activations computed again; {_NO_ROOM}"
+        return f"memory: {rule}, even with one row at a time, activations computed again and adapters in place of all weights; {_NO_ROOM}"
     return f"{_NAMES.get(key, key)}{colon}{rest}"
 
 
@@ -221,6 +223,7 @@ def _known(request: Request, facts: Facts, models: tuple[ModelFacts, ModelFacts]
         chats=facts.data_kind == "messages",
         turns_known=True,
         minutes=request.minutes,
+        quantizes=installed("torchao"),
     )
 
 
@@ -233,8 +236,10 @@ def _fit(request: Request, known: Known, facts: Facts) -> Fit:
         config, _ = read_config(settings_of(request, choose.choose(known, fit)), request.overrides)
         if config is None:
             break
-        findings = Findings()
-        compare_memory(config, facts, findings, host=host, gpus=gpus)
+        findings, here = Findings(), facts
+        if facts.student is not None:
+            here = replace(facts, student=with_adapters(config, facts.student, Facts()))
+        compare_memory(config, here, findings, host=host, gpus=gpus)
         if not any(line.startswith("memory") for line in (*findings.problems, *findings.notes)):
             break
     return fit

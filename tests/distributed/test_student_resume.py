@@ -195,8 +195,8 @@ def test_a_checkpoint_moves_to_divided_rows(folders, straight, tmp_path):
         torch.testing.assert_close(tensor, wanted[name], rtol=1e-4, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize("family", ["phi3", "gpt2"])
-def test_fused_projections_resume_and_reshard(folders, tmp_path, family: str):
+@pytest.mark.parametrize("family", ["phi3", "gpt2", "mixtral"])
+def test_other_families_resume_and_reshard(folders, tmp_path, family: str):
     pair = write_tiny_model(tmp_path / "student", family, seed=53, vocab_size=327), folders[1]
     for outcomes in ranks.run_ranks(2, straight_and_resumed, 1, 2, *pair, tmp_path, group=False):
         (losses, state, _), (resumed_losses, resumed_state, _) = outcomes

@@ -74,8 +74,25 @@ def test_what_is_held_out_can_be_measured_in_time(known, documents):
 
 def test_smaller_trainings_come_last_and_divide_the_batch():
     found = list(choose.fits(replace(CARD, gpus=2), 4))
-    assert found == [Fit(4), Fit(2), Fit(1), Fit(1, checkpointing=True), Fit(1, checkpointing=True, apart=True)]
+    smallest = replace(Fit(1), checkpointing=True)
+    adapters = replace(smallest, adapters=True)
+    assert found == [Fit(4), Fit(2), Fit(1), smallest, replace(smallest, apart=True), adapters]
+    in_eight_bits = [replace(smallest, eight_bits=True), adapters, replace(adapters, eight_bits=True)]
+    assert list(choose.fits(replace(CARD, quantizes=True), 4))[-3:] == in_eight_bits
     assert next(choose.fits(LAPTOP, 8)) == Fit(4)
+
+
+@pytest.mark.parametrize("fit", choose.SMALLEST, ids=str)
+def test_what_changes_the_result_is_set_and_said(fit):
+    chosen = choose.choose(CARD, fit)
+    config, findings = read_config({"student.model": "s", "teachers": [{"model": "t"}], "data.path": "d", **chosen})
+    assert config is not None
+    assert findings.lines == []
+    assert (config.student.lora is not None, config.teachers[0].quantization == "int8") == (
+        fit.adapters,
+        fit.eight_bits,
+    )
+    assert ("adapters" in str(fit), "8 bits" in str(fit)) == (fit.adapters, fit.eight_bits)
 
 
 def test_rates_fall_with_the_number_of_parameters():
@@ -83,6 +100,7 @@ def test_rates_fall_with_the_number_of_parameters():
     rates = [choose.learning_rate(size) for size in sizes]
     assert rates == sorted(rates, reverse=True)
     assert (rates[0], rates[-1]) == (choose.LR_RANGE[1], choose.LR_RANGE[0])
+    assert choose.learning_rate(10**9, adapters=True) == 10 * choose.learning_rate(10**9)
 
 
 def test_every_choice_is_explained_and_what_the_user_chose_is_shown():
