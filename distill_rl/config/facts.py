@@ -60,6 +60,8 @@ class ModelFacts:
     """Whether it is known how the family makes logits of hidden states, scales and caps included."""
     experts_per_token: int = 0
     """Routed experts that a token visits; 0 for a dense model."""
+    expert_parameters: int = 0
+    """Parameters of all routed experts, which tensor parallelism does not split."""
     lora: LoraFacts | None = None
     """Of a student with adapters; None: all parameters of a student are trained."""
 

@@ -174,7 +174,7 @@ def student_memory(
     """Estimated peak memory of one student process.
 
     With P parameters that are trained, F that are not (`student.lora`), s = dp / replicas · sp shards and b bytes per element
-    of the compute dtype, one rank holds in bytes:
+    of the compute dtype, one rank holds in bytes (routed experts, which tensor parallelism does not split, count tp times):
 
         weights, gradients     4 P / (s tp) each    fp32 master weights and their gradient
         weights                + b F / (s tp)       what is not trained, in the compute dtype
@@ -203,21 +203,21 @@ def student_memory(
     parallel = config.student.parallel
     tp, shards = parallel.tp, parallel.dp // parallel.replicas * parallel.sp
     item = ITEM_SIZE[config.student.dtype]
-    shard, frozen = ceil(model.trained / (shards * tp)), item * ceil(model.frozen / (shards * tp))
+    shard, frozen = (ceil(part / shards) for part in _held(model, tp))
     tokens = _tokens(config, config.train.micro_batch_size, on_gpu)
     embedding = model.vocabulary_columns * model.hidden_size
     tables = embedding if model.tied else 2 * embedding
-    layer = (model.parameters - tables) // max(model.num_layers, 1)
-    unit = max(layer, tables) // tp
+    layer = (sum(_held(model, tp)) - tables // tp) // max(model.num_layers, 1)
+    unit = max(layer, tables // tp)
     whole = model.parameters - model.frozen  # trained as a whole, unlike those with adapters
-    in_unit = min(unit, max(whole, (model.trained - whole) // max(model.num_layers, 1)) // tp)
+    in_unit = min(unit, max(whole, (model.trained - whole) // max(model.num_layers, 1)))
     copies_in_background = config.checkpoint.every and config.checkpoint.async_save and not on_gpu
     return WorkerMemory(
         worker="student",
         count=parallel.dp * ranks_per_row(parallel),
-        weights=4 * shard + frozen,
+        weights=4 * shard + item * frozen,
         gradients=4 * shard,
-        accumulated=_accumulated(config, model.trained),
+        accumulated=_accumulated(config, model),
         optimizer=8 * shard,
         gathered=2 * item * unit + 8 * in_unit if shards > 1 else item * shard + in_unit * (item + 8),
         scratch=0 if on_gpu else 4 * shard,
@@ -228,6 +228,16 @@ def student_memory(
         saving=12 * shard if copies_in_background else 0,
         loading=0 if on_gpu else model.bytes_on_disk // (shards * tp),
     )
+
+
+def _held(model: ModelFacts, tp: int) -> tuple[int, int]:
+    """Parameters that a student trains and that it does not, of which a tensor-parallel rank has all or, with FSDP2, its shard.
+
+    Tensor parallelism does not split routed experts. With adapters they are not trained.
+    """
+    experts = (model.expert_parameters, 0) if model.lora is None else (0, model.expert_parameters)
+    trained, frozen = (ceil((part - own) / tp) + own for part, own in zip((model.trained, model.frozen), experts))
+    return trained, frozen
 
 
 def fused_loss(config: Config, columns: int, *, known_head: bool, on_gpu: bool) -> bool:
@@ -279,7 +289,7 @@ def reduces_once_per_step(student: StudentConfig, parameters: int) -> bool:
     return student.gradient_sync == "step"
 
 
-def _accumulated(config: Config, parameters: int) -> int:
+def _accumulated(config: Config, model: ModelFacts) -> int:
     """Bytes of the unsharded fp32 sum of gradients.
 
     0 if gradients are reduced after every micro-batch, on a single shard, where that sum is the gradient itself, and
@@ -289,9 +299,9 @@ def _accumulated(config: Config, parameters: int) -> int:
     rows_at_once = parallel.dp * config.train.micro_batch_size
     several = config.train.global_batch_size > rows_at_once or may_split_documents(config)
     sharded = parallel.dp * parallel.sp > parallel.replicas
-    if not (several and sharded and reduces_once_per_step(config.student, parameters)):
+    if not (several and sharded and reduces_once_per_step(config.student, model.trained)):
         return 0
-    return 4 * ceil(parameters / parallel.tp)
+    return 4 * _held(model, parallel.tp)[0]
 
 
 def teacher_memory(
@@ -308,12 +318,14 @@ def teacher_memory(
         targets: bytes of the ring or slots that the process holds.
     """
     tp, item = teacher.parallel.tp, ITEM_SIZE[teacher.dtype]
-    intermediate = model.intermediate_size if model.family in FUSED else model.intermediate_size // tp
+    intermediate = (
+        model.intermediate_size if model.family in FUSED or model.experts_per_token else model.intermediate_size // tp
+    )
     tokens = _teacher_tokens(config, teacher, on_gpu)
     return WorkerMemory(
         worker=teacher.name,
         count=teacher.parallel.dp * ranks_per_row(teacher.parallel),
-        weights=ceil(weight_bytes(teacher.quantization, model, item) / tp),
+        weights=ceil(weight_bytes(teacher.quantization, model, item) * sum(_held(model, tp)) / model.parameters),
         scratch=made_weight_bytes(teacher.quantization, model, item) // tp,
         activations=tokens * item * ((6 + 3 * model.experts_per_token) * model.hidden_size + 3 * intermediate),
         logits=teacher_logits(config, teacher, model, on_gpu=on_gpu),
@@ -347,7 +359,7 @@ def evaluator_memory(config: Config, model: ModelFacts, *, on_gpu: bool = False)
     return WorkerMemory(
         worker="evaluator",
         count=tp,
-        weights=item * ceil(model.parameters / tp),
+        weights=item * sum(_held(model, tp)),
         logits=rows * model.vocabulary_columns * (item + 8),
         cache=rows * PROMPT_TOKENS * model.num_layers * 2 * key_value * item // (1 if model.family in FUSED else tp),
         loading=0 if on_gpu else model.bytes_on_disk // tp,
@@ -377,7 +389,7 @@ def _activations(config: Config, model: ModelFacts, tokens: int, item: int, on_g
     """
     student = config.student
     tp = 1 if model.family in FUSED else student.parallel.tp
-    hidden, intermediate = model.hidden_size, model.intermediate_size // tp
+    hidden, intermediate = model.hidden_size, model.intermediate_size // (1 if model.experts_per_token else tp)
     key_value = hidden * model.num_key_value_heads // max(model.num_heads, 1) // tp
     norms = 2 * hidden * (2 * item + 4)
     experts = 2 * hidden * model.experts_per_token

@@ -143,6 +143,7 @@ def read_model_facts(folder: Path, config: Any) -> ModelFacts:
         num_experts=num_experts(config),
         known_head=family_of(config).proven,
         experts_per_token=experts_per_token(config),
+        expert_parameters=sum(prod(entry["shape"]) for name, entry in counted.items() if ".experts." in name),
     )
 
 

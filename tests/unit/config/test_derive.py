@@ -328,6 +328,16 @@ def test_of_a_mixture_a_token_has_activations_of_the_experts_that_it_visits(load
     assert visiting.activations - whole.activations == 2 * 128 * 4 * 4 * (4 * 512 + 2 * 2 * 256)
 
 
+def test_experts_are_on_every_tensor_parallel_rank(load):
+    """Of 10M parameters 6M are experts: with tp 2 a rank has them and half of the rest, which FSDP2 shards over dp 2."""
+    mixture = replace(MODEL, expert_parameters=6_000_000, experts_per_token=2)
+    worker = student_memory(load("student.parallel={dp: 2, tp: 2}"), mixture)
+    assert worker.weights == 4 * 4_000_000
+    assert worker.accumulated == 4 * 8_000_000
+    config = load("teachers.0.parallel.tp=2")
+    assert teacher_memory(config, config.teachers[0], mixture).weights == 4 * 8_000_000
+
+
 def test_longer_rows_and_larger_micro_batches_cost_memory(load):
     small, long, wide = (
         student_memory(load(*overrides), MODEL).total
