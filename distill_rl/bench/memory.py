@@ -1,6 +1,6 @@
 """Peak memory of workers: estimate against measurement.
 
-Writes a random Llama, large enough that its weights dominate, to a temporary folder. Each case runs a teacher or a
+Writes a random Llama and a random mixture of experts, large enough that their weights dominate, to a temporary folder. Each case runs a teacher or a
 student engine in separate processes for three steps of full rows, and compares the peak resident size (VmHWM) of the
 largest process with the estimate of `config/memory.py`.
 """
@@ -43,7 +43,15 @@ SHAPE = {
     "max_position_embeddings": 1024,
     "tie_word_embeddings": False,
 }
-"""51.8M parameters."""
+"""Of the Llama: 51.8M parameters."""
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 704,
+    "head_dim": 64,
+    "num_hidden_layers": 6,
+}
+"""What the mixture, a Qwen3-MoE, has besides: 73.0M parameters, of which a token visits a part."""
 _WORKER = "import json, sys; from distill_rl.bench.memory import work; work(*json.loads(sys.argv[1]))"
 
 
@@ -69,10 +77,17 @@ class Case:
     """Of a teacher's weights."""
     first_length: int | None = None
     """Of a student: length of the rows of as many steps before, whose peak is measured first; None: there are none."""
+    mixture: bool = False
+    """The model is the mixture of experts."""
 
     @property
     def ranks(self) -> int:
         return self.dp * self.sp * self.tp
+
+    @property
+    def model(self) -> str:
+        """Name of the model's folder."""
+        return "mixture" if self.mixture else "llama"
 
 
 CASES = (
@@ -85,6 +100,7 @@ CASES = (
     Case("student fp32, 4 rows of 512, fused loss", "student", rows=4, length=512, fused=True),
     Case("student bf16, LoRA", "student", dtype="bf16", lora=True),
     Case("student fp32, LoRA, dp 2", "student", dp=2, lora=True),
+    Case("student fp32, mixture of experts", "student", mixture=True),
     Case("teacher fp32", "teacher"),
     Case("teacher bf16", "teacher", dtype="bf16"),
     Case("teacher fp32, tp 2", "teacher", tp=2),
@@ -132,15 +148,21 @@ def estimate(case: Case, config: Config, facts: ModelFacts) -> WorkerMemory:
     return teacher_memory(config, config.teachers[0], facts)
 
 
-def write_model(folder: Path, shape: Mapping[str, int | bool] = SHAPE) -> ModelFacts:
-    """Writes a random Llama of a shape in fp32 to `folder`; returns its facts."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def write_model(folder: Path, shape: Mapping[str, int | bool] = SHAPE, family: str = "llama") -> ModelFacts:
+    """Writes a random model of a shape in fp32 to `folder`; returns its facts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from distill_rl.models.files.facts import read_model_facts
 
-    config = LlamaConfig(**shape)  # type: ignore[arg-type]
-    LlamaForCausalLM(config).save_pretrained(folder)
+    config = AutoConfig.for_model(family, **shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return read_model_facts(folder, config)
+
+
+def write_models(folder: Path) -> dict[str, ModelFacts]:
+    """Writes both models into `folder`; returns their facts, by the name of a model's folder."""
+    mixture = write_model(folder / "mixture", SHAPE | EXPERTS, "qwen3_moe")
+    return {"llama": write_model(folder / "llama"), "mixture": mixture}
 
 
 def measure(case: Case, model: Path) -> int:
@@ -239,18 +261,20 @@ def _targets(case: Case, vocabulary: int) -> Any:
 
 
 def compare(folder: Path) -> dict[str, Any]:
-    """Runs all cases on one model and prints a line for each; returns estimates, peaks and the largest difference."""
+    """Runs all cases and prints a line for each; returns estimates, peaks and the largest difference."""
     rows: list[dict[str, Any]] = []
-    facts = write_model(folder)
+    facts = write_models(folder)
     for case in CASES:
-        expected = estimate(case, configuration(case, folder), facts)
-        measured = measure(case, folder)
+        model = folder / case.model
+        expected = estimate(case, configuration(case, model), facts[case.model])
+        measured = measure(case, model)
         ratio = round(expected.total / measured, 3)
         print(f"{case.name:<46} estimate over measurement {ratio:.2f}", flush=True)
         row = {"case": asdict(case), "estimate": expected.total, "parts": expected.parts, "measured": measured}
         rows.append({**row, "ratio": ratio})
     worst = max(abs(row["ratio"] - 1) for row in rows)
-    return {"parameters": facts.parameters, "tolerance": TOLERANCE, "worst": round(worst, 3), "cases": rows}
+    parameters = {name: known.parameters for name, known in facts.items()}
+    return {"parameters": parameters, "tolerance": TOLERANCE, "worst": round(worst, 3), "cases": rows}
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:

@@ -4,19 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from distill_rl.bench import memory
-from distill_rl.bench.memory import CASES, SHAPE, TOLERANCE, configuration
+from distill_rl.bench.memory import CASES, EXPERTS, SHAPE, TOLERANCE, configuration
 from distill_rl.config.rules.validate import problems
 
 RECORD = Path(__file__).parents[3] / "docs/benchmarks/memory.json"
 
 
-def test_the_measured_model_has_fifty_million_parameters():
+def test_the_measured_models_have_fifty_million_parameters():
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**SHAPE))
-    assert model.num_parameters() > 50_000_000
+        models = LlamaForCausalLM(LlamaConfig(**SHAPE)), Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE | EXPERTS))
+    assert all(model.num_parameters() > 50_000_000 for model in models)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -38,6 +38,7 @@ def test_the_recorded_estimates_lie_within_the_tolerance():
 @pytest.mark.parametrize("role", ["student", "teacher"])
 def test_a_worker_reports_the_peak_of_a_process_that_holds_a_model(tmp_path, monkeypatch, role):
     monkeypatch.setitem(SHAPE, "num_hidden_layers", 1)  # the workers take the folder's shape, and this vocabulary
-    memory.write_model(tmp_path)
+    monkeypatch.setitem(EXPERTS, "num_hidden_layers", 1)
+    memory.write_models(tmp_path)
     case = replace(CASES[0], role=role, rows=1, length=16)
-    assert 2**28 < memory.measure(case, tmp_path) < 2**31
+    assert 2**28 < memory.measure(case, tmp_path / case.model) < 2**31
