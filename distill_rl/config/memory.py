@@ -26,8 +26,7 @@ from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 ITEM_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Bytes per element."""
 FUSED = ("gpt2", "phi3")
-"""Families that compute several projections with one weight matrix. Every tensor-parallel rank holds the whole output of such
-a matrix."""
+"""Families that compute several projections with one matrix, whose whole output every tensor-parallel rank holds."""
 
 PROCESS_BASE = 400 * 2**20
 """Resident size of a Ray actor on a CPU that has imported torch, transformers and an engine (measured: 388 MiB)."""
@@ -200,9 +199,8 @@ def student_memory(
         heads: bytes of the teachers' output layers.
         on_gpu: rows are padded wider, and what only CPUs need is 0.
     """
-    parallel = config.student.parallel
+    parallel, item = config.student.parallel, ITEM_SIZE[config.student.dtype]
     tp, shards = parallel.tp, parallel.dp // parallel.replicas * parallel.sp
-    item = ITEM_SIZE[config.student.dtype]
     shard, frozen = (ceil(part / shards) for part in _held(model, tp))
     tokens = _tokens(config, config.train.micro_batch_size, on_gpu)
     embedding = model.vocabulary_columns * model.hidden_size
@@ -231,13 +229,12 @@ def student_memory(
 
 
 def _held(model: ModelFacts, tp: int) -> tuple[int, int]:
-    """Parameters that a student trains and that it does not, of which a tensor-parallel rank has all or, with FSDP2, its shard.
+    """Parameters that a student trains, and that it does not, of a tensor-parallel rank, which FSDP2 then shards.
 
     Tensor parallelism does not split routed experts. With adapters they are not trained.
     """
     experts = (model.expert_parameters, 0) if model.lora is None else (0, model.expert_parameters)
-    trained, frozen = (ceil((part - own) / tp) + own for part, own in zip((model.trained, model.frozen), experts))
-    return trained, frozen
+    return tuple(ceil((part - own) / tp) + own for part, own in zip((model.trained, model.frozen), experts))  # type: ignore[return-value]
 
 
 def fused_loss(config: Config, columns: int, *, known_head: bool, on_gpu: bool) -> bool:
