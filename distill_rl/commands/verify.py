@@ -67,11 +67,15 @@ def lines(found: Comparison) -> Iterator[str]:
     yield f"  same most likely token      {found.top1_agreement:.2%}"
     yield f"  probability of the top {found.top_k:<4} {found.mass_full:.4f}, of the quantised teacher's {found.mass_quantized:.4f}"
     yield f"  {'':<20}{'full':>14}{found.quantization:>14}"
-    for name, full, other in (
+    figures = [
         ("weights, MiB", found.full.weight_bytes / 2**20, found.quantized.weight_bytes / 2**20),
+        ("  of them quantised", found.full.quantized_bytes / 2**20, found.quantized.quantized_bytes / 2**20),
         ("peak memory, MiB", found.full.peak_bytes / 2**20, found.quantized.peak_bytes / 2**20),
         ("tokens/s", found.full.tokens_per_s, found.quantized.tokens_per_s),
-    ):
+    ]
+    if found.quantization == AS_STORED:
+        del figures[1]  # the packages do not say it
+    for name, full, other in figures:
         yield f"  {name:<20}{full:>14,.1f}{other:>14,.1f}"
 
 

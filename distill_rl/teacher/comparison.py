@@ -32,6 +32,8 @@ class Cost:
     """What one of the two teachers takes."""
 
     weight_bytes: int
+    quantized_bytes: int
+    """Of these, those of quantised weights; of a checkpoint that is loaded as it is stored this is not known, and 0."""
     peak_bytes: int
     """While it was loaded and run: on a GPU what torch allocated, otherwise the resident memory of the process."""
     tokens_per_s: float
@@ -131,7 +133,9 @@ def _run(config: Config, teacher: TeacherConfig, documents: Sequence[Encoded], w
         kept.append(hidden[wanted].cpu())
     inside, others = weight_bytes(model)
     peak = int(peak_gib(str(world.device)) * 2**30)
-    return _Run(torch.cat(kept), forward.output_head(model), Cost(inside + others, peak, tokens / max(seconds, 1e-9)))
+    return _Run(
+        torch.cat(kept), forward.output_head(model), Cost(inside + others, inside, peak, tokens / max(seconds, 1e-9))
+    )
 
 
 def _micro_batches(

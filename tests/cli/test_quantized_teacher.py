@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from distill_rl.store.manifest import read_manifest
 from tests.helpers.command import Cluster, distill_rl, distill_rl_in_process, series
 from tests.helpers.quantized import store_quantized
 
@@ -29,8 +30,7 @@ def test_a_quantised_teacher_teaches_and_its_cache_is_not_that_of_the_full_one(
     ended = distill_rl("train", "-c", config, INT8, cache, "train.steps=3", cluster=cluster)
     assert ended.code == 0, ended.err
     run = tmp_path / "runs" / "tiny"
-    log = "".join(file.read_text() for file in (run / "logs").rglob("*.log"))
-    assert "14 weights in int8 take" in log
+    assert read_manifest(tmp_path / "cache").weights.endswith(" in int8")
     first = losses(run)
     assert [step for step, _ in first["train/kl_loss"]] == [1, 2, 3]
     ended = distill_rl("train", "-c", config, INT8, cache, "train.steps=3", "run.name=again", cluster=cluster)
@@ -62,6 +62,12 @@ def test_verify_measures_what_eight_and_four_bits_cost(material, tmp_path: Path,
     assert 1 > eight["mass_full"] >= eight["mass_quantized"] > four["mass_quantized"] > 0.05
     assert eight["mass_full"] == four["mass_full"]
     assert eight["full"]["weight_bytes"] == four["full"]["weight_bytes"]
+    assert eight["full"]["quantized_bytes"] == 0
+    assert (
+        eight["quantized"]["weight_bytes"]
+        > eight["quantized"]["quantized_bytes"]
+        > four["quantized"]["quantized_bytes"]
+    )
     assert eight["full"]["weight_bytes"] > eight["quantized"]["weight_bytes"] > four["quantized"]["weight_bytes"]
     assert all(cost[side]["tokens_per_s"] > 0 for cost in found.values() for side in ("full", "quantized"))
 
@@ -78,6 +84,8 @@ def test_a_stored_checkpoint_is_compared_with_the_weights_that_were_quantised(ma
     (found,) = json.loads(out.read_text())["teachers"]
     assert (found["quantization"], found["documents"]) == ("as_stored", 5)
     assert 0 < found["kl_mean"] < 0.01
+    assert found["quantized"]["weight_bytes"] < found["full"]["weight_bytes"]
+    assert "of them quantised" not in ended.out
     checked = distill_rl_in_process("check", "-c", config, *settings[:2])
     assert checked.code == 0, checked.err
 

@@ -65,8 +65,14 @@ def weight_bytes(model: nn.Module) -> tuple[int, int]:
     """Bytes that this rank holds of quantised weights, and of all other parameters and buffers."""
     quantized = [module for module in model.modules() if isinstance(module, QuantizedWeight)]
     inside = sum(buffer.nbytes for module in quantized for buffer in module.buffers())
-    whole = [*model.parameters(), *model.buffers()]
-    return inside, sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in whole) - inside
+    return inside, sum(map(_held, [*model.parameters(), *model.buffers()])) - inside
+
+
+def _held(tensor: Tensor) -> int:
+    """Bytes of a tensor on this rank: of one that is made of others, such as a DTensor or torchao's, theirs."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    return sum(_held(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
 def _quantizable(model: PreTrainedModel) -> Iterator[Taken]:
