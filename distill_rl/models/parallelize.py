@@ -81,8 +81,10 @@ class Whole(ParallelStyle):
             module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
         def enter(module: nn.Module, _: tuple) -> None:
-            # An attribute of the instance hides the parameter of this name, as long as there is one.
-            module.__dict__.update({name: module.get_parameter(name).to_local() for name in names})  # type: ignore[attr-defined]
+            # An attribute of the instance hides the parameter of this name, as long as there is one. A weight that has been
+            # quantised is none any more.
+            own = module.named_parameters(recurse=False)
+            module.__dict__.update({name: parameter.to_local() for name, parameter in own})  # type: ignore[attr-defined]
 
         def leave(module: nn.Module, *_: object) -> None:
             for name in names:

@@ -97,8 +97,10 @@ def _quantizable(model: PreTrainedModel) -> Iterator[Taken]:
 
 
 def _suits(one: Taken, format: Format) -> bool:
-    """Whether this rank's part of a weight can be quantised; one of experts only if no rank has a part of it."""
-    part = one.parameter.to_local() if isinstance(one.parameter, DTensor) else one.parameter
-    if part.ndim == 3 and part is not one.parameter:
-        return False
+    """Whether this rank's part of a weight can be quantised; of experts, only if every rank holds all of them."""
+    part: Tensor = one.parameter
+    if isinstance(one.parameter, DTensor):
+        part = one.parameter.to_local()
+        if part.ndim == 3 and not all(placement.is_replicate() for placement in one.parameter.placements):
+            return False
     return part.numel() > 0 and group_of(format, part.shape[-2 if one.transposed else -1]) > 0
