@@ -69,7 +69,9 @@ def weight_bytes(model: nn.Module) -> tuple[int, int]:
 
 
 def _held(tensor: Tensor) -> int:
-    """Bytes of a tensor on this rank: of one that is made of others, such as a DTensor or torchao's, theirs."""
+    """Bytes of a tensor on this rank: of one that is made of others, such as torchao's, theirs."""
+    if isinstance(tensor, DTensor):
+        return _held(tensor.to_local())
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.nbytes
     return sum(_held(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
