@@ -5,6 +5,7 @@ distill_rl.capture("my.yaml", out="targets")  its teachers' targets, stored for 
 distill_rl.check("my.yaml")                   its derived sizes and every problem; starts nothing
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Check", "Config", "ConfigError", "DistillError", "Distilled", "Preempted", "capture", "check", "distill"]
+
+# Transformers imports torchao wherever it is installed, and that logs each of its compiled kernels that this torch cannot load.
+for _logger in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_logger).setLevel(logging.ERROR)
 
 _HOME = {
     "Config": "distill_rl.config.schema",

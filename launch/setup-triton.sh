@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes or updates .venv-triton: the packages of .venv, with Triton. Does nothing if nothing has changed. Run it, or source it
+# Makes or updates .venv-triton: the packages of .venv, with Triton and torchao. Does nothing if nothing has changed. Run it, or source it
 # after setup.sh: it exports PYTHON_TRITON (the environment's interpreter). A torch for CUDA comes with Triton and needs no
 # such environment.
 set -euo pipefail
@@ -9,7 +9,7 @@ PYTHON_TRITON="$DISTILL_RL_ROOT/.venv-triton/bin/python"
 export PYTHON_TRITON
 
 distill_rl_triton_install() {
-    distill_rl_pip install --no-input --editable "$DISTILL_RL_ROOT[dev,triton]" \
+    distill_rl_pip install --no-input --editable "$DISTILL_RL_ROOT[dev,triton,quantization]" \
         --constraint "$DISTILL_RL_ROOT/launch/constraints.txt"
 }
 

@@ -11,6 +11,7 @@
 #   bash launch/test.sh gpu                   tests that need a CUDA device
 #   bash launch/test.sh vllm                  tests that need vLLM, in .venv-vllm
 #   bash launch/test.sh triton                the Triton kernels, interpreted and compiled without a GPU, in .venv-triton
+#   bash launch/test.sh quantization          teachers with weights of 8 and 4 bits, which need torchao, in .venv-triton
 #   bash launch/test.sh slurm                 jobs on a real Slurm with two nodes, installed by apt-get and started here
 #   bash launch/test.sh service               the jobs service, which needs Ray's dashboard, in .venv-ops
 #   bash launch/test.sh monitoring            Prometheus, W&B and MLflow with real runs, in .venv-ops
@@ -19,7 +20,7 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 source "$DISTILL_RL_ROOT/launch/environment.sh"
 cd -- "$DISTILL_RL_ROOT"
-groups="default oldest layouts examples faults gpu vllm triton slurm service monitoring"
+groups="default oldest layouts examples faults gpu vllm triton quantization slurm service monitoring"
 
 group=default
 if [[ -n ${1:-} && $1 != -* && ! -e ${1%%::*} ]]; then
@@ -56,6 +57,10 @@ triton)
         PYTHON="$DISTILL_RL_ROOT/.venv-triton/bin/python"
     fi
     exec "$PYTHON" -m pytest tests/triton -n 2 --dist loadscope "$@"
+    ;;
+quantization)
+    source "$DISTILL_RL_ROOT/launch/setup-triton.sh"
+    exec "$PYTHON_TRITON" -m pytest tests/unit/models/test_quantization.py tests/distributed/test_quantized_teacher.py tests/cli/test_quantized_teacher.py "$@"
     ;;
 slurm)
     # Installs Slurm if that is possible: as root, with apt-get. Otherwise the tests are skipped and name what is missing.

@@ -40,7 +40,6 @@ from distill_rl.models.parallelize import parallelize, tie_again
 from distill_rl.models.quantization.apply import take_out, weight_bytes
 from distill_rl.models.quantization.weight import Format
 from distill_rl.models.weights import WeightFiles, read_tensor, read_weights, tensors_in_files
-from distill_rl.parallel.mesh import TP
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -102,7 +101,7 @@ def load_model(
     lora = settings.lora if isinstance(settings, StudentConfig) else None
     dtype = torch.float32 if student and lora is None else compute_dtype
     model = skeleton(config, dtype=dtype, attention=chosen.implementation)
-    check_plan(model, world.mesh[TP], world.device)
+    check_plan(model, world)
     if lora is not None:
         adapters.inject(model, lora)
     parallelize(
@@ -145,7 +144,7 @@ def load_to_generate(folder: Path, world: World, *, dtype: torch.dtype | None = 
     if dtype is None:
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else files.dtype(min(files.names))
     model = skeleton(config, dtype=dtype, attention=None)
-    check_plan(model, world.mesh[TP], world.device)
+    check_plan(model, world)
     parallelize(model, world.mesh, family=families.family_of(config), fsdp=False, compute_dtype=dtype)
     _fill(model, files, world)
     model.config.use_cache = True

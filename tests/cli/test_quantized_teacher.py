@@ -12,7 +12,7 @@ from tests.helpers.command import Cluster, distill_rl, distill_rl_in_process, se
 from tests.helpers.quantized import store_quantized
 
 pytestmark = pytest.mark.cli
-pytest.importorskip("torchao", reason="the extra `quantization` is not installed")
+pytest.importorskip("torchao", reason="torchao is not installed here: bash launch/test.sh quantization")
 
 INT8 = "teachers.0.quantization=int8"
 LOSSES = ("train/kl_loss", "train/loss", "train/grad_norm")

@@ -19,7 +19,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.zoo import write_model
 
 pytestmark = pytest.mark.ranks
-pytest.importorskip("torchao", reason="the extra `quantization` is not installed")
+pytest.importorskip("torchao", reason="torchao is not installed here: bash launch/test.sh quantization")
 
 TOKENS = torch.arange(3, 15)[None]
 POSITIONS = torch.cat([torch.arange(5), torch.arange(7)])[None]

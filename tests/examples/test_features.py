@@ -21,6 +21,7 @@ STEPS = 3
 ELSEWHERE = {
     "trackers": "tests/monitoring/test_trackers.py, where W&B and MLflow are installed",
     "served-vllm": "tests/vllm/test_teacher_runs.py, where vLLM is installed",
+    "quantised-teacher": "tests/cli/test_quantized_teacher.py, where torchao is installed",
     "endpoint": "test_a_served_teacher_teaches, with a server",
 }
 OVERRIDES = {

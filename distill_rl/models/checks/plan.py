@@ -14,9 +14,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distill_rl.errors import ConfigError, first_line
@@ -24,6 +22,7 @@ from distill_rl.models.buffers import restore_buffers
 from distill_rl.models.families import decoder_layers, family_of, tensor_parallel_problems
 from distill_rl.models.forward import inner_model
 from distill_rl.models.parallelize import split, tie_again
+from distill_rl.parallel.mesh import TP, World
 from distill_rl.parallel.shards import local_slices
 
 if TYPE_CHECKING:
@@ -34,23 +33,23 @@ _CLOSE = 1e-3
 """Relative L2 error of a hidden state or gradient that counts as rounding, in fp32."""
 
 
-def check_plan(model: PreTrainedModel, tp_mesh: DeviceMesh, device: torch.device) -> None:
+def check_plan(model: PreTrainedModel, world: World) -> None:
     """Tries out the plan of a model on the meta device, if it is one of transformers' and there is something to split.
 
-    Collective over the mesh. Needs memory for two layers of each kind in fp32, with gradients.
+    Collective over the world. Needs memory for two layers of each kind in fp32, with gradients.
 
     Raises:
         ConfigError: the model cannot be split by that plan, or computes something else when it is.
     """
-    family, ranks = family_of(model.config), tp_mesh.size()
+    family, ranks = family_of(model.config), world.tp
     if ranks == 1 or family.layer_plan or tensor_parallel_problems(model.config, ranks):
         return
-    whole = _shortened(model)
+    whole = _shortened(model, world.tp)
     parts = deepcopy(whole)
     try:
-        split(parts, tp_mesh, family)
-        _fill(whole, parts, device)
-        different = next(_differences(whole, parts, tp_mesh), None)
+        split(parts, world.mesh[TP], family)
+        _fill(whole, parts, world.device)
+        different = next(_differences(whole, parts, world), None)
     except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
         different = first_line(error)
     if different is not None:
@@ -58,7 +57,7 @@ def check_plan(model: PreTrainedModel, tp_mesh: DeviceMesh, device: torch.device
         raise ConfigError(f"model family {family.name}", rule, different, "set parallel.tp: 1")
 
 
-def _shortened(model: PreTrainedModel) -> PreTrainedModel:
+def _shortened(model: PreTrainedModel, ranks: int) -> PreTrainedModel:
     """A copy without memory that has one layer of each kind, small embeddings, fp32 and plain attention."""
     short = deepcopy(model).float().eval().requires_grad_(True)
     short.set_attn_implementation("eager")
@@ -72,7 +71,7 @@ def _shortened(model: PreTrainedModel) -> PreTrainedModel:
             break
     embeddings: Any = short.get_input_embeddings()
     width = embeddings.weight.shape[1]
-    ids = 16 * dist.get_world_size()
+    ids = 16 * ranks
     short.set_input_embeddings(nn.Embedding(ids, width, device="meta"))
     short.set_output_embeddings(nn.Linear(width, ids, bias=False, device="meta"))
     tie_again(short)
@@ -101,10 +100,10 @@ def _fill(whole: PreTrainedModel, parts: PreTrainedModel, device: torch.device) 
         local.copy_(values[local_slices(shard)])
 
 
-def _differences(whole: PreTrainedModel, parts: PreTrainedModel, tp_mesh: DeviceMesh) -> Iterator[str]:
+def _differences(whole: PreTrainedModel, parts: PreTrainedModel, world: World) -> Iterator[str]:
     """Yields what differs between the two models on some made-up hidden states, the same on every rank. Collective."""
     hidden = [_trained(model) for model in (whole, parts)]
-    if _any_rank(not _close(hidden[1], hidden[0]), tp_mesh):
+    if not world.all_agree(_close(hidden[1], hidden[0])):
         yield "other hidden states"
     shards = dict(parts.named_parameters())
     for name, parameter in whole.named_parameters():
@@ -112,7 +111,7 @@ def _differences(whole: PreTrainedModel, parts: PreTrainedModel, tp_mesh: Device
             continue
         found = shards[name].grad
         gradient = found.full_tensor() if isinstance(found, DTensor) else found
-        if _any_rank(gradient is None or not _close(gradient, parameter.grad), tp_mesh):
+        if not world.all_agree(gradient is not None and _close(gradient, parameter.grad)):
             yield f"another gradient of {name}"
 
 
@@ -131,10 +130,3 @@ def _trained(model: PreTrainedModel) -> Tensor:
 
 def _close(found: Tensor, wanted: Tensor) -> bool:
     return bool((found - wanted).norm() <= _CLOSE * wanted.norm() + 1e-6)
-
-
-def _any_rank(failed: bool, tp_mesh: DeviceMesh) -> bool:
-    """Whether this is so on any rank, so that all go on alike. Collective."""
-    flag = torch.tensor(float(failed), device=tp_mesh.device_type)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=tp_mesh.get_group())
-    return bool(flag)

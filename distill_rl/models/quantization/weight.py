@@ -14,7 +14,6 @@ Shapes: O output features, I input features, G groups of input features.
 
 from __future__ import annotations
 
-import logging
 from math import gcd
 from typing import Literal
 
@@ -89,8 +88,6 @@ class QuantizedWeight(nn.Module):
 
 def quantize(weight: Tensor, format: Format) -> dict[str, Tensor]:
     """`data`, `scale` and, with int4, `zero` of a weight [O, I], as in `QuantizedWeight`."""
-    # It logs a line for each of its compiled kernels that this torch cannot load; none is used.
-    logging.getLogger("torchao").setLevel(logging.ERROR)
     from torchao.quantization import (
         Float8Tensor,
         MappingType,

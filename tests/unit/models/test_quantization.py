@@ -23,7 +23,7 @@ from tests.helpers.load import load_model
 from tests.helpers.quantized import store_quantized
 from tests.helpers.zoo import write_family, write_model
 
-pytest.importorskip("torchao", reason="the extra `quantization` is not installed")
+pytest.importorskip("torchao", reason="torchao is not installed here: bash launch/test.sh quantization")
 
 FORMATS = ("int8", "int4", "fp8")
 IDS = torch.arange(3, 27)[None]
