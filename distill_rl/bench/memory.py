@@ -99,7 +99,6 @@ CASES = (
     Case("student fp32, 4 rows of 512, checkpointing", "student", rows=4, length=512, activation_checkpointing=True),
     Case("student fp32, 4 rows of 512, fused loss", "student", rows=4, length=512, fused=True),
     Case("student bf16, LoRA", "student", dtype="bf16", lora=True),
-    Case("student fp32, LoRA, dp 2", "student", dp=2, lora=True),
     Case("student fp32, mixture of experts", "student", mixture=True),
     Case("teacher fp32", "teacher"),
     Case("teacher bf16", "teacher", dtype="bf16"),

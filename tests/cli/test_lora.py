@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from safetensors.torch import load_file
 
-from tests.helpers.command import distill_rl
+from tests.helpers.command import distill_rl, distill_rl_in_process
 
 pytestmark = pytest.mark.cli
 
@@ -28,11 +28,10 @@ def test_a_run_with_adapters_exports_both_forms_and_resumes_as_it_began(material
     assert len(adapter) == 2 * 14 + 1
     assert all(tensor.abs().max() > 0 for tensor in adapter.values()), "B begins at zero"
 
-    refused = distill_rl(
-        "train", "-c", config, *lora, "student.lora.rank=8", "train.steps=3", "--resume", cluster=cluster
-    )
+    resume = ("student.lora.rank=8", "train.steps=3", "--resume")
+    refused = distill_rl_in_process("train", "-c", config, *lora, *resume)
     assert refused.code == 2
-    (line,) = refused.err.strip().splitlines()
+    (line,) = refused.errors
     assert "the trained weights of this run: must be the same" in line
     assert "LoRA of rank 8" in line
     assert "saved with LoRA of rank 4" in line
