@@ -115,9 +115,10 @@ def _introduce(request: Request, pair: Pair) -> None:
     say(f"text      {request.text}: {known.documents:,} {kind}, of which about {held:,} are held out")
     for line in (*pair.reasons, *(f"note      {note}" for note in pair.notes)):
         say(line)
-    total = 2 * request.minutes + OVERHEAD_S / 60
+    total, epochs = 2 * request.minutes + OVERHEAD_S / 60, pair.config.train.epochs
+    cap = "" if epochs is None else f" (at most {epochs:g} passes over the text)"
     say(
-        f"time      {request.minutes:g} min with the teacher, {request.minutes:g} min without it, and about "
+        f"time      {request.minutes:g} min with the teacher, {request.minutes:g} min without it{cap}, and about "
         f"{OVERHEAD_S:.0f} s for starting and measuring: {total:.1f} min in all, more if models are slow to load"
     )
 
@@ -160,11 +161,12 @@ def _conclude(request: Request, pair: Pair, paths: TrialPaths, found: Findings, 
     for name, path in (("student", paths.taught.export), ("report", paths.report), ("result", paths.result)):
         say(f"{name:<9} {path}")
     say(f"settings  {paths.configuration}: repeats the training with the teacher, bit for bit")
-    more = TIMES_LONGER * trainings[compare.TAUGHT]["steps"]
-    say(
-        f"go on     {shlex.join(['distill-rl', 'train', '-c', os.fspath(paths.configuration)])} run.name=longer "
-        f"train.steps={more} train.epochs={TIMES_LONGER * (config.train.epochs or 1):g}"
-    )
+    longer = [
+        "run.name=longer",
+        f"train.steps={TIMES_LONGER * trainings[compare.TAUGHT]['steps']}",
+        "train.epochs=null",
+    ]
+    say(f"go on     {shlex.join(['distill-rl', 'train', '-c', os.fspath(paths.configuration), *longer])}")
     say(f"time      {seconds:.0f} s in all")
 
 
