@@ -23,5 +23,9 @@ if [[ $name == served ]]; then
     source "$DISTILL_RL_ROOT/launch/setup-vllm.sh"
     PYTHON=$PYTHON_VLLM
 fi
+if [[ $name == memory ]]; then # quantised teachers need torchao
+    source "$DISTILL_RL_ROOT/launch/setup-triton.sh"
+    PYTHON=$PYTHON_TRITON
+fi
 module=${file%.py}
 exec "$PYTHON" -m "${module//\//.}" "$@"
