@@ -232,7 +232,11 @@ def test_everything_that_does_not_fit_a_store_is_refused_at_once(same, material,
         ("teachers.0.export", "the store holds topk", "got logits"),
         ("loss.top_k", "must not exceed the 16 entries", "got 17", "use 16 or less, or capture again"),
         ("loss.temperature", "log-probs cannot be taken to another one", "got 2.0", "set loss.temperature=1"),
-        ("teachers.0.model", "must be the model of", "leave it out, name the same revision, or capture again"),
+        (
+            "teachers.0.model",
+            "must be the model of",
+            "leave it out, name the same revision and quantization, or capture again",
+        ),
     ):
         assert len([line for line in ended.errors if all(word in line for word in words)]) == 1, (words, ended.err)
     assert len(ended.errors) == 5, ended.err

@@ -159,4 +159,7 @@ def test_models_that_do_not_fit_are_refused_with_their_sizes(material, tmp_path,
     assert ended.code == 2
     (line,) = ended.errors
     assert "memory: the workers need about " in line
-    assert "and this machine has 0.1 MiB, even with one row at a time and activations computed again; take a" in line
+    assert (
+        "and this machine has 0.1 MiB, even with one row at a time, activations computed again and adapters in place of all weights; take a"
+        in line
+    )
