@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.errors import DistillError
-from distill_rl.models.conversion import restore
+from distill_rl.models.conversion import Fused, Match, restore
 from distill_rl.models.files.headers import holds_several
 from distill_rl.models.hub import read_config, resolve
 from distill_rl.models.lora import folder as adapter_folder
@@ -113,10 +114,7 @@ def _gather(model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | Non
             state[file_name if file_name in found.renamed else name] = whole.to(
                 _written(model, files, dtype, name, file_name)
             )
-    made = defaultdict(list)  # one converter may make several tensors of the model
-    for name, fused in found.fused.items():
-        made[fused.first, fused.converter].append((name, fused))
-    for group in made.values():
+    for group in _made_together(found):
         wholes = {name: gather_to_first(tensors[name]) for name, _ in group}
         if None not in wholes.values():
             as_dtype = _written(model, files, dtype, group[0][0], group[0][1].names[0])
@@ -138,10 +136,7 @@ def _merged(
         whole = adapter.merged(name, files.read(file_name))
         as_dtype = _written(model, files, dtype, name, file_name)
         state[file_name if file_name in found.renamed else name] = whole.to(as_dtype)
-    made = defaultdict(list)
-    for name, fused in found.fused.items():
-        made[fused.first, fused.converter].append((name, fused))
-    for group in made.values():
+    for group in _made_together(found):
         as_dtype = _written(model, files, dtype, group[0][0], group[0][1].names[0])
         files_of_group = dict.fromkeys(file_name for _, fused in group for file_name in fused.names)
         if not any(adapter.changes(name) for name, _ in group):
@@ -150,6 +145,14 @@ def _merged(
         wholes = {name: adapter.merged(name, fused.read(model, files.read, ())).to(as_dtype) for name, fused in group}
         state |= {name: tensor.contiguous() for name, tensor in restore(model, wholes).items()}
     return state
+
+
+def _made_together(found: Match) -> Iterable[list[tuple[str, Fused]]]:
+    """The fused tensors by converter, since one converter may make several tensors of the model."""
+    made = defaultdict(list)
+    for name, fused in found.fused.items():
+        made[fused.first, fused.converter].append((name, fused))
+    return made.values()
 
 
 def _written(

@@ -54,14 +54,21 @@ _ADAPTERS = {
 output, a few numbers per token, is the same on every rank."""
 
 
+def _replicate(module: nn.Module, device_mesh: DeviceMesh) -> list[str]:
+    """Makes the module's own parameters replicated DTensors; returns their names."""
+    own = dict(module.named_parameters(recurse=False))
+    for name, parameter in own.items():
+        whole = DTensor.from_local(parameter.detach(), device_mesh, [Replicate()], run_check=False)
+        module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+    return list(own)
+
+
 class Replicated(ParallelStyle):
     """Every rank holds the whole module and sees the same whole input. Inputs and outputs are plain tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Makes the module's parameters replicated DTensors, and converts its input and output to match."""
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            whole = DTensor.from_local(parameter.detach(), device_mesh, [Replicate()], run_check=False)
-            module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        _replicate(module, device_mesh)
         module.register_forward_pre_hook(
             lambda _, inputs: (DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False), *inputs[1:])
         )
@@ -74,11 +81,7 @@ class Whole(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Makes the module's own parameters replicated DTensors, which its forward sees as plain tensors."""
-        names = [name for name, _ in module.named_parameters(recurse=False)]
-        for name in names:
-            parameter = module.get_parameter(name)
-            whole = DTensor.from_local(parameter.detach(), device_mesh, [Replicate()], run_check=False)
-            module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        names = _replicate(module, device_mesh)
 
         def enter(module: nn.Module, _: tuple) -> None:
             # An attribute of the instance hides the parameter of this name, as long as there is one. A weight that has been
