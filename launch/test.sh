@@ -5,13 +5,13 @@
 #   bash launch/test.sh -k packing -x         arguments are passed to pytest,
 #   bash launch/test.sh tests/unit            and so are paths
 #   bash launch/test.sh oldest                the default suite with the oldest supported packages, in .venv-oldest
-#   bash launch/test.sh examples              whole runs of minutes: the quickstart across tokenizers and from a store, each of configs/features, two nodes
+#   bash launch/test.sh examples              whole runs of minutes: the quickstart across tokenizers and from a store, each of configs/features, two nodes, equal bits
 #   bash launch/test.sh layouts               training on four ranks: data-parallel, tensor-parallel, hybrid
 #   bash launch/test.sh faults                fault handling: real processes are killed, stopped and starved
 #   bash launch/test.sh gpu                   tests that need a CUDA device
 #   bash launch/test.sh vllm                  tests that need vLLM, in .venv-vllm
 #   bash launch/test.sh triton                the Triton kernels, interpreted and compiled without a GPU, in .venv-triton
-#   bash launch/test.sh quantization          teachers with weights of 8 and 4 bits, which need torchao, in .venv-triton
+#   bash launch/test.sh quantization          frozen weights of 8 and 4 bits, which need torchao, in .venv-triton
 #   bash launch/test.sh slurm                 jobs on a real Slurm with two nodes, installed by apt-get and started here
 #   bash launch/test.sh service               the jobs service, which needs Ray's dashboard, in .venv-ops
 #   bash launch/test.sh monitoring            Prometheus, W&B and MLflow with real runs, in .venv-ops
@@ -39,12 +39,15 @@ default | oldest)
     # Runs `testpaths` of pyproject.toml in two processes, file by file (tests/conftest.py). The suite starts many processes,
     # which must share compiled bytecode.
     unset PYTHONDONTWRITEBYTECODE
-    exec "$PYTHON" -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not four_ranks" "$@"
+    exec "$PYTHON" -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not four_ranks and not long_run" "$@"
     ;;
 layouts)
     exec "$PYTHON" -m pytest tests/distributed -m four_ranks "$@"
     ;;
-examples | faults | gpu)
+examples)
+    exec "$PYTHON" -m pytest tests/examples tests/cli -m long_run "$@"
+    ;;
+faults | gpu)
     exec "$PYTHON" -m pytest "tests/$group" "$@"
     ;;
 vllm)
@@ -60,7 +63,7 @@ triton)
     ;;
 quantization)
     source "$DISTILL_RL_ROOT/launch/setup-triton.sh"
-    exec "$PYTHON_TRITON" -m pytest tests/unit/models/test_quantization.py tests/distributed/test_quantized_teacher.py tests/cli/test_quantized_teacher.py "$@"
+    exec "$PYTHON_TRITON" -m pytest tests/unit/models/test_quantization.py tests/distributed/test_quantized_{student,teacher}.py tests/cli/test_quantized_{student,teacher}.py "$@"
     ;;
 slurm)
     # Installs Slurm if that is possible: as root, with apt-get. Otherwise the tests are skipped and name what is missing.

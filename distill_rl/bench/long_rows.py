@@ -2,7 +2,7 @@
 
 Writes a random Llama with small tables to a temporary folder, so that activations dominate. Each case trains on one row per
 micro-batch, in a process per rank, first on short rows and then on long ones. The higher peak is compared with the estimate of
-`config/memory.py`; its difference from the lower one is what the positions take.
+`config/memory/`; its difference from the lower one is what the positions take.
 """
 
 from __future__ import annotations

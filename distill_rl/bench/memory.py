@@ -2,7 +2,7 @@
 
 Writes a random Llama and a random mixture of experts, large enough that their weights dominate, to a temporary folder. Each case runs a teacher or a
 student engine in separate processes for three steps of full rows, and compares the peak resident size (VmHWM) of the
-largest process with the estimate of `config/memory.py`.
+largest process with the estimate of `config/memory/`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import numpy as np
 
 from distill_rl.bench import harness, record
 from distill_rl.config.facts import ModelFacts
-from distill_rl.config.memory import WorkerMemory, student_memory, teacher_memory
+from distill_rl.config.memory.parts import WorkerMemory
+from distill_rl.config.memory.student import student_memory
+from distill_rl.config.memory.teacher import teacher_memory
 from distill_rl.config.schema import Config, DataConfig, LoraConfig, ParallelConfig, StudentConfig, TeacherConfig
 from distill_rl.models.lora.layers import survey
 from distill_rl.types import RankBatch, TokenRows
@@ -74,7 +76,7 @@ class Case:
     lora: bool = False
     """Adapters of rank 16 are trained, and nothing else."""
     quantization: str | None = None
-    """Of a teacher's weights."""
+    """Of a teacher's weights, or of those beside a student's adapters."""
     first_length: int | None = None
     """Of a student: length of the rows of as many steps before, whose peak is measured first; None: there are none."""
     mixture: bool = False
@@ -99,6 +101,8 @@ CASES = (
     Case("student fp32, 4 rows of 512, checkpointing", "student", rows=4, length=512, activation_checkpointing=True),
     Case("student fp32, 4 rows of 512, fused loss", "student", rows=4, length=512, fused=True),
     Case("student bf16, LoRA", "student", dtype="bf16", lora=True),
+    Case("student bf16, LoRA beside int4", "student", dtype="bf16", lora=True, quantization="int4"),
+    Case("student bf16, LoRA beside int4, dp 2", "student", dtype="bf16", dp=2, lora=True, quantization="int4"),
     Case("student fp32, mixture of experts", "student", mixture=True),
     Case("teacher fp32", "teacher"),
     Case("teacher bf16", "teacher", dtype="bf16"),
@@ -123,6 +127,7 @@ def configuration(case: Case, model: Path) -> Config:
         parallel=parallel,
         activation_checkpointing=case.activation_checkpointing,
         lora=LoraConfig() if case.lora else None,
+        quantization=case.quantization if case.lora else None,  # type: ignore[arg-type]
     )
     teacher = TeacherConfig(
         model=str(model),

@@ -114,7 +114,8 @@ def _write(wanted: _Export, source: Checkpoint) -> int:
     from distill_rl.student.engine import StudentEngine
 
     step = source.state.train.step
-    student = replace(wanted.config.student, parallel=ParallelConfig())
+    # Weights that are not trained come from the student's files.
+    student = replace(wanted.config.student, parallel=ParallelConfig(), quantization=None)
     tokenizer = tokenizer_of(student)
     dtypes = {"as_stored": None, "fp32": torch.float32, "bf16": torch.bfloat16}
     form: dict[str, object] = {"dtype": dtypes[wanted.dtype]}

@@ -19,7 +19,8 @@ from distill_rl.config.facts import (
     wire_dtype,
 )
 from distill_rl.config.layout import world
-from distill_rl.config.memory import ITEM_SIZE, WorkerMemory, worker_memory
+from distill_rl.config.memory.parts import ITEM_SIZE, WorkerMemory
+from distill_rl.config.memory.workers import worker_memory
 from distill_rl.config.schema import Config, CrossTokenizerLoss, ScheduleConfig, TeacherConfig
 from distill_rl.config.target_bytes import target_bytes_per_token
 from distill_rl.errors import ConfigError

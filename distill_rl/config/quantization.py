@@ -1,4 +1,4 @@
-"""What quantised weights of a teacher take, and what must hold for them; nothing here needs torch."""
+"""What quantised weights take; nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -28,9 +28,18 @@ def weight_bytes(quantization: str | None, model: ModelFacts, item: int) -> int:
     if quantization == AS_STORED:
         return model.bytes_on_disk
     tables = model.vocabulary_columns * model.hidden_size * (1 if model.tied else 2)
-    layers = max(0, model.parameters - tables)
+    return item * tables + bytes_of_weights(quantization, model, item, max(0, model.parameters - tables))
+
+
+def bytes_of_weights(quantization: str, model: ModelFacts, item: int, count: int) -> int:
+    """Bytes of a number of weights of the decoder layers, with their scales.
+
+    Args:
+        quantization: int8, int4 or fp8.
+        item: as for `weight_bytes`.
+    """
     each = 0.5 + (item + 1) / GROUP if quantization == "int4" else 1 + 4 / model.hidden_size
-    return item * tables + int(each * layers)
+    return int(each * count)
 
 
 def made_weight_bytes(quantization: str | None, model: ModelFacts, item: int) -> int:

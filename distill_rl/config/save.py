@@ -73,8 +73,9 @@ def decisive(config: Config) -> dict[str, Any]:
         del model["parallel"]
     for key in ("activation_checkpointing", "activation_offload", "compile", "attention"):
         del tree["student"][key]
-    if tree["student"]["lora"] is None:
-        del tree["student"]["lora"]
+    for key in ("lora", "quantization"):
+        if tree["student"][key] is None:
+            del tree["student"][key]
     for teacher in tree["teachers"]:
         if teacher["backend"] == "store":  # a store may be copied; the fingerprint of its teacher is compared
             del teacher["model"]

@@ -18,15 +18,16 @@ from distill_rl.errors import DistillError
 from distill_rl.models.conversion import Fused, Match, restore
 from distill_rl.models.files.headers import holds_several
 from distill_rl.models.hub import read_config, resolve
+from distill_rl.models.load import skeleton
 from distill_rl.models.lora import folder as adapter_folder
 from distill_rl.models.lora.adapters import Adapter, gather, injected_in
-from distill_rl.models.parallelize import reshard
+from distill_rl.models.parallelize import reshard, tie_again
 from distill_rl.models.weights import WeightFiles, tensors_in_files
 from distill_rl.parallel.shards import gather_to_first
 from distill_rl.system.files import sync, sync_tree
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_FILE_BYTES = 5 * 10**9
 
@@ -73,7 +74,7 @@ def export_model(
     if injected_in(model) is None:
         state = _gather(model, files, dtype)
     elif (adapter := gather(model)) is not None:
-        state = _merged(model, files, adapter, dtype)
+        state = _merged(read_config(folder), files, adapter, dtype)
     if state is None:
         return
     out_dir = Path(out_dir)
@@ -124,13 +125,15 @@ def _gather(model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | Non
 
 
 def _merged(
-    model: PreTrainedModel, files: WeightFiles, adapter: Adapter, dtype: torch.dtype | None
+    config: PreTrainedConfig, files: WeightFiles, adapter: Adapter, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """Returns all tensors, with names and dtypes as of `_gather`: those of the files, with what was trained put in.
 
-    Of the weights that were not trained the model may hold rounded values; the files do not.
+    Of the weights that were not trained the student may hold rounded or quantised values; the files do not.
     """
     state: dict[str, Tensor] = {}
+    model = skeleton(config, dtype=torch.float32, attention="eager")
+    tie_again(model)
     found = tensors_in_files(model, files)
     for name, (file_name, *_) in found.stored.items():
         whole = adapter.merged(name, files.read(file_name))

@@ -150,7 +150,7 @@ def tensor_parallel_problems(hf_config: PreTrainedConfig, tp: int, setting: str 
     plan = family.layer_plan or transformers_plan(hf_config)
     if not plan:
         return [f"model family {family.name} has no tensor-parallel plan, here or in transformers; set {setting}: 1"]
-    sizes = _split_sizes(hf_config, by_heads=GATHERED not in plan.values())
+    sizes = _split_sizes(hf_config, by_heads=_splits_heads(plan))
     return [_uneven(count, what, tp, setting) for what, count in sizes.items() if count % tp]
 
 
@@ -167,18 +167,22 @@ def sequence_parallel_problems(hf_config: PreTrainedConfig, sp: int, tp: int, se
     """
     if sp == 1:
         return []
-    family = family_of(hf_config)
     kinds = {str(kind) for kind in _rope_kinds(getattr(hf_config, "rope_parameters", None) or {})}
     if changing := sorted(kinds & {"dynamic", "longrope"}):
         rule = f"rotary frequencies of type {changing[0]} follow from the longest row, which no rank sees whole"
         return [problem(setting, rule, sp, f"set {setting}=1")]
-    by_heads = tp > 1 and GATHERED not in family.layer_plan.values()
+    by_heads = tp > 1 and _splits_heads(family_of(hf_config).layer_plan or transformers_plan(hf_config))
     heads = hf_config.num_attention_heads // (tp if by_heads else 1)
     if heads % sp == 0:
         return []
     possible = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
     what = f"{heads} attention heads" + (f" of each of {tp} tensor-parallel ranks" if by_heads else "")
     return [problem(setting, f"must divide the model's {what}", sp, f"use one of {possible}")]
+
+
+def _splits_heads(plan: Mapping[str, str]) -> bool:
+    """Whether each tensor-parallel rank computes some of the attention heads; otherwise every rank computes all."""
+    return any(kind == COLUMN and ("attn" in name or "attention" in name) for name, kind in plan.items())
 
 
 def _rope_kinds(parameters: Mapping[str, Any]) -> list[Any]:

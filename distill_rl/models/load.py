@@ -8,13 +8,14 @@
 4. `restore_buffers` recomputes buffers that no file holds, such as rotary frequencies.
 5. `read_weights` copies each parameter's slice from the files.
 
-So no rank ever holds more than its shards and one slice in the dtype of the files. Of a teacher with quantised weights these are
-taken out after the second step and put back one by one after the last (`quantization`).
+So no rank ever holds more than its shards and one slice in the dtype of the files. Weights that are to be quantised are
+taken out in the second step and put back one by one after the last (`quantization`).
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,12 +33,12 @@ from distill_rl.models.attention.choice import choose
 from distill_rl.models.buffers import restore_buffers
 from distill_rl.models.checks.plan import check_plan
 from distill_rl.models.checks.probe import probe
-from distill_rl.models.conversion import TABLE
+from distill_rl.models.conversion import TABLE, Match
 from distill_rl.models.files.headers import holds_several
 from distill_rl.models.hub import read_config, resolve
 from distill_rl.models.lora import adapters
 from distill_rl.models.parallelize import parallelize, tie_again
-from distill_rl.models.quantization.apply import take_out, weight_bytes
+from distill_rl.models.quantization.apply import Taken, weight_bytes
 from distill_rl.models.quantization.weight import Format
 from distill_rl.models.weights import WeightFiles, read_tensor, read_weights, tensors_in_files
 
@@ -59,9 +60,10 @@ def load_model(
     A student has fp32 master weights, sharded by FSDP2 × tensor parallelism (FSDP2 over the ranks that see other rows or
     other positions), computes in its `dtype` and is in training mode. With `student.lora`, only adapters and modules to
     save are fp32 and require gradients; all else is in `dtype`. A teacher has weights in its `dtype`, split by tensor
-    parallelism alone (its data-parallel ranks are replicas), and is frozen and in evaluation mode. Call a student through
-    `forward.logits`, a teacher through `forward.body` and `forward.head`. A family that this package's tests do not cover
-    is tried out (`probe`). The chosen attention and the bytes read are logged.
+    parallelism alone (its data-parallel ranks are replicas), and is frozen and in evaluation mode. Either's frozen weights
+    may be quantised; those are split by tensor parallelism alone too. Call a student through `forward.logits`, a teacher
+    through `forward.body` and `forward.head`. A family that this package's tests do not cover is tried out (`probe`). The
+    chosen attention and the bytes read are logged.
 
     Args:
         settings: of the model.
@@ -72,8 +74,7 @@ def load_model(
         ConfigError: the model is missing, not safetensors, damaged, not divisible over the tensor-parallel ranks, or of
             a family that does not support what is requested.
     """
-    path, student = settings.model, isinstance(settings, StudentConfig)
-    quantization = None if isinstance(settings, StudentConfig) else settings.quantization
+    path, student, quantization = settings.model, isinstance(settings, StudentConfig), settings.quantization
     compute_dtype = DTYPES[settings.dtype]
     folder = resolve(path, settings.revision, weights=True)
     config = read_config(folder, quantized=quantization == AS_STORED)
@@ -104,7 +105,10 @@ def load_model(
     check_plan(model, world)
     if lora is not None:
         adapters.inject(model, lora)
-    parallelize(
+    else:
+        model.requires_grad_(student)
+    found = tensors_in_files(model, files)
+    taken = parallelize(
         model,
         world.mesh,
         family=family,
@@ -115,12 +119,11 @@ def load_model(
         and world.device.type == "cuda",
         compute_dtype=compute_dtype,
         compile=isinstance(settings, StudentConfig) and settings.compile,
+        quantization=quantization,
     )
-    _fill(model, files, world, quantization)
+    _fill(model, files, found, world, taken, quantization)
     adapters.initialise(model, seed)
     model.train(student)
-    if lora is None:
-        model.requires_grad_(student)
     if not family.proven:
         probe(model, packing=packing, chunked_head=not student, world=world)
     return model
@@ -145,8 +148,9 @@ def load_to_generate(folder: Path, world: World, *, dtype: torch.dtype | None = 
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else files.dtype(min(files.names))
     model = skeleton(config, dtype=dtype, attention=None)
     check_plan(model, world)
+    found = tensors_in_files(model, files)
     parallelize(model, world.mesh, family=families.family_of(config), fsdp=False, compute_dtype=dtype)
-    _fill(model, files, world)
+    _fill(model, files, found, world)
     model.config.use_cache = True
     model.get_output_embeddings().register_forward_hook(
         lambda _, inputs, logits: logits.full_tensor() if isinstance(logits, DTensor) else logits
@@ -154,14 +158,20 @@ def load_to_generate(folder: Path, world: World, *, dtype: torch.dtype | None = 
     return model.eval().requires_grad_(False)
 
 
-def _fill(model: PreTrainedModel, files: WeightFiles, world: World, quantization: Format | None = None) -> None:
+def _fill(
+    model: PreTrainedModel,
+    files: WeightFiles,
+    found: Match,
+    world: World,
+    taken: Sequence[Taken] = (),
+    quantization: Format | None = None,
+) -> None:
     """Allocates what this rank holds of a model that is on the meta device, and reads it from the files.
 
     Args:
-        quantization: of the weights of its decoder layers; None: none.
+        found: of `tensors_in_files`, before anything was taken out.
+        taken: weights that are quantised when they are put back.
     """
-    found = tensors_in_files(model, files)
-    taken = [] if quantization is None else take_out(model, quantization)
     model.to_empty(device=world.device)
     tie_again(model)
     restore_buffers(model)

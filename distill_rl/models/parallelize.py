@@ -1,6 +1,6 @@
 """Parallelism, applied to a model from outside in one fixed order.
 
-    activation checkpointing → tensor parallelism → tie again → compile → FSDP2
+    activation checkpointing → tensor parallelism → tie again → compile → take out → FSDP2
 
 Each step relies on the previous ones:
 
@@ -8,10 +8,11 @@ Each step relies on the previous ones:
 2. Tensor parallelism splits each module as the family's plan says and replaces its parameters with DTensors.
 3. Replaced parameters are no longer tied, so input and output embeddings are tied again.
 4. Each decoder layer is compiled on its own, including its collectives of tensor parallelism, but not those of FSDP2.
-5. FSDP2 shards over the data-parallel ranks what tensor parallelism left on this rank, one unit per decoder layer.
+5. Weights that will be quantised are taken out: FSDP2 does not shard what is no parameter.
+6. FSDP2 shards over the data-parallel ranks what tensor parallelism left on this rank, one unit per decoder layer.
 
-In the end all parameters are DTensors on one mesh (`World.parameter_mesh`), so clipping, the optimizer and checkpoints
-handle one kind of parameter.
+In the end all trained parameters are DTensors on one mesh (`World.parameter_mesh`), so clipping, the optimizer and
+checkpoints handle one kind of parameter.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from distill_rl.errors import ConfigError
 from distill_rl.models import families
 from distill_rl.models.families import Family, decoder_layers, tensor_parallel_problems
 from distill_rl.models.lora.adapters import ADAPTER, is_adapted
+from distill_rl.models.quantization.apply import Taken, take_out
+from distill_rl.models.quantization.weight import Format
 from distill_rl.parallel.mesh import TP, data_mesh
 
 if TYPE_CHECKING:
@@ -140,8 +143,9 @@ def parallelize(
     activation_offload: bool = False,
     compute_dtype: torch.dtype,
     compile: bool = False,
-) -> PreTrainedModel:
-    """Shards `model` (usually on the meta device) in place over the mesh of a `World`, and returns it.
+    quantization: Format | None = None,
+) -> list[Taken]:
+    """Shards `model` (usually on the meta device) in place over the mesh of a `World`.
 
     With FSDP the parameters keep their dtype (the master weights), the layers compute in `compute_dtype`, and
     gradients are summed in fp32 over the data-parallel ranks, not averaged: the loss divides by the global count.
@@ -153,6 +157,10 @@ def parallelize(
             model must be on a GPU when it runs.
         compute_dtype: used only with `fsdp`.
         compile: compile every decoder layer.
+        quantization: of the frozen weights of its decoder layers; None: none. The model must be on the meta device.
+
+    Returns:
+        The weights that were taken out to be quantised (`quantization.apply`). Data-parallel ranks all have the same.
 
     Raises:
         ConfigError: the model cannot be split over this many tensor-parallel ranks, or cannot recompute activations.
@@ -169,9 +177,10 @@ def parallelize(
     if compile:
         for layer in decoder_layers(model):
             layer.compile()
+    taken = [] if quantization is None else take_out(model, quantization)
     if fsdp:
         shard(model, data_mesh(mesh), compute_dtype)
-    return model
+    return taken
 
 
 def checkpoint_on_host(function: Callable[..., Any], *args: Any) -> Any:

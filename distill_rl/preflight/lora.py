@@ -47,4 +47,5 @@ def trained_weights(config: Config) -> str:
         return "all weights"
     targets = "all linear layers" if lora.targets is None else ", ".join(sorted(lora.targets))
     whole = f", and {', '.join(sorted(lora.modules_to_save))} whole" if lora.modules_to_save else ""
-    return f"LoRA of rank {lora.rank}, alpha {lora.scale * lora.rank:g}, on {targets}{whole}"
+    base = f", beside weights in {config.student.quantization}" if config.student.quantization else ""
+    return f"LoRA of rank {lora.rank}, alpha {lora.scale * lora.rank:g}, on {targets}{whole}{base}"

@@ -36,6 +36,12 @@ def extra_problems(config: Config) -> Iterator[str]:
     """Yields settings that need a package of an extra that is not installed on this machine, one line each."""
     needs_dashboard = config.ray.dashboard and config.ray.address is None
     extras = {
+        "student.quantization": (
+            config.student.quantization is not None,
+            str(config.student.quantization),
+            "torchao",
+            "quantization",
+        ),
         "student.kernels": (config.student.kernels == "liger", "liger", "liger_kernel", "liger"),
         "loss.backend": (config.loss.backend == "triton", "triton", "triton", "triton"),
         "observe.wandb": (config.observe.wandb, "true", "wandb", "wandb"),

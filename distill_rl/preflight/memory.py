@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from distill_rl.config.derive import all_rings, sizes, stored_targets
 from distill_rl.config.facts import Facts
 from distill_rl.config.layout import shared_by_engines
-from distill_rl.config.memory import WorkerMemory
+from distill_rl.config.memory.parts import WorkerMemory
 from distill_rl.config.rules.validate import problems as rules
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, problem
@@ -102,7 +102,7 @@ def _compare_gpus(config: Config, facts: Facts, findings: Findings, gpus: Sequen
 
 _GPU_REMEDY = (
     "raise parallel.tp, parallel.sp or student.parallel.dp, lower train.micro_batch_size or data.max_length, "
-    "set student.activation_checkpointing=true or teachers[].quantization=int8, or train adapters only with student.lora={}"
+    "set student.activation_checkpointing=true or teachers[].quantization=int8, or train adapters only with student.lora={} (and student.quantization=int4)"
 )
 
 

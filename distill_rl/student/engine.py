@@ -30,7 +30,7 @@ from torch import nn
 
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.measured import is_validated
-from distill_rl.config.memory import fused_loss, reduces_once_per_step
+from distill_rl.config.memory.student import fused_loss, reduces_once_per_step
 from distill_rl.config.schema import Config
 from distill_rl.models import forward
 from distill_rl.models.determinism import be_deterministic

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distill_rl.config.memory import TEACHER_CHUNK_BYTES as CHUNK_BYTES
-from distill_rl.config.memory import TEACHER_CHUNK_TOKENS as CHUNK_TOKENS
+from distill_rl.config.memory.teacher import TEACHER_CHUNK_BYTES as CHUNK_BYTES
+from distill_rl.config.memory.teacher import TEACHER_CHUNK_TOKENS as CHUNK_TOKENS
 from distill_rl.losses import (
     DenseLogits,
     HiddenStates,

@@ -98,6 +98,7 @@ def test_a_run_from_a_store_has_the_bits_of_the_live_run(straight, same, materia
     assert_equal_runs(run, straight)
 
 
+@pytest.mark.long_run
 def test_a_run_from_a_store_of_another_tokenizer_has_the_bits_of_the_live_run(material, cluster, tmp_path):
     live = train(material.config(tmp_path / "live", "foreign"), VALIDATED, cluster=cluster)
     store = captured(material, tmp_path, "foreign", cluster=cluster).store
@@ -107,6 +108,7 @@ def test_a_run_from_a_store_of_another_tokenizer_has_the_bits_of_the_live_run(ma
     assert_equal_runs(run, live)
 
 
+@pytest.mark.long_run
 def test_packed_rows_of_two_student_ranks_are_read_as_captured(material, cluster, tmp_path):
     live = train(material.config(tmp_path / "live"), VALIDATED, *PACKED, cluster=cluster)
     store = captured(material, tmp_path, "teacher", *PACKED, cluster=cluster).store

@@ -30,6 +30,7 @@ def losses_after_resuming(run: Path, config: Path, settings: tuple[str, ...], cl
     return {step: record["train/loss"] for step, record in records(run.parent / "again").items()}
 
 
+@pytest.mark.long_run
 def test_mixed_sources_skip_bad_rows_and_resume(material, cluster, tmp_path):
     web = tmp_path / "web"
     web.mkdir()

@@ -42,6 +42,7 @@ def test_look_ahead_changes_no_bit(usual, material, cluster, tmp_path, depth):
         assert_equal_runs(train(config, VALIDATED, f"prefetch.depth={depth}", cluster=cluster), usual)
 
 
+@pytest.mark.long_run
 def test_neither_do_interface_servers_clients_and_faults(usual, material, cluster, tmp_path):
     with StandIn(token="s3cret-9") as one, StandIn(token="s3cret-9") as other, pytest.MonkeyPatch.context() as patch:
         patch.setenv("DISTILL_RL_BIG_TOKEN", "s3cret-9")
@@ -57,6 +58,7 @@ def test_neither_do_interface_servers_clients_and_faults(usual, material, cluste
     assert not [file for file in run.rglob("*") if file.is_file() and b"s3cret-9" in file.read_bytes()]
 
 
+@pytest.mark.long_run
 def test_a_capture_of_a_server_is_trained_on_without_it(usual, material, cluster, tmp_path):
     with StandIn() as server:
         config = config_of(material, tmp_path / "capture", server.url)

@@ -76,6 +76,7 @@ def test_shards_change_no_item(whole: Path, model: Path, suite: Path, tmp_path: 
     assert items(tmp_path / "out") == items(whole)
 
 
+@pytest.mark.long_run
 def test_a_model_split_over_two_ranks_gives_the_same_items(
     whole: Path, model: Path, suite: Path, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from tests.helpers.command import distill_rl, running, series, until
 pytestmark = pytest.mark.cli
 
 
+@pytest.mark.long_run
 def test_after_late_refusals_the_corrected_command_starts(material, cluster, tmp_path):
     config, run, log = material.config(tmp_path), tmp_path / "runs" / "tiny", tmp_path / "log"
     common = ("train", "-c", config, "train.steps=2", "aligner.workers=0", "data.validation.fraction=0")

@@ -42,6 +42,7 @@ def test_a_teacher_of_nan_is_named_and_nothing_is_exported(material, cluster, tm
     assert kept(run) == []
 
 
+@pytest.mark.long_run
 def test_steps_without_labels_are_counted_and_alone_are_a_failure(material, cluster, tmp_path):
     """Only the third batch has answers. The check's sample of rows sees some of them, so the run starts."""
     rows = [{"messages": row["messages"][:1]} for row in corpus_rows(200, seed=6, messages=True)]

@@ -77,6 +77,7 @@ def ended(script: str, folder: Path) -> tuple[int, str]:
     return process.pid, out
 
 
+@pytest.mark.long_run
 def test_runs_in_one_process_end_resume_and_stop(material, tmp_path: Path):
     """In an asyncio loop, in a thread, stopped by SIGTERM and by Ctrl-C; nothing is left of any."""
     config = material.config(tmp_path)

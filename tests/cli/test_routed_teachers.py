@@ -88,16 +88,19 @@ def test_every_teacher_is_asked_for_its_rows(routed):
     assert held == {"maths", "physics"}, "a teacher computes what it is asked for, and nothing else"
 
 
+@pytest.mark.long_run
 @pytest.mark.parametrize("depth", [0, 3])
 def test_look_ahead_changes_no_bit(routed, material, cluster, tmp_path, depth):
     assert_equal_runs(train(material, tmp_path, "teacher", f"prefetch.depth={depth}", cluster=cluster), routed)
 
 
+@pytest.mark.long_run
 def test_a_resumed_run_has_the_bits_of_a_whole_one(routed, material, cluster, tmp_path):
     train(material, tmp_path, "teacher", "train.steps=3", cluster=cluster)
     assert_equal_runs(train(material, tmp_path, "teacher", "--resume", cluster=cluster), routed)
 
 
+@pytest.mark.long_run
 def test_stores_of_the_rows_that_teachers_are_asked_for_teach_alike(routed, material, cluster, tmp_path):
     """One teacher is captured; then it is read from its store, and the other is live."""
     write_domains(tmp_path / "domains.jsonl")
@@ -110,6 +113,7 @@ def test_stores_of_the_rows_that_teachers_are_asked_for_teach_alike(routed, mate
     assert_equal_runs(train(material, tmp_path, "teacher", *stored, cluster=cluster), routed)
 
 
+@pytest.mark.long_run
 def test_two_ranks_have_the_same_losses(routed, material, cluster, tmp_path):
     settings = ("student.parallel.dp=2", "teachers.0.parallel.dp=2", "train.micro_batch_size=1")
     assert_equal_runs(train(material, tmp_path, "teacher", *settings, cluster=cluster), routed, rel=2e-4)

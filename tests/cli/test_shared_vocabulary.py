@@ -83,6 +83,7 @@ def test_teacher_with_a_token_more_gives_the_losses_of_one_without(root, plain):
     assert losses(root, "plain-longer") == plain
 
 
+@pytest.mark.long_run
 def test_student_with_a_token_more_leaves_out_the_rows_that_have_it(root, plain):
     ended = distill_rl("train", "-c", config(root, "longer", "plain"))
     assert ended.code == 0, ended.err

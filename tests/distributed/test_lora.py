@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig as PeftConfig
-from peft import PeftModel, inject_adapter_in_model
+from peft import PeftModel
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from distill_rl.config.schema import Config, LoraConfig
+from distill_rl.config.schema import LoraConfig
 from distill_rl.errors import CheckpointError
 from distill_rl.models.hub import read_tokenizer
 from distill_rl.models.lora import adapters
 from distill_rl.models.parallelize import reshard
 from distill_rl.parallel.mesh import close_world, open_world
-from distill_rl.parallel.shards import local_slices
 from distill_rl.student import checkpoint
 from distill_rl.student.engine import StudentEngine
 from distill_rl.student.optim import clip_gradients
 from tests.helpers import engines, ranks
+from tests.helpers.lora import VOCABULARY, batch_rows, lora_config, peft_model, run_steps, set_adapters
 from tests.helpers.models import write_tiny_model
 
 pytestmark = pytest.mark.ranks
 
-VOCABULARY, WIDTH, RANK, STEPS = 320, 40, 4, 5
+STEPS = 5
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (2, 2, 1)]
 STUDENTS = {
     "llama": {"family": "llama", "tie": True, "whole": ["embed_tokens"]},
@@ -38,47 +35,6 @@ STUDENTS = {
     "qwen3": {"family": "qwen3"},  # torch's style for its norms makes new parameters
     "mixtral": {"family": "mixtral"},  # split by Transformers' plan; only its own forward makes logits
 }
-
-
-def batch_rows():
-    documents = engines.random_documents(12, seed=11, longest=18)
-    packs = [
-        documents[:2],
-        documents[2:4],
-        [documents[4]],
-        [],
-        documents[5:7],
-        [documents[7]],
-        documents[8:10],
-        documents[10:],
-    ]
-    return engines.token_rows(packs, WIDTH)
-
-
-def lora_config(student: Path, whole: list[str], dropout: float = 0.0) -> Config:
-    lora = LoraConfig(rank=RANK, alpha=6.0, dropout=dropout, modules_to_save=whole)
-    return engines.engine_config(
-        student,
-        loss__kd_weight=0.0,
-        loss__ce_weight=1.0,
-        student__lora=lora,
-        optimizer__lr=1e-2,
-        schedule__warmup_steps=1,
-    )
-
-
-def known_value(name: str, shape: torch.Size) -> torch.Tensor:
-    """A value of an adapter's tensor that depends on its name alone. At B = 0, A would have no gradient."""
-    draw = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big"))
-    return 0.1 * torch.randn(shape, generator=draw)
-
-
-def set_adapters(model: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_" in name:
-                part = known_value(name, parameter.shape)[local_slices(parameter)]
-                (parameter.to_local() if isinstance(parameter, DTensor) else parameter).copy_(part)
 
 
 def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path]) -> dict:
@@ -123,29 +79,13 @@ def students(tmp_path_factory) -> dict[str, Path]:
     return folders_of(tmp_path_factory.mktemp("models"))
 
 
-def peft_model(path: Path) -> torch.nn.Module:
-    """The plain model with PEFT's adapters on every linear layer but the output layer."""
-    model = engines.plain_model(path)
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if type(module).__name__ in ("Linear", "Conv1D") and module is not model.get_output_embeddings()
-    ]
-    transposed = model.config.model_type == "gpt2"
-    settings = PeftConfig(r=RANK, lora_alpha=6, target_modules=linear, fan_in_fan_out=transposed)
-    return inject_adapter_in_model(settings, model)
-
-
 @pytest.fixture(scope="module")
 def references(students) -> dict[str, dict[str, torch.Tensor]]:
     """fp64 gradients of PEFT's own layers in the plain models, one document at a time."""
     rows, wanted = batch_rows(), {}
     for name, path in students.items():
-        model = peft_model(path)
-        head = model.get_output_embeddings()
+        model = peft_model(path, STUDENTS[name].get("whole", []))
         set_adapters(model.double())
-        for each in STUDENTS[name].get("whole", []):
-            (head if each == "lm_head" else model.get_input_embeddings()).requires_grad_(True)
         _, ce = engines.plain_losses(engines.plain_logits(model, rows, VOCABULARY), rows.labels, None)
         (ce / engines.rank_batch(rows).num_labels).backward()
         wanted[name] = engines.whole_gradients(model)
@@ -166,16 +106,6 @@ def test_gradient_of_adapters_is_peft_s_on_every_layout(students, references, dp
         wanted = sum(tensor.square().sum() for tensor in references[name].values()).sqrt().item()
         assert norm == pytest.approx(wanted, rel=1e-5), f"{name}, {variant}"
         assert all(other[name, *variant][1] == norm for other in results), "every rank must scale by the same factor"
-
-
-def run_steps(engine: StudentEngine, first: int, last: int) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        rows = engines.token_rows([[document] for document in engines.random_documents(4, seed=step)], WIDTH)
-        batch = engines.rank_batch(rows, engine.world.dp_rank, engine.world.dp, step)
-        metrics = engine.train_step(batch, engines.no_targets)
-        losses += [metrics[name].value for name in ("train/nll_loss", "train/grad_norm") if metrics]
-    return losses
 
 
 def straight_and_resumed(dp: int, tp: int, student: Path, folder: Path) -> dict:

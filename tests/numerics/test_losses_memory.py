@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.bench.losses import peak_bytes
-from distill_rl.config.memory import FUSED_CHUNK_BYTES
+from distill_rl.config.memory.student import FUSED_CHUNK_BYTES
 from distill_rl.losses import (
     DenseLogits,
     StudentHidden,

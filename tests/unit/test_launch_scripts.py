@@ -216,14 +216,14 @@ def launch(clone: Path, script: str, *arguments: str) -> subprocess.CompletedPro
 @pytest.mark.parametrize(
     ("arguments", "pytest_arguments"),
     [
-        ((), "-n 2 --dist loadscope --no-loadscope-reorder -m not four_ranks"),
+        ((), "-n 2 --dist loadscope --no-loadscope-reorder -m not four_ranks and not long_run"),
         (("-k", "packing or padding", "-x"), "-k packing or padding -x"),
         (("pyproject.toml", "-q"), "pyproject.toml -q"),
         (("-q", "pyproject.toml::test_x"), "-q pyproject.toml::test_x"),
         (("gpu", "-q"), "tests/gpu -q"),
         (
             ("default", "--junitxml=a.xml"),
-            "-n 2 --dist loadscope --no-loadscope-reorder -m not four_ranks --junitxml=a.xml",
+            "-n 2 --dist loadscope --no-loadscope-reorder -m not four_ranks and not long_run --junitxml=a.xml",
         ),
         (("layouts", "-x"), "tests/distributed -m four_ranks -x"),
     ],

@@ -11,10 +11,14 @@ from distill_rl.errors import problem
 def lora_problems(config: Config) -> Iterator[str]:
     """Yields problems of the adapters' settings, one line each.
 
-    An input that is dropped as a whole, lists of layers that are empty or hold an empty name, and a name in both.
+    An input that is dropped as a whole, lists of layers that are empty or hold an empty name, a name in both, and
+    quantised weights without adapters.
     """
     lora, key = config.student.lora, "student.lora"
     if lora is None:
+        if (quantization := config.student.quantization) is not None:
+            rule = "is for the weights that adapters leave as they are, and all weights of this student are trained"
+            yield problem("student.quantization", rule, quantization, "add student.lora={}, or leave it out")
         return
     if lora.dropout == 1:
         yield problem(f"{key}.dropout", "must be less than 1: the adapters would never see their input", lora.dropout)

@@ -54,6 +54,8 @@ class StudentConfig:
     """When gradients are reduced over the data-parallel ranks. step: once per optimizer step; every rank then keeps a whole fp32 gradient (4 bytes per parameter / tp). micro_batch: after every micro-batch; every rank then keeps only its shard. auto: step if that whole gradient takes at most 16 GiB, otherwise micro_batch."""
     lora: Optional[LoraConfig] = None
     """Train low-rank updates of linear layers (LoRA) and leave the weights as they are, in `dtype`; `lora: {}` takes the defaults below (docs/models.md). null: all weights are trained."""
+    quantization: Optional[Literal["int8", "int4", "fp8"]] = None
+    """Hold the decoder layers' weights that student.lora does not train as numbers of 8 or 4 bits (QLoRA), made when the model is loaded, from which each pass makes them again in `dtype`; every data-parallel rank holds all of them. Needs student.lora and the `quantization` extra. null: in `dtype`."""
 
 
 @dataclass

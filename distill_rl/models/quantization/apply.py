@@ -4,7 +4,7 @@
 
 Between the two steps the model holds nothing of the weights, so that at no time more than one of them exists in the dtype of
 the computation. These are the linear layers and the experts of the decoder layers. Embeddings, output layer, norms, biases
-and routers stay as they are: they are small, or decide much.
+and routers stay as they are: they are small, or decide much. So does what is trained: adapters, and modules to save.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distill_rl.models.families import decoder_layers
+from distill_rl.models.lora.adapters import names_in_files
 from distill_rl.models.quantization.weight import Format, QuantizedWeight, group_of, quantize_layer
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Taken:
     """A weight that was taken out of a model on the meta device."""
 
     name: str
-    """Of the parameter in the model."""
+    """By which files know it (`names_in_files`)."""
     owner: nn.Module
     attribute: str
     parameter: nn.Parameter
@@ -51,7 +52,7 @@ class Taken:
 def take_out(model: PreTrainedModel, format: Format) -> list[Taken]:
     """Removes the weights that are to be quantised from a model on the meta device, and returns them in its order.
 
-    Experts must then be computed one by one, so that is how the model's will be.
+    FSDP2 must not have seen them. Experts must then be computed one by one, so that is how the model's will be.
     """
     taken = [one for one in _quantizable(model) if _suits(one, format)]
     for one in taken:
@@ -78,24 +79,29 @@ def _held(tensor: Tensor) -> int:
 
 
 def _quantizable(model: PreTrainedModel) -> Iterator[Taken]:
-    """Yields the weights of the decoder layers that are matrices to multiply with, and not a router's."""
+    """Yields the weights of the decoder layers that are matrices to multiply with, frozen, and not a router's."""
     from transformers.pytorch_utils import Conv1D
 
     tied = {id(model.get_parameter(name)) for pair in model.all_tied_weights_keys.items() for name in pair}
-    names = {id(module): name for name, module in model.named_modules()}
+    frozen = {
+        id(parameter): name
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and id(parameter) not in tied
+    }
+    known = names_in_files(model, frozen.values())
     for layer in decoder_layers(model):
         for module in layer.modules():
-            name = names[id(module)]
-            if type(module) in (nn.Linear, Conv1D):
-                is_router = name.rpartition(".")[2] in ROUTERS
-                weight = module.get_parameter("weight")
-                if not is_router and id(weight) not in tied:
-                    yield Taken(f"{name}.weight", module, "weight", weight, type(module) is Conv1D)
             # Transformers' experts with a choice of implementations, one of which takes them one by one.
-            elif hasattr(module, "is_transposed"):
-                for attribute, parameter in module.named_parameters(recurse=False):
-                    if parameter.ndim == 3:
-                        yield Taken(f"{name}.{attribute}", module, attribute, parameter, bool(module.is_transposed))
+            experts = hasattr(module, "is_transposed")
+            if not experts and type(module) not in (nn.Linear, Conv1D):
+                continue
+            for attribute, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in frozen or parameter.ndim != (3 if experts else 2):
+                    continue
+                name = known[frozen[id(parameter)]]
+                if name.split(".")[-2] not in ROUTERS:
+                    transposed = bool(module.is_transposed) if experts else type(module) is Conv1D
+                    yield Taken(name, module, attribute, parameter, transposed)
 
 
 def _suits(one: Taken, format: Format) -> bool:

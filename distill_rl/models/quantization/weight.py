@@ -4,8 +4,8 @@
     fp8    w ≈ s · q        q a float8_e4m3fn, one scale per output feature
     int4   w ≈ s · (q - z)  q and z from 0 to 15, two q to a byte, a scale and a z for every GROUP input features
 
-torchao chooses scales and rounds. Each forward pass makes the weight again, in the dtype of the computation, multiplies,
-and drops it: with the thousands of tokens of a teacher's micro-batch that takes a small part of the matrix product's time,
+torchao chooses scales and rounds. Each pass, forward and backward, makes the weight again, in the dtype of the computation,
+multiplies, and drops it: with the thousands of tokens of a micro-batch that takes a small part of the matrix product's time,
 whereas torchao's own 4-bit kernels are for a few tokens at a time and need one kind of GPU each. So all formats work on
 every device, and on a shard of a weight like on a whole one.
 
@@ -15,7 +15,7 @@ Shapes: O output features, I input features, G groups of input features.
 from __future__ import annotations
 
 from math import gcd
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,10 @@ class QuantizedWeight(nn.Module):
     def dequantize(self) -> Tensor:
         """The whole weight, in its first shape and dtype."""
         return self._made(self.data, self.scale, self.zero)
+
+    def rows(self) -> Tensor:
+        """The whole weight as [..., O, I], whatever its first shape."""
+        return dequantize(self.data, self.scale, self.zero, self.dtype)
 
     def __getitem__(self, expert: int | Tensor) -> Tensor:
         """One expert's weight, which is all that Transformers' loop over the experts asks for."""
@@ -137,11 +141,24 @@ def dequantize(data: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dt
     return groups.sub_(zero[..., None]).mul_(scale[..., None]).flatten(-2)
 
 
+class _Product(torch.autograd.Function):
+    """hidden · Wᵀ + bias. Autograd would keep W in the dtype of the computation; the backward pass makes it again instead."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        return linear(hidden, weight.rows(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient @ ctx.weight.rows(), None, None
+
+
 class QuantizedLinear(nn.Module):
     """A linear layer whose `weight` is a `QuantizedWeight`; never made, but what `quantize_layer` turns a layer into.
 
-    Under tensor parallelism it holds this rank's shard of the weight, and DTensors arrive and leave like those of the
-    layer that it was.
+    Weight and bias are frozen: only the input gets a gradient. Under tensor parallelism the layer holds this rank's shard of
+    the weight, and DTensors arrive and leave like those of the layer that it was.
     """
 
     weight: QuantizedWeight
@@ -151,12 +168,11 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., I] → [..., O]."""
-        weight = self.weight.dequantize()
-        if self.weight.transposed:
-            weight = weight.mT
         if not isinstance(hidden, DTensor):
-            return linear(hidden, weight, self.bias)
-        product = linear(hidden.to_local(), weight)
+            return _Product.apply(hidden, self.weight, self.bias)
+        # With its own output features, a rank has its own share of the input's gradient.
+        gradient = Partial() if isinstance(self.leaves, Shard) else hidden.placements[0]
+        product = _Product.apply(hidden.to_local(grad_placements=[gradient]), self.weight, None)
         out = DTensor.from_local(product, hidden.device_mesh, [self.leaves], run_check=False)
         if self.bias is None:
             return out

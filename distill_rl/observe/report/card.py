@@ -49,7 +49,8 @@ def model_card(
     if (lora := config.student.lora) is not None:
         layers = "all linear layers" if lora.targets is None else ", ".join(lora.targets)
         scale = f"rank {lora.rank}, alpha {lora.scale * lora.rank:g}"
-        table["LoRA"] = f"{scale}, on {layers}; merged here, and for PEFT in the folder adapter"
+        base = f", beside weights in {config.student.quantization}" if config.student.quantization else ""
+        table["LoRA"] = f"{scale}, on {layers}{base}; merged here, and for PEFT in the folder adapter"
     table |= {
         "Optimizer steps": f"{step:,}",
         "Training data": str(redact(_data(config))),

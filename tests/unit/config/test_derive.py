@@ -6,7 +6,7 @@ from distill_rl.config.derive import EXPORTS, sizes, total_steps
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts, row_width, width_divisor
 from distill_rl.config.layout import aligner_workers, compute_groups, gpu_groups, gpus_of_ranks
 from distill_rl.config.load import load_config
-from distill_rl.config.memory import (
+from distill_rl.config.memory.student import (
     FUSED_BYTES_PER_LOGIT,
     FUSED_CHUNK_BYTES,
     FUSED_CHUNK_BYTES_GPU,
@@ -17,8 +17,8 @@ from distill_rl.config.memory import (
     fused_loss,
     micro_batch_logits,
     student_memory,
-    teacher_memory,
 )
+from distill_rl.config.memory.teacher import teacher_memory
 from distill_rl.data.loader import Loader
 from distill_rl.losses.core import linear
 from distill_rl.types import TrainState

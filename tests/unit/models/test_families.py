@@ -83,6 +83,13 @@ def test_family_without_plan_needs_one_rank() -> None:
     assert problem.endswith("set parallel.tp: 1")
 
 
+def test_a_plan_of_transformers_says_whether_heads_are_split() -> None:
+    by_heads = AutoConfig.for_model("glm4", num_attention_heads=6, num_key_value_heads=2)
+    assert any("key-value heads" in line for line in tensor_parallel_problems(by_heads, 4)), "it gathers the MLP alone"
+    gathered = AutoConfig.for_model("olmo2", num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
+    assert not any("heads" in line for line in tensor_parallel_problems(gathered, 4))
+
+
 def test_positions_are_divided_where_heads_can_be() -> None:
     def found(config: PreTrainedConfig, sp: int, tp: int = 1) -> list[str]:
         return sequence_parallel_problems(config, sp, tp, "parallel.sp")
@@ -92,6 +99,7 @@ def test_positions_are_divided_where_heads_can_be() -> None:
         "parallel.sp: must divide the model's 3 attention heads of each of 2 tensor-parallel ranks; got 2; use one of 1, 3"
     ]
     assert found(GPT2Config(n_head=6), 3, tp=2) == [], "every rank has all heads of fused projections"
+    assert found(AutoConfig.for_model("olmo2", num_attention_heads=6), 3, tp=2) == [], "Transformers' plan gathers them"
     (line,) = found(llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), 2)
     assert "rotary frequencies of type dynamic" in line
 

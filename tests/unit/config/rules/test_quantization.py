@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distill_rl.config.facts import ModelFacts
-from distill_rl.config.memory import teacher_memory
+from distill_rl.config.memory.teacher import teacher_memory
 from distill_rl.config.rules.quantization import quantization_problems
 from distill_rl.config.save import decisive
 from distill_rl.config.schema import Config, EvaluateConfig, ParallelConfig, TeacherConfig
