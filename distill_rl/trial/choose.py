@@ -59,7 +59,7 @@ class Known:
     minutes: float
     """Of each training."""
     quantizes: bool = False
-    """Whether the package is installed that the teacher's weights need for 8 bits."""
+    """Whether the package is installed that weights of 8 and 4 bits need."""
 
     @property
     def on_gpu(self) -> bool:
@@ -78,6 +78,12 @@ class Fit:
     """The teacher's weights in 8 bits."""
     adapters: bool = False
     """Adapters are trained in place of all weights."""
+    four_bits: bool = False
+    """The teacher's weights, and those of the student beside its adapters, in 4 bits."""
+
+    @property
+    def quantized(self) -> bool:
+        return self.eight_bits or self.four_bits
 
     def settings(self) -> Settings:
         chosen: Settings = {"train.micro_batch_size": self.micro_batch}
@@ -89,6 +95,8 @@ class Fit:
             chosen["teachers.0.quantization"] = "int8"
         if self.adapters:
             chosen["student.lora"] = {}
+        if self.four_bits:
+            chosen |= {"teachers.0.quantization": "int4", "student.quantization": "int4"}
         return chosen
 
     def __str__(self) -> str:
@@ -97,13 +105,16 @@ class Fit:
         more += [", teacher and student on GPUs of their own"] if self.apart else []
         more += [", the teacher in 8 bits"] if self.eight_bits else []
         more += [", low-rank adapters in place of all weights"] if self.adapters else []
+        more += [", the other weights and the teacher's in 4 bits"] if self.four_bits else []
         return f"{rows} at a time{''.join(more)}"
 
 
 FITS = (Fit(8), Fit(4), Fit(2), Fit(1), Fit(1, checkpointing=True))
-SMALLEST = tuple(
-    Fit(1, checkpointing=True, eight_bits=eight_bits, adapters=adapters)
-    for eight_bits, adapters in ((True, False), (False, True), (True, True))
+SMALLEST = (
+    Fit(1, checkpointing=True, eight_bits=True),
+    Fit(1, checkpointing=True, adapters=True),
+    Fit(1, checkpointing=True, eight_bits=True, adapters=True),
+    Fit(1, checkpointing=True, adapters=True, four_bits=True),
 )
 """What changes the result, too, and comes after everything else."""
 
@@ -119,7 +130,7 @@ def fits(known: Known, documents: int) -> Iterator[Fit]:
     if known.gpus > 1:
         yield Fit(1, checkpointing=True, apart=True)
     for fit in SMALLEST:
-        if known.quantizes or not fit.eight_bits:
+        if known.quantizes or not fit.quantized:
             yield fit
 
 

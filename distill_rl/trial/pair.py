@@ -21,6 +21,7 @@ from distill_rl.preflight import Checked, gather
 from distill_rl.preflight.lora import with_adapters
 from distill_rl.preflight.memory import compare_memory
 from distill_rl.preflight.opened import Findings
+from distill_rl.system.install import install_extra
 from distill_rl.transport.room import total_bytes
 from distill_rl.trial import choose, files
 from distill_rl.trial.choose import Fit, Known, Settings
@@ -177,7 +178,12 @@ def in_words(line: str) -> str:
     key, colon, rest = line.partition(": ")
     if key == "memory":
         rule = rest.rpartition("; ")[0] or rest
-        return f"memory: {rule}, even with one row at a time, activations computed again and adapters in place of all weights; {_NO_ROOM}"
+        smallest, remedy = "adapters in place of all weights", _NO_ROOM
+        if installed("torchao"):
+            smallest = f"{smallest}, with weights in 4 bits"
+        else:
+            remedy = f"make room with weights in 8 or 4 bits ({install_extra('quantization')}), {remedy}"
+        return f"memory: {rule}, even with one row at a time, activations computed again and {smallest}; {remedy}"
     return f"{_NAMES.get(key, key)}{colon}{rest}"
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from distill_rl.config.load import load_config
+from distill_rl.models.attention.choice import installed
 from distill_rl.trial import pair
 from tests.helpers.command import Ended, distill_rl, distill_rl_in_process, records
 from tests.helpers.corpus import write_corpus
@@ -160,6 +161,8 @@ def test_models_that_do_not_fit_are_refused_with_their_sizes(material, tmp_path,
     (line,) = ended.errors
     assert "memory: the workers need about " in line
     assert (
-        "and this machine has 0.1 MiB, even with one row at a time, activations computed again and adapters in place of all weights; take a"
+        "and this machine has 0.1 MiB, even with one row at a time, activations computed again and adapters in place of all weights"
         in line
     )
+    assert ("with weights in 4 bits; take a" in line) == installed("torchao")
+    assert ("make room with weights in 8 or 4 bits (" in line) != installed("torchao")

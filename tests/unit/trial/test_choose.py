@@ -77,8 +77,13 @@ def test_smaller_trainings_come_last_and_divide_the_batch():
     smallest = replace(Fit(1), checkpointing=True)
     adapters = replace(smallest, adapters=True)
     assert found == [Fit(4), Fit(2), Fit(1), smallest, replace(smallest, apart=True), adapters]
-    in_eight_bits = [replace(smallest, eight_bits=True), adapters, replace(adapters, eight_bits=True)]
-    assert list(choose.fits(replace(CARD, quantizes=True), 4))[-3:] == in_eight_bits
+    in_few_bits = [
+        replace(smallest, eight_bits=True),
+        adapters,
+        replace(adapters, eight_bits=True),
+        replace(adapters, four_bits=True),
+    ]
+    assert list(choose.fits(replace(CARD, quantizes=True), 4))[-4:] == in_few_bits
     assert next(choose.fits(LAPTOP, 8)) == Fit(4)
 
 
@@ -88,11 +93,11 @@ def test_what_changes_the_result_is_set_and_said(fit):
     config, findings = read_config({"student.model": "s", "teachers": [{"model": "t"}], "data.path": "d", **chosen})
     assert config is not None
     assert findings.lines == []
-    assert (config.student.lora is not None, config.teachers[0].quantization == "int8") == (
-        fit.adapters,
-        fit.eight_bits,
-    )
-    assert ("adapters" in str(fit), "8 bits" in str(fit)) == (fit.adapters, fit.eight_bits)
+    assert (config.student.lora is not None) == fit.adapters
+    formats = (config.teachers[0].quantization, config.student.quantization)
+    assert formats == (("int8", None) if fit.eight_bits else ("int4", "int4") if fit.four_bits else (None, None))
+    told = [words in str(fit) for words in ("adapters", "8 bits", "4 bits")]
+    assert told == [fit.adapters, fit.eight_bits, fit.four_bits]
 
 
 def test_rates_fall_with_the_number_of_parameters():
