@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 
 import torch
@@ -22,6 +23,11 @@ def be_deterministic(enabled: bool, device: torch.device) -> None:
         # cuBLAS reads it with its first handle; without it, deterministic matrix products raise.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+def seed_of(text: str) -> int:
+    """A seed for torch that follows from a text, of 63 bits."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def start_vector_math() -> None:

@@ -41,6 +41,7 @@ from distill_rl.models.parallelize import parallelize, tie_again
 from distill_rl.models.quantization.apply import Taken, weight_bytes
 from distill_rl.models.quantization.weight import Format
 from distill_rl.models.weights import WeightFiles, read_tensor, read_weights, tensors_in_files
+from distill_rl.parallel.shards import local_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -178,7 +179,7 @@ def _fill(
     sizes = read_weights(model, files, found)
     for one in taken:
         assert quantization is not None
-        part = one.parameter.to_local() if isinstance(one.parameter, DTensor) else one.parameter
+        part = local_part(one.parameter)
         weight = torch.empty(part.shape, dtype=part.dtype, device=world.device)
         sizes.append(read_tensor(model, files, found, one.name, one.parameter, weight))
         one.put_back(weight, quantization)

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from distill_rl.errors import ConfigError
 from distill_rl.models.conversion import Fused, Match, match
 from distill_rl.models.files.headers import FLOATS, model_names, weight_files, weight_problems
 from distill_rl.models.lora.adapters import names_in_files
-from distill_rl.parallel.shards import local_slices
+from distill_rl.parallel.shards import local_part, local_slices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,7 +113,7 @@ def read_weights(model: PreTrainedModel, files: WeightFiles, found: Match | None
     found = tensors_in_files(model, files) if found is None else found
     sizes: list[int] = []
     for name, tensor in stored_tensors(model).items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         size = read_tensor(model, files, found, name, tensor, local)
         if local.numel():
             sizes.append(size)

@@ -12,6 +12,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, which shares its memory; a plain tensor is its own."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """Returns the position of this rank's part of a DTensor in the whole, one slice per dimension.
 

@@ -16,7 +16,6 @@ One step:
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from distill_rl.config.measured import is_validated
 from distill_rl.config.memory.student import fused_loss, reduces_once_per_step
 from distill_rl.config.schema import Config
 from distill_rl.models import forward
-from distill_rl.models.determinism import be_deterministic
+from distill_rl.models.determinism import be_deterministic, seed_of
 from distill_rl.models.export import export_model
 from distill_rl.models.families import family_of
 from distill_rl.models.inputs import micro_batches
@@ -396,5 +395,4 @@ class StudentEngine:
 
         The tensor-parallel rank has no part in it, because tensor-parallel ranks must draw the same numbers.
         """
-        text = f"{self.config.run.seed}/{self.step}/{self.world.data_rank}"
-        torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1)
+        torch.manual_seed(seed_of(f"{self.config.run.seed}/{self.step}/{self.world.data_rank}"))

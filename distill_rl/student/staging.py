@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from distill_rl.parallel.shards import local_part
 
 BUFFER_BYTES = 64 * 2**20
 """Of both halves together. A copy of 32 MiB takes about a millisecond on PCIe, far more than launching it."""
@@ -93,5 +94,4 @@ class Staging:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """A flat uint8 view of a tensor's local part, which must be contiguous."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().view(-1).view(torch.uint8)
+    return local_part(tensor).detach().view(-1).view(torch.uint8)

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from distill_rl.align.projection.file import Projection, save_projection
 from distill_rl.bench.gpu.cost_model import PHASES, Step
@@ -27,6 +26,7 @@ from distill_rl.bench.gpu.timing import Clock
 from distill_rl.config.schema import Config, DataConfig, LossConfig, StudentConfig, TeacherConfig, TrainConfig
 from distill_rl.losses import TopKLogprobs, VocabularyProjection
 from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.parallel.shards import local_part
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import ChunkRows, CrossTokenizerSpec, RankBatch, TokenRows
@@ -205,7 +205,7 @@ def draw_weights(model: nn.Module) -> None:
     Works on any device and on sharded weights. Uses torch's global generator.
     """
     for parameter in model.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_part(parameter)
         if parameter.ndim > 1:
             local.normal_(std=0.02)
         else:

@@ -23,7 +23,7 @@ from distill_rl.models.families import decoder_layers, family_of, tensor_paralle
 from distill_rl.models.forward import inner_model
 from distill_rl.models.parallelize import split, tie_again
 from distill_rl.parallel.mesh import TP, World
-from distill_rl.parallel.shards import local_slices
+from distill_rl.parallel.shards import local_part, local_slices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,9 +95,7 @@ def _fill(whole: PreTrainedModel, parts: PreTrainedModel, device: torch.device) 
         # Vectors are norms' weights, around 1, and biases.
         values = 1 + 0.1 * values if values.ndim == 1 else values / math.sqrt(values.shape[-1])
         parameter.copy_(values)
-        shard = shards[name]
-        local = shard.to_local() if isinstance(shard, DTensor) else shard
-        local.copy_(values[local_slices(shard)])
+        local_part(shards[name]).copy_(values[local_slices(shards[name])])
 
 
 def _differences(whole: PreTrainedModel, parts: PreTrainedModel, world: World) -> Iterator[str]:

@@ -10,18 +10,17 @@ A and B are fp32 and all that is trained, besides the modules that are trained w
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from distill_rl.config.schema import LoraConfig
+from distill_rl.models.determinism import seed_of
 from distill_rl.models.lora.layers import Chosen, Outline, choose_layers
-from distill_rl.parallel.shards import gather_to_first, local_slices
+from distill_rl.parallel.shards import gather_to_first, local_part, local_slices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -115,13 +114,12 @@ def initialise(model: nn.Module, seed: int) -> None:
     The numbers depend on the seed and the layer's name, so that every layout of ranks begins with the same adapters.
     """
     for name, layer in adapted_layers(model).items():
-        text = f"{seed}/lora/{name}"
-        draw = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1)
+        draw = torch.Generator().manual_seed(seed_of(f"{seed}/lora/{name}"))
         first, second = (getattr(layer, part)[ADAPTER].weight for part in _WEIGHTS)
         bound = first.shape[1] ** -0.5
         whole = torch.empty(first.shape).uniform_(-bound, bound, generator=draw)
-        _local(first).copy_(whole[local_slices(first)])
-        _local(second).zero_()
+        local_part(first).copy_(whole[local_slices(first)])
+        local_part(second).zero_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +173,3 @@ def gather(model: nn.Module) -> Adapter | None:
         for name in adapted_layers(model)
     }
     return Adapter(injected, pairs, values)  # type: ignore[arg-type]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
