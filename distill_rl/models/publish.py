@@ -17,15 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 from distill_rl.errors import ConfigError, DistillError, first_line
 from distill_rl.models.files.facts import in_time
+from distill_rl.models.lora import folder as lora
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 ANSWER_S = 60.0
 """A hub that has not answered a question within this time counts as unreachable."""
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_WEIGHTS = (
+    *("*.safetensors", "*.safetensors.index.json"),
+    *(f"{lora.FOLDER}/adapter_model.safetensors", f"{lora.FOLDER}/adapter_config.json"),
+)
+"""What must not stay in a repository beside another export."""
 _FILES = (
-    *("README.md", "LICENSE*", "config.json", "generation_config.json", "adapter_config.json"),
+    *("README.md", "LICENSE*", "config.json", "generation_config.json"),
     *("tokenizer*.json", "tokenizer.model", "spiece.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "additional_chat_templates/*.jinja"),
     *_WEIGHTS,

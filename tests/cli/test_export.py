@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from distill_rl.config.save import save_config
-from distill_rl.config.schema import Config, DataConfig, StudentConfig, TeacherConfig
+from distill_rl.config.schema import Config, DataConfig, LoraConfig, StudentConfig, TeacherConfig
 from distill_rl.observe.report.card_header import is_untouched
 from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.run.checkpoints import CheckpointStore, SavedState
@@ -44,13 +44,13 @@ for line in sys.stdin:
 """
 
 
-def write_run(root: Path) -> Path:
+def write_run(root: Path, lora: LoraConfig | None = None) -> Path:
     """A run directory with checkpoints of steps 4 and 8, of which the first has the better score, and without an export."""
     write_tiny_model(root / "student", "llama", dtype="bfloat16")
     (root / "student" / "README.md").write_text("---\nlicense: llama3.2\n---\n# Base\n")
     write_tiny_model(root / "teacher", "llama", seed=1)
     student, teacher = (
-        StudentConfig(model=str(root / "student")),
+        StudentConfig(model=str(root / "student"), lora=lora),
         TeacherConfig(name="big", model=str(root / "teacher")),
     )
     config = Config(student=student, teachers=[teacher], data=DataConfig(path="corpus.jsonl"))
@@ -256,3 +256,16 @@ def test_pushes(tmp_path: Path, session: Session) -> None:
     assert f"upload to {hub.address}/me/student" in line
     assert repo.files == before
     assert logits_of(folder).isfinite().all(), "the folder is complete"
+
+
+def test_adapters_are_pushed_with_their_folder_and_do_not_outlive_them(tmp_path: Path, session: Session) -> None:
+    adapted, plain = write_run(tmp_path / "adapted", LoraConfig(rank=2)), write_run(tmp_path / "plain")
+    assert session.call(stand_in.WRITE, "export", adapted, "--push", "me/adapted").code == 0
+    repo, folder = session.hub.repos["me/adapted"], adapted / "export"
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    adapter = {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+    assert repo.files.keys() == files
+    assert adapter < files
+    assert session.call(stand_in.WRITE, "export", plain, "--push", "me/adapted").code == 0
+    assert set(repo.commits[-1]["deleted"]) == adapter
+    assert repo.files.keys() == files - adapter

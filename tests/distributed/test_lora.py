@@ -27,7 +27,7 @@ from tests.helpers.models import write_tiny_model
 pytestmark = pytest.mark.ranks
 
 STEPS = 5
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 1, 2), (2, 2, 1)]
+LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (2, 1, 2, 1), (2, 2, 1, 1), (1, 1, 1, 2)]
 STUDENTS = {
     "llama": {"family": "llama", "tie": True, "whole": ["embed_tokens"]},
     "gpt2": {"family": "gpt2"},  # fused projections are gathered; weights are [in, out]
@@ -37,9 +37,9 @@ STUDENTS = {
 }
 
 
-def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path]) -> dict:
+def gradients(dp: int, tp: int, replicas: int, sp: int, students: dict[str, Path]) -> dict:
     """Runs on a rank. The whole gradient and its norm, per student, gradient_sync, loss.fused, micro-batch size and dtype."""
-    world = open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas)
+    world = open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas, sp=sp)
     batch = engines.rank_batch(batch_rows(), world.dp_rank, dp)
     half = batch.rows.shape[0] // 2
     parts = (
@@ -92,9 +92,11 @@ def references(students) -> dict[str, dict[str, torch.Tensor]]:
     return wanted
 
 
-@pytest.mark.parametrize(("dp", "tp", "replicas"), LAYOUTS, ids=[f"dp{dp}tp{tp}r{r}" for dp, tp, r in LAYOUTS])
-def test_gradient_of_adapters_is_peft_s_on_every_layout(students, references, dp: int, tp: int, replicas: int):
-    results = ranks.run_ranks(dp * tp, gradients, dp, tp, replicas, students, timeout=400)
+@pytest.mark.parametrize(
+    ("dp", "tp", "replicas", "sp"), LAYOUTS, ids=[f"dp{dp}tp{tp}r{r}sp{sp}" for dp, tp, r, sp in LAYOUTS]
+)
+def test_gradient_of_adapters_is_peft_s_on_every_layout(students, references, dp: int, tp: int, replicas: int, sp: int):
+    results = ranks.run_ranks(dp * tp * sp, gradients, dp, tp, replicas, sp, students, timeout=400)
     assert {name for name, *_ in results[0]} == students.keys()
     for (name, *variant), (gradient, norm) in results[0].items():
         error = engines.relative_l2(gradient, references[name])

@@ -116,7 +116,7 @@ class TrainConfig:
     epochs: Optional[float] = field(default=None, metadata=POSITIVE)
     """Maximum number of passes over the data, each in a new order; need not be whole. null: no limit but train.steps and train.minutes."""
     minutes: Optional[float] = field(default=None, metadata=POSITIVE)
-    """Minutes that the training steps are to take, without starting and ending the workers. The first steps are timed; from their speed the run chooses train.steps, and so the end of the schedule, which it says and writes to config.yaml. Until then the learning rate stays at its peak (schedule.hold_steps). null: no limit."""
+    """Minutes that the training steps are to take, without starting and ending the workers. The first steps are timed; from their speed the run chooses train.steps, and so the end of the schedule, which it says and writes to config.yaml. Until then the learning rate stays at its peak (schedule.hold_steps). A run that is resumed with this setting takes as long again; one that is resumed with the steps of its own file (RUN/config.yaml) ends where it would have. null: no limit."""
     global_batch_size: int = field(default=32, metadata=POSITIVE)
     """Documents per optimizer step."""
     micro_batch_size: int = field(default=4, metadata=POSITIVE)

@@ -24,7 +24,7 @@ class ParallelConfig:
     tp: int = field(default=1, metadata=POSITIVE)
     """Tensor-parallel size: number of ranks that every layer is split over. A teacher with backend vllm has one rank per copy, which takes this many GPUs, or this many processes on CPUs."""
     replicas: int = field(default=1, metadata=POSITIVE)
-    """Number of copies of the student's parameters (hybrid sharding). Each copy is sharded over dp / replicas x sp neighbouring ranks; with one copy per node, only gradients travel between nodes. 1: a single copy, sharded over all dp ranks. Must be 1 for teachers."""
+    """Number of copies of the student's parameters (hybrid sharding). Each copy is sharded over dp / replicas x sp neighbouring ranks; with one copy per node, only gradients travel between nodes. 1: a single copy, sharded over all dp x sp ranks. Must be 1 for teachers."""
     sp: int = field(default=1, metadata=POSITIVE)
     """Sequence-parallel size, for long rows: number of ranks that divide the positions of every row, so that each keeps 1 / sp of the activations and logits. Attention exchanges positions for heads, so sp must divide the attention heads (of a tensor-parallel rank). The student's parameters are sharded over dp x sp ranks; a teacher's are whole on every one. For teachers with backend hf."""
 
