@@ -167,23 +167,23 @@ def session(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize(
-    ("token", "name", "options", "shown"),
+    ("token", "name", "shown"),
     [
-        ("", "me/student", (), ("needs a login", "hf auth login", "HF_TOKEN")),
-        (stand_in.WRITE, "student", (), ("--push", "OWNER/NAME", "student")),
-        (stand_in.WRITE, "me/a/b", (), ("--push", "OWNER/NAME", "me/a/b")),
-        (stand_in.WRITE, "me/-student", (), ("--push", "OWNER/NAME")),
-        ("hf_unknown_" + 24 * "u", "me/student", (), ("does not know this login", "hf auth login")),
-        (stand_in.READ, "me/student", (), ("may write", "hf auth login")),
-        (stand_in.WRITE, "stranger/model", (), ("me cannot write", "stranger", "me, lab")),
-        (stand_in.CUT, "me/student", (), ("the hub must answer", "check the network")),
+        ("", "me/student", ("needs a login", "hf auth login", "HF_TOKEN")),
+        (stand_in.WRITE, "student", ("--push", "OWNER/NAME", "student")),
+        (stand_in.WRITE, "me/a/b", ("--push", "OWNER/NAME", "me/a/b")),
+        (stand_in.WRITE, "me/-student", ("--push", "OWNER/NAME")),
+        ("hf_unknown_" + 24 * "u", "me/student", ("does not know this login", "hf auth login")),
+        (stand_in.READ, "me/student", ("may write", "hf auth login")),
+        (stand_in.WRITE, "stranger/model", ("me cannot write", "stranger", "me, lab")),
+        (stand_in.CUT, "me/student", ("the hub must answer", "check the network")),
     ],
 )
-def test_what_cannot_be_pushed_is_refused_before_anything_is_read(
-    run: Path, session: Session, token: str, name: str, options: tuple[str, ...], shown: tuple[str, ...]
+def test_what_cannot_be_pushed_is_refused_before_anything_is_written_or_sent(
+    run: Path, session: Session, token: str, name: str, shown: tuple[str, ...]
 ) -> None:
     session.requests()
-    ended = session.call(token, "export", run, "--push", name, *options)
+    ended = session.call(token, "export", run, "--push", name)
     assert ended.code == 2, ended
     (line,) = ended.errors
     assert all(text in line for text in shown), line

@@ -10,7 +10,7 @@ from tests.helpers.command import distill_rl, distill_rl_in_process
 pytestmark = pytest.mark.cli
 
 
-def test_a_run_with_adapters_exports_both_forms_and_resumes_as_it_began(material, cluster, tmp_path):
+def test_a_run_with_adapters_exports_both_forms_and_is_not_resumed_with_another_rank(material, cluster, tmp_path):
     lora = (
         "student.lora.rank=4",
         "student.lora.modules_to_save=[norm]",

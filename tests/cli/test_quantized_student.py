@@ -12,7 +12,7 @@ pytestmark = pytest.mark.cli
 pytest.importorskip("torchao", reason="torchao is not installed here: bash launch/test.sh quantization")
 
 
-def test_a_run_beside_four_bits_exports_all_weights_and_resumes_as_it_began(material, cluster, tmp_path):
+def test_a_run_beside_four_bits_exports_all_weights_and_is_not_resumed_beside_eight(material, cluster, tmp_path):
     config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
     settings = ("student.lora.rank=4", "student.quantization=int4", "aligner.workers=0", "schedule.warmup_steps=1")
     ended = distill_rl("train", "-c", config, *settings, "train.steps=2", cluster=cluster)

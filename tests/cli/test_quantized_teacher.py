@@ -14,6 +14,7 @@ from tests.helpers.quantized import store_quantized
 pytestmark = pytest.mark.cli
 pytest.importorskip("torchao", reason="torchao is not installed here: bash launch/test.sh quantization")
 
+FEATURE = Path(__file__).parents[2] / "configs" / "features" / "quantised-teacher.yaml"
 INT8 = "teachers.0.quantization=int8"
 LOSSES = ("train/kl_loss", "train/loss", "train/grad_norm")
 
@@ -25,7 +26,7 @@ def losses(run: Path) -> dict[str, list[tuple[int, float]]]:
 def test_a_quantised_teacher_teaches_and_its_cache_is_not_that_of_the_full_one(
     material, cluster: Cluster, tmp_path: Path
 ):
-    """The second run, resumed from the first, reads what it has stored, to the bit; of the full teacher both are refused."""
+    """A second run reads what the first has stored, to the bit; the full teacher can use neither the cache nor a checkpoint."""
     config, cache = material.config(tmp_path), f"teachers.0.cache={tmp_path}/cache"
     ended = distill_rl("train", "-c", config, INT8, cache, "train.steps=3", cluster=cluster)
     assert ended.code == 0, ended.err
@@ -36,6 +37,7 @@ def test_a_quantised_teacher_teaches_and_its_cache_is_not_that_of_the_full_one(
     ended = distill_rl("train", "-c", config, INT8, cache, "train.steps=3", "run.name=again", cluster=cluster)
     assert ended.code == 0, ended.err
     assert losses(run.parent / "again") == first
+    assert [value for _, value in series(run.parent / "again", "store/read")] == [1.0] * 3
     refused = distill_rl_in_process("train", "-c", config, cache, "train.steps=3", "run.name=full")
     assert refused.code == 2
     (line,) = refused.errors
@@ -43,7 +45,18 @@ def test_a_quantised_teacher_teaches_and_its_cache_is_not_that_of_the_full_one(
     assert " in int8 here, " in line
     resumed = distill_rl_in_process("train", "-c", config, "train.steps=4", "--resume")
     assert resumed.code == 2
-    assert any("teacher big" in line or "quantization" in line for line in resumed.errors), resumed.err
+    assert any(
+        "the teacher big of this run: must be the same" in line and " in int8" in line for line in resumed.errors
+    )
+
+
+def test_the_file_of_the_feature_trains(material, cluster: Cluster, tmp_path: Path):
+    models = (f"student.model={material.root}/student", f"teachers.0.model={material.root}/teacher")
+    data = (f"data.path={material.root}/chats.jsonl", "data.validation.path=null", "data.validation.fraction=0.1")
+    settings = (f"run.dir={tmp_path}", "train.steps=2", "evaluate.suites=[]", "schedule.warmup_steps=1")
+    ended = distill_rl("train", "-c", FEATURE, *models, *data, *settings, cluster=cluster)
+    assert ended.code == 0, ended.err
+    assert [step for step, _ in series(tmp_path / FEATURE.stem, "train/kl_loss")] == [1, 2]
 
 
 @pytest.mark.parametrize("teacher", ["teacher", "foreign"])

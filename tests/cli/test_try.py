@@ -83,7 +83,7 @@ def test_everything_is_in_one_folder(tried):
     assert "without-teacher" in page
 
 
-def test_both_trainings_take_their_time_in_steps_and_learn_from_the_same_rows(tried):
+def test_the_trainings_differ_in_their_losses_alone_and_record_their_steps(tried):
     taught, control = (load_config(tried.out / name / "config.yaml") for name in ("with-teacher", "without-teacher"))
     assert (taught.loss.kd_weight, taught.loss.ce_weight) == (1.0, 0.5)
     assert (control.loss.kd_weight, control.loss.ce_weight) == (0.0, 1.0)
@@ -96,13 +96,14 @@ def test_both_trainings_take_their_time_in_steps_and_learn_from_the_same_rows(tr
         assert result_of(tried)["trainings"][name.replace("-", "_")]["steps"] == last
 
 
-def test_the_configuration_repeats_the_training_bit_for_bit(tried, cluster):
+def test_the_configuration_repeats_the_training_bit_for_bit(tried, cluster, tmp_path):
     """Run from another directory; its length was chosen while the first training ran, and the schedule with it."""
     path = tried.out / "try.yaml"
     assert path.read_text().startswith("# Chosen by `distill-rl try ")
-    ended = distill_rl("train", "-c", path, "run.name=again", cwd=tried.out, cluster=cluster)
+    ended = distill_rl("train", "-c", path, "run.name=again", f"run.dir={tmp_path}", cwd=tmp_path, cluster=cluster)
     assert ended.code == 0, ended.err
-    first, again = (load_file(tried.out / name / "export/model.safetensors") for name in ("with-teacher", "again"))
+    folders = tried.out / "with-teacher", tmp_path / "again"
+    first, again = (load_file(folder / "export" / "model.safetensors") for folder in folders)
     assert first.keys() == again.keys()
     assert all(torch.equal(first[name], again[name]) for name in first)
 

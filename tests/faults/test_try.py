@@ -35,7 +35,7 @@ def arguments(tmp_path_factory):
 def test_no_process_is_left(arguments, tmp_path, number, moment, code):
     log = tmp_path / "log"
     with running("try", *arguments, "--out", tmp_path / "out", log=log) as process:
-        until(lambda: moment in log.read_text(), moment)
+        until(lambda: moment in log.read_text() and leftovers(process.pid), moment)
         children = leftovers(process.pid)
         process.send_signal(number)
         assert process.wait(timeout=120) == code, log.read_text()

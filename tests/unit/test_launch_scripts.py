@@ -226,6 +226,7 @@ def launch(clone: Path, script: str, *arguments: str) -> subprocess.CompletedPro
             "-n 2 --dist loadscope --no-loadscope-reorder -m not four_ranks and not long_run --junitxml=a.xml",
         ),
         (("layouts", "-x"), "tests/distributed -m four_ranks -x"),
+        (("examples", "-x"), "tests/examples tests/cli -m long_run -x"),
     ],
 )
 def test_test_script_passes_arguments_to_pytest(clone: Path, arguments: tuple[str, ...], pytest_arguments: str) -> None:
