@@ -66,7 +66,8 @@ def export(
     Args:
         run: the run directory.
         checkpoint: `latest`; `best`, by checkpoint.best_by; or a step (`120`, `step-120`).
-        out: new or empty folder; None: `export` of the run directory, which is replaced.
+        out: new or empty folder, or with `push` one that holds this export; None: `export` of the run directory, which is
+            replaced.
         dtype: of the weights: `fp32`, `bf16`, or `as_stored`, as in the student's files.
         max_file_size: of a file with weights, such as `5GB` or `200MB`.
         push: repository on the Hugging Face hub, as OWNER/NAME.
@@ -89,15 +90,17 @@ def export(
         raise ConfigError(f"{run}", "must be a run directory with a config.yaml", remedy=remedy)
     if public and push is None:
         raise ConfigError("--public", "is about --push OWNER/NAME", remedy="give both, or neither")
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}", "the output must be a new or empty folder", remedy="choose another --out")
     size = None if max_file_size is None else _bytes(max_file_size)
     wanted = _Export(paths, load_config(paths.config, []), out or paths.export, dtype, size, licence)
+    step = None if push is None else _step_in_folder(wanted, checkpoint)
+    if step is None and out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}", "the output must be a new or empty folder", remedy="choose another --out")
     repository = None if push is None else open_repository(push, public=public)
-    step = None if repository is None else _step_in_folder(wanted, checkpoint)
     if step is None:
         step = _write(wanted, _find(wanted, checkpoint))
         say(f"exported  {wanted.folder} (step {step})")
+    else:
+        _renew_card(wanted, step)
     if repository is not None:
         commit = upload(wanted.folder, repository, message=f"Step {step} of {wanted.config.run.name or 'a run'}")
         say(f"pushed    {repository.address} ({'private' if repository.private else 'public'}, commit {commit[:8]})")
@@ -137,34 +140,51 @@ def _write(wanted: _Export, source: Checkpoint) -> int:
 
 
 def _step_in_folder(wanted: _Export, checkpoint: str) -> int | None:
-    """The step of the export that the folder holds, if that is what is wanted; its card is then brought up to date.
+    """The step of the export that the folder holds, if that is what is wanted; None if it has to be exported."""
+    from distill_rl.models.files.headers import weight_problems
+    from distill_rl.models.files.licence import card_header
+    from distill_rl.observe.report.card_header import OWN
 
-    None if it has to be exported. A card that somebody has edited is left as it is.
+    held = card_header(wanted.folder).get(OWN)
+    if not isinstance(held, dict) or weight_problems("export", wanted.folder):
+        return None
+    if wanted.max_file_bytes is not None and _exceeds(wanted.folder, wanted.max_file_bytes):
+        return None
+    step, newest = held.get("step"), checkpoints.newest_step(wanted.paths.checkpoints)
+    asked = newest if checkpoint == "latest" else _number(wanted, checkpoint)
+    matches = isinstance(step, int) and held.get("dtype") == wanted.dtype and asked in (step, None)
+    return step if matches else None
+
+
+def _exceeds(folder: Path, size: int) -> bool:
+    """Whether a file of several tensors is larger than `size`."""
+    from safetensors import safe_open
+
+    for file in folder.glob("*.safetensors"):
+        if file.stat().st_size > size:
+            with safe_open(file, framework="np") as tensors:
+                if len(tensors.keys()) > 1:
+                    return True
+    return False
+
+
+def _renew_card(wanted: _Export, step: int) -> None:
+    """Brings the model card of a finished export up to date. One that somebody has edited is left as it is.
 
     Raises:
         ConfigError: an edited card, and a licence to put into it.
     """
-    from distill_rl.models.files.headers import weight_problems
     from distill_rl.models.files.licence import card_header
     from distill_rl.observe.report.card_header import OWN, is_untouched
     from distill_rl.system.files import write_atomic
 
-    held = card_header(wanted.folder).get(OWN)
-    if not isinstance(held, dict) or wanted.max_file_bytes is not None or weight_problems("export", wanted.folder):
-        return None
-    step, data = held.get("step"), held.get("data_sha256")
-    newest = checkpoints.newest_step(wanted.paths.checkpoints)
-    asked = newest if checkpoint == "latest" else _number(wanted, checkpoint)
-    if not isinstance(step, int) or held.get("dtype") != wanted.dtype or asked not in (step, None):
-        return None
     file = wanted.folder / "README.md"
     if is_untouched(file.read_text(encoding="utf-8")):
-        write_atomic(file, wanted.card(step, str(data)))
+        write_atomic(file, wanted.card(step, str(card_header(wanted.folder)[OWN].get("data_sha256"))))
     elif wanted.licence is not None:
         remedy = "write the licence into its header, and leave out --license"
         raise ConfigError("--license", f"{file} was edited by hand and is not rewritten", wanted.licence, remedy)
     say(f"export    {wanted.folder} holds step {step} already")
-    return step
 
 
 def _find(wanted: _Export, checkpoint: str) -> Checkpoint:

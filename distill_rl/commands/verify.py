@@ -123,8 +123,16 @@ def _documents(config: Config, tokenizer: object, rows: int) -> list[Encoded]:
     source = open_source(config.data)
     tokenization = Tokenization.of(tokenizer, config.data, format=source.kind)
     places = sorted({i * len(source) // rows for i in range(rows)}) if len(source) else []
-    documents = [tokenization.encode(source[place]) for place in places]
-    documents = [document for document in documents if document.has_labels]
+    documents = []
+    for place in places:
+        try:
+            document = tokenization.encode(source[place])
+        except DataError:
+            if config.data.bad_rows != "skip":
+                raise
+            continue
+        if document.has_labels:
+            documents.append(document)
     if not documents:
         raise DataError("data", "the sample must have tokens to train on", f"{len(places)} rows without any")
     return documents

@@ -180,6 +180,11 @@ def sequence_parallel_problems(hf_config: PreTrainedConfig, sp: int, tp: int, se
     return [problem(setting, f"must divide the model's {what}", sp, f"use one of {possible}")]
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer; routers derive from `nn.Linear`, too, and return more than a product."""
+    return type(module).__name__ in ("Linear", "Conv1D", "FalconLinear")
+
+
 def _splits_heads(plan: Mapping[str, str]) -> bool:
     """Whether each tensor-parallel rank computes some of the attention heads; otherwise every rank computes all."""
     return any(kind == COLUMN and ("attn" in name or "attention" in name) for name, kind in plan.items())

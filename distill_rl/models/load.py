@@ -122,6 +122,9 @@ def load_model(
         compile=isinstance(settings, StudentConfig) and settings.compile,
         quantization=quantization,
     )
+    if quantization is not None and not taken:
+        rule = f"no weight of this {family.name} can be held in {quantization}"
+        raise ConfigError("student.quantization" if student else "teachers[].quantization", rule, path, "leave it out")
     _fill(model, files, found, world, taken, quantization)
     adapters.initialise(model, seed)
     model.train(student)

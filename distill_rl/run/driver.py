@@ -132,7 +132,7 @@ class Driver:
             left = "nothing left"
             if start.step < limit:
                 left = f"for {minutes:g} minutes" if minutes else f"steps {start.step + 1} to {limit}"
-            if note := warmup_note(config.schedule, limit):
+            if note := warmup_note(config.schedule, None if minutes else limit):
                 say(f"warm-up   {note}")
             say(f"training  {left} in {job.paths.root}")
             saver = stack.enter_context(saver_of(store, job, actors))
@@ -160,6 +160,9 @@ class Driver:
                     say(line)
                 data = self.data_metrics(batch.documents)
                 self.observer.log(step, trained, batch.metrics, data, self.learning.metrics, self.timer.flush())
+                # Before what is done at a last step only, or at every step but the last.
+                if self.pace is not None and (count := self.pace.last_step(step - self.began)) is not None:
+                    self.end_at(self.began + count)
                 if self.due(self.config.evaluate.every):
                     self.validate()
                 self.evaluate()
@@ -167,8 +170,6 @@ class Driver:
                     self.save()
                 if self.signals.preempted and not self.learning.last_skipped:
                     return self.preempt()
-                if self.pace is not None and (count := self.pace.last_step(step - self.began)) is not None:
-                    self.end_at(self.began + count)
                 if step >= self.loader.total_steps:  # batches beyond it may have been asked for before it was known
                     break
         return self.finish()

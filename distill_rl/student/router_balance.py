@@ -4,8 +4,8 @@ With E experts of which each token visits K, a document d of T labelled tokens h
 
     Bd  =  Σᵢ fᵢ · Pᵢ        fᵢ = E / (K·T) · |{t : token t visits expert i}|        Pᵢ = 1/T · Σₜ pₜᵢ
 
-where pₜ are the router's probabilities: a softmax, or sigmoids divided by their sum for routers that score each expert by
-itself. It is 1 if all experts are visited alike, and E / K if K of them get everything. This is the sequence-wise balance loss
+where pₜ are the softmax of the router's logits or, of routers with a bias per expert that corrects their scores (DeepSeek-V3 and
+its like), their sigmoids divided by the sum of these. It is 1 if all experts are visited alike, and E / K if K of them get everything. This is the sequence-wise balance loss
 of DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437). A batch's balance is the mean over its labelled tokens, each with the
 balance of its document, and over the layers. Since no document's balance depends on another document, neither does the
 gradient on how a batch is divided into micro-batches, rows or ranks; the usual one, over whatever is in a forward pass, does.
@@ -152,7 +152,7 @@ def _balance(router: nn.Module, output: Sequence[Tensor], index: int, labelled: 
     logits = output[index][labelled.tokens].float()
     chosen = next((each for each in output if not each.is_floating_point()), None)
     chosen = logits.topk(int(router.top_k)).indices if chosen is None else chosen[labelled.tokens]  # type: ignore[arg-type]
-    if hasattr(router, "e_score_correction_bias"):  # DeepSeek-V3 and its like
+    if hasattr(router, "e_score_correction_bias"):
         scores = logits.sigmoid()
         probabilities = scores / scores.sum(-1, keepdim=True)
     else:

@@ -15,7 +15,7 @@ from distill_rl.errors import GpuMemoryError
 
 Phase = Literal[
     "student load", "forward", "backward", "optimizer step", "checkpoint copy", "weight export",
-    "teacher load", "teacher forward", "engine load", "engine step", "transport ring", "evaluation",
+    "teacher load", "teacher forward", "engine load", "engine step", "transport ring", "comparison", "evaluation",
 ]  # fmt: skip
 
 _SHARE_LESS = "ray.placement=disaggregated gives teachers GPUs of their own"
@@ -33,6 +33,7 @@ REMEDIES: dict[Phase, str] = {
     "engine load": f"raise teachers[].parallel.tp or teachers[].gpu_share; {_SHARE_LESS}",
     "engine step": "lower teachers[].gpu_share, which leaves more memory beside vLLM's engine",
     "transport ring": "lower prefetch.depth, prefetch.slots or loss.top_k, or set transport=object_store",
+    "comparison": "lower teachers[].micro_batch_size, or hide the GPU, for instance with CUDA_VISIBLE_DEVICES=, to compare on the CPU",
     "evaluation": "lower evaluate.batch_size (--batch-size), or raise evaluate.gpu_share",
 }
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distill_rl.config.facts import row_width, teacher_rows
 from distill_rl.config.quantization import AS_STORED
@@ -23,6 +23,7 @@ from distill_rl.models import forward
 from distill_rl.models.load import load_model
 from distill_rl.models.quantization.apply import weight_bytes
 from distill_rl.parallel.mesh import World, close_world, open_world
+from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.system.peak_memory import peak_gib, reset_peak
 from distill_rl.teacher.targets import chunk_tokens
 
@@ -70,7 +71,9 @@ class _Run:
     hidden: Tensor
     """[N, H] on the CPU: of the compared positions, in order."""
     logits: Callable[[Tensor], Tensor]
-    """Hidden states [n, H] → logits [n, V]; keeps the output layer alive, and nothing else of the model."""
+    """Hidden states [n, H] → logits [n, V], on the device of `layer`."""
+    layer: nn.Module
+    """The output layer, on the CPU until both teachers have run; nothing else of the model is kept."""
     cost: Cost
 
 
@@ -116,6 +119,7 @@ def compare(
 
 
 @torch.no_grad()
+@gpu_phase("comparison")
 def _run(config: Config, teacher: TeacherConfig, documents: Sequence[Encoded], world: World) -> _Run:
     """Loads a teacher, and runs it on the documents; the model is freed before this returns."""
     gc.collect()
@@ -133,9 +137,8 @@ def _run(config: Config, teacher: TeacherConfig, documents: Sequence[Encoded], w
         kept.append(hidden[wanted].cpu())
     inside, others = weight_bytes(model)
     peak = int(peak_gib(str(world.device)) * 2**30)
-    return _Run(
-        torch.cat(kept), forward.output_head(model), Cost(inside + others, inside, peak, tokens / max(seconds, 1e-9))
-    )
+    cost = Cost(inside + others, inside, peak, tokens / max(seconds, 1e-9))
+    return _Run(torch.cat(kept), forward.output_head(model), model.get_output_embeddings().cpu(), cost)
 
 
 def _micro_batches(
@@ -161,6 +164,8 @@ def _micro_batches(
 def _figures(config: Config, full: _Run, other: _Run, *, vocabulary_size: int, device: torch.device) -> dict:
     """The per-token figures of a `Comparison`, by name."""
     divergences, agreed, mass_full, mass_other = [], 0, 0.0, 0.0
+    for run in (full, other):
+        run.layer.to(device)
     k, count = min(config.loss.top_k, vocabulary_size), len(full.hidden)
     for rows in torch.arange(count).split(chunk_tokens(2 * vocabulary_size)):
         p, q = (

@@ -235,6 +235,13 @@ def test_pushes(tmp_path: Path, session: Session) -> None:
     assert torch.equal(logits_of(copy), logits_of(tmp_path / "best"))
     assert not torch.equal(logits_of(copy), logits_of(folder))
 
+    repeated = session_call(stand_in.WRITE, "export", run, "--push", "me/student", *options)
+    assert repeated.code == 0, repeated.err
+    assert "holds step 4 already" in repeated.out
+    other = session_call(stand_in.WRITE, "export", run, "--push", "me/student", *options[2:])
+    assert other.code == 2
+    assert "must be a new or empty folder" in other.err
+
     refused = session_call(stand_in.WRITE, "export", run, "--push", "me/student", "--public")
     assert refused.code == 2
     assert "exists and is private" in refused.err

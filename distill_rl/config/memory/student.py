@@ -41,7 +41,7 @@ def student_memory(
                                                     and each shard holds them all (`_frozen_weights`)
         optimizer              8 P / (s tp)         two Adam moments
         scratch                4 P / (s tp)         temporaries of AdamW; 0 on GPUs, where it is fused; and of quantised
-                                                    weights the largest, as it is made for a product
+                                                    weights what exists in the compute dtype (`_dequantized`)
         saving                 12 P / (s tp)        copy for a checkpoint in the background; CPUs only
         accumulated            4 P / tp             if gradients are reduced once per step (`_accumulated`)
         gathered, s > 1        U (2 b + 8) / tp     the largest FSDP unit, of U parameters (a decoder layer, or the
@@ -84,7 +84,7 @@ def student_memory(
         accumulated=_accumulated(config, model),
         optimizer=8 * shard,
         gathered=2 * item * unit + 8 * in_unit if shards > 1 else item * shard + in_unit * (item + 8),
-        scratch=(0 if on_gpu else 4 * shard) + made_weight_bytes(quantization, model, item) // tp,
+        scratch=(0 if on_gpu else 4 * shard) + _dequantized(config.student, model),
         activations=_activations(config, model, tokens, item, on_gpu),
         logits=_logits(config, model, on_gpu),
         targets=targets,
@@ -92,6 +92,19 @@ def student_memory(
         saving=12 * shard if copies_in_background else 0,
         loading=0 if on_gpu else model.bytes_on_disk // ((shards if quantization is None else 1) * tp),
     )
+
+
+def _dequantized(student: StudentConfig, model: ModelFacts) -> int:
+    """Bytes of the quantised weights that exist in the compute dtype at once.
+
+    That is the largest one, and the experts of a layer that is recomputed, or without recomputation of all layers: autograd
+    keeps them.
+    """
+    if student.quantization is None:
+        return 0
+    item = ITEM_SIZE[student.dtype]
+    experts = model.expert_parameters // (max(model.num_layers, 1) if student.activation_checkpointing else 1)
+    return made_weight_bytes(student.quantization, model, item) // student.parallel.tp + item * experts
 
 
 def _frozen_weights(student: StudentConfig, model: ModelFacts, shards: int) -> int:

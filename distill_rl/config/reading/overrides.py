@@ -100,7 +100,7 @@ def _place(raw: dict[str, Any], key: str, value: Any, findings: Findings) -> Non
             findings.add(key, f"{here} is a single value and has no parts", remedy=f"use {here}=...")
             return
         if last:
-            node[slot] = merge(_get(node, slot), value) if isinstance(value, dict) else value
+            node[slot] = merge(_get(node, slot), value, kind_at(Config, key)) if isinstance(value, dict) else value
             return
         if _get(node, slot) is None:
             node[slot] = _new_container(".".join(parts[: depth + 1]))

@@ -68,7 +68,8 @@ def notes(config: Config, facts: Facts | None = None) -> list[str]:
         facts: of the files, as far as known.
     """
     lines = [*no_effect(config, facts or Facts())]
-    if (note := warmup_note(config.schedule, facts.total_steps if facts else config.train.steps)) is not None:
+    last_step = facts.total_steps if facts else config.train.steps
+    if (note := warmup_note(config.schedule, None if config.train.minutes else last_step)) is not None:
         lines.append(note)
     if config.teachers and config.loss.kd_weight == 0:
         lines.append("loss.kd_weight is 0: no teacher is started")

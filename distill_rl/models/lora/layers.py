@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from distill_rl.config.facts import LoraFacts
 from distill_rl.config.schema import LoraConfig
 from distill_rl.errors import ConfigError, problem
+from distill_rl.models.families import is_linear
 from distill_rl.models.files.tensors import Shapes, plainly_whole
 from distill_rl.models.hub import read_config
 from distill_rl.system.child_process import call_in_child
@@ -47,9 +48,6 @@ class Outline:
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> Outline:
         """That of a model, usually on the meta device."""
-        from torch import nn
-        from transformers.pytorch_utils import Conv1D
-
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         modules = dict(model.named_modules())
         tables = tuple(name for name, module in modules.items() if module in ends)
@@ -59,7 +57,7 @@ class Outline:
             {
                 name: sum(module.weight.shape)
                 for name, module in modules.items()
-                if isinstance(module, (nn.Linear, Conv1D)) and name not in tables
+                if is_linear(module) and name not in tables
             },
             tables,
             bool(model.all_tied_weights_keys),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from distill_rl.models.families import decoder_layers
+from distill_rl.models.families import decoder_layers, is_linear
 from distill_rl.models.lora.adapters import names_in_files
 from distill_rl.models.quantization.weight import Format, QuantizedWeight, group_of, quantize_layer
 
@@ -93,7 +93,7 @@ def _quantizable(model: PreTrainedModel) -> Iterator[Taken]:
         for module in layer.modules():
             # Transformers' experts with a choice of implementations, one of which takes them one by one.
             experts = hasattr(module, "is_transposed")
-            if not experts and type(module) not in (nn.Linear, Conv1D):
+            if not experts and not is_linear(module):
                 continue
             for attribute, parameter in module.named_parameters(recurse=False):
                 if id(parameter) not in frozen or parameter.ndim != (3 if experts else 2):

@@ -131,6 +131,12 @@ def test_rows_that_four_bits_do_not_suit_stay_as_they_are(tmp_path: Path, world:
     assert quantized == [f"model.layers.{i}.mlp.down_proj.weight" for i in range(model.config.num_hidden_layers)]
 
 
+def test_a_model_without_a_weight_that_four_bits_suit_is_refused(tmp_path: Path, world: World) -> None:
+    path = write_model(tmp_path, "olmo2", hidden_size=24, intermediate_size=40)
+    with pytest.raises(ConfigError, match=r"teachers\[\].quantization: no weight of this olmo2 can be held in int4"):
+        load_model(path, world, role="teacher", dtype="fp32", quantization="int4")
+
+
 @torch.no_grad()
 def test_a_stored_checkpoint_has_the_logits_of_transformers(tmp_path: Path, world: World) -> None:
     source = write_model(tmp_path / "whole", "llama", hidden=64)

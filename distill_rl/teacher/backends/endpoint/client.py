@@ -109,6 +109,8 @@ class Server:
     in_flight: int = 0
     failures: int = 0
     """In a row."""
+    failure: str = ""
+    """The last one, in words."""
     down_until: float = 0.0
     """On the clock of `time.monotonic`."""
     verified: bool = False
@@ -231,7 +233,7 @@ class Client:
             while (server := self._best()) is None:
                 now = time.monotonic()
                 if now >= deadline and all(each.failures for each in self.servers):
-                    raise self._no_answer(last or "all servers are down")
+                    raise self._no_answer(last or "; ".join(f"{each.shown}: {each.failure}" for each in self.servers))
                 wakes = [each.down_until for each in self.servers if each.down_until > now]
                 self._free.wait(min([*wakes, now + 1.0]) - now)
             if time.monotonic() >= deadline and last:
@@ -277,7 +279,7 @@ class Client:
         with self._free:
             if not server.failures:
                 log.warning("teacher %s: %s: %s; trying again", self.name, server.shown, failure)
-            server.failures += 1
+            server.failures, server.failure = server.failures + 1, str(failure)
             server.verified = False
             pause = min(_FIRST_PAUSE_S * 2 ** min(server.failures - 1, 16), _LONGEST_PAUSE_S)
             if failure.pause_s is not None:

@@ -89,6 +89,7 @@ def test_section_that_may_be_null_is_made_by_its_parts_and_unmade_by_null(load, 
     lora = load("student.lora.rank=4", "student.lora.targets.0=q_proj", "student.lora.targets.1=v_proj").student.lora
     assert (lora.rank, lora.scale, lora.targets) == (4, 2.0, ["q_proj", "v_proj"])
     assert load("student.lora.rank=4", "student.lora=null").student.lora is None
+    assert load("student.lora.rank=4", "student={lora: null}").student.lora is None
     (tmp_path / "above.yaml").write_text("extends: below.yaml\nstudent: {lora: null}\n")
     (tmp_path / "below.yaml").write_text(TEXT.replace("{model: s}", "{model: s, lora: {rank: 4}}"))
     assert load_config(tmp_path / "below.yaml").student.lora.rank == 4

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from distill_rl.config.facts import ModelFacts
+from distill_rl.config.facts import LoraFacts, ModelFacts
+from distill_rl.config.memory.student import student_memory
 from distill_rl.config.memory.teacher import teacher_memory
 from distill_rl.config.rules.quantization import quantization_problems
 from distill_rl.config.save import decisive
-from distill_rl.config.schema import Config, EvaluateConfig, ParallelConfig, TeacherConfig
+from distill_rl.config.schema import Config, EvaluateConfig, LoraConfig, ParallelConfig, StudentConfig, TeacherConfig
 
 FACTS = ModelFacts("llama", 1_500_000, 256, 512, 4, 8, 4, 1000, False, 3_000_000)
 
@@ -67,3 +68,23 @@ def test_the_estimate_counts_the_bits_of_the_layers_alone() -> None:
     plain = teacher_memory(whole, whole.teachers[0], FACTS, on_gpu=True)
     assert made.scratch == 2 * 256 * 512
     assert replace(made, weights=plain.weights, scratch=0) == plain
+
+
+def test_the_estimate_of_a_student_with_adapters_beside_four_bits() -> None:
+    """Layers take 4 bits on every data-parallel rank; embeddings and output layer are sharded in the compute dtype."""
+    facts = replace(FACTS, lora=LoraFacts(28, 50_000, FACTS.parameters))
+    tables, layers = 2 * 1000 * 256, 1_500_000 - 2 * 1000 * 256
+    for dp in (1, 2):
+        config = Config(student=StudentConfig(lora=LoraConfig(), quantization="int4", parallel=ParallelConfig(dp=dp)))
+        found = student_memory(config, facts, on_gpu=True)
+        assert found.weights == 4 * 50_000 // dp + 2 * tables // dp + int(layers * (0.5 + 3 / 64))
+        assert found.scratch == 2 * 256 * 512
+
+
+def test_autograd_keeps_a_quantised_mixtures_experts() -> None:
+    """Those of all layers, or of the one that is recomputed."""
+    facts = replace(FACTS, lora=LoraFacts(16, 50_000, FACTS.parameters), expert_parameters=800_000, experts_per_token=2)
+    config = Config(student=StudentConfig(lora=LoraConfig(), quantization="int8"))
+    assert student_memory(config, facts, on_gpu=True).scratch == 2 * 256 * 512 + 2 * 800_000
+    config.student.activation_checkpointing = True
+    assert student_memory(config, facts, on_gpu=True).scratch == 2 * 256 * 512 + 2 * 200_000

@@ -13,6 +13,7 @@ from distill_rl.models.hub import read_config
 from distill_rl.models.load import skeleton
 from distill_rl.models.lora.layers import Outline, choose_layers, sizes, survey
 from tests.helpers.models import write_tiny_model
+from tests.helpers.zoo import write_family
 
 LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -54,6 +55,12 @@ def test_default_is_every_linear_layer_but_the_output_layer(folder):
     assert chosen.adapted == tuple(f"model.layers.{i}.{name}" for i in (0, 1) for name in (*LAYER, *MLP))
     assert chosen.whole == ()
     assert set(chosen.patterns) == {name.rpartition(".")[2] for name in (*LAYER, *MLP)}
+
+
+def test_a_router_that_returns_more_than_a_product_is_no_linear_layer(tmp_path: Path):
+    found = choose_layers(outline(write_family(tmp_path, "llama4_text")), LoraConfig())
+    assert found.adapted
+    assert not any(name.endswith("router") for name in found.adapted)
 
 
 def test_targets_are_ends_of_names(folder):
