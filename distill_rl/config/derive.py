@@ -83,9 +83,8 @@ def total_steps(config: Config, num_documents: int | None) -> int | None:
     """Optimizer steps of the run: train.steps or the steps that train.epochs takes, whichever is fewer.
 
     None if train.epochs is set and the number of documents is not known yet, and if neither setting is given; with
-    train.minutes it is the most that the run may take. The
-    epochs' permutations of the data are concatenated before they are cut into batches, so only the last batch of the
-    run can be smaller than the others.
+    train.minutes it is the most that the run may take. The epochs' permutations of the data are concatenated before they
+    are cut into batches, so only the last batch of the run can be smaller than the others.
     """
     steps, epochs = config.train.steps, config.train.epochs
     if epochs is None:

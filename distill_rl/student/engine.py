@@ -139,10 +139,11 @@ class StudentEngine:
             On the first of the ranks that work on the same rows (`World.reports`), `{}` on the others:
             `train/loss`, the weighted sum of its parts: with teachers `train/kl_loss` (weighted over teachers, T²
             included; a mean over chunks where chunks are compared), with several also `train/kl_loss/NAME`;
-            `train/nll_loss`; of a mixture of experts `train/router_balance`. Beside it `train/teacher_mass`, if the
-            first teacher has the student's tokenizer. All are means over this rank's labelled tokens with their number as weight, so that merging over
-            ranks gives the mean of the global batch; KD and mass of teachers that are chosen by row are means over what
-            they are asked for, and `train/taught/NAME` is the share of the labelled tokens that this is;
+            `train/nll_loss`; of a mixture of experts `train/router_balance`; `train/teacher_mass` as well, if the first
+            teacher has the student's tokenizer. All of these are means over this rank's labelled tokens with their number
+            as weight, so that merging over ranks gives the mean of the global batch; KD and mass of teachers that are
+            chosen by row are means over what they are asked for, and `train/taught/NAME` is the share of the labelled
+            tokens that this is;
             `train/tokens`, this rank's labelled tokens; `train/grad_norm`, before clipping; `train/lr`;
             `train/kd_scale`, with teachers under `loss.dynamic_scale`;
             `train/unlabelled`, 1 if nothing in the global batch is trained on, so that the gradient is zero;

@@ -79,11 +79,12 @@ class LossSums:
     ) -> dict[str, Metric]:
         """Returns the means of what was added, by name with `{prefix}/`.
 
-        They are `loss` and `nll_loss`; of a mixture of experts `router_balance`; with teachers `kl_loss`, and `teacher_mass` if the first one has the student's
-        tokenizer; with several also `kl_loss/NAME` of those that the run has not lost; with agreement also
-        `top1_agreement` and `acceptance` where they have a meaning, with several teachers one each, `/NAME`. In
-        addition, `tokens` is `num_labels`. If teachers are chosen by row, KD and mass are means over what they are asked
-        for, and `taught/NAME` is the share of the labelled tokens that each is asked for. Waits for the device, once.
+        They are `loss` and `nll_loss`; of a mixture of experts `router_balance`; with teachers `kl_loss`, and
+        `teacher_mass` if the first one has the student's tokenizer; with several also `kl_loss/NAME` of those that the run
+        has not lost; with agreement also `top1_agreement` and `acceptance` where they have a meaning, with several teachers
+        one each, `/NAME`. In addition, `tokens` is `num_labels`. If teachers are chosen by row, KD and mass are means over
+        what they are asked for, and `taught/NAME` is the share of the labelled tokens that each is asked for. Waits for the
+        device, once.
 
         Args:
             blend: of the step whose micro-batches were added.
