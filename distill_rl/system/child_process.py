@@ -12,6 +12,8 @@ from distill_rl.errors import WorkerError
 
 Result = TypeVar("Result")
 
+_KILLED = "Linux ends a process in this way when memory runs out: use less of it"
+
 
 def call_in_child(what: str, function: Callable[..., Result], *arguments: Any, deadline_s: float) -> Result:
     """Calls a function in a new Python process, which has ended when this returns or raises.
@@ -34,13 +36,14 @@ def call_in_child(what: str, function: Callable[..., Result], *arguments: Any, d
             with sender:  # closed here once the child has its own, so that the child's death ends the wait
                 process.start()
             if not receiver.poll(deadline_s):
-                rule = f"the process that examines it must answer within {deadline_s:g} s"
+                rule = f"its process must answer within {deadline_s:g} s"
                 raise WorkerError(what, rule, "no answer", "try again when the machine and its disks are less busy")
             result, error = receiver.recv()
         except EOFError:
             process.join()
             found = f"exit code {process.exitcode} without an answer"
-            raise WorkerError(what, "the process that examines it must end well", found) from None
+            remedy = _KILLED if process.exitcode == -signal.SIGKILL else ""
+            raise WorkerError(what, "its process must end well", found, remedy) from None
         finally:
             if process.pid is not None:
                 process.kill()

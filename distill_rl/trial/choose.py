@@ -29,8 +29,10 @@ LR_OF_A_BILLION, LR_POWER, LR_RANGE = 5e-5, 0.4, (1e-5, 3e-3)
 """Rate for a billion parameters, the power of their number by which it falls, and its limits."""
 CE_WEIGHT = 0.5
 FEWEST_DOCUMENTS = 16
-HELD_OUT_SHARE = 0.1
-"""Most of the documents that may be held out."""
+HELD_OUT_SHARE, LARGEST_SHARE = 0.1, 0.25
+"""Most of the documents that may be held out, and most of them where they are few."""
+FEWEST_HELD_OUT = 8
+"""Documents with which two students can be compared: fewer say little about any other text."""
 MEASURE_SHARE = 0.1
 """Part of the time of a training that measuring the larger model once may take."""
 MEASURED_TOKENS = (2048, 50_000)
@@ -161,13 +163,29 @@ def learning_rate(parameters: int, *, adapters: bool = False) -> float:
 
 
 def held_out(known: Known) -> int:
-    """Number of documents that are held out: as many as the larger model can read in a tenth of `minutes`."""
+    """Number of documents that are held out: as many as the larger model can read in a tenth of `minutes`.
+
+    At most a tenth of the text; but at least FEWEST_HELD_OUT, or a quarter of a text that is shorter than four times that.
+    """
+    count = min(_readable_tokens(known) / max(known.tokens_per_document, 1.0), HELD_OUT_SHARE * known.documents)
+    fewest = min(FEWEST_HELD_OUT, math.floor(LARGEST_SHARE * known.documents))
+    return max(round(count), fewest, 1)
+
+
+def longest_measured(known: Known) -> int | None:
+    """Most tokens of a held-out document that are measured, so that long documents take no longer; None: all of them."""
+    count, tokens = held_out(known), _readable_tokens(known)
+    if round(tokens / max(known.tokens_per_document, 1.0)) >= count:
+        return None
+    return math.floor(tokens / count)
+
+
+def _readable_tokens(known: Known) -> float:
+    """Tokens that the larger model can read in a tenth of `minutes`, within MEASURED_TOKENS."""
     flops = known.gpus * FLOPS_PER_GPU if known.on_gpu else known.cores * FLOPS_PER_CORE
     largest = max(known.student_parameters, known.teacher_parameters, 1)
-    tokens = MEASURE_SHARE * 60 * known.minutes * flops / (2 * largest)
     low, high = MEASURED_TOKENS
-    count = min(max(tokens, low), high) / max(known.tokens_per_document, 1.0)
-    return round(min(max(count, 1), max(HELD_OUT_SHARE * known.documents, 1)))
+    return min(max(MEASURE_SHARE * 60 * known.minutes * flops / (2 * largest), low), high)
 
 
 def choose(known: Known, fit: Fit) -> Settings:

@@ -10,6 +10,7 @@ import numpy as np
 
 from distill_rl.observe.log import printable
 from distill_rl.observe.terminal import open_console
+from distill_rl.trial.choose import FEWEST_HELD_OUT
 from distill_rl.trial.measure import Measured, Prompt
 
 BEFORE, TAUGHT, CONTROL, TEACHER = "student_before", "with_teacher", "without_teacher", "teacher"
@@ -33,9 +34,19 @@ class Difference:
     low: float
     high: float
     """95 % interval, over documents."""
+    documents: int
+    """Held out."""
+
+    @property
+    def interval(self) -> list[float] | None:
+        """None for too few documents, among which an interval is narrow by chance."""
+        return [self.low, self.high] if self.documents >= FEWEST_HELD_OUT else None
 
     @property
     def verdict(self) -> str:
+        if self.interval is None:
+            held = f"{self.documents} document{'' if self.documents == 1 else 's'} held out, at least {FEWEST_HELD_OUT} needed"
+            return f"Too little text to tell whether the teacher helped: {held}; give more documents."
         interval = f"(95 % interval {self.low:+.3f} to {self.high:+.3f})"
         if self.low > 0:
             return f"The teacher helped: {self.saved:.3f} bits per byte fewer than the same time without it {interval}."
@@ -54,7 +65,7 @@ def difference(taught: Measured, control: Measured, seed: int = 0) -> Difference
     drawn = np.random.default_rng(seed).integers(pairs.shape[1], size=(_RESAMPLES, pairs.shape[1]))
     with_it, without, size = pairs[:, drawn].sum(axis=2)
     low, high = np.quantile((without - with_it) / size, (0.025, 0.975))
-    return Difference(control.bits_per_byte - taught.bits_per_byte, float(low), float(high))
+    return Difference(control.bits_per_byte - taught.bits_per_byte, float(low), float(high), len(taught.bits))
 
 
 def print_result(

@@ -191,7 +191,7 @@ def _result(
         "seed": request.seed,
         "method": pair.method,
         "bits_per_byte": {name: models[name].bits_per_byte for name in compare.ROWS},
-        "saved_by_teacher": {"bits_per_byte": outcome.saved, "interval": [outcome.low, outcome.high]},
+        "saved_by_teacher": {"bits_per_byte": outcome.saved, "interval": outcome.interval},
         "verdict": outcome.verdict,
         "held_out": {"documents": len(some.bits), "bytes": sum(some.num_bytes)},
         "trainings": dict(trainings),

@@ -65,11 +65,28 @@ def test_settings_by_models_text_and_machine(known, expected):
             205,
         ),  # the fewest tokens: the teacher is slow here
         (CARD, 278),  # the most tokens
-        (BOOK, 1),
+        (BOOK, 5),  # a quarter of a short text
+        (replace(BOOK, documents=32), 8),  # the fewest that can be compared
+        (replace(BOOK, documents=4000), 8),
+        (replace(BOOK, documents=3), 1),
     ],
 )
 def test_what_is_held_out_can_be_measured_in_time(known, documents):
     assert choose.held_out(known) == documents
+
+
+@pytest.mark.parametrize(
+    ("known", "tokens"),
+    [
+        (CARD, None),
+        (QUICKSTART, None),
+        (replace(LAPTOP, tokens_per_document=2000.0), 256),
+        (BOOK, 409),  # 2048 of five documents
+        (replace(BOOK, gpus=1, documents=100), 6250),
+    ],
+)
+def test_only_the_beginning_of_long_documents_is_measured(known, tokens):
+    assert choose.longest_measured(known) == tokens
 
 
 def test_smaller_trainings_come_last_and_divide_the_batch():

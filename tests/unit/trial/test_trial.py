@@ -15,9 +15,9 @@ CHAT = [
 ]
 
 
-def measured(per_byte: float, seed: int = 0) -> Measured:
-    noise = np.random.default_rng(seed).normal(0.0, 0.05, 60)
-    sizes = range(40, 100)
+def measured(per_byte: float, seed: int = 0, documents: int = 60) -> Measured:
+    noise = np.random.default_rng(seed).normal(0.0, 0.05, documents)
+    sizes = range(40, 40 + documents)
     return Measured(tuple((per_byte + x) * size for x, size in zip(noise, sizes)), tuple(sizes))
 
 
@@ -29,6 +29,16 @@ def test_verdict_follows_the_interval(taught, control, words):
     outcome = compare.difference(measured(taught, 1), measured(control, 1 if "0.500" in words else 2))
     assert words in outcome.verdict
     assert outcome.low <= outcome.saved <= outcome.high
+
+
+@pytest.mark.parametrize("documents", [1, 2, 7, 8])
+def test_few_documents_say_nothing_of_the_teacher(documents):
+    """Of one document all resamples are the same, so that its interval has no width."""
+    outcome = compare.difference(measured(1.0, documents=documents), measured(1.5, documents=documents))
+    enough = documents == 8
+    assert ("helped: 0.500" in outcome.verdict) == enough
+    assert outcome.verdict.startswith("Too little text to tell") != enough
+    assert (outcome.interval is None) != enough
 
 
 def test_table_shows_all_models(capsys):
