@@ -58,6 +58,16 @@ def encode(tokenizer: Any, document: Mapping[str, Any], data: DataConfig) -> Enc
     return Encoded(ids, counted, len(text[unpredicted:].encode("utf-8", "surrogatepass")))
 
 
+def beginning(tokenizer: Any, document: Mapping[str, Any], longest: int | None) -> Mapping[str, Any]:
+    """A document with at most `longest` tokens of its text; a chat, or without a limit any document, as it is."""
+    if longest is None or "text" not in document:
+        return document
+    text = document["text"]
+    read = tokenizer(text, return_offsets_mapping=True, return_attention_mask=False, verbose=False)
+    ends = [end for _, end in read["offset_mapping"]]
+    return document if len(ends) <= longest else {**document, "text": text[: max(ends[:longest])]}
+
+
 def _encode_chat(tokenizer: Any, document: Mapping[str, Any], data: DataConfig) -> Encoded:
     tokenization = Tokenization(
         tokenizer,
@@ -102,7 +112,7 @@ def windows(documents: Sequence[Encoded], length: int) -> Iterator[_Window]:
                 yield _Window(i, document.ids[start:stop], document.ids[start + 1 : stop + 1], counted)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def bits(model: Any, documents: Sequence[Encoded], length: int) -> np.ndarray:
     """fp64 [documents]: the sum over the counted tokens of each document of −log2 of their probability.
 

@@ -173,9 +173,9 @@ def held_out(known: Known) -> int:
 
 
 def longest_measured(known: Known) -> int | None:
-    """Most tokens of a held-out document that are measured, so that long documents take no longer; None: all of them."""
+    """Most tokens of a held-out text that are measured, so that long texts take no longer; None: all. Chats are not cut."""
     count, tokens = held_out(known), _readable_tokens(known)
-    if round(tokens / max(known.tokens_per_document, 1.0)) >= count:
+    if known.chats or round(tokens / max(known.tokens_per_document, 1.0)) >= count:
         return None
     return math.floor(tokens / count)
 

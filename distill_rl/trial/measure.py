@@ -3,15 +3,22 @@ that nothing of it is left when training begins."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+import gc
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distill_rl.align.chat_form import text_of
-from distill_rl.config.schema import Config
+from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.errors import DataError, GpuMemoryError, WorkerError, first_line
 from distill_rl.evals.suites.base import Item
+from distill_rl.system.gpu_memory import amounts, is_out_of_memory
+
+if TYPE_CHECKING:
+    from distill_rl.trial.bits import Encoded
 
 SAMPLES = 3
 NEW_TOKENS = 48
@@ -26,7 +33,20 @@ class Subject:
 
     name: str
     folder: Path
-    samples: bool = True
+    teacher: bool = False
+    """Loaded as the training's teacher is, with its quantization; it continues no prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How models read the held-out text."""
+
+    length: int
+    """Most tokens that they read at once."""
+    longest: int | None
+    """Most tokens of a text that count; None: all."""
+    same: bool
+    """Whether the teacher reads the student's tokens, as in the training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,51 +80,142 @@ class Findings:
     models: Mapping[str, Measured]
 
 
-def measure(config: Config, subjects: Sequence[Subject], length: int, parent: int) -> Findings:
+def measure(config: Config, subjects: Sequence[Subject], reading: Reading, parent: int) -> Findings:
     """Measures models, one after another.
 
     Args:
         config: of the training; its data and seed say what is held out.
-        length: most tokens that a model reads at once.
         parent: process that waits for this one, which ends with it.
 
     Raises:
-        DistillError: a model or the text cannot be read.
+        DistillError: a model or the text cannot be read, or memory is too small.
     """
-    from distill_rl.evals.backends.base import Settings
-    from distill_rl.evals.backends.hf import HfBackend
     from distill_rl.system.parent import end_with
-    from distill_rl.trial import bits
 
     end_with(parent)
-    documents = held_out(config)
+    return find(config, subjects, reading)
+
+
+def find(config: Config, subjects: Sequence[Subject], reading: Reading) -> Findings:
+    """As `measure`, in this process."""
+    from distill_rl.models.hub import tokenizer_of
+    from distill_rl.trial import bits
+
+    documents, encoded = readable(held_out(config), tokenizer_of(config.student), config, reading.longest)
     prompts = make_prompts(documents)
     found: dict[str, Measured] = {}
     for subject in subjects:
-        with closing(HfBackend(subject.folder, Settings(batch_size=8))) as backend:
-            encoded = [bits.encode(backend.encoder.tokenizer, document, config.data) for document in documents]
-            texts = [""] * len(prompts)
-            if subject.samples:
-                items = [prompt.item for prompt in prompts]
-                for i, output in backend.generate(items, max_new_tokens=NEW_TOKENS):
-                    texts[i] = output.text
-            found[subject.name] = Measured(
-                tuple(bits.bits(backend.model, encoded, length).tolist()),
-                tuple(document.num_bytes for document in encoded),
-                tuple(texts) if subject.samples else (),
-            )
+        with _memory_in_one_line(subject):
+            if not subject.teacher:
+                found[subject.name] = _student(subject.folder, encoded, prompts, reading.length)
+                continue
+            teacher = replace(config.teachers[0], model=os.fspath(subject.folder), revision=None)
+            read = encoded
+            if not reading.same:
+                tokenizer = tokenizer_of(config.teachers[0])
+                read = [bits.encode(tokenizer, document, config.data) for document in documents]
+            found[subject.name] = _teacher(teacher, read, reading.length)
     return Findings(prompts, found)
 
 
+def _student(folder: Path, encoded: Sequence[Encoded], prompts: Sequence[Prompt], length: int) -> Measured:
+    """Measures a student with whole weights, as others will use it."""
+    from distill_rl.evals.backends.base import Settings
+    from distill_rl.evals.backends.hf import HfBackend
+    from distill_rl.trial import bits
+
+    texts = [""] * len(prompts)
+    with closing(HfBackend(folder, Settings(batch_size=8))) as backend:
+        for i, output in backend.generate([prompt.item for prompt in prompts], max_new_tokens=NEW_TOKENS):
+            texts[i] = output.text
+        return _measured(bits.bits(backend.model, encoded, length), encoded, texts)
+
+
+def _teacher(teacher: TeacherConfig, encoded: Sequence[Encoded], length: int) -> Measured:
+    """Measures a teacher as the training loads it: whole weights may be more than fits."""
+    import torch
+
+    from distill_rl.models.determinism import start_vector_math
+    from distill_rl.models.load import load_model
+    from distill_rl.parallel.mesh import close_world, open_world
+    from distill_rl.trial import bits
+
+    start_vector_math()
+    world = open_world(rank=0, dp=1, tp=1, device="cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return _measured(bits.bits(load_model(teacher, world, packing=False), encoded, length), encoded)
+    finally:
+        close_world(world)
+        gc.collect()
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measured(found: Any, encoded: Sequence[Encoded], texts: Sequence[str] = ()) -> Measured:
+    return Measured(tuple(found.tolist()), tuple(document.num_bytes for document in encoded), tuple(texts))
+
+
+@contextmanager
+def _memory_in_one_line(subject: Subject) -> Iterator[None]:
+    """Raises a DistillError in place of those of PyTorch that mean that memory has run out, which have many lines."""
+    what = f"measuring {subject.name.replace('_', ' ')}"
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        remedy = "take a smaller model, or a machine with more memory"
+        if is_out_of_memory(error):
+            raise GpuMemoryError(what, "needs more GPU memory", amounts(error), remedy) from None
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            raise WorkerError(what, "needs more memory", first_line(error), remedy) from None
+        raise
+
+
 def held_out(config: Config) -> list[Mapping[str, Any]]:
-    """The documents that a run of this configuration validates on, at most `data.validation.max_documents`."""
-    from distill_rl.data.loader import empty
+    """The documents that a run of this configuration validates on, at most `data.validation.max_documents`.
+
+    Raises:
+        DataError: a row that cannot be read, unless bad rows are skipped.
+    """
+    from distill_rl.data.loader import empty, validation_batches
     from distill_rl.data.reading.sources import open_source, split_validation
 
-    _, validation = split_validation(open_source(config.data), config.data, config.run.seed)
+    data = config.data
+    _, validation = split_validation(open_source(data), data, config.run.seed)
     assert validation is not None
-    count = min(len(validation), config.data.validation.max_documents)
-    return [document for document in map(validation.__getitem__, range(count)) if not empty(document)]
+    skip, most = data.bad_rows == "skip", data.validation.max_documents
+    batches = validation_batches(validation, most, most, skip_bad_rows=skip)
+    return [document for batch in batches for document in batch.documents if not empty(document)]
+
+
+def readable(
+    documents: Sequence[Mapping[str, Any]], tokenizer: Any, config: Config, longest: int | None
+) -> tuple[list[Mapping[str, Any]], list[Encoded]]:
+    """The documents in which the student predicts something, and how it reads them; all models are measured on these.
+
+    Args:
+        longest: most tokens of a text, of which the rest is left out; None: not limited.
+
+    Raises:
+        DataError: there are none; or one that cannot be encoded, unless bad rows are skipped.
+    """
+    from distill_rl.trial import bits
+
+    kept, encoded = [], []
+    for document in documents:
+        try:
+            beginning = bits.beginning(tokenizer, document, longest)
+            read = bits.encode(tokenizer, beginning, config.data)
+        except DataError:
+            if config.data.bad_rows == "skip":
+                continue
+            raise
+        if read.num_bytes and read.counted.any():
+            kept.append(beginning)
+            encoded.append(read)
+    if not kept:
+        rule = "some document that is held out must have a token that is predicted and trained on"
+        raise DataError("TEXT", rule, f"none in {len(documents)}", "give more text, or longer documents")
+    return kept, encoded
 
 
 def make_prompts(documents: Sequence[Mapping[str, Any]]) -> tuple[Prompt, ...]:

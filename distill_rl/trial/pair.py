@@ -25,6 +25,7 @@ from distill_rl.system.install import install_extra
 from distill_rl.transport.room import total_bytes
 from distill_rl.trial import choose, files
 from distill_rl.trial.choose import Fit, Known, Settings
+from distill_rl.trial.measure import Reading
 
 RESERVED = {
     "student.model": "STUDENT",
@@ -89,9 +90,10 @@ class Pair:
     """What the user chose."""
 
     @property
-    def measured_length(self) -> int:
-        """Most tokens that a model reads at once where it is measured; the same for all models."""
-        return min(self.known.positions or MEASURED_LENGTH, MEASURED_LENGTH)
+    def reading(self) -> Reading:
+        """How the models read the held-out text."""
+        length = min(self.known.positions or MEASURED_LENGTH, MEASURED_LENGTH)
+        return Reading(length, choose.longest_measured(self.known), same=self.method == TOKENS)
 
     @property
     def reasons(self) -> list[str]:

@@ -87,7 +87,7 @@ def try_pair(options: Options) -> int:
             pair = examine(request)
         _introduce(request, pair)
         found = _measured(pair, "teacher, student", [
-            Subject(compare.TEACHER, pair.teacher, samples=False), Subject(compare.BEFORE, pair.student),
+            Subject(compare.TEACHER, pair.teacher, teacher=True), Subject(compare.BEFORE, pair.student),
         ])  # fmt: skip
         before = found.models[compare.BEFORE].bits_per_byte
         say(f"measured  teacher {found.models[compare.TEACHER].bits_per_byte:.3f}, student {before:.3f} bits per byte")
@@ -110,9 +110,11 @@ def _introduce(request: Request, pair: Pair) -> None:
     known = pair.known
     (student, teacher), held = pair.models, pair.config.data.validation.max_documents
     kind = "chats" if known.chats else "documents"
+    longest = pair.reading.longest
+    cut = "" if longest is None else f"; of each the first {longest:,} tokens are measured"
     say(f"student   {request.student}: {student.family}, {count(student.parameters)} parameters")
     say(f"teacher   {request.teacher}: {teacher.family}, {count(teacher.parameters)} parameters")
-    say(f"text      {request.text}: {known.documents:,} {kind}, of which about {held:,} are held out")
+    say(f"text      {request.text}: {known.documents:,} {kind}, of which about {held:,} are held out{cut}")
     for line in (*pair.reasons, *(f"note      {note}" for note in pair.notes)):
         say(line)
     total, epochs = 2 * request.minutes + OVERHEAD_S / 60, pair.config.train.epochs
@@ -128,7 +130,7 @@ def _measured(pair: Pair, what: str, subjects: Sequence[Subject]) -> Findings:
     say(f"measure   {what}: bits per byte of the held-out text, continuations")
     least, times = MEASURING_TIMES_S
     deadline_s = least + times * 60 * pair.known.minutes
-    arguments = pair.config, subjects, pair.measured_length, os.getpid()
+    arguments = pair.config, subjects, pair.reading, os.getpid()
     return call_in_child("the measurement", measure, *arguments, deadline_s=deadline_s)
 
 

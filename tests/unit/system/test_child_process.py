@@ -53,5 +53,7 @@ def test_a_process_without_answer_is_killed_at_the_deadline():
 
 
 def test_death_is_reported_before_the_deadline():
-    with pytest.raises(WorkerError, match=r"^student.model: .* got exit code -9 without an answer; .*memory runs out: .*$"):
+    with pytest.raises(
+        WorkerError, match=r"^student.model: .* got exit code -9 without an answer; .*memory runs out: .*$"
+    ):
         call_in_child("student.model", _die, int(signal.SIGKILL), deadline_s=600)
