@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from omegaconf import OmegaConf
 
 from distill_rl.config.save import escaped
 from distill_rl.config.schema import Config, TeacherConfig
-from distill_rl.errors import problem
+from distill_rl.errors import ConfigError, problem
 from distill_rl.observe.log import printable
 from distill_rl.system.files import write_atomic
 from distill_rl.system.redact import redact
@@ -22,6 +25,8 @@ from distill_rl.types import RunPaths
 WITH, WITHOUT = "with-teacher", "without-teacher"
 """Names of the two run directories."""
 CONFIGURATION, RESULT, REPORT = "try.yaml", "result.json", "report.html"
+_LOCK = ".lock"
+_ATTEMPTS = 10
 _NAME = re.compile(r"[^\w.-]+")
 
 
@@ -46,9 +51,10 @@ def out_problems(root: Path, *, clean: bool) -> Iterator[str]:
     Args:
         clean: whether an earlier trial in it will be deleted.
     """
-    if root.exists() and not root.is_dir():
-        yield problem(f"{root}", "the folder of a trial must be a folder", "a file", "choose another --out")
-    elif root.is_dir() and any(root.iterdir()):
+    if os.path.lexists(root) and not root.is_dir():
+        found = "a file" if root.exists() else "a link to nothing"
+        yield problem(f"{root}", "the folder of a trial must be a folder", found, "choose another --out")
+    elif root.is_dir() and _entries(root):
         is_trial = (root / CONFIGURATION).is_file()
         if clean and not is_trial:
             rule = f"holds files and no earlier trial (no {CONFIGURATION})"
@@ -58,11 +64,74 @@ def out_problems(root: Path, *, clean: bool) -> Iterator[str]:
             yield problem(f"{root}", "the folder is in use", remedy=remedy)
 
 
-def begin(paths: TrialPaths) -> None:
-    """Makes the folder of a trial, without what an earlier one left."""
-    if paths.root.is_dir():
-        shutil.rmtree(paths.root)
-    paths.root.mkdir(parents=True)
+@contextmanager
+def claimed(root: Path, *, clean: bool) -> Iterator[None]:
+    """Keeps the folder of a trial from other trials until the block ends; it is made if needed.
+
+    The lock is removed at the end, and so is what was made, if nothing came into it. A folder that has problems
+    (`out_problems`) is left alone: it will be refused with all others.
+
+    Raises:
+        ConfigError: another trial uses the folder, or it cannot be made or written.
+    """
+    if any(out_problems(root, clean=clean)):
+        yield
+        return
+    new = [folder for folder in (root, *root.parents) if not folder.exists()]
+    try:
+        lock = _locked(root)
+    except BlockingIOError:
+        remedy = "wait for it, or choose another --out"
+        raise ConfigError(f"{root}", "the folder is in use", "another `distill-rl try`", remedy) from None
+    except OSError as error:
+        rule = "the folder of a trial must be one that can be made and written"
+        raise ConfigError(f"{root}", rule, error.strerror, "choose another --out") from None
+    try:
+        yield
+    finally:
+        with lock, suppress(OSError):
+            (root / _LOCK).unlink()
+            for folder in new:
+                folder.rmdir()
+
+
+def _locked(root: Path) -> IO[str]:
+    """The lock file of a folder, made if needed, open and locked.
+
+    Raises:
+        BlockingIOError: another process has it.
+        OSError: it cannot be made.
+    """
+    for _ in range(_ATTEMPTS):
+        root.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # its last holder removed the folder
+            lock = (root / _LOCK).open("a")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(lock.fileno()), (root / _LOCK).stat()):
+                    return lock
+            except BaseException:
+                lock.close()
+                raise
+            lock.close()  # its last holder removed it, and others would lock a new one
+    raise BlockingIOError
+
+
+def begin(paths: TrialPaths, *, clean: bool) -> None:
+    """Empties the folder of a trial, which is `claimed`.
+
+    Raises:
+        ConfigError: something has come into it that may not be deleted.
+    """
+    if problems := [*out_problems(paths.root, clean=clean)]:
+        raise ConfigError.many(problems)
+    for entry in _entries(paths.root):
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+def _entries(root: Path) -> list[Path]:
+    """What is in the folder of a trial, but for the lock."""
+    return [entry for entry in root.iterdir() if entry.name != _LOCK]
 
 
 def write_configuration(path: Path, config: Config, comments: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from distill_rl import __version__
 from distill_rl.config.load import load_config
+from distill_rl.config.schema import Config
 from distill_rl.evals.results.compare import of_run
 from distill_rl.observe.log import say, status
 from distill_rl.observe.report.report import write_report
@@ -61,11 +62,12 @@ class Options:
 def try_pair(options: Options) -> int:
     """Tries a student and a teacher on a text, and prints and writes what came of it; returns the exit code.
 
-    0 at the end, whatever the comparison says; that of a training that failed or was stopped. Nothing is written before
-    the first training begins, and everything into `out`.
+    0 at the end, whatever the comparison says; that of a training that failed or was stopped. Everything is written into
+    `out`, and nothing but a lock before the first training begins.
 
     Raises:
-        ConfigError: why the pair cannot be tried, all problems at once.
+        ConfigError: why the pair cannot be tried, all problems at once; or another trial uses the folder.
+        GpuMemoryError: a model is too large to be measured.
         WorkerError: a process that measures models died or took too long.
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGUSR1, while no training was running.
     """
@@ -82,7 +84,7 @@ def try_pair(options: Options) -> int:
         options.overrides,
     )
     paths = TrialPaths(out)
-    with _stopped_by_signals():
+    with _stopped_by_signals(), files.claimed(out, clean=options.clean):
         with status("checking  models and text"):
             pair = examine(request)
         _introduce(request, pair)
@@ -91,7 +93,7 @@ def try_pair(options: Options) -> int:
         ])  # fmt: skip
         before = found.models[compare.BEFORE].bits_per_byte
         say(f"measured  teacher {found.models[compare.TEACHER].bits_per_byte:.3f}, student {before:.3f} bits per byte")
-        files.begin(paths)
+        files.begin(paths, clean=options.clean)
         files.write_configuration(paths.configuration, pair.config, _comments(request, pair))
         for code in _train(paths):
             if code:
@@ -163,13 +165,21 @@ def _conclude(request: Request, pair: Pair, paths: TrialPaths, found: Findings, 
     for name, path in (("student", paths.taught.export), ("report", paths.report), ("result", paths.result)):
         say(f"{name:<9} {path}")
     say(f"settings  {paths.configuration}: repeats the training with the teacher, bit for bit")
-    longer = [
-        "run.name=longer",
-        f"train.steps={TIMES_LONGER * trainings[compare.TAUGHT]['steps']}",
-        "train.epochs=null",
-    ]
+    longer = longer_training(pair.config, trainings[compare.TAUGHT]["steps"])
     say(f"go on     {shlex.join(['distill-rl', 'train', '-c', os.fspath(paths.configuration), *longer])}")
     say(f"time      {seconds:.0f} s in all")
+
+
+def longer_training(config: Config, steps: int) -> list[str]:
+    """The overrides with which a written configuration trains longer.
+
+    Args:
+        config: of the trial, before the training settled its schedule.
+        steps: of the training.
+    """
+    overrides = ["run.name=longer", f"train.steps={TIMES_LONGER * steps}", "train.epochs=null"]
+    # A training that ended within its warm-up has written an end into the schedule, after which the rate is 0.
+    return overrides + (["schedule.steps=null"] if config.schedule.steps is None else [])
 
 
 def _result(
@@ -213,6 +223,10 @@ def _result(
 def _comments(request: Request, pair: Pair) -> list[str]:
     """The comment above the settings."""
     command = ["distill-rl", "try", request.student, request.teacher, request.text, "--minutes", f"{request.minutes:g}"]
+    if request.seed:
+        command += ["--seed", str(request.seed)]
+    if request.out != files.default_out(request.student, request.teacher):
+        command += ["--out", os.fspath(request.out)]
     return [f"Chosen by `{shlex.join([*command, *request.overrides])}`:", "", *pair.reasons]
 
 

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from distill_rl.config.load import load_config, read_config
-from distill_rl.trial import compare, files
+from distill_rl.errors import ConfigError
+from distill_rl.run.pace import settled
+from distill_rl.trial import compare, files, run
 from distill_rl.trial.measure import Measured, make_prompts
-from distill_rl.trial.pair import count, in_words
+from distill_rl.trial.pair import Request, count, in_words
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -86,6 +91,80 @@ def test_a_folder_is_not_overwritten_and_only_a_trial_is_deleted(tmp_path):
     assert [*files.out_problems(root, clean=True)] == []
     (line,) = files.out_problems(root / "mine.txt", clean=True)
     assert "must be a folder" in line
+
+
+def test_only_one_trial_at_a_time_uses_a_folder(tmp_path):
+    root = tmp_path / "runs" / "out"
+    with files.claimed(root, clean=False):
+        rule = r"out: the folder is in use; got another `distill-rl try`; wait for it"
+        with pytest.raises(ConfigError, match=rule), files.claimed(root, clean=False):
+            pass
+        with files.claimed(root.with_name("other"), clean=False):
+            files.begin(files.TrialPaths(root), clean=False)
+            (root / files.CONFIGURATION).touch()
+    assert [*root.iterdir()] == [root / files.CONFIGURATION]
+    assert [*root.parent.iterdir()] == [root]
+
+
+def test_a_trial_that_is_refused_leaves_no_folder(tmp_path):
+    with pytest.raises(KeyError), files.claimed(tmp_path / "runs" / "out", clean=False):
+        raise KeyError
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_came_into_the_folder_meanwhile_is_not_deleted(tmp_path):
+    root = tmp_path / "out"
+    with files.claimed(root, clean=False):
+        (root / files.CONFIGURATION).touch()
+        with pytest.raises(ConfigError, match="the folder is in use"):
+            files.begin(files.TrialPaths(root), clean=False)
+        files.begin(files.TrialPaths(root), clean=True)
+        assert files._entries(root) == []
+
+
+def test_the_folder_itself_stays(tmp_path, monkeypatch):
+    """The working directory, or a link to a folder."""
+    (tmp_path / "target" / "with-teacher").mkdir(parents=True)
+    (tmp_path / "target" / files.CONFIGURATION).touch()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    monkeypatch.chdir(tmp_path / "target")
+    for root in (tmp_path / "link", tmp_path / "link", Path()):
+        with files.claimed(root, clean=True):
+            files.begin(files.TrialPaths(root), clean=True)
+        assert [*root.iterdir()] == []
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    rule = r"must be one that can be made and written; got Not a directory"
+    with pytest.raises(ConfigError, match=rule), files.claimed(tmp_path / "file" / "out", clean=False):
+        pass
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (line,) = files.out_problems(tmp_path / "link", clean=False)
+    assert "got a link to nothing; choose another --out" in line
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_longer_training_has_no_end_of_the_short_one(own):
+    """One of three steps, which ended within its warm-up, would go on at a rate of 0."""
+    source = {"student.model": "s", "teachers": [{"model": "t"}], "data.path": "d", "schedule.warmup_steps": 5}
+    config, _ = read_config(source | ({"schedule.steps": 5} if own else {}))
+    assert config is not None
+    ended = settled(config, done=3, last=3)
+    assert ended.schedule.steps == 5
+    assert ("schedule.steps=null" in run.longer_training(config, 3)) != own
+    assert "train.steps=30" in run.longer_training(config, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "more"),
+    [({}, ""), ({"seed": 3, "out": Path("my out")}, " --seed 3 --out 'my out'")],
+)
+def test_the_command_is_recorded_with_its_options(given, more):
+    request = Request(**{"student": "a", "teacher": "b", "text": "c", "minutes": 2.0, "seed": 0, "out": Path("runs/try-a-b"),
+                         "overrides": ["x=1"], **given})  # fmt: skip
+    line, *_ = run._comments(request, SimpleNamespace(reasons=[]))
+    assert line == f"Chosen by `distill-rl try a b c --minutes 2{more} x=1`:"
 
 
 @pytest.mark.parametrize(
