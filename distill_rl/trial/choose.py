@@ -38,6 +38,7 @@ MEASURE_SHARE = 0.1
 MEASURED_TOKENS = (2048, 50_000)
 FLOPS_PER_CORE, FLOPS_PER_GPU = 2e10, 5e13
 """What a forward pass gets of a core or a GPU, cautiously."""
+_BITS = {"int8": "in 8 bits", "int4": "in 4 bits", "fp8": "in 8 bits", "as_stored": "as it is stored"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +101,6 @@ class Fit:
         if self.four_bits:
             chosen |= {"teachers.0.quantization": "int4", "student.quantization": "int4"}
         return chosen
-
-    def __str__(self) -> str:
-        rows = "1 row" if self.micro_batch == 1 else f"{self.micro_batch} rows"
-        more = [", activations computed again"] if self.checkpointing else []
-        more += [", teacher and student on GPUs of their own"] if self.apart else []
-        more += [", the teacher in 8 bits"] if self.eight_bits else []
-        more += [", low-rank adapters in place of all weights"] if self.adapters else []
-        more += [", the other weights and the teacher's in 4 bits"] if self.four_bits else []
-        return f"{rows} at a time{''.join(more)}"
 
 
 FITS = (Fit(8), Fit(4), Fit(2), Fit(1), Fit(1, checkpointing=True))
@@ -188,8 +180,12 @@ def _readable_tokens(known: Known) -> float:
     return min(max(MEASURE_SHARE * 60 * known.minutes * flops / (2 * largest), low), high)
 
 
-def choose(known: Known, fit: Fit) -> Settings:
-    """All settings of the training with the teacher, but for models, data, length and folder."""
+def choose(known: Known, fit: Fit, *, adapters: bool | None = None) -> Settings:
+    """All settings of the training with the teacher, but for models, data, length and folder.
+
+    Args:
+        adapters: whether adapters are trained, which the rate depends on; None: as `fit` says.
+    """
     length = row_length(known)
     precision = "bf16" if known.on_gpu else "fp32"
     chosen: Settings = {
@@ -201,7 +197,9 @@ def choose(known: Known, fit: Fit) -> Settings:
         "loss.top_k": min(TOP_K, known.vocabulary),
         "loss.kd_weight": 1.0,
         "loss.ce_weight": CE_WEIGHT,
-        "optimizer.lr": learning_rate(known.student_parameters, adapters=fit.adapters),
+        "optimizer.lr": learning_rate(
+            known.student_parameters, adapters=fit.adapters if adapters is None else adapters
+        ),
         "schedule.warmup_steps": WARMUP_STEPS,
         "train.epochs": float(MOST_EPOCHS),
         "train.global_batch_size": documents_per_step(known, length),
@@ -215,7 +213,7 @@ def choose(known: Known, fit: Fit) -> Settings:
 WITHOUT_TEACHER: Mapping[str, Any] = {"loss.kd_weight": 0.0, "loss.ce_weight": 1.0}
 
 
-def reasons(known: Known, fit: Fit, method: str, config: Config) -> list[str]:
+def reasons(known: Known, method: str, config: Config) -> list[str]:
     """What was chosen and why, a line each.
 
     Args:
@@ -233,12 +231,23 @@ def reasons(known: Known, fit: Fit, method: str, config: Config) -> list[str]:
     documents = f"documents of {known.tokens_per_document:,.0f} tokens on average"
     return [
         f"method    {how}; on {on}{ce}",
-        f"rows      of {config.data.max_length} tokens, for {documents}; {fit}",
+        f"rows      of {config.data.max_length} tokens, for {documents}; {way(config)}",
         f"step      {batch} document{'s' if batch > 1 else ''}: few, for many steps in {known.minutes:g} min",
         f"rate      {config.optimizer.lr:g}: smaller models take larger ones; {config.schedule.warmup_steps} steps of warm-up, "
         f"then a {config.schedule.kind} to the end",
         f"device    {device}: {config.student.dtype}",
     ]
+
+
+def way(config: Config) -> str:
+    """How rows are trained on, with what makes the training smaller."""
+    rows, teacher, student = config.train.micro_batch_size, config.teachers[0].quantization, config.student.quantization
+    more = [", activations computed again"] if config.student.activation_checkpointing else []
+    more += [", teacher and student on GPUs of their own"] if config.ray.placement == "disaggregated" else []
+    more += [f", the teacher {_BITS[teacher]}"] if teacher else []
+    more += [", low-rank adapters in place of all weights"] if config.student.lora is not None else []
+    more += [f", the student's other weights {_BITS[student]}"] if student else []
+    return f"{rows} row{'' if rows == 1 else 's'} at a time{''.join(more)}"
 
 
 def _power_of_two_from(number: float) -> int:

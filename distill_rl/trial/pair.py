@@ -10,6 +10,7 @@ from pathlib import Path
 
 from distill_rl.config.facts import TOKENS, Facts, ModelFacts
 from distill_rl.config.load import read_config
+from distill_rl.config.rules.validate import problems as rules
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, problem
 from distill_rl.models.attention.choice import installed
@@ -19,6 +20,7 @@ from distill_rl.models.hub import resolve
 from distill_rl.observe.log import say
 from distill_rl.preflight import Checked, gather
 from distill_rl.preflight.lora import with_adapters
+from distill_rl.preflight.machine import size_text
 from distill_rl.preflight.memory import compare_memory
 from distill_rl.preflight.opened import Findings
 from distill_rl.system.install import install_extra
@@ -50,6 +52,8 @@ _NAMES = {
 LARGER = 1.5
 """A student with this many times the teacher's parameters is taken for a teacher in the wrong place."""
 MEASURED_LENGTH = 1024
+WHOLE_MARGIN = 1.1
+"""What measuring a model takes, relative to its weights."""
 _NO_ROOM = (
     "take a smaller STUDENT or TEACHER or a machine with more memory, or run the teacher alone first, "
     "with `distill-rl capture`"
@@ -81,7 +85,6 @@ class Pair:
     teacher: Path
     """Folders with weights."""
     known: Known
-    fit: Fit
     method: str
     """`same` for token by token, or the cross-tokenizer loss."""
     models: tuple[ModelFacts, ModelFacts]
@@ -98,7 +101,7 @@ class Pair:
     @property
     def reasons(self) -> list[str]:
         """What was chosen and why, a line each."""
-        lines = choose.reasons(self.known, self.fit, self.method, self.config)
+        lines = choose.reasons(self.known, self.method, self.config)
         return lines + ([f"yours     {' '.join(self.overrides)}"] if self.overrides else [])
 
 
@@ -119,6 +122,9 @@ def examine(request: Request) -> Pair:
         "train.micro_batch_size": 1,
     }
     checked = _gather(replace(request, overrides=[*filter(_is_no_batch, request.overrides)]), first, problems)
+    problems += _text_problems(request, checked.facts)
+    if problems:  # before weights are fetched
+        raise ConfigError.many(problems)
     assert checked.config is not None
     student, teacher = (
         resolve(model.model or "", model.revision, weights=True)
@@ -126,21 +132,22 @@ def examine(request: Request) -> Pair:
     )
     models = _facts(student), _facts(teacher)
     known = _known(request, checked.facts, models, positions)
-    problems += _pair_problems(request, known)
-    if problems:
+    if problems := [*_pair_problems(request, known)]:
         raise ConfigError.many(problems)
     method = checked.facts.teachers[0].cross_tokenizer_loss or TOKENS
     facts = replace(checked.facts, student=models[0], teachers=(replace(checked.facts.teachers[0], model=models[1]),))
     fit = _fit(request, known, facts)
     try:
-        checked = _gather(request, choose.choose(known, fit), [])
+        checked = _gather(request, _chosen(request, known, fit), [])
     except ConfigError:
         if not (known.chats and known.turns_known):
             raise
         known = replace(known, turns_known=False)
-        checked = _gather(request, choose.choose(known, fit), [])
+        checked = _gather(request, _chosen(request, known, fit), [])
     assert checked.config is not None
-    return Pair(checked.config, student, teacher, known, fit, method, models, checked.notes, request.overrides)
+    if problems := [*_whole_problems(request, checked.config, models[0], on_gpu=known.on_gpu)]:
+        raise ConfigError.many(problems)
+    return Pair(checked.config, student, teacher, known, method, models, checked.notes, request.overrides)
 
 
 def settings_of(request: Request, chosen: Settings) -> Settings:
@@ -194,14 +201,26 @@ def _request_problems(request: Request) -> Iterator[str]:
     for text in request.overrides:
         if (name := RESERVED.get(text.partition("=")[0].strip())) is not None:
             yield problem(text, f"is set by {name}", remedy=f"use {name}")
+    yield from _held_out_problems(request)
     yield from files.out_problems(request.out, clean=request.clean)
     if _local(request.student) == _local(request.teacher):
         rule = "must be two models: a model has nothing to learn from itself"
         yield problem("STUDENT and TEACHER", rule, request.student, "give the model to train first, then its teacher")
 
 
+def _held_out_problems(request: Request) -> Iterator[str]:
+    """Yields a problem if the user's settings hold nothing out."""
+    key, ours = "data.validation.fraction", choose.HELD_OUT_SHARE
+    config, invalid = read_config(settings_of(request, {key: ours}), request.overrides)
+    if config is None or key in invalid.keys or config.data.validation.path:
+        return
+    if config.data.validation.fraction <= 0:
+        rule = "must be greater than 0: models are compared on text that is held out"
+        yield problem(key, rule, config.data.validation.fraction, "leave it out")
+
+
 def _pair_problems(request: Request, known: Known) -> Iterator[str]:
-    """Yields what is wrong with the models beside each other, and with the size of the text."""
+    """Yields what is wrong with the models beside each other."""
     sizes = known.student_parameters, known.teacher_parameters
     if sizes[0] > LARGER * sizes[1]:
         rule = f"has {count(sizes[0])} parameters, more than TEACHER with {count(sizes[1])}"
@@ -210,10 +229,30 @@ def _pair_problems(request: Request, known: Known) -> Iterator[str]:
             f"distill-rl try {request.teacher} {request.student} {request.text}; a larger student needs `distill-rl train`"
         )
         yield problem("STUDENT", rule, request.student, remedy)
-    if known.documents < choose.FEWEST_DOCUMENTS:
+
+
+def _text_problems(request: Request, facts: Facts) -> Iterator[str]:
+    """Yields what is wrong with the size of the text."""
+    if facts.num_documents is not None and facts.num_documents < choose.FEWEST_DOCUMENTS:
         rule = f"must have at least {choose.FEWEST_DOCUMENTS} documents, of which some are held out"
         remedy = "give more text; of a .txt file every line is a document"
-        yield problem("TEXT", rule, f"{known.documents} in {request.text}", remedy)
+        yield problem("TEXT", rule, f"{facts.num_documents} in {request.text}", remedy)
+
+
+def _whole_problems(request: Request, config: Config, student: ModelFacts, *, on_gpu: bool) -> Iterator[str]:
+    """Yields a problem if the student can be trained with quantised weights, but its whole weights cannot be measured."""
+    if config.student.quantization is None:
+        return
+    needed, room = (
+        (student.bytes_on_disk, max(gpu_bytes(), default=0)) if on_gpu else (4 * student.parameters, total_bytes())
+    )
+    if room and WHOLE_MARGIN * needed > room:
+        rule = (
+            f"is measured with its whole weights, which need about {size_text(round(WHOLE_MARGIN * needed))} of memory"
+        )
+        yield problem(
+            "STUDENT", rule, f"{request.student} and {size_text(room)}", "take a smaller STUDENT, or more memory"
+        )
 
 
 def _known(request: Request, facts: Facts, models: tuple[ModelFacts, ModelFacts], positions: int | None) -> Known:
@@ -236,21 +275,34 @@ def _known(request: Request, facts: Facts, models: tuple[ModelFacts, ModelFacts]
 
 
 def _fit(request: Request, known: Known, facts: Facts) -> Fit:
-    """The fastest way to train that leaves some of the memory; the smallest if none does, which the checks then refuse."""
+    """The fastest way to train that leaves some of the memory; the smallest if none does, which the checks then refuse.
+
+    Ways that do not go with the user's settings, such as rows that do not divide the user's batch, are passed over.
+    """
     documents = choose.documents_per_step(known, choose.row_length(known))
     host, gpus = total_bytes(), gpu_bytes() if known.on_gpu else ()
-    fit = Fit(1)
+    smallest = Fit(1)
     for fit in choose.fits(known, documents):
         config, _ = read_config(settings_of(request, choose.choose(known, fit)), request.overrides)
         if config is None:
             break
+        if rules(config):
+            continue
+        smallest = fit
         findings, here = Findings(), facts
         if facts.student is not None:
             here = replace(facts, student=with_adapters(config, facts.student, Facts()))
         compare_memory(config, here, findings, host=host, gpus=gpus)
         if not any(line.startswith("memory") for line in (*findings.problems, *findings.notes)):
             break
-    return fit
+    return smallest
+
+
+def _chosen(request: Request, known: Known, fit: Fit) -> Settings:
+    """The settings for a way to train, with the rate that suits what is trained with the user's settings."""
+    config, _ = read_config(settings_of(request, choose.choose(known, fit)), request.overrides)
+    adapters = None if config is None else config.student.lora is not None
+    return choose.choose(known, fit, adapters=adapters)
 
 
 def _facts(folder: Path) -> ModelFacts:

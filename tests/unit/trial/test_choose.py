@@ -104,7 +104,7 @@ def test_smaller_trainings_come_last_and_divide_the_batch():
     assert next(choose.fits(LAPTOP, 8)) == Fit(4)
 
 
-@pytest.mark.parametrize("fit", choose.SMALLEST, ids=str)
+@pytest.mark.parametrize("fit", choose.SMALLEST, ids=repr)
 def test_what_changes_the_result_is_set_and_said(fit):
     chosen = choose.choose(CARD, fit)
     config, findings = read_config({"student.model": "s", "teachers": [{"model": "t"}], "data.path": "d", **chosen})
@@ -113,7 +113,7 @@ def test_what_changes_the_result_is_set_and_said(fit):
     assert (config.student.lora is not None) == fit.adapters
     formats = (config.teachers[0].quantization, config.student.quantization)
     assert formats == (("int8", None) if fit.eight_bits else ("int4", "int4") if fit.four_bits else (None, None))
-    told = [words in str(fit) for words in ("adapters", "8 bits", "4 bits")]
+    told = [words in choose.way(config) for words in ("adapters", "8 bits", "4 bits")]
     assert told == [fit.adapters, fit.eight_bits, fit.four_bits]
 
 
@@ -127,10 +127,21 @@ def test_rates_fall_with_the_number_of_parameters():
 
 def test_every_choice_is_explained_and_what_the_user_chose_is_shown():
     settings = {"student.model": "s", "teachers": [{"model": "t"}], "data.path": "d"}
-    config, _ = read_config(settings | choose.choose(QUICKSTART, Fit(4)), ["optimizer.lr=0.5", "loss.ce_weight=0"])
+    config, _ = read_config(
+        settings | choose.choose(QUICKSTART, Fit(4)),
+        ["optimizer.lr=0.5", "loss.ce_weight=0", "train.micro_batch_size=2"],
+    )
     assert config is not None
-    text = "\n".join(choose.reasons(QUICKSTART, Fit(4), "same", config))
-    for value in ("same tokenizer", "64 likeliest", "assistant's turns", "128 tokens", "4 rows", "0.5: ", "fp32"):
+    text = "\n".join(choose.reasons(QUICKSTART, "same", config))
+    for value in (
+        "same tokenizer",
+        "64 likeliest",
+        "assistant's turns",
+        "128 tokens",
+        "; 2 rows at a time",
+        "0.5: ",
+        "fp32",
+    ):
         assert value in text
     assert "cross-entropy" not in text
-    assert "hybrid, over chunks" in "\n".join(choose.reasons(LAPTOP, Fit(1), "hybrid", config))
+    assert "hybrid, over chunks" in "\n".join(choose.reasons(LAPTOP, "hybrid", config))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
-from distill_rl.trial import pair
+from distill_rl.config.load import read_config
+from distill_rl.errors import ConfigError
+from distill_rl.preflight import Checked
+from distill_rl.trial import choose, pair
 from distill_rl.trial.choose import Fit, Known
 
 SHAPES = {
@@ -19,6 +23,19 @@ SHAPES = {
 }
 """Hidden size, intermediate size, layers and heads of Llamas of so many parameters."""
 VOCABULARY, KEY_VALUE_HEADS = 128_256, 8
+CARD = Known(
+    gpus=1,
+    cores=16,
+    student_parameters=10**9,
+    teacher_parameters=10**10,
+    positions=8192,
+    vocabulary=VOCABULARY,
+    documents=10_000,
+    tokens_per_document=400.0,
+    chats=False,
+    turns_known=True,
+    minutes=5.0,
+)
 SMALL = Fit(1, checkpointing=True, adapters=True)
 
 
@@ -63,25 +80,102 @@ def test_the_fastest_way_that_fits_is_chosen(
     quantizes: bool,
     expected: Fit,
 ) -> None:
+    assert fit_of(tmp_path, monkeypatch, student, teacher, gib, quantizes=quantizes) == expected
+
+
+def fit_of(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    student: str,
+    teacher: str,
+    gib: int,
+    *,
+    quantizes: bool = True,
+    overrides: tuple[str, ...] = (),
+) -> Fit:
     monkeypatch.setattr(pair, "gpu_bytes", lambda: (gib * 2**30,))
     monkeypatch.setattr(pair, "total_bytes", lambda: 64 * 2**30)
     models = write_config(tmp_path / "student", student), write_config(tmp_path / "teacher", teacher)
-    known = Known(
-        gpus=1,
-        cores=16,
-        student_parameters=models[0].parameters,
-        teacher_parameters=models[1].parameters,
-        positions=8192,
-        vocabulary=VOCABULARY,
-        documents=10_000,
-        tokens_per_document=400.0,
-        chats=False,
-        turns_known=True,
-        minutes=5.0,
-        quantizes=quantizes,
+    known = replace(
+        CARD, student_parameters=models[0].parameters, teacher_parameters=models[1].parameters, quantizes=quantizes
     )
     teachers = (TeacherFacts(model=models[1], vocabulary_size=VOCABULARY),)
     facts = Facts(gpus=1, cpus=16, student=models[0], teachers=teachers, vocabulary_size=VOCABULARY)
+    return pair._fit(request_for(tmp_path, *overrides), known, facts)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("train.global_batch_size=6",), 2),  # which neither eight nor four rows divide
+        (("train.global_batch_size=12",), 4),
+        (("train.global_batch_size=5",), 1),
+        (("train.micro_batch_size=3", "train.global_batch_size=6"), 8),  # as the user says, whatever is chosen
+    ],
+)
+def test_rows_divide_the_batch_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], expected: int
+) -> None:
+    assert fit_of(tmp_path, monkeypatch, "1B", "3B", 80, overrides=overrides) == Fit(expected)
+
+
+@pytest.mark.parametrize(
+    ("override", "fit", "times"),
+    [
+        ("student.lora={}", Fit(8), 10),
+        ("student.lora=null", SMALL, 1),
+        ("optimizer.lr=0.5", Fit(8), 1),
+        ("optimizer.lr=0.5", SMALL, 10),
+    ],
+)
+def test_the_rate_is_for_what_is_trained(tmp_path: Path, override: str, fit: Fit, times: int) -> None:
+    chosen = pair._chosen(request_for(tmp_path, override), CARD, fit)
+    assert chosen["optimizer.lr"] == times * choose.learning_rate(CARD.student_parameters)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        (("data.validation.fraction=0",), True),
+        (("data.validation.fraction=-1",), True),
+        (("data.validation.fraction=0.2",), False),
+        (("data.validation.fraction=0", "data.validation.path=other.jsonl"), False),
+        (("data.validation.fraction=none",), False),  # reported as no number
+        ((), False),
+    ],
+)
+def test_something_must_be_held_out(tmp_path: Path, overrides: tuple[str, ...], refused: bool) -> None:
+    lines = [*pair._request_problems(request_for(tmp_path, *overrides))]
+    assert len(lines) == refused
+    assert all(line.startswith("data.validation.fraction: must be greater than 0: ") for line in lines)
+
+
+def test_weights_are_fetched_only_for_what_can_be_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _ = read_config(pair.settings_of(request_for(tmp_path), {}))
+    checked = Checked(config, [], [], Facts(num_documents=5))
+    monkeypatch.setattr(pair, "gather", lambda *arguments, **options: checked)
+    monkeypatch.setattr(pair, "resolve", lambda *arguments, **options: pytest.fail("weights are fetched"))
+    with pytest.raises(ConfigError) as raised:
+        pair.examine(request_for(tmp_path, "train.minutes=3"))
+    reserved, few = raised.value.problems
+    assert reserved == "train.minutes=3: is set by --minutes; use --minutes"
+    assert few.startswith("TEXT: must have at least 16 documents")
+
+
+@pytest.mark.parametrize(("gib", "problems"), [(24, 0), (16, 1)])
+def test_a_student_in_few_bits_must_fit_whole_where_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, problems: int
+) -> None:
+    monkeypatch.setattr(pair, "gpu_bytes", lambda: (gib * 2**30,))
+    model, request = write_config(tmp_path / "student", "8B"), request_for(tmp_path)
+    for quantization, expected in ((None, 0), ("int4", problems)):
+        config, _ = read_config(pair.settings_of(request, {"student.quantization": quantization}))
+        assert config is not None
+        lines = [*pair._whole_problems(request, config, model, on_gpu=True)]
+        assert len(lines) == expected
+        assert all("STUDENT: is measured with its whole weights" in line for line in lines)
+
+
+def request_for(tmp_path: Path, *overrides: str) -> pair.Request:
     folders = str(tmp_path / "student"), str(tmp_path / "teacher")
-    request = pair.Request(*folders, text="text.jsonl", minutes=5.0, seed=0, out=tmp_path / "out")
-    assert pair._fit(request, known, facts) == expected
+    return pair.Request(*folders, text="text.jsonl", minutes=5.0, seed=0, out=tmp_path / "out", overrides=overrides)
