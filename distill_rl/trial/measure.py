@@ -99,22 +99,20 @@ def measure(config: Config, subjects: Sequence[Subject], reading: Reading, paren
 def find(config: Config, subjects: Sequence[Subject], reading: Reading) -> Findings:
     """As `measure`, in this process."""
     from distill_rl.models.hub import tokenizer_of
-    from distill_rl.trial import bits
 
-    documents, encoded = readable(held_out(config), tokenizer_of(config.student), config, reading.longest)
+    readers = [tokenizer_of(config.student)]
+    if not reading.same:
+        readers.append(tokenizer_of(config.teachers[0]))
+    documents, encoded = readable(held_out(config), readers, config, reading.longest)
     prompts = make_prompts(documents)
     found: dict[str, Measured] = {}
     for subject in subjects:
         with _memory_in_one_line(subject):
-            if not subject.teacher:
-                found[subject.name] = _student(subject.folder, encoded, prompts, reading.length)
-                continue
-            teacher = replace(config.teachers[0], model=os.fspath(subject.folder), revision=None)
-            read = encoded
-            if not reading.same:
-                tokenizer = tokenizer_of(config.teachers[0])
-                read = [bits.encode(tokenizer, document, config.data) for document in documents]
-            found[subject.name] = _teacher(teacher, read, reading.length)
+            if subject.teacher:
+                teacher = replace(config.teachers[0], model=os.fspath(subject.folder), revision=None)
+                found[subject.name] = _teacher(teacher, encoded[-1], reading.length)
+            else:
+                found[subject.name] = _student(subject.folder, encoded[0], prompts, reading.length)
     return Findings(prompts, found)
 
 
@@ -188,30 +186,33 @@ def held_out(config: Config) -> list[Mapping[str, Any]]:
 
 
 def readable(
-    documents: Sequence[Mapping[str, Any]], tokenizer: Any, config: Config, longest: int | None
-) -> tuple[list[Mapping[str, Any]], list[Encoded]]:
-    """The documents in which the student predicts something, and how it reads them; all models are measured on these.
+    documents: Sequence[Mapping[str, Any]], tokenizers: Sequence[Any], config: Config, longest: int | None
+) -> tuple[list[Mapping[str, Any]], list[list[Encoded]]]:
+    """The documents in which student and teacher predict something, and how each reads them; all models are measured on these.
 
     Args:
-        longest: most tokens of a text, of which the rest is left out; None: not limited.
+        tokenizers: the student's and, if it is another, the teacher's.
+        longest: most of the student's tokens of a text, of which the rest is left out; None: not limited.
 
     Raises:
         DataError: there are none; or one that cannot be encoded, unless bad rows are skipped.
     """
     from distill_rl.trial import bits
 
-    kept, encoded = [], []
+    kept: list[Mapping[str, Any]] = []
+    encoded: list[list[Encoded]] = [[] for _ in tokenizers]
     for document in documents:
         try:
-            beginning = bits.beginning(tokenizer, document, longest)
-            read = bits.encode(tokenizer, beginning, config.data)
+            beginning = bits.beginning(tokenizers[0], document, longest)
+            read = [bits.encode(tokenizer, beginning, config.data) for tokenizer in tokenizers]
         except DataError:
             if config.data.bad_rows == "skip":
                 continue
             raise
-        if read.num_bytes and read.counted.any():
+        if all(one.num_bytes and one.counted.any() for one in read):
             kept.append(beginning)
-            encoded.append(read)
+            for ours, one in zip(encoded, read):
+                ours.append(one)
     if not kept:
         rule = "some document that is held out must have a token that is predicted and trained on"
         raise DataError("TEXT", rule, f"none in {len(documents)}", "give more text, or longer documents")

@@ -18,6 +18,8 @@ from distill_rl.trial import bits
 from distill_rl.trial.measure import Findings, Reading, Subject, _memory_in_one_line, find
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.models import write_tiny_model
+from tests.helpers.tokenizers import tiny_tokenizer
+from tests.helpers.zoo import write_model
 
 WHOLE = Reading(length=512, longest=None, same=True)
 CHATS = corpus_rows(8, messages=True)
@@ -82,6 +84,28 @@ def test_rows_without_anything_that_counts_are_left_out_for_all_models(folders, 
         assert min(model.num_bytes) > 0
     with pytest.raises(DataError, match=r"^TEXT: some document .* none in 1; give more text"):
         measured(folders, config_of(folders, tmp_path, [asked], **{"data.loss_on": "assistant"}))
+
+
+def test_a_teacher_with_another_tokenizer_reads_the_same_documents(folders, tmp_path):
+    other = write_tiny_model(tmp_path / "other", tokenizer=tiny_tokenizer(600, seed=7))
+    config = config_of((folders[0], other), tmp_path, [*corpus_rows(4), {"text": "x"}])
+    found = measured((folders[0], other), config, Reading(length=512, longest=None, same=False))
+    teacher, student = (found.models[name] for name in ("teacher", "student_before"))
+    assert len(teacher.bits) == len(student.bits) == 4
+    assert teacher.bits_per_byte > 0
+    config = config_of((folders[0], other), tmp_path, [{"text": "x"}])
+    with pytest.raises(DataError, match=r"^TEXT: "):
+        measured((folders[0], other), config, Reading(length=512, longest=None, same=False))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "olmo2"])
+def test_teachers_of_other_families_are_measured_alike(folders, tmp_path, family):
+    """The second has no output layer that this package knows, so that its own forward pass makes the logits."""
+    teacher = write_model(tmp_path / family, family, vocab_size=320)
+    tiny_tokenizer().save_pretrained(teacher)
+    config = config_of((folders[0], teacher), tmp_path, corpus_rows(4))
+    found = find(config, [Subject("teacher", teacher, teacher=True), Subject("student", teacher)], WHOLE).models
+    assert found["teacher"].bits == pytest.approx(found["student"].bits, rel=1e-4)
 
 
 @pytest.mark.parametrize("bad", ["{no json", json.dumps({"text": 7})])
