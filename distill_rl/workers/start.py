@@ -134,7 +134,9 @@ def _session(job: Job, total_steps: int, signals: Signals, *, captures: bool) ->
     with ray_session(config.ray, num_cpus=num_cpus, target_bytes=_target_bytes(job), started=signals.install_again):
         cluster, this_node = ray.cluster_resources(), ray.get_runtime_context().get_node_id()
         gpus, cpus = cluster.get("GPU", 0.0), cluster.get("CPU", 0.0)
-        write_json(job.paths.environment, environment() | {"nodes": [describe(node) for node in nodes()]})
+        student = job.facts.student
+        trained = {} if student is None or student.lora is None else {"trained": str(student.lora)}
+        write_json(job.paths.environment, environment() | {"nodes": [describe(node) for node in nodes()]} | trained)
         num_aligners = local_aligners
         if config.ray.address is not None:
             num_aligners = aligner_workers(placed, gpus=gpus, cpus=cpus)

@@ -28,6 +28,9 @@ def test_a_run_with_adapters_exports_both_forms_and_is_not_resumed_with_another_
     assert len(adapter) == 2 * 14 + 1
     assert all(tensor.abs().max() > 0 for tensor in adapter.values()), "B begins at zero"
 
+    assert distill_rl_in_process("report", run).code == 0
+    assert "adapters of 14 layers" in (run / "report.html").read_text()
+
     resume = ("student.lora.rank=8", "train.steps=3", "--resume")
     refused = distill_rl_in_process("train", "-c", config, *lora, *resume)
     assert refused.code == 2

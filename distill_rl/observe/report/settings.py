@@ -26,7 +26,7 @@ FAULT_LABELS = {*FAULTS.values(), "rows left out"}
 def header(run: Run) -> dict[str, str]:
     """The facts under the report's title, by name: times, fingerprint of the configuration, commit, machines, version.
 
-    The times are those of the first and last record, in UTC. What is not known is left out.
+    With adapters also how much is trained. The times are those of the first and last record, in UTC. What is not known is left out.
     """
     facts = {}
     times = [record["time"] for record in run.records if isinstance(record.get("time"), int | float)]
@@ -38,14 +38,17 @@ def header(run: Run) -> dict[str, str]:
         except DistillError:
             facts["configuration"] = "written by another version"
     known = environment(run)
-    facts |= {name: known[name] for name in ("commit", "machine") if name in known}
+    facts |= {name: known[name] for name in ("trained", "commit", "machine") if name in known}
     return facts | {"created by": f"distill_rl {__version__}"}
 
 
 def environment(run: Run) -> dict[str, str]:
-    """Name → text of what the newest attempt recorded about its software and machines; unknown facts are left out."""
+    """Name → text of what the newest attempt recorded about its software and machines; unknown facts are left out.
+
+    With adapters also how much is trained.
+    """
     recorded = run.environment
-    facts = {}
+    facts = {"trained": f"{recorded.get('trained') or ''}".removeprefix("student: ")}
     if recorded.get("commit"):
         facts["commit"] = f"{recorded['commit']}"[:12] + (" with changes" if recorded.get("dirty") else "")
     facts["machine"] = _machine(recorded)
