@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "service": BASE | {"config", "observe", "workers"},
     "commands": RUN | {"verify", "service", "store", "quickstart", "trial"},
     "cli": BASE | {"commands", "observe", "evals"},
-    "trial": BASE | {"align", "config", "data", "models", "observe", "evals", "preflight", "transport"},
+    "trial": BASE | {"align", "config", "data", "models", "observe", "evals", "parallel", "preflight", "transport"},
     "quickstart": BASE | {"config", "observe", "evals", "preflight"},
     "bench": ENGINES | {"quickstart", "workers", "evals", "store", "preflight"},
     "gpu_check": ENGINES | {"bench"},
