@@ -62,5 +62,6 @@ def test_offload_moves_the_input_of_every_layer_and_nothing_else(monkeypatch: py
         finally:
             close_world(world)
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-        assert moved == [(2, 7, 32)] * (2 * offload)
+        # torch 2.11 also saves empty tensors, which hold nothing.
+        assert [shape for shape in moved if 0 not in shape] == [(2, 7, 32)] * (2 * offload)
     assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
