@@ -66,6 +66,11 @@ class ModelFacts:
     """Of a student with adapters; None: all parameters of a student are trained."""
 
     @property
+    def tables(self) -> int:
+        """Parameters of the input embedding and the output layer."""
+        return self.vocabulary_columns * self.hidden_size * (1 if self.tied else 2)
+
+    @property
     def trained(self) -> int:
         """Parameters that a student trains."""
         return self.parameters if self.lora is None else self.lora.trained

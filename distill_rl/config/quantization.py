@@ -27,8 +27,7 @@ def weight_bytes(quantization: str | None, model: ModelFacts, item: int) -> int:
         return item * model.parameters
     if quantization == AS_STORED:
         return model.bytes_on_disk
-    tables = model.vocabulary_columns * model.hidden_size * (1 if model.tied else 2)
-    return item * tables + bytes_of_weights(quantization, model, item, max(0, model.parameters - tables))
+    return item * model.tables + bytes_of_weights(quantization, model, item, max(0, model.parameters - model.tables))
 
 
 def bytes_of_weights(quantization: str, model: ModelFacts, item: int, count: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,11 +40,7 @@ def gradients(dp: int, tp: int, replicas: int, sp: int, students: dict[str, Path
     """Runs on a rank. The whole gradient and its norm, per student, gradient_sync, loss.fused, micro-batch size and dtype."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas, sp=sp)
     batch = engines.rank_batch(batch_rows(), world.dp_rank, dp)
-    half = batch.rows.shape[0] // 2
-    parts = (
-        replace(batch, rows=batch.rows[:half]),
-        replace(batch, first_row=batch.first_row + half, rows=batch.rows[half:]),
-    )
+    parts = engines.halves(batch)
     variants = [("step", "off", 1, "fp32"), ("step", "on", 2, "fp32"), ("step", "off", 2, "bf16")]
     variants += [("micro_batch", "off", 2, "fp32")] * (dp > replicas)
     results = {}

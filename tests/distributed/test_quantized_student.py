@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,11 +56,7 @@ def gradients(dp: int, tp: int, students: dict[str, Path]) -> dict:
     """Runs on a rank. Per student, format, micro-batch size and activation checkpointing, the whole gradient and the weights."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     batch = engines.rank_batch(batch_rows(), world.dp_rank, dp)
-    half = batch.rows.shape[0] // 2
-    parts = (
-        replace(batch, rows=batch.rows[:half]),
-        replace(batch, first_row=batch.first_row + half, rows=batch.rows[half:]),
-    )
+    parts = engines.halves(batch)
     results = {}
     for name, path in students.items():
         for format in FORMATS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,17 +50,7 @@ MICRO_BATCHES = {
 def batch_rows():
     """Eight rows with two, one or no document, so that ranks differ in their number of labels."""
     documents = engines.random_documents(12, seed=11)
-    packs = [
-        documents[:2],
-        documents[2:4],
-        [documents[4]],
-        [],
-        documents[5:7],
-        [documents[7]],
-        documents[8:10],
-        documents[10:],
-    ]
-    return engines.token_rows([_fitting(pack) for pack in packs], WIDTH)
+    return engines.token_rows([_fitting(pack) for pack in engines.uneven_packs(documents)], WIDTH)
 
 
 def _fitting(pack):
@@ -77,11 +66,7 @@ def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path], teache
     """
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas)
     batch = engines.rank_batch(batch_rows(), world.dp_rank, dp)
-    half = batch.rows.shape[0] // 2
-    first, second = (
-        replace(batch, rows=batch.rows[:half]),
-        replace(batch, first_row=batch.first_row + half, rows=batch.rows[half:]),
-    )
+    first, second = engines.halves(batch)
     config = engines.engine_config("unused", [teacher], loss__temperature=TEMPERATURE, loss__ce_weight=CE_WEIGHT)
     targets = engines.engine_targets(
         TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY), batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,17 @@ def relative_l2(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+def uneven_packs(documents: Sequence[Any]) -> list[list[Any]]:
+    """Twelve documents in eight rows of two, one or none, so that ranks differ in their number of labels."""
+    sizes = (2, 2, 1, 0, 2, 1, 2, 2)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [list(documents[start : start + size]) for start, size in zip(starts, sizes)]
+
+
+def halves(batch: RankBatch) -> tuple[RankBatch, RankBatch]:
+    """A rank's batch as two calls get it whose targets do not fit into a ring at once."""
+    half = batch.rows.shape[0] // 2
+    second = replace(batch, first_row=batch.first_row + half, rows=batch.rows[half:])
+    return replace(batch, rows=batch.rows[:half]), second

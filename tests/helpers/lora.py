@@ -21,17 +21,7 @@ VOCABULARY, WIDTH, RANK = 320, 40, 4
 
 def batch_rows():
     documents = engines.random_documents(12, seed=11, longest=18)
-    packs = [
-        documents[:2],
-        documents[2:4],
-        [documents[4]],
-        [],
-        documents[5:7],
-        [documents[7]],
-        documents[8:10],
-        documents[10:],
-    ]
-    return engines.token_rows(packs, WIDTH)
+    return engines.token_rows(engines.uneven_packs(documents), WIDTH)
 
 
 def lora_config(student: Path, whole: list[str], dropout: float = 0.0) -> Config:

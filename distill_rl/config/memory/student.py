@@ -67,12 +67,9 @@ def student_memory(
     trained, frozen = held(model, tp)
     shard, quantization = ceil(trained / shards), config.student.quantization
     tokens = _tokens(config, config.train.micro_batch_size, on_gpu)
-    embedding = model.vocabulary_columns * model.hidden_size
-    tables = embedding if model.tied else 2 * embedding
     # FSDP does not see quantised weights.
-    seen = trained + frozen - tables // tp if quantization is None else trained
-    layer = seen // max(model.num_layers, 1)
-    unit = max(layer, tables // tp)
+    seen = trained + frozen - model.tables // tp if quantization is None else trained
+    unit = max(seen // max(model.num_layers, 1), model.tables // tp)
     whole = model.parameters - model.frozen  # trained as a whole, unlike those with adapters
     in_unit = min(unit, max(whole, (model.trained - whole) // max(model.num_layers, 1)))
     copies_in_background = config.checkpoint.every and config.checkpoint.async_save and not on_gpu
@@ -116,8 +113,7 @@ def _frozen_weights(student: StudentConfig, model: ModelFacts, shards: int) -> i
     _, frozen = held(model, tp)
     if student.quantization is None:
         return item * ceil(frozen / shards)
-    tables = model.vocabulary_columns * model.hidden_size * (1 if model.tied else 2)
-    plain = ceil(max(0, tables - (model.parameters - model.frozen)) / tp)
+    plain = ceil(max(0, model.tables - (model.parameters - model.frozen)) / tp)
     layers = bytes_of_weights(student.quantization, model, item, frozen - plain)
     return layers + item * ceil(plain / shards)
 
