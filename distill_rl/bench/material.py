@@ -54,13 +54,21 @@ def _invent_text(draw: random.Random, words: Sequence[str], count: int) -> str:
     return " ".join(pieces) + "."
 
 
-def train_tokenizer(texts: Sequence[str], size: int, end: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of about `size` ids; `end` is its only special token, for end of text and padding."""
+def train_tokenizer(
+    texts: Sequence[str], size: int, end: str, *, spaces_apart: bool = False
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of about `size` ids; `end` is its only special token, for end of text and padding.
+
+    Args:
+        spaces_apart: a space is a token of its own, and not the beginning of a word's.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if spaces_apart:
+        core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "isolated"), core.pre_tokenizer])
     core.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[end], initial_alphabet=alphabet, show_progress=False)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,9 +11,7 @@ from typing import Any
 
 from distill_rl.quickstart.recipe import RECIPE, Recipe
 from distill_rl.quickstart.tasks import Problem, draw_problems, question_row, training_row, with_wrong_answers
-from distill_rl.system.files import sync, sync_tree
-
-PARTIAL = ".partial-"
+from distill_rl.system.made_folder import made_once, point_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +70,9 @@ def make_material(root: str | Path, seed: int, recipe: Recipe = RECIPE) -> Mater
     root = Path(root)
     stable = f"{recipe.folder}-{seed}"
     name = f"{stable}-{recipe.fingerprint()[:12]}"
-    root.mkdir(parents=True, exist_ok=True)
-    with _lock(root):
-        if not (root / name).is_dir():
-            for leftover in root.glob(f"{PARTIAL}*"):
-                shutil.rmtree(leftover)
-            partial = root / f"{PARTIAL}{name}"
-            _make(Material(partial), seed, recipe)
-            sync_tree(partial)
-            partial.rename(root / name)
-        link = root / f"{PARTIAL}link"
-        link.unlink(missing_ok=True)
-        link.symlink_to(name)
-        link.replace(root / stable)
-        sync(root)
-    return Material(root / name)
+    folder = made_once(root, name, lambda partial: _make(Material(partial), seed, recipe))
+    point_at(root / stable, name)
+    return Material(folder)
 
 
 def draw_rows(seed: int, recipe: Recipe) -> Rows:
@@ -144,13 +127,3 @@ def _make(material: Material, seed: int, recipe: Recipe) -> None:
 def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Writes rows to a file, which is replaced, as one JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-
-
-@contextmanager
-def _lock(root: Path) -> Iterator[None]:
-    """Holds the lock of the folder of all materials until the block ends, after waiting for any other process that
-    holds it.
-    """
-    with (root / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -75,7 +75,15 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             eos="<|end|>",
             vocab_size=352,
         ),
-        # The same, but a turn and a text end in different tokens, as with Phi-3 and Llama 3.
+        # The same, but most words have one token.
+        "stems": Kind(
+            _TURN_TEMPLATE,
+            ("<|end|>", "<|user|>", "<|assistant|>", "<|pad|>"),
+            pad="<|pad|>",
+            eos="<|end|>",
+            vocab_size=400,
+        ),
+        # As `pieces`, but a turn and a text end in different tokens, as with Phi-3 and Llama 3.
         "turns": Kind(
             _TURN_TEMPLATE.replace("eos_token", "'<|end|>'"),
             ("<|end|>", "<|user|>", "<|assistant|>", "<|pad|>", "<|endoftext|>"),

@@ -6,12 +6,10 @@ import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from distill_rl.config.facts import running_teachers, targets_store
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.errors import ConfigError
@@ -22,7 +20,6 @@ from distill_rl.workers.cluster.gauges import Gauges
 
 if TYPE_CHECKING:
     from distill_rl.data.batch.document_aligner import AlignedDocuments
-    from distill_rl.data.batch.naming import StoredTargets
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,30 +63,9 @@ class AlignerWorker(Worker):
             os.environ["CUDA_VISIBLE_DEVICES"] = str(ray.get_gpu_ids()[0])
         if any(self._other_tokenizer) and self._config.aligner.dp.backend == "cuda":
             _require_cuda()
-        from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
-        from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
-        from distill_rl.data.batch.tokenization import Tokenization
-        from distill_rl.models.hub import stops_of, tokenizer_of
+        from distill_rl.preflight.batches import open_builder
 
-        data = self._config.data
-        tokenizer = tokenizer_of(self._config.student)
-        tokenization = Tokenization.of(tokenizer, data, format=self._data_format)
-        teachers: list[CrossTokenizerTeacher | None] = []
-        for settings, other_tokenizer in zip(running_teachers(self._config), self._other_tokenizer):
-            if not other_tokenizer:
-                teachers.append(None)
-                continue
-            teacher = CrossTokenizerTeacher.of(
-                settings.name,
-                tokenizer,
-                tokenizer_of(settings),
-                self._config.aligner,
-                student_stops=stops_of(self._config.student),
-                stops=stops_of(settings),
-            )
-            teacher.aligner.warm_up()
-            teachers.append(teacher)
-        self._builder = BatchBuilder(tokenization, self._plan, teachers, stored=_stored_targets(self._config))
+        self._builder = open_builder(self._config, self._data_format, self._plan, self._other_tokenizer)
 
     def align(
         self, documents: Sequence[Mapping[str, Any]], skip: Collection[Row] = ()
@@ -134,24 +110,6 @@ class AlignerWorker(Worker):
         Returns normally if it does not; otherwise raises, dies or hangs as they do.
         """
         self._builder.build(DocumentBatch(0, (document,), Cursor()))
-
-
-def _stored_targets(config: Config) -> StoredTargets:
-    """The teachers whose targets are read or stored, and the stores that decide what is trained on.
-
-    Raises:
-        StoreError: such a store cannot be opened.
-    """
-    from distill_rl.data.batch.naming import StoredTargets
-    from distill_rl.store.store import Store
-
-    teachers = [*enumerate(running_teachers(config))]
-    required = {
-        i: Store(Path(teacher.store)).has
-        for i, teacher in teachers
-        if teacher.backend == "store" and teacher.store and teacher.missing == "skip"
-    }
-    return StoredTargets(frozenset(i for i, teacher in teachers if targets_store(teacher) is not None), required)
 
 
 def _require_cuda() -> None:

@@ -1,0 +1,1 @@
+"""Which method teaches best: many small trainings on equal terms, and the page of their results."""

@@ -1,0 +1,85 @@
+"""Which method teaches best: every method, target, divergence and temperature on equal terms, and the tables of docs/results.md.
+
+A row is a training on one thread in this process's children: settings, learning rate and seed. Rows are kept in a file per table, and
+are not trained again while they are there; `--rows FOLDER` begins anew elsewhere. What a row changes in the configuration of its
+task stands in the row, so that `distill-rl train` can repeat it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from distill_rl.bench import harness
+from distill_rl.bench.methods.run import complete, read_rows, rows_file
+from distill_rl.bench.methods.tables import TABLES, Rows, Settings, findings
+from distill_rl.system.environment import ROOT
+
+
+def measure(
+    folder: Path,
+    *,
+    table: str | None = None,
+    setting: str | None = None,
+    rows: Path = ROOT / "docs" / "benchmarks" / "methods",
+    material: Path = Path(".cache/methods"),
+    processes: int = os.cpu_count() or 1,
+) -> dict[str, Any]:
+    """Trains what is missing of the tables.
+
+    Args:
+        table: the only table to complete; default: all of them, one after another.
+        setting: the only setting to train, of the tables that have it.
+        rows: folder of the finished rows.
+        material: folder of models and data, made when needed.
+        processes: trainings at a time.
+    """
+    if table is not None and table not in TABLES:
+        raise harness.Refused(f"unknown table {table!r}; the tables are: {' '.join(TABLES)}")
+    rows.mkdir(parents=True, exist_ok=True)
+    found = read_rows(rows, TABLES)
+    for name in TABLES if table is None else (table,):
+        for other in TABLES[name].needs:
+            if any(found.missing(task, settings) for task, settings in TABLES[other].settings(found).items()):
+                raise harness.Refused(
+                    f"the table {name} takes the best settings of the table {other}: complete that first"
+                )
+        tasks = _only(setting, TABLES[name].settings(found))
+        complete(tasks, found, material.absolute(), rows_file(rows, name), processes)
+    return figures(found)
+
+
+def _only(setting: str | None, tasks: Mapping[str, Settings]) -> Mapping[str, Settings]:
+    """One setting of a table, or all of them if none is named.
+
+    Raises:
+        Refused: the table does not have it.
+    """
+    if setting is None:
+        return tasks
+    if not any(setting in settings for settings in tasks.values()):
+        known = ", ".join(
+            repr(name) for name in dict.fromkeys(name for settings in tasks.values() for name in settings)
+        )
+        raise harness.Refused(f"unknown setting {setting!r}; those of this table are: {known}")
+    return {task: {setting: settings[setting]} for task, settings in tasks.items() if setting in settings}
+
+
+def figures(rows: Rows) -> dict[str, Any]:
+    """Per table and task the findings of the settings that have been trained on all seeds, the best first."""
+    found = {
+        f"{name}: {task}": [asdict(finding) for finding in findings(rows, task, settings)]
+        for name, table in TABLES.items()
+        for task, settings in table.settings(rows).items()
+    }
+    return {title: records for title, records in found.items() if records}
+
+
+main = harness.program("methods", measure, columns=("setting", "rate", "score", "seeds", "interval", "verdict", "kl"))
+
+if __name__ == "__main__":
+    sys.exit(main())

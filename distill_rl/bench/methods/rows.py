@@ -1,0 +1,72 @@
+"""One row: a training with one setting, learning rate and seed, and what its student scores."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from distill_rl.bench.methods.settings import Overrides
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What identifies a row."""
+
+    task: str
+    setting: str
+    rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}: {self.setting}, rate {self.rate:g}, seed {self.seed}"
+
+
+def run_row(row: Row, overrides: Overrides, root: Path) -> dict[str, Any]:
+    """Trains and measures; returns the record of a row, which JSON can hold.
+
+    Args:
+        overrides: of the setting.
+        root: folder of models and data.
+    """
+    import torch
+
+    from distill_rl.bench.methods.scores import as_record, measure
+    from distill_rl.bench.methods.tasks import TASKS
+    from distill_rl.bench.methods.training import train
+    from distill_rl.config.load import load_config
+
+    torch.set_num_threads(1)
+    task = TASKS[row.task].prepare(root, row.seed)
+    given = [*task.overrides, f"run.dir={root / 'runs'}", *overrides, f"optimizer.lr={row.rate}"]
+    config = load_config(task.config, given)
+    with tempfile.TemporaryDirectory() as folder:
+        trained = train(config, Path(folder) / "student")
+        teacher = task.teacher if task.same_tokenizer else None
+        scores = {
+            name: as_record(measure(Path(folder) / "student", held_out, config.data, teacher), held_out)
+            for name, held_out in (("selection", task.selection), ("test", task.test))
+        }
+    scores["selection"].pop("items")
+    known = {"task_hash": task.fingerprint[:12], "overrides": list(overrides), "measure": task.test.measure}
+    return asdict(row) | known | scores | asdict(trained)
+
+
+def prepare_task(name: str, seed: int, root: Path) -> dict[str, Any]:
+    """Makes models and data of a task; returns what the teacher and the untrained student score, and the task's hash."""
+    import torch
+
+    from distill_rl.bench.methods.scores import as_record, measure
+    from distill_rl.bench.methods.tasks import TASKS
+    from distill_rl.config.load import load_config
+
+    torch.set_num_threads(1)
+    task = TASKS[name].prepare(root, seed)
+    config = load_config(task.config, task.overrides)
+    found = {
+        model: as_record(measure(folder, task.test, config.data), task.test)
+        for model, folder in (("teacher", task.teacher), ("student, untrained", task.student))
+    }
+    return {"task": name, "seed": seed, "task_hash": task.fingerprint[:12], "models": found}

@@ -1,0 +1,110 @@
+"""Trains the rows of tables that are missing, in several processes, and appends each to its table's file when it is done."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+
+from distill_rl.bench import harness, record
+from distill_rl.bench.methods.rows import Row, run_row
+from distill_rl.bench.methods.settings import RATES, SEEDS, Overrides
+from distill_rl.bench.methods.tables import Record, Rows, Settings
+from distill_rl.errors import NumericsError, first_line
+from distill_rl.system.files import append_json_lines, read_json_lines
+from distill_rl.system.parent import end_with
+
+ROWS_OF_A_SETTING = len(RATES) + len(SEEDS) - 1
+
+
+def rows_file(folder: Path, table: str) -> Path:
+    return folder / f"{table}.jsonl"
+
+
+def read_rows(folder: Path, tables: Iterable[str]) -> Rows:
+    """The finished rows of tables; none of a table that was never begun."""
+    rows = Rows()
+    for table in tables:
+        for found in read_json_lines(rows_file(folder, table)):
+            rows.add(found)
+    return rows
+
+
+def complete(tasks: Mapping[str, Settings], rows: Rows, root: Path, file: Path, processes: int) -> None:
+    """Trains the missing rows of a table; those that depend on a rate follow when it is known.
+
+    Args:
+        tasks: what the table compares on each task.
+        rows: gets the new ones.
+        root: folder of models and data.
+        file: gets them too, a line for each.
+        processes: number of processes, of one thread each.
+    """
+    environment = record.environment()
+    progress = _Progress(sum(map(len, tasks.values())) * ROWS_OF_A_SETTING)
+    with _pool(processes) as pool:
+        running: dict[Future[Record], Row] = {}
+        while True:
+            for task, settings in tasks.items():
+                for row in rows.missing(task, settings):
+                    if row not in running.values():
+                        running[pool.submit(_attempt, row, settings[row.setting], root)] = row
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[future]
+                found = {**future.result(), "commit": environment["commit"], "cpu": environment["cpu"]}
+                append_json_lines(file, [found])
+                rows.add(found)
+                progress.note(found)
+
+
+def _attempt(row: Row, overrides: Overrides, root: Path) -> Record:
+    """As `run_row`; the record of a training that diverges says so."""
+    try:
+        return run_row(row, overrides, root)
+    except NumericsError as error:
+        return {**asdict(row), "overrides": list(overrides), "failed": first_line(error)}
+
+
+class _Progress:
+    """Prints a line per row.
+
+    Args:
+        total: rows of the table.
+    """
+
+    def __init__(self, total: int):
+        self._total, self._done, self._start = total, 0, time.monotonic()
+
+    def note(self, found: Record) -> None:
+        self._done += 1
+        name = Row(found["task"], found["setting"], found["rate"], found["seed"]).name
+        minutes = (time.monotonic() - self._start) / 60
+        result = found["failed"] if "failed" in found else f"{found['measure']} {found['test']['score']:.4f}"
+        print(f"{self._done} rows in {minutes:.0f} min, at most {self._total}: {name}: {result}", flush=True)
+
+
+@contextmanager
+def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that end with this one, and at once if the block raises."""
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (os.getpid(),))
+    try:
+        yield pool
+    except BaseException:
+        for process in pool._processes.values():
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(parent: int) -> None:
+    """Of a new process: it trains on one thread, reads nothing from a hub, and ends with its parent."""
+    os.environ |= harness.ONE_THREAD
+    end_with(parent)

@@ -1,0 +1,125 @@
+"""How good a student is: its answers to questions, the bits it needs per byte of a text, and how far it is from its teacher."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distill_rl.config.schema import DataConfig
+from distill_rl.evals.backends.base import Settings
+from distill_rl.evals.backends.hf import HfBackend
+from distill_rl.evals.suites.exact_match import ExactMatch
+from distill_rl.trial import bits
+from distill_rl.trial.bits import Encoded
+
+Measure = Literal["exact match", "bits per byte"]
+LOWER_IS_BETTER: frozenset[str] = frozenset({"bits per byte"})
+LENGTH = 256
+"""Most tokens that a model reads at once; those of the models here."""
+NEW_TOKENS = 32
+"""Most tokens of an answer; the right ones have up to 19."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """What students are measured on."""
+
+    documents: Path
+    """JSON lines of texts or chats."""
+    questions: Path | None = None
+    """Questions of the suite `exact_match`; None: the score is the bits per byte of the documents."""
+
+    @property
+    def measure(self) -> Measure:
+        return "bits per byte" if self.questions is None else "exact match"
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What was measured of a model."""
+
+    score: float
+    """In the unit of `HeldOut.measure`: of the answers, the share that is right; or bits per byte."""
+    items: list[float]
+    """The score's parts: 0 or 1 per question, or bits per document."""
+    bits_per_byte: float
+    kl: float | None
+    """KL(teacher ‖ student) in nats, the mean over predicted tokens; None for another tokenizer, and without a teacher."""
+
+
+def measure(model: Path, held_out: HeldOut, data: DataConfig, teacher: Path | None = None) -> Scores:
+    """Measures the model in a folder.
+
+    Args:
+        data: how a chat is read (`loss_on`).
+        teacher: one with the model's tokenizer; None: there is none to compare with.
+    """
+    lines = held_out.documents.read_text("utf-8").splitlines()
+    rows = [{"row": i, **json.loads(line)} for i, line in enumerate(lines)]
+    with closing(HfBackend(model, Settings(batch_size=100))) as backend:
+        encoded = [bits.encode(backend.encoder.tokenizer, row, data) for row in rows]
+        found = bits.bits(backend.model, encoded, LENGTH)
+        per_byte = float(found.sum() / sum(document.num_bytes for document in encoded))
+        kl = None if teacher is None else _kl(teacher, backend.model, encoded)
+        if held_out.questions is None:
+            return Scores(per_byte, [round(value, 3) for value in found.tolist()], per_byte, kl)
+        items = _answers(backend, held_out.questions)
+        return Scores(float(np.mean(items)), items, per_byte, kl)
+
+
+def _answers(backend: HfBackend, questions: Path) -> list[float]:
+    """Per question, whether the greedy answer is right: 1 or 0."""
+    suite = ExactMatch()
+    items = suite.load(questions).items
+    right = [0.0] * len(items)
+    for i, output in backend.generate(items, max_new_tokens=NEW_TOKENS):
+        right[i] = suite.judge(items[i], output.text).score
+    return right
+
+
+@torch.no_grad()
+def _kl(teacher: Path, student: Any, documents: Sequence[Encoded]) -> float:
+    """KL(teacher ‖ student) over the whole vocabulary, in nats, the mean over the counted tokens of the documents."""
+    total, count = 0.0, 0
+    with closing(HfBackend(teacher, Settings())) as other:
+        for ids, counted in _padded(documents):
+            p, q = (
+                model(input_ids=ids, use_cache=False).logits[counted].log_softmax(-1)
+                for model in (other.model, student)
+            )
+            total += float((p.exp() * (p - q)).sum(dtype=torch.float64))
+            count += int(counted.sum())
+    return total / count
+
+
+def _padded(documents: Sequence[Encoded], size: int = 32) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields ids int64 [R, S] of windows of the documents, padded on the right, and bool [R, S]: predictions that count."""
+    windows = sorted(bits.windows(documents, LENGTH), key=lambda window: len(window.ids))
+    for start in range(0, len(windows), size):
+        batch = windows[start : start + size]
+        ids = torch.zeros(len(batch), len(batch[-1].ids), dtype=torch.int64)
+        counted = torch.zeros(ids.shape, dtype=torch.bool)
+        for i, window in enumerate(batch):
+            ids[i, : len(window.ids)] = torch.from_numpy(window.ids)
+            counted[i, : len(window.ids)] = torch.from_numpy(window.counted)
+        yield ids, counted
+
+
+def as_record(scores: Scores, held_out: HeldOut) -> dict[str, Any]:
+    """Scores as JSON. The answers become one text, a digit for each."""
+    items = scores.items if held_out.questions is None else "".join(str(int(item)) for item in scores.items)
+    kl = None if scores.kl is None else round(scores.kl, 5)
+    return {"score": round(scores.score, 5), "bits_per_byte": round(scores.bits_per_byte, 5), "kl": kl, "items": items}
+
+
+def items_of(record: Mapping[str, Any]) -> np.ndarray:
+    """float64 [items]: the items of a record."""
+    return np.array([float(item) for item in record["items"]])

@@ -1,0 +1,82 @@
+"""The settings that are compared: what a table changes in the configuration of its task, as on the command line.
+
+Everything that a setting does not name is that of the task: models, data, order, steps, batch size, optimizer. The learning rate
+is chosen from RATES for every setting alike, CE included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+Overrides = tuple[str, ...]
+
+RATES = (1e-3, 3e-3, 1e-2)
+"""Peak learning rates, of which each setting gets the best on the first seed."""
+SEEDS = (0, 1, 2)
+
+CE: Overrides = ("loss.kd_weight=0", "loss.ce_weight=1")
+"""The data alone. No teacher is started."""
+_HALF_CE: Overrides = ("loss.kd_weight=0.5", "loss.ce_weight=0.5")
+_LOGITS: Overrides = ("teachers.0.export=logits",)
+
+
+def _top(k: int, tail: str) -> Overrides:
+    return f"loss.top_k={k}", f"loss.tail={tail}"
+
+
+def _divergence(name: str, beta: float | None = None) -> Overrides:
+    return (*_LOGITS, f"loss.divergence={name}", *(() if beta is None else (f"loss.beta={beta}",)))
+
+
+TARGETS: Mapping[str, Overrides] = MappingProxyType(
+    {
+        "all logits": _LOGITS,
+        **{f"top {k}, {tail}": _top(k, tail) for k in (8, 32, 64) for tail in ("bucket", "truncate", "renormalize")},
+        **{f"{n} draws": ("teachers.0.export=sampled", f"loss.draws={n}") for n in (8, 32)},
+        "hidden states": ("teachers.0.export=hidden",),
+    }
+)
+"""What the student sees of the teacher's distribution."""
+DIVERGENCES: Mapping[str, Overrides] = MappingProxyType(
+    {
+        "reverse KL": _divergence("reverse_kl"),
+        "JSD, β = 0.5": _divergence("jsd", 0.5),
+        "skewed forward KL, α = 0.1": _divergence("skewed_forward_kl", 0.1),
+        "skewed reverse KL, α = 0.1": _divergence("skewed_reverse_kl", 0.1),
+        "TVD": _divergence("tvd"),
+    }
+)
+"""On all logits; forward KL is `all logits`."""
+MIXTURES: Mapping[str, Overrides] = MappingProxyType(
+    {
+        "all logits, T = 2": (*_LOGITS, "loss.temperature=2"),
+        "top 32, bucket, T = 2": (*_top(32, "bucket"), "loss.temperature=2"),
+        "0.9 KD + 0.1 CE": (*_LOGITS, "loss.kd_weight=0.9", "loss.ce_weight=0.1"),
+        "0.5 KD + 0.5 CE": (*_LOGITS, *_HALF_CE),
+        "KD + CE, dynamic scale": (*_LOGITS, "loss.ce_weight=1", "loss.dynamic_scale=on"),
+    }
+)
+SAME_TOKENIZER: Mapping[str, Overrides] = MappingProxyType({"CE": CE, **TARGETS, **DIVERGENCES, **MIXTURES})
+
+
+def _method(name: str, *more: str) -> Overrides:
+    return f"loss.cross_tokenizer={name}", *more
+
+
+_METHODS: Mapping[str, Overrides] = MappingProxyType(
+    {
+        "hybrid": _method("hybrid"),
+        "alm": _method("alm"),
+        "xtoken, mean": _method("xtoken", *_LOGITS, "loss.chunk_average=mean"),
+        "xtoken, chain": _method("xtoken", *_LOGITS, "loss.chunk_average=chain"),
+        "xtoken, learnt projection": _method("xtoken", *_LOGITS, "projection.learnable=true"),
+        "gold": _method("gold", *_LOGITS),
+        "hkl": _method("hkl", *_LOGITS),
+        "uld": _method("uld", *_LOGITS),
+        "strict": _method("strict", *_LOGITS),
+    }
+)
+ACROSS_TOKENIZERS: Mapping[str, Overrides] = MappingProxyType(
+    {"CE": CE, **_METHODS, **{f"{name} + CE": (*method, *_HALF_CE) for name, method in _METHODS.items()}}
+)

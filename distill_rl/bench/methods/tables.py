@@ -1,0 +1,211 @@
+"""The tables: which settings are compared on which task, and what is found of each.
+
+A setting is trained with every rate of RATES on the first seed; the rate with the best score on the questions or texts of the
+selection, which are not those of the test, is used for the other seeds too. So a setting takes five trainings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from distill_rl.bench.methods.rows import Row
+from distill_rl.bench.methods.scores import LOWER_IS_BETTER, items_of
+from distill_rl.bench.methods.settings import ACROSS_TOKENIZERS, RATES, SAME_TOKENIZER, SEEDS, TARGETS, Overrides
+from distill_rl.bench.methods.tasks import ROWS
+from distill_rl.evals.results.statistics import paired_bootstrap
+
+Record = Mapping[str, Any]
+Settings = Mapping[str, Overrides]
+BASELINE = "CE"
+BEST = 5
+"""Settings of the first two tables that are compared on other tasks too."""
+
+
+@dataclass
+class Rows:
+    """Finished rows."""
+
+    by_row: dict[Row, Record] = field(default_factory=dict)
+
+    def add(self, record: Record) -> None:
+        self.by_row[Row(record["task"], record["setting"], record["rate"], record["seed"])] = record
+
+    def best_rate(self, task: str, setting: str) -> float | None:
+        """The rate with the best selection score on the first seed; None while a rate is missing, or if all have failed."""
+        found = [self.by_row.get(Row(task, setting, rate, SEEDS[0])) for rate in RATES]
+        if any(record is None for record in found):
+            return None
+        scored = [record for record in found if record is not None and "failed" not in record]
+        return (
+            min((_cost(record["selection"], record["measure"]), record["rate"]) for record in scored)[1]
+            if scored
+            else None
+        )
+
+    def missing(self, task: str, settings: Settings) -> list[Row]:
+        """The rows that can be trained next."""
+        due = [Row(task, setting, rate, SEEDS[0]) for setting in settings for rate in RATES]
+        for setting in settings:
+            if (rate := self.best_rate(task, setting)) is not None:
+                due += [Row(task, setting, rate, seed) for seed in SEEDS[1:]]
+        return [row for row in due if row not in self.by_row]
+
+    def of(self, task: str, setting: str) -> list[Record]:
+        """The records of all seeds at the best rate, in the order of the seeds; empty unless all have been trained."""
+        rate = self.best_rate(task, setting)
+        records = [self.by_row.get(Row(task, setting, rate, seed)) for seed in SEEDS] if rate is not None else []
+        return [record for record in records if record is not None] if None not in records else []
+
+    def best(self, task: str, settings: Settings, count: int = BEST) -> dict[str, Overrides]:
+        """The baseline and the `count` settings with the best mean score; as far as they have been trained."""
+        means = {
+            name: fmean(_cost(record["test"], record["measure"]) for record in records)
+            for name in settings
+            if name != BASELINE and (records := self.of(task, name))
+        }
+        names = [BASELINE, *sorted(means, key=means.__getitem__)[:count]]
+        return {name: settings[name] for name in names}
+
+
+def _cost(scores: Record, measure: str) -> float:
+    """The score, the lower the better."""
+    score = float(scores["score"])
+    return score if measure in LOWER_IS_BETTER else -score
+
+
+@dataclass(frozen=True)
+class Table:
+    name: str
+    title: str
+    settings: Callable[[Rows], Mapping[str, Settings]]
+    """Task → the settings that are compared on it; some follow from the rows of other tables."""
+    needs: tuple[str, ...] = ()
+    """Tables that come before."""
+
+
+NOISY, FEW, MOST = "noisy", "noisy, few shared tokens", "noisy, most tokens shared"
+SPOKEN_FEW, SPOKEN_MOST = "language, few shared tokens", "language, most tokens shared"
+
+
+def _same(rows: Rows) -> Mapping[str, Settings]:
+    return {NOISY: SAME_TOKENIZER}
+
+
+def _cross(rows: Rows) -> Mapping[str, Settings]:
+    return {FEW: ACROSS_TOKENIZERS, MOST: ACROSS_TOKENIZERS}
+
+
+def _few_rows(rows: Rows) -> Mapping[str, Settings]:
+    best = rows.best(NOISY, SAME_TOKENIZER)
+    return {f"clean, {count} rows": best for count in ROWS}
+
+
+def _language(rows: Rows) -> Mapping[str, Settings]:
+    return {"language": {**rows.best(NOISY, SAME_TOKENIZER), **TARGETS}}
+
+
+def _language_cross(rows: Rows) -> Mapping[str, Settings]:
+    return {SPOKEN_FEW: rows.best(FEW, ACROSS_TOKENIZERS), SPOKEN_MOST: rows.best(MOST, ACROSS_TOKENIZERS)}
+
+
+def _shift(rows: Rows) -> Mapping[str, Settings]:
+    return {"shift": rows.best(NOISY, SAME_TOKENIZER)}
+
+
+TABLES: Mapping[str, Table] = MappingProxyType(
+    {
+        table.name: table
+        for table in (
+            Table("same", "One tokenizer, noisy labels", _same),
+            Table("cross", "Two tokenizers, noisy labels", _cross),
+            Table("few_rows", "Right labels, few rows", _few_rows, ("same",)),
+            Table("language", "Real text", _language, ("same",)),
+            Table("language_cross", "Real text, two tokenizers", _language_cross, ("cross",)),
+            Table("shift", "Another domain", _shift, ("same",)),
+        )
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A setting on a task."""
+
+    setting: str
+    rate: float
+    score: float
+    """The mean over the seeds, like all that follow but `seeds`."""
+    seeds: tuple[float, ...]
+    interval: tuple[float, float]
+    """95 % interval of the difference to the baseline, over the items of all seeds."""
+    verdict: str
+    """Against the baseline: better or worse on every seed and by the interval, or a tie."""
+    bits_per_byte: float
+    kl: float | None
+    seconds: float
+
+
+def findings(rows: Rows, task: str, settings: Settings, baseline: str = BASELINE) -> list[Finding]:
+    """What is found of the settings that have been trained on all seeds, the best first."""
+    found = [finding for name in settings if (finding := _finding(rows, task, name, baseline)) is not None]
+    lower = _measure(rows, task) in LOWER_IS_BETTER
+    return sorted(found, key=lambda finding: finding.score if lower else -finding.score)
+
+
+def _measure(rows: Rows, task: str) -> str:
+    return next(
+        (record["measure"] for row, record in rows.by_row.items() if row.task == task and "failed" not in record), ""
+    )
+
+
+def _finding(rows: Rows, task: str, setting: str, baseline: str) -> Finding | None:
+    records, base = rows.of(task, setting), rows.of(task, baseline)
+    if not records or any("failed" in record for record in records):
+        return None
+    scores = [record["test"]["score"] for record in records]
+    interval, verdict = (0.0, 0.0), ""
+    if base and setting != baseline:
+        interval, verdict = compare(records, base)
+    kls = [record["test"]["kl"] for record in records]
+    return Finding(
+        setting,
+        records[0]["rate"],
+        fmean(scores),
+        tuple(scores),
+        interval,
+        verdict,
+        fmean(record["test"]["bits_per_byte"] for record in records),
+        None if None in kls else fmean(kls),
+        fmean(record["seconds"] for record in records),
+    )
+
+
+def compare(records: Sequence[Record], base: Sequence[Record]) -> tuple[tuple[float, float], str]:
+    """The 95 % interval of the difference in score to the baseline, and `better`, `worse` or `tie`.
+
+    It is a tie unless the difference has one sign on every seed and its interval excludes 0. The interval is a bootstrap over
+    the items of all seeds. An item's difference is scaled so that the mean over items is the difference of the scores.
+    """
+    by_seed = [_differences(record, other) for record, other in zip(records, base, strict=True)]
+    low, high = paired_bootstrap(np.concatenate(by_seed).tolist())
+    signs = {np.sign(differences.mean()) for differences in by_seed}
+    lower = records[0]["measure"] in LOWER_IS_BETTER
+    if len(signs) > 1 or low <= 0 <= high:
+        return (low, high), "tie"
+    return (low, high), "better" if (high < 0) == lower else "worse"
+
+
+def _differences(record: Record, base: Record) -> np.ndarray:
+    """float64 [items] whose mean is the difference of two scores."""
+    ours, theirs = items_of(record["test"]), items_of(base["test"])
+    if record["measure"] not in LOWER_IS_BETTER:
+        return ours - theirs
+    # Bits of a document → bits per byte: the score is Σ bits / Σ bytes, and Σ bytes = Σ bits / score.
+    num_bytes = ours.sum() / record["test"]["score"]
+    return (ours - theirs) * len(ours) / num_bytes
