@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": BASE | {"commands", "observe", "evals"},
     "trial": BASE | {"align", "config", "data", "models", "observe", "evals", "parallel", "preflight", "transport"},
     "quickstart": BASE | {"config", "observe", "evals", "preflight"},
-    "bench": ENGINES | {"quickstart", "workers", "evals", "store", "preflight"},
+    "bench": ENGINES | {"quickstart", "trial", "workers", "evals", "store", "preflight"},
     "gpu_check": ENGINES | {"bench"},
     "__main__": {"cli"},
     "api": BASE | {"commands", "config", "observe", "preflight"},

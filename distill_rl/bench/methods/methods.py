@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.bench import harness
+from distill_rl.bench.methods.page import write_page
 from distill_rl.bench.methods.run import complete, read_rows, rows_file
 from distill_rl.bench.methods.tables import TABLES, Rows, Settings, findings
 from distill_rl.system.environment import ROOT
+
+PAGE, FIGURES = ROOT / "docs" / "results.md", ROOT / "docs" / "results"
 
 
 def measure(
@@ -28,6 +31,7 @@ def measure(
     rows: Path = ROOT / "docs" / "benchmarks" / "methods",
     material: Path = Path(".cache/methods"),
     processes: int = os.cpu_count() or 1,
+    page: bool = False,
 ) -> dict[str, Any]:
     """Trains what is missing of the tables.
 
@@ -37,11 +41,15 @@ def measure(
         rows: folder of the finished rows.
         material: folder of models and data, made when needed.
         processes: trainings at a time.
+        page: train nothing, and write the tables and figures of docs/results.md.
     """
     if table is not None and table not in TABLES:
         raise harness.Refused(f"unknown table {table!r}; the tables are: {' '.join(TABLES)}")
     rows.mkdir(parents=True, exist_ok=True)
     found = read_rows(rows, TABLES)
+    if page:
+        write_page(PAGE, FIGURES, found)
+        return figures(found)
     for name in TABLES if table is None else (table,):
         for other in TABLES[name].needs:
             if any(found.missing(task, settings) for task, settings in TABLES[other].settings(found).items()):

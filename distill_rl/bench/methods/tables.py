@@ -72,6 +72,13 @@ class Rows:
         names = [BASELINE, *sorted(means, key=means.__getitem__)[:count]]
         return {name: settings[name] for name in names}
 
+    def measure(self, task: str) -> str:
+        """What the score of a task is; empty without rows."""
+        known = (
+            record["measure"] for row, record in self.by_row.items() if row.task == task and "failed" not in record
+        )
+        return next(known, "")
+
 
 def _cost(scores: Record, measure: str) -> float:
     """The score, the lower the better."""
@@ -154,14 +161,8 @@ class Finding:
 def findings(rows: Rows, task: str, settings: Settings, baseline: str = BASELINE) -> list[Finding]:
     """What is found of the settings that have been trained on all seeds, the best first."""
     found = [finding for name in settings if (finding := _finding(rows, task, name, baseline)) is not None]
-    lower = _measure(rows, task) in LOWER_IS_BETTER
+    lower = rows.measure(task) in LOWER_IS_BETTER
     return sorted(found, key=lambda finding: finding.score if lower else -finding.score)
-
-
-def _measure(rows: Rows, task: str) -> str:
-    return next(
-        (record["measure"] for row, record in rows.by_row.items() if row.task == task and "failed" not in record), ""
-    )
 
 
 def _finding(rows: Rows, task: str, setting: str, baseline: str) -> Finding | None:

@@ -37,9 +37,10 @@ def texts(domain: str) -> Texts:
     """The documents of REFERENCE or LIBRARY, always in the same order."""
     sources = {REFERENCE: _topics, LIBRARY: _docstrings}[domain]()
     parts: tuple[list[str], list[str], list[str]] = ([], [], [])
+    seen: set[str] = set()
     for name, text in sources:
         place = random.Random(name).randrange(HELD_OUT)
-        parts[place if place in (1, 2) else 0].extend(pieces(text))
+        parts[place if place in (1, 2) else 0].extend(pieces(_unseen(text, seen)))
     for part in parts:
         random.Random(domain).shuffle(part)
     return Texts(*map(tuple, parts))
@@ -57,6 +58,16 @@ def pieces(text: str, size: int = PIECE) -> Iterator[str]:
             lines, length = [], 0
     if length >= size // 4:
         yield "".join(lines)
+
+
+def _unseen(text: str, seen: set[str]) -> str:
+    """The text without the paragraphs that are in `seen`, which gets the others: sources quote one another."""
+    kept = []
+    for paragraph in text.split("\n\n"):
+        if (key := " ".join(paragraph.split())) not in seen:
+            kept.append(paragraph)
+        seen.add(key)
+    return "\n\n".join(kept) + "\n"
 
 
 def _topics() -> Iterator[tuple[str, str]]:

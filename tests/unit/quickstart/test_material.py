@@ -141,7 +141,11 @@ def test_incomplete_material_is_removed_and_never_used(tmp_path: Path) -> None:
     (partial / "train.jsonl").write_text("half a li")
     material = make_material(tmp_path, 4, TINY)
     assert len(prompts(material.train)) == 30
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f".{material.root.name}.lock", "seed-4", material.root.name]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f".{material.root.name}.lock",
+        "seed-4",
+        material.root.name,
+    ]
 
 
 def test_fingerprint_covers_every_number_of_the_recipe() -> None:

@@ -1,0 +1,102 @@
+"""The tables and figures of docs/results.md, from the finished rows.
+
+The page is written by hand, but for what stands between `<!-- table: NAME -->` and `<!-- end -->`, which is replaced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from distill_rl.bench.methods.settings import SEEDS
+from distill_rl.bench.methods.tables import BASELINE, TABLES, Finding, Rows, findings
+from distill_rl.bench.methods.tasks import ROWS
+from distill_rl.observe.report.charts import Chart, Curve
+from distill_rl.observe.report.svg import Dots, dots_svg, lines_svg
+from distill_rl.system.files import write_atomic
+
+_BLOCK = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BY_ROWS = "few_rows"
+"""The table whose tasks differ in the number of rows alone."""
+
+
+def write_page(page: Path, figures: Path, rows: Rows) -> None:
+    """Replaces the tables of the page, and writes a figure of every task below the folder `figures`.
+
+    Raises:
+        KeyError: the page has a place for a table that does not exist.
+    """
+    figures.mkdir(parents=True, exist_ok=True)
+
+    def block(match: re.Match[str]) -> str:
+        name = match["name"]
+        parts = [*(_by_rows(rows) if name == BY_ROWS else _by_task(name, rows))]
+        for part in parts:
+            write_atomic(figures / part.file, part.svg)
+        text = "\n\n".join(part.markdown(figures.relative_to(page.parent)) for part in parts)
+        return f"{match[1]}{text or 'No rows yet.'}\n{match[3]}"
+
+    write_atomic(page, _BLOCK.sub(block, page.read_text("utf-8")))
+
+
+class Part:
+    """A table of the page with its figure.
+
+    Args:
+        file: name of the figure.
+    """
+
+    def __init__(self, title: str, file: str, svg: str, heading: Sequence[str], body: Sequence[Sequence[str]]):
+        self.title, self.file, self.svg, self.heading, self.body = title, file, svg, heading, body
+
+    def markdown(self, figures: Path) -> str:
+        """The figure, and the table."""
+        lines = [self.heading, ["---", *["---:"] * (len(self.heading) - 1)], *self.body]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return f"![{self.title}]({(figures / self.file).as_posix()})\n\n{table}"
+
+
+def _by_task(name: str, rows: Rows) -> Iterator[Part]:
+    """A part for every task of a table."""
+    table = TABLES[name]
+    for task, settings in table.settings(rows).items():
+        if not (found := findings(rows, task, settings)):
+            continue
+        measure, title = rows.measure(task), f"{table.title}: {task}"
+        dots = [Dots(one.setting, one.seeds, one.score, one.setting == BASELINE) for one in found]
+        with_kl = any(one.kl is not None for one in found)
+        heading = ["setting", measure, *(f"seed {seed}" for seed in SEEDS), "difference to CE", "", "bits per byte"]
+        heading += [*(["KL to the teacher"] if with_kl else []), "rate"]
+        file = f"{name}-{re.sub(r'[^a-z]+', '-', task)}.svg"
+        yield Part(title, file, dots_svg(title, dots, measure), heading, [_line(one, with_kl) for one in found])
+
+
+def _line(one: Finding, with_kl: bool) -> list[str]:
+    low, high = one.interval
+    difference = ["", ""] if one.setting == BASELINE else [f"{low:+.3f} to {high:+.3f}", one.verdict]
+    kl = ["–" if one.kl is None else f"{one.kl:.3f}"] if with_kl else []
+    seeds = [f"{score:.3f}" for score in one.seeds]
+    return [one.setting, f"**{one.score:.3f}**", *seeds, *difference, f"{one.bits_per_byte:.3f}", *kl, f"{one.rate:g}"]
+
+
+def _by_rows(rows: Rows) -> Iterator[Part]:
+    """One part in which a column is a number of rows."""
+    table = TABLES[BY_ROWS]
+    by_task = {
+        task: {one.setting: one for one in findings(rows, task, of)} for task, of in table.settings(rows).items()
+    }
+    complete = [
+        setting for setting in next(iter(by_task.values())) if all(setting in found for found in by_task.values())
+    ]
+    if not complete:
+        return
+    columns: Mapping[str, list[Finding]] = {name: [found[name] for found in by_task.values()] for name in complete}
+    curves = [Curve(name, [(count, one.score) for count, one in zip(ROWS, found)]) for name, found in columns.items()]
+    svg = lines_svg(Chart(table.title, curves), x_name="training rows", y_name="exact match, mean of the seeds")
+    body = [[name, *(f"{one.score:.3f}{_MARKS[one.verdict]}" for one in found)] for name, found in columns.items()]
+    yield Part(table.title, f"{BY_ROWS}.svg", svg, ["setting", *(f"{count} rows" for count in ROWS)], body)
+
+
+_MARKS = {"": "", "tie": " =", "better": " +", "worse": " −"}
+"""Verdicts against CE."""

@@ -1,0 +1,151 @@
+"""The tables of methods: rates, best settings, comparisons; a training in one process against that of the command line."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from distill_rl.bench.methods.page import write_page
+from distill_rl.bench.methods.rows import Row
+from distill_rl.bench.methods.settings import RATES, SAME_TOKENIZER, SEEDS
+from distill_rl.bench.methods.tables import NOISY, TABLES, Rows, compare, findings
+from distill_rl.bench.methods.text import DOMAINS, pieces, texts
+
+
+def record(
+    task: str, setting: str, rate: float, seed: int, score: float, *, measure: str = "exact match", items: int = 200
+):
+    """Of a student of which a share `score` of the answers is right, or that needs so many bits for each byte."""
+    draw = np.random.default_rng([seed, 7])
+    if measure == "exact match":
+        right = (draw.random(items) < score).astype(int)
+        test = {"score": float(right.mean()), "items": "".join(map(str, right))}
+    else:
+        bits = score * draw.integers(50, 150, items)
+        test = {"score": score, "items": bits.tolist()}
+    scores = {"bits_per_byte": 1.0, "kl": 0.5}
+    return {
+        "task": task, "setting": setting, "rate": rate, "seed": seed, "measure": measure, "seconds": 2.0,
+        "selection": {"score": score, **scores}, "test": {**test, **scores},
+    }  # fmt: skip
+
+
+def complete(rows: Rows, task: str, setting: str, score: float, **kinds) -> None:
+    """All rows of a setting; the middle rate is the best one, or any that comes as well off."""
+    worse = 0.1 if kinds.get("measure") == "bits per byte" else -0.1
+    for rate in RATES:
+        rows.add(record(task, setting, rate, SEEDS[0], score + (0 if rate == RATES[1] else worse), **kinds))
+    for seed in SEEDS[1:]:
+        rows.add(record(task, setting, RATES[1], seed, score, **kinds))
+
+
+def test_other_seeds_wait_for_the_best_rate():
+    rows, one = Rows(), {"CE": SAME_TOKENIZER["CE"]}
+    assert rows.missing(NOISY, one) == [Row(NOISY, "CE", rate, SEEDS[0]) for rate in RATES]
+    for rate, score in zip(RATES, (0.4, 0.5, 0.3)):
+        assert rows.best_rate(NOISY, "CE") is None
+        rows.add(record(NOISY, "CE", rate, SEEDS[0], score))
+    assert rows.best_rate(NOISY, "CE") == RATES[1]
+    assert rows.missing(NOISY, one) == [Row(NOISY, "CE", RATES[1], seed) for seed in SEEDS[1:]]
+    assert rows.of(NOISY, "CE") == []
+    for seed in SEEDS[1:]:
+        rows.add(record(NOISY, "CE", RATES[1], seed, 0.5))
+    assert rows.missing(NOISY, one) == []
+    assert [one["seed"] for one in rows.of(NOISY, "CE")] == list(SEEDS)
+
+
+def test_a_training_that_diverged_is_never_the_best():
+    rows = Rows()
+    for rate in RATES[:2]:
+        rows.add({"task": NOISY, "setting": "CE", "rate": rate, "seed": 0, "failed": "the loss is NaN"})
+    rows.add(record(NOISY, "CE", RATES[2], 0, 0.1))
+    assert rows.best_rate(NOISY, "CE") == RATES[2]
+    rows.add({"task": NOISY, "setting": "CE", "rate": RATES[2], "seed": 0, "failed": "the loss is NaN"})
+    assert rows.best_rate(NOISY, "CE") is None
+    assert rows.missing(NOISY, {"CE": ()}) == []
+    assert findings(rows, NOISY, {"CE": ()}) == []
+
+
+def test_the_best_settings_go_on_with_the_baseline():
+    rows = Rows()
+    for name, score in {"CE": 0.9, "all logits": 0.7, "TVD": 0.8, "reverse KL": 0.6}.items():
+        complete(rows, NOISY, name, score)
+    assert list(rows.best(NOISY, SAME_TOKENIZER, 2)) == ["CE", "TVD", "all logits"]
+    assert set(TABLES["shift"].settings(rows)["shift"]) == {"CE", "TVD", "all logits", "reverse KL"}
+
+
+@pytest.mark.parametrize(("measure", "good", "bad"), [("exact match", 0.8, 0.6), ("bits per byte", 1.5, 1.8)])
+def test_findings_are_sorted_and_judged_in_the_sense_of_the_measure(measure, good, bad):
+    rows = Rows()
+    for name, score in {"CE": (good + bad) / 2, "TVD": bad, "all logits": good}.items():
+        complete(rows, NOISY, name, score, measure=measure)
+    found = findings(rows, NOISY, dict.fromkeys(("CE", "TVD", "all logits"), ()))
+    assert [(one.setting, one.verdict) for one in found] == [("all logits", "better"), ("CE", ""), ("TVD", "worse")]
+    assert all(one.rate == RATES[1] for one in found)
+    low, high = found[0].interval
+    difference = found[0].score - found[1].score
+    assert low <= difference <= high
+    assert min(low, high) * difference > 0, "the interval must exclude 0"
+
+
+def test_a_difference_that_one_seed_contradicts_is_a_tie():
+    base = [record(NOISY, "CE", 1e-3, seed, 0.5) for seed in SEEDS]
+    mixed = [record(NOISY, "TVD", 1e-3, seed, score) for seed, score in zip(SEEDS, (0.9, 0.9, 0.45))]
+    (low, _), verdict = compare(mixed, base)
+    assert low > 0
+    assert verdict == "tie"
+    assert compare(base, base) == ((0.0, 0.0), "tie")
+
+
+def test_the_page_keeps_its_words_and_gets_new_tables(tmp_path):
+    rows = Rows()
+    for name, score in {"CE": 0.6, "all logits": 0.8}.items():
+        complete(rows, NOISY, name, score)
+        for task, settings in TABLES["few_rows"].settings(rows).items():
+            if name in settings:
+                complete(rows, task, name, score)
+    page = tmp_path / "results.md"
+    page.write_text(
+        "Words.\n<!-- table: same -->\nold\n<!-- end -->\nMore.\n<!-- table: few_rows -->\n<!-- end -->\n<!-- table: cross -->\n<!-- end -->\n"
+    )
+    write_page(page, tmp_path / "results", rows)
+    text = page.read_text()
+    assert text.startswith("Words.\n<!-- table: same -->\n")
+    assert "old" not in text
+    assert "\nMore.\n" in text
+    assert "No rows yet." in text
+    lines = [line for line in text.splitlines() if line.startswith("| all logits | **")]
+    assert len(lines) == 1
+    assert " better | 1.000 | 0.500 | 0.003 |" in lines[0]
+    pictures = [line.partition("](")[2].rstrip(")") for line in text.splitlines() if line.startswith("![")]
+    assert len(pictures) == 2
+    assert all((tmp_path / picture).read_text().startswith("<svg") for picture in pictures)
+    write_page(page, tmp_path / "results", rows)
+    assert page.read_text() == text
+
+
+def test_text_is_divided_by_source_and_into_short_documents():
+    for domain in DOMAINS:
+        parts = texts(domain)
+        assert len(parts.train) > 5 * len(parts.test) > 100
+        trained, held_out = ({line for text in part for line in text.splitlines()} for part in (parts.train, parts.test))
+        assert len({line for line in held_out & trained if len(line) > 40}) < 0.03 * len(held_out)
+    text = "".join(f"line {i}\n" for i in range(200))
+    cut = [*pieces(text, 100)]
+    assert "".join(cut) == text
+    assert all(100 <= len(piece) < 110 for piece in cut[:-1])
+
+
+def test_settings_are_known_to_the_schema(tmp_path):
+    """Every override of every table is one that a configuration accepts."""
+    from distill_rl.bench.methods.settings import ACROSS_TOKENIZERS
+    from distill_rl.config.load import load_config
+    from distill_rl.config.rules.validate import problems
+    from distill_rl.system.install import CONFIGS
+
+    for name, settings in (("quickstart", SAME_TOKENIZER), ("quickstart-cross", ACROSS_TOKENIZERS)):
+        for setting, overrides in settings.items():
+            assert problems(load_config(CONFIGS / f"{name}.yaml", overrides)) == [], setting
+            json.dumps(overrides)
