@@ -130,7 +130,9 @@ def test_text_is_divided_by_source_and_into_short_documents():
     for domain in DOMAINS:
         parts = texts(domain)
         assert len(parts.train) > 5 * len(parts.test) > 100
-        trained, held_out = ({line for text in part for line in text.splitlines()} for part in (parts.train, parts.test))
+        trained, held_out = (
+            {line for text in part for line in text.splitlines()} for part in (parts.train, parts.test)
+        )
         assert len({line for line in held_out & trained if len(line) > 40}) < 0.03 * len(held_out)
     text = "".join(f"line {i}\n" for i in range(200))
     cut = [*pieces(text, 100)]
