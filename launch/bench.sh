@@ -27,5 +27,8 @@ if [[ $name == memory ]]; then # quantised teachers need torchao
     source "$DISTILL_RL_ROOT/launch/setup-triton.sh"
     PYTHON=$PYTHON_TRITON
 fi
+if [[ $name == methods && " $* " != *" --page "* && ( " $* " != *" --table "* || " $* " == *" peers "* ) ]]; then # rows that TRL trains
+    source "$DISTILL_RL_ROOT/launch/setup-trl.sh"
+fi
 module=${file%.py}
 exec "$PYTHON" -m "${module//\//.}" "$@"

@@ -83,6 +83,10 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             eos="<|end|>",
             vocab_size=400,
         ),
+        # The tokens of `stems`, and the template and special tokens of `lines`.
+        "stem lines": Kind(
+            _LINE_TEMPLATE, ("<eos>", "<bos>", "<pad>"), pad="<pad>", bos="<bos>", eos="<eos>", vocab_size=400
+        ),
         # As `pieces`, but a turn and a text end in different tokens, as with Phi-3 and Llama 3.
         "turns": Kind(
             _TURN_TEMPLATE.replace("eos_token", "'<|end|>'"),

@@ -57,7 +57,7 @@ def measure(
                     f"the table {name} takes the best settings of the table {other}: complete that first"
                 )
         tasks = _only(setting, TABLES[name].settings(found))
-        complete(tasks, found, material.absolute(), rows_file(rows, name), processes)
+        complete(tasks, found, material.absolute(), rows_file(rows, name), processes, fresh=TABLES[name].fresh)
     return figures(found)
 
 

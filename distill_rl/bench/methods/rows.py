@@ -33,6 +33,7 @@ def run_row(row: Row, overrides: Overrides, root: Path) -> dict[str, Any]:
     """
     import torch
 
+    from distill_rl.bench.methods import trl
     from distill_rl.bench.methods.scores import as_record, measure
     from distill_rl.bench.methods.tasks import TASKS
     from distill_rl.bench.methods.training import train
@@ -40,13 +41,15 @@ def run_row(row: Row, overrides: Overrides, root: Path) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     task = TASKS[row.task].prepare(root, row.seed)
-    given = [*task.overrides, f"run.dir={root / 'runs'}", *overrides, f"optimizer.lr={row.rate}"]
+    by_trl = trl.is_trl(overrides)
+    given = [*task.overrides, f"run.dir={root / 'runs'}", *(() if by_trl else overrides), f"optimizer.lr={row.rate}"]
     config = load_config(task.config, given)
     with tempfile.TemporaryDirectory() as folder:
-        trained = train(config, Path(folder) / "student")
+        student = Path(folder) / "student"
+        trained = trl.train(config, overrides, student) if by_trl else train(config, student)
         teacher = task.teacher if task.same_tokenizer else None
         scores = {
-            name: as_record(measure(Path(folder) / "student", held_out, config.data, teacher), held_out)
+            name: as_record(measure(student, held_out, config.data, teacher), held_out)
             for name, held_out in (("selection", task.selection), ("test", task.test))
         }
     scores["selection"].pop("items")

@@ -35,7 +35,9 @@ def read_rows(folder: Path, tables: Iterable[str]) -> Rows:
     return rows
 
 
-def complete(tasks: Mapping[str, Settings], rows: Rows, root: Path, file: Path, processes: int) -> None:
+def complete(
+    tasks: Mapping[str, Settings], rows: Rows, root: Path, file: Path, processes: int, *, fresh: bool = False
+) -> None:
     """Trains the missing rows of a table; those that depend on a rate follow when it is known.
 
     Args:
@@ -44,10 +46,11 @@ def complete(tasks: Mapping[str, Settings], rows: Rows, root: Path, file: Path, 
         root: folder of models and data.
         file: gets them too, a line for each.
         processes: number of processes, of one thread each.
+        fresh: whether every row has a process of its own.
     """
     environment = record.environment()
     progress = _Progress(sum(map(len, tasks.values())) * ROWS_OF_A_SETTING)
-    with _pool(processes) as pool:
+    with _pool(processes, fresh=fresh) as pool:
         running: dict[Future[Record], Row] = {}
         while True:
             for task, settings in tasks.items():
@@ -91,9 +94,11 @@ class _Progress:
 
 
 @contextmanager
-def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+def _pool(processes: int, *, fresh: bool) -> Iterator[ProcessPoolExecutor]:
     """Processes that end with this one, and at once if the block raises."""
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (os.getpid(),))
+    pool = ProcessPoolExecutor(
+        processes, get_context("spawn"), _begin, (os.getpid(),), max_tasks_per_child=1 if fresh else None
+    )
     try:
         yield pool
     except BaseException:

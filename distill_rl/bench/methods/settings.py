@@ -80,3 +80,32 @@ _METHODS: Mapping[str, Overrides] = MappingProxyType(
 ACROSS_TOKENIZERS: Mapping[str, Overrides] = MappingProxyType(
     {"CE": CE, **_METHODS, **{f"{name} + CE": (*method, *_HALF_CE) for name, method in _METHODS.items()}}
 )
+
+
+def _trl(trainer: str, *options: str) -> Overrides:
+    """One of TRL's trainers, off-policy; everything else as its documentation has it."""
+    return tuple(f"trl.{option}" for option in (f'trainer="{trainer}"', "lmbda=0.0", *options))
+
+
+_EXTENDED = ("use_uld_loss=true", "beta=0.0")
+PEERS: Mapping[str, Mapping[str, Overrides]] = MappingProxyType(
+    {
+        "gkd": {
+            "TRL GKD, β = 0": _trl("gkd", "beta=0.0"),
+            "TRL GKD, β = 0.5": _trl("gkd", "beta=0.5"),
+            "ours, forward KL": _LOGITS,
+            "ours, JSD, β = 0.5": _divergence("jsd", 0.5),
+        },
+        "gold": {
+            "TRL GOLD, ULD": _trl("gold", *_EXTENDED),
+            "TRL GOLD, hybrid": _trl("gold", *_EXTENDED, "uld_use_hybrid_loss=true"),
+            "TRL GOLD, hybrid, bayesian": _trl(
+                "gold", *_EXTENDED, "uld_use_hybrid_loss=true", 'uld_token_merge_strategy="bayesian"'
+            ),
+            "ours, hybrid": _method("hybrid"),
+            "ours, gold": _method("gold", *_LOGITS),
+            "ours, uld": _method("uld", *_LOGITS),
+        },
+    }
+)
+"""Trainer of TRL → its settings, and ours that are nearest to them."""

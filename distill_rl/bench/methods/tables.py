@@ -16,7 +16,16 @@ import numpy as np
 
 from distill_rl.bench.methods.rows import Row
 from distill_rl.bench.methods.scores import LOWER_IS_BETTER, items_of
-from distill_rl.bench.methods.settings import ACROSS_TOKENIZERS, RATES, SAME_TOKENIZER, SEEDS, TARGETS, Overrides
+from distill_rl.bench.methods.settings import (
+    ACROSS_TOKENIZERS,
+    CE,
+    PEERS,
+    RATES,
+    SAME_TOKENIZER,
+    SEEDS,
+    TARGETS,
+    Overrides,
+)
 from distill_rl.bench.methods.tasks import ROWS
 from distill_rl.evals.results.statistics import paired_bootstrap
 
@@ -94,9 +103,12 @@ class Table:
     """Task → the settings that are compared on it; some follow from the rows of other tables."""
     needs: tuple[str, ...] = ()
     """Tables that come before."""
+    fresh: bool = False
+    """Whether each row has a process of its own, so that its memory can be compared."""
 
 
 NOISY, FEW, MOST = "noisy", "noisy, few shared tokens", "noisy, most tokens shared"
+SAME_TEMPLATE = "noisy, same template"
 SPOKEN_FEW, SPOKEN_MOST = "language, few shared tokens", "language, most tokens shared"
 
 
@@ -125,6 +137,11 @@ def _shift(rows: Rows) -> Mapping[str, Settings]:
     return {"shift": rows.best(NOISY, SAME_TOKENIZER)}
 
 
+def _peers(rows: Rows) -> Mapping[str, Settings]:
+    gold = {BASELINE: CE, **PEERS["gold"]}
+    return {NOISY: {BASELINE: CE, **PEERS["gkd"]}, MOST: gold, SAME_TEMPLATE: gold}
+
+
 TABLES: Mapping[str, Table] = MappingProxyType(
     {
         table.name: table
@@ -135,6 +152,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             Table("language", "Real text", _language, ("same",)),
             Table("language_cross", "Real text, two tokenizers", _language_cross, ("cross",)),
             Table("shift", "Another domain", _shift, ("same",)),
+            Table("peers", "Beside TRL", _peers, fresh=True),
         )
     }
 )

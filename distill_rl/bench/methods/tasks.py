@@ -238,6 +238,7 @@ def _fingerprint(*parts: str) -> str:
 
 
 _STEMS = replace(CROSS, folder="stems-seed", teacher_tokenizer="stems")
+_LINES = replace(CROSS, folder="stem-lines-seed", teacher_tokenizer="stem lines")
 ROWS = (125, 250, 500, 1000, 2000)
 """Training rows of the `clean` tasks."""
 TASKS: Mapping[str, Task] = MappingProxyType(
@@ -247,6 +248,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             Questions("noisy", "sorting, 30 % of the answers wrong", RECIPE),
             Questions("noisy, few shared tokens", "the same, teacher with another tokenizer", CROSS),
             Questions("noisy, most tokens shared", "the same, teacher with another tokenizer", _STEMS),
+            Questions("noisy, same template", "the same, with the student's chat template and special tokens", _LINES),
             *(Questions(f"clean, {rows} rows", "sorting, all answers right", RECIPE, True, rows) for rows in ROWS),
             Language("language", "real text"),
             Language("language, most tokens shared", "real text, teacher with twice as many tokens", ("4k",)),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distill_rl.bench.record import peak_bytes
 from distill_rl.config.rules.validate import problems
 from distill_rl.config.schema import Config
 from distill_rl.data.loader import Loader
@@ -41,6 +42,8 @@ class Trained:
     """Of all steps, with alignment and teachers."""
     one_to_one: float | None
     """Share of the chunks that are one token on either side; None with one tokenizer."""
+    peak_mib: float
+    """Of the resident memory of the process that trained, since its start."""
 
 
 def train(config: Config, export: Path) -> Trained:
@@ -61,7 +64,7 @@ def train(config: Config, export: Path) -> Trained:
 def _train(job: Job, world: World, export: Path) -> Trained:
     config = job.config
     builder = open_builder(config, job.data_format, job.plan, [spec is not None for spec in job.cross_tokenizer_specs])
-    loader = _loader(job)
+    loader = loader_of(job)
     teachers = [
         build_teacher(config, teacher, world, vocabulary_size=known.vocabulary_size or 0)
         for teacher, known in job.facts.by_teacher(config)
@@ -86,10 +89,11 @@ def _train(job: Job, world: World, export: Path) -> Trained:
         one_to_one += sum(alignment.num_one_to_one for alignment in info.alignments)
     seconds = time.perf_counter() - began
     student.export(export, tokenizer_of(config.student))
-    return Trained(student.step, skipped, labels, seconds, one_to_one / chunks if chunks else None)
+    share = one_to_one / chunks if chunks else None
+    return Trained(student.step, skipped, labels, seconds, share, peak_bytes() / 2**20)
 
 
-def _loader(job: Job) -> Loader:
+def loader_of(job: Job) -> Loader:
     config = job.config
     return Loader(
         job.train,

@@ -1,0 +1,88 @@
+"""Rows that TRL trains: its trainers run in an environment of their own, on the rows of a run of this package."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distill_rl.bench.harness import ONE_THREAD, Refused
+from distill_rl.bench.methods.training import Trained, loader_of
+from distill_rl.config.schema import Config
+from distill_rl.preflight.job import prepare
+from distill_rl.preflight.run_directory import paths_of
+
+PREFIX = "trl."
+"""Of the overrides of a setting that TRL trains: `trl.trainer`, and options of the trainer's configuration."""
+ENVIRONMENT = "PYTHON_TRL"
+"""Variable with the interpreter that has TRL (launch/setup-trl.sh)."""
+_PROGRAM = Path(__file__).with_name("trl_training.py")
+_LOG_LINES = 20
+
+
+def is_trl(overrides: Sequence[str]) -> bool:
+    return any(override.startswith(PREFIX) for override in overrides)
+
+
+def options_of(overrides: Sequence[str]) -> dict[str, Any]:
+    """The options by name, with values as JSON."""
+    pairs = (override.removeprefix(PREFIX).split("=", 1) for override in overrides)
+    return {name: json.loads(value) for name, value in pairs}
+
+
+def train(config: Config, overrides: Sequence[str], export: Path) -> Trained:
+    """Trains with TRL on the rows of a run of `config`, in their order, and writes the student with its tokenizer to `export`.
+
+    Args:
+        config: models, data, order, steps, batch size and learning rate.
+        overrides: as of a setting; all of them have PREFIX.
+
+    Raises:
+        Refused: there is no environment with TRL, or the program failed, with the end of its output.
+    """
+    python = os.environ.get(ENVIRONMENT)
+    if python is None:
+        raise Refused(f"{ENVIRONMENT} must be an interpreter with TRL; launch/bench.sh sets it")
+    options = options_of(overrides)
+    trainer = options.pop("trainer")
+    if trainer == "gold":
+        options["teacher_tokenizer_name_or_path"] = config.teachers[0].model
+    job = prepare(config, paths_of(config))
+    with tempfile.TemporaryDirectory() as folder:
+        rows, settings = Path(folder) / "rows.jsonl", Path(folder) / "settings.json"
+        with rows.open("w", encoding="utf-8") as lines:
+            for batch in loader_of(job):
+                lines.writelines(json.dumps({"messages": row["messages"]}) + "\n" for row in batch.documents)
+        known = {
+            "trainer": trainer,
+            "options": options,
+            "student": config.student.model,
+            "teacher": config.teachers[0].model,
+            "export": os.fspath(export),
+            "rows": os.fspath(rows),
+            "batch": config.train.global_batch_size,
+            "rate": config.optimizer.lr,
+            "seed": config.run.seed,
+        }
+        settings.write_text(json.dumps(known), "utf-8")
+        variables = os.environ | ONE_THREAD | {"TRL_EXPERIMENTAL_SILENCE": "1"}
+        done = subprocess.run([python, str(_PROGRAM), str(settings)], env=variables, capture_output=True, text=True)
+    if done.returncode:
+        end = "\n".join(done.stderr.splitlines()[-_LOG_LINES:])
+        raise Refused(f"TRL's {trainer} trainer ended with exit code {done.returncode}:\n{end}")
+    measured = json.loads(done.stdout.splitlines()[-1])
+    for file in Path(str(config.student.model)).glob("*token*"):
+        shutil.copy(file, export)
+    return Trained(
+        steps=measured["steps"],
+        skipped_steps=0,
+        labels=measured["labels"],
+        seconds=measured["seconds"],
+        one_to_one=None,
+        peak_mib=measured["peak_mib"],
+    )
