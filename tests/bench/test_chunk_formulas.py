@@ -1,0 +1,50 @@
+"""Published formulas across tokenizers beside ours, on chunks whose right answer is known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distill_rl.bench import chunk_formulas
+from distill_rl.bench.chunk_formulas import LOSSES, case_of, learnt, p_kl, properties, same_vocabulary
+
+
+@pytest.fixture
+def fewer_steps(monkeypatch):
+    monkeypatch.setattr(chunk_formulas, "STEPS", 300)
+    monkeypatch.setattr(chunk_formulas, "RATE", 0.2)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "alm"])
+def test_likelihoods_of_chunks_teach_words_that_the_teacher_divides(name, fewer_steps):
+    assert learnt(case_of(["ab"]), LOSSES[name]) == pytest.approx(chunk_formulas.SURE**2, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "name", ["xtoken, mean", "xtoken, chain", "NeMo-RL P-KL (formula)", "TRL GOLD hybrid (formula)"]
+)
+def test_distributions_of_chunks_do_not(name, fewer_steps):
+    assert learnt(case_of(["ab"]), LOSSES[name]) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("published", "own"), [("NeMo-RL P-KL (formula)", "xtoken, mean"), ("NeMo-RL H-KL (formula)", "hkl")]
+)
+def test_published_formulas_are_ours_where_chunks_are_single_tokens(published, own):
+    draw = torch.Generator().manual_seed(3)
+    case = same_vocabulary(torch.randn(4, 6, generator=draw, dtype=torch.float64), 1)
+    student = torch.randn(4, 6, generator=draw, dtype=torch.float64)
+    gradients = []
+    for name in (published, own):
+        leaf = student.clone().requires_grad_()
+        LOSSES[name](case, leaf).backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-8)
+
+
+def test_only_columns_of_a_whole_micro_batch_make_it_matter(fewer_steps, monkeypatch):
+    monkeypatch.setattr(chunk_formulas, "STEPS", 1)
+    assert properties(p_kl)["changed by another micro-batch"] > 0.01
+    assert all(
+        properties(LOSSES[name])["changed by another micro-batch"] < 1e-12 for name in ("hybrid", "xtoken, mean")
+    )
