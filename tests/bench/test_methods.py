@@ -68,6 +68,14 @@ def test_a_training_that_diverged_is_never_the_best():
     assert findings(rows, NOISY, {"CE": ()}) == []
 
 
+def test_rows_of_other_data_are_not_mixed():
+    rows = Rows()
+    rows.add(record(NOISY, "CE", 1e-3, 0, 0.5) | {"task_hash": "a"})
+    rows.add(record(NOISY, "CE", 1e-3, 1, 0.5) | {"task_hash": "b"})
+    with pytest.raises(ValueError, match="noisy, seed 0: .* got a and b"):
+        rows.add(record(NOISY, "TVD", 1e-3, 0, 0.5) | {"task_hash": "b"})
+
+
 def test_the_best_settings_go_on_with_the_baseline():
     rows = Rows()
     for name, score in {"CE": 0.9, "all logits": 0.7, "TVD": 0.8, "reverse KL": 0.6}.items():

@@ -41,8 +41,22 @@ class Rows:
     """Finished rows."""
 
     by_row: dict[Row, Record] = field(default_factory=dict)
+    _hashes: dict[tuple[str, int], str] = field(default_factory=dict)
+    """Of the models and data of a task and seed."""
 
     def add(self, record: Record) -> None:
+        """Adds a row.
+
+        Raises:
+            ValueError: another row of the same task and seed was trained with other models or data.
+        """
+        if "task_hash" in record:
+            known = self._hashes.setdefault((record["task"], record["seed"]), record["task_hash"])
+            if known != record["task_hash"]:
+                rule = "rows of one task and seed must be of the same models and data"
+                raise ValueError(
+                    f"{record['task']}, seed {record['seed']}: {rule}; got {known} and {record['task_hash']}"
+                )
         self.by_row[Row(record["task"], record["setting"], record["rate"], record["seed"])] = record
 
     def best_rate(self, task: str, setting: str) -> float | None:
@@ -137,6 +151,13 @@ def _shift(rows: Rows) -> Mapping[str, Settings]:
     return {"shift": rows.best(NOISY, SAME_TOKENIZER)}
 
 
+def _teachers(rows: Rows) -> Mapping[str, Settings]:
+    across = {BASELINE: CE, "hybrid": ACROSS_TOKENIZERS["hybrid"]}
+    alike = {BASELINE: CE, "top 32, bucket": SAME_TOKENIZER["top 32, bucket"]}
+    tasks = dict.fromkeys((SPOKEN_MOST, SPOKEN_FEW, "language, two teachers"), across)
+    return {**tasks, "language": alike, "language, two alike": alike}
+
+
 def _peers(rows: Rows) -> Mapping[str, Settings]:
     gold = {BASELINE: CE, **PEERS["gold"]}
     return {NOISY: {BASELINE: CE, **PEERS["gkd"]}, MOST: gold, SAME_TEMPLATE: gold}
@@ -152,6 +173,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             Table("language", "Real text", _language, ("same",)),
             Table("language_cross", "Real text, two tokenizers", _language_cross, ("cross",)),
             Table("shift", "Another domain", _shift, ("same",)),
+            Table("teachers", "One teacher or two", _teachers),
             Table("peers", "Beside TRL", _peers, fresh=True),
         )
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -145,7 +146,9 @@ class Language(Task):
 
     def prepare(self, root: Path, seed: int) -> Prepared:
         student = _language_model(root, seed, "2k", SMALL)
-        teachers = [_language_teacher(root, seed, kind) for kind in self.teachers]
+        teachers = [
+            _language_teacher(root, seed, kind, self.teachers[:i].count(kind)) for i, kind in enumerate(self.teachers)
+        ]
 
         def make(folder: Path) -> None:
             folder.mkdir()
@@ -167,7 +170,7 @@ class Language(Task):
             write_atomic(folder / "config.yaml", json.dumps(config, indent=2))
 
         known = _fingerprint(student.name, *(path.name for path in teachers), *self.train, *self.measured)
-        data = made_once(root, f"{self.name}-{seed}-{known[:12]}", make)
+        data = made_once(root, f"{re.sub(r'[^a-z0-9]+', '-', self.name)}-{seed}-{known[:12]}", make)
         return Prepared(
             data / "config.yaml",
             (f"data.path={data / 'train.jsonl'}",),
@@ -180,28 +183,31 @@ class Language(Task):
         )
 
 
-def _language_model(root: Path, seed: int, kind: str, shape: Shape) -> Path:
-    """The folder of an untrained model with its tokenizer."""
+def _language_model(root: Path, seed: int, kind: str, shape: Shape, copy: int = 0) -> Path:
+    """The folder of an untrained model with its tokenizer.
+
+    Args:
+        copy: number of models before this one that have its vocabulary and shape, and other initial weights.
+    """
 
     def make(folder: Path) -> None:
         vocabulary = VOCABULARIES[kind]
         corpus = [text for domain in DOMAINS for text in texts(domain).train]
         tokenizer = train_tokenizer(corpus, vocabulary.size, END, spaces_apart=vocabulary.spaces_apart)
-        number = 10 * seed + list(VOCABULARIES).index(kind)
+        number = 100 * seed + 10 * copy + list(VOCABULARIES).index(kind)
         # Different seeds, so that no two models share initial weights.
         model = new_model(shape, RECIPE, tokenizer, seed=2 * number + (shape is SMALL))
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    known = _fingerprint(kind, repr(VOCABULARIES[kind]), repr(shape), repr(RECIPE), *map(repr, map(texts, DOMAINS)))
-    return made_once(
-        root, f"language-{shape.hidden}-{kind.replace(', ', '-').replace(' ', '-')}-{seed}-{known[:12]}", make
-    )
+    parts = repr(VOCABULARIES[kind]), repr(shape), repr(RECIPE), str(copy), *map(repr, map(texts, DOMAINS))
+    name = re.sub(r"[^a-z0-9]+", "-", f"language {shape.hidden} {kind} {seed}")
+    return made_once(root, f"{name}-{_fingerprint(*parts)[:12]}", make)
 
 
-def _language_teacher(root: Path, seed: int, kind: str) -> Path:
+def _language_teacher(root: Path, seed: int, kind: str, copy: int = 0) -> Path:
     """The folder of a model that was trained on all domains, as a student without a teacher is."""
-    untrained = _language_model(root, seed, kind, LARGE)
+    untrained = _language_model(root, seed, kind, LARGE, copy)
 
     def make(folder: Path) -> None:
         train_file = folder.with_name(f"{folder.name}.jsonl")
