@@ -30,5 +30,10 @@ fi
 if [[ $name == methods && " $* " != *" --page "* && ( " $* " != *" --table "* || " $* " == *" peers "* ) ]]; then # rows that TRL trains
     source "$DISTILL_RL_ROOT/launch/setup-trl.sh"
 fi
+if [[ $name == chunk_formulas ]]; then # asks TRL's own class
+    source "$DISTILL_RL_ROOT/launch/setup-trl.sh"
+    PYTHON=$PYTHON_TRL
+    export PYTHONPATH=$DISTILL_RL_ROOT
+fi
 module=${file%.py}
 exec "$PYTHON" -m "${module//\//.}" "$@"

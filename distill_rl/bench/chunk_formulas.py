@@ -8,10 +8,12 @@ not times: they are the same on every machine but for the last digit.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,36 @@ def trl_gold(case: Case, student: Tensor) -> Tensor:
     p = merged(case.teacher.softmax(1), case.teacher_labels, case.chunks.teacher, case.chunks.count)
     share = len(case.projection.teacher_common) / case.teacher.shape[1]
     return partitioned(case, p, q, share, 1 - share)
+
+
+def trl_installed() -> Loss | None:
+    """The same by TRL's own class, with the chunks and the common vocabulary of the case; None where it is not installed."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    try:
+        from trl.experimental.gold import GOLDConfig
+        from trl.experimental.gold.gold_trainer import ULDLoss
+    except ImportError:
+        return None
+    theirs = ULDLoss(GOLDConfig(output_dir="unused", uld_use_hybrid_loss=True, beta=0.0, use_cpu=True, bf16=False))
+
+    def loss(case: Case, student: Tensor) -> Tensor:
+        ids_q, ids_p = case.projection.student_common, case.projection.teacher_common
+        theirs._vocab_mapping = dict(zip(ids_p.tolist(), ids_q.tolist()))
+        theirs._teacher_matched_ids, theirs._student_matched_ids = {*ids_p.tolist()}, {*ids_q.tolist()}
+        theirs.mapping_tensor = torch.full((case.teacher.shape[1],), -1).index_copy(0, ids_p, ids_q)
+        sides = (
+            (student.softmax(1), case.chunks.student, case.labels),
+            (case.teacher.softmax(1), case.chunks.teacher, case.teacher_labels),
+        )
+        aligned = [
+            theirs._merge_probabilities_with_alignment_groups(
+                probs, [(of == i).nonzero()[:, 0].tolist() for i in range(case.chunks.count)], labels.tolist()
+            )
+            for probs, of, labels in sides
+        ]
+        return theirs._compute_hybrid_uld_loss(*aligned)  # type: ignore[no-any-return]
+
+    return loss
 
 
 def partitioned(case: Case, p: Tensor, q: Tensor, common_weight: float, rest_weight: float) -> Tensor:
@@ -261,7 +293,9 @@ def properties(loss: Loss) -> dict[str, float]:
 
 def measure(_: Path) -> dict[str, Any]:
     """The properties of all losses."""
-    return {"losses": {name: properties(loss) for name, loss in LOSSES.items()}}
+    installed = trl_installed()
+    losses = LOSSES if installed is None else {**LOSSES, f"TRL {version('trl')} GOLD hybrid": installed}
+    return {"losses": {name: properties(loss) for name, loss in losses.items()}}
 
 
 main = harness.program("chunk_formulas", measure)

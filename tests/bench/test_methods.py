@@ -72,7 +72,7 @@ def test_rows_of_other_data_are_not_mixed():
     rows = Rows()
     rows.add(record(NOISY, "CE", 1e-3, 0, 0.5) | {"task_hash": "a"})
     rows.add(record(NOISY, "CE", 1e-3, 1, 0.5) | {"task_hash": "b"})
-    with pytest.raises(ValueError, match="noisy, seed 0: .* got a and b"):
+    with pytest.raises(ValueError, match=r"noisy, seed 0: .* got a and b"):
         rows.add(record(NOISY, "TVD", 1e-3, 0, 0.5) | {"task_hash": "b"})
 
 
