@@ -87,7 +87,7 @@ def _trl(trainer: str, *options: str) -> Overrides:
     return tuple(f"trl.{option}" for option in (f'trainer="{trainer}"', "lmbda=0.0", *options))
 
 
-_EXTENDED = ("use_uld_loss=true", "beta=0.0")
+_ULD, _HYBRID = "use_uld_loss=true", "uld_use_hybrid_loss=true"
 PEERS: Mapping[str, Mapping[str, Overrides]] = MappingProxyType(
     {
         "gkd": {
@@ -97,11 +97,10 @@ PEERS: Mapping[str, Mapping[str, Overrides]] = MappingProxyType(
             "ours, JSD, β = 0.5": _divergence("jsd", 0.5),
         },
         "gold": {
-            "TRL GOLD, ULD": _trl("gold", *_EXTENDED),
-            "TRL GOLD, hybrid": _trl("gold", *_EXTENDED, "uld_use_hybrid_loss=true"),
-            "TRL GOLD, hybrid, bayesian": _trl(
-                "gold", *_EXTENDED, "uld_use_hybrid_loss=true", 'uld_token_merge_strategy="bayesian"'
-            ),
+            "TRL GOLD, ULD": _trl("gold", _ULD),
+            "TRL GOLD, hybrid": _trl("gold", _ULD, _HYBRID),
+            "TRL GOLD, hybrid, β = 0": _trl("gold", _ULD, _HYBRID, "beta=0.0"),
+            "TRL GOLD, hybrid, bayesian": _trl("gold", _ULD, _HYBRID, 'uld_token_merge_strategy="bayesian"'),
             "ours, hybrid": _method("hybrid"),
             "ours, gold": _method("gold", *_LOGITS),
             "ours, uld": _method("uld", *_LOGITS),
