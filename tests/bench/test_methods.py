@@ -27,7 +27,7 @@ def record(
         test = {"score": score, "items": bits.tolist()}
     scores = {"bits_per_byte": 1.0, "kl": 0.5}
     return {
-        "task": task, "setting": setting, "rate": rate, "seed": seed, "measure": measure, "seconds": 2.0,
+        "task": task, "setting": setting, "rate": rate, "seed": seed, "measure": measure, "seconds": 2.0, "labels": 100, "peak_mib": 400.0,
         "selection": {"score": score, **scores}, "test": {**test, **scores},
     }  # fmt: skip
 
@@ -132,6 +132,20 @@ def test_the_page_keeps_its_words_and_gets_new_tables(tmp_path):
     assert all((tmp_path / picture).read_text().startswith("<svg") for picture in pictures)
     write_page(page, tmp_path / "results", rows)
     assert page.read_text() == text
+
+
+def test_settings_of_trl_are_told_apart_and_read():
+    from distill_rl.bench.methods.settings import PEERS
+    from distill_rl.bench.methods.trl import is_trl, options_of
+
+    assert not any(is_trl(overrides) for overrides in SAME_TOKENIZER.values())
+    for trainer, settings in PEERS.items():
+        for name, overrides in settings.items():
+            assert is_trl(overrides) == name.startswith("TRL"), name
+            if is_trl(overrides):
+                options = options_of(overrides)
+                assert (options.pop("trainer"), options.pop("lmbda")) == (trainer, 0.0)
+                assert all(isinstance(value, float | bool | str) for value in options.values())
 
 
 def test_text_is_divided_by_source_and_into_short_documents():

@@ -67,17 +67,25 @@ def _by_task(name: str, rows: Rows) -> Iterator[Part]:
         dots = [Dots(one.setting, one.seeds, one.score, one.setting == BASELINE) for one in found]
         with_kl = any(one.kl is not None for one in found)
         heading = ["setting", measure, *(f"seed {seed}" for seed in SEEDS), "difference to CE", "", "bits per byte"]
-        heading += [*(["KL to the teacher"] if with_kl else []), "rate"]
+        heading += [
+            *(["KL to the teacher"] if with_kl else []),
+            "rate",
+            *(["tokens/s", "peak MiB"] if table.fresh else []),
+        ]
         file = f"{name}-{re.sub(r'[^a-z]+', '-', task)}.svg"
-        yield Part(title, file, dots_svg(title, dots, measure), heading, [_line(one, with_kl) for one in found])
+        yield Part(
+            title, file, dots_svg(title, dots, measure), heading, [_line(one, with_kl, table.fresh) for one in found]
+        )
 
 
-def _line(one: Finding, with_kl: bool) -> list[str]:
+def _line(one: Finding, with_kl: bool, with_cost: bool) -> list[str]:
     low, high = one.interval
     difference = ["", ""] if one.setting == BASELINE else [f"{low:+.3f} to {high:+.3f}", one.verdict]
     kl = ["–" if one.kl is None else f"{one.kl:.3f}"] if with_kl else []
     seeds = [f"{score:.3f}" for score in one.seeds]
-    return [one.setting, f"**{one.score:.3f}**", *seeds, *difference, f"{one.bits_per_byte:.3f}", *kl, f"{one.rate:g}"]
+    cost = [f"{one.tokens_per_second:,.0f}", f"{one.peak_mib:,.0f}"] if with_cost else []
+    bits = f"{one.bits_per_byte:.3f}"
+    return [one.setting, f"**{one.score:.3f}**", *seeds, *difference, bits, *kl, f"{one.rate:g}", *cost]
 
 
 def _by_rows(rows: Rows) -> Iterator[Part]:

@@ -195,7 +195,10 @@ class Finding:
     """Against the baseline: better or worse on every seed and by the interval, or a tie."""
     bits_per_byte: float
     kl: float | None
-    seconds: float
+    tokens_per_second: float
+    """Tokens with a label, repetitions included."""
+    peak_mib: float
+    """Of the process that trained; only where each row has its own (`Table.fresh`)."""
 
 
 def findings(rows: Rows, task: str, settings: Settings, baseline: str = BASELINE) -> list[Finding]:
@@ -223,7 +226,8 @@ def _finding(rows: Rows, task: str, setting: str, baseline: str) -> Finding | No
         verdict,
         fmean(record["test"]["bits_per_byte"] for record in records),
         None if None in kls else fmean(kls),
-        fmean(record["seconds"] for record in records),
+        fmean(record["labels"] / record["seconds"] for record in records),
+        fmean(record["peak_mib"] for record in records),
     )
 
 
