@@ -134,6 +134,16 @@ def test_the_page_keeps_its_words_and_gets_new_tables(tmp_path):
     assert page.read_text() == text
 
 
+def test_every_table_compares_with_the_baseline_on_tasks_that_exist():
+    from distill_rl.bench.methods.tasks import TASKS
+
+    for table in TABLES.values():
+        assert set(table.needs) <= TABLES.keys()
+        for task, settings in table.settings(Rows()).items():
+            assert task in TASKS, table.name
+            assert "CE" in settings
+
+
 def test_settings_of_trl_are_told_apart_and_read():
     from distill_rl.bench.methods.settings import PEERS
     from distill_rl.bench.methods.trl import is_trl, options_of

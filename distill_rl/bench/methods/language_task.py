@@ -1,0 +1,150 @@
+"""The next tokens of real text, with small models that are made and trained here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from distill_rl.bench.material import train_tokenizer
+from distill_rl.bench.methods.scores import HeldOut
+from distill_rl.bench.methods.settings import CE
+from distill_rl.bench.methods.task import Prepared, Task, fingerprint, write_rows
+from distill_rl.bench.methods.text import DOMAINS, texts
+from distill_rl.bench.methods.training import train
+from distill_rl.config.load import load_config
+from distill_rl.quickstart.pretrain import new_model
+from distill_rl.quickstart.recipe import RECIPE, Shape
+from distill_rl.system.files import write_atomic
+from distill_rl.system.made_folder import made_once
+
+CONFIG = Path(__file__).with_name("language.yaml")
+SMALL = Shape(hidden=64, intermediate=192, layers=2, heads=4)
+"""The student of the language tasks: 0.4M parameters with 2,048 tokens."""
+LARGE = Shape(hidden=128, intermediate=384, layers=3, heads=4)
+"""Its teachers: 1.2M parameters with 2,048 tokens."""
+TEACHER_STEPS, TEACHER_RATE = 3000, 3e-3
+END = "<|end|>"
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """How a tokenizer of the language tasks is trained."""
+
+    size: int
+    spaces_apart: bool = False
+
+
+VOCABULARIES: Mapping[str, Vocabulary] = MappingProxyType(
+    {
+        "2k": Vocabulary(2048),
+        "4k": Vocabulary(4096),
+        "1k, spaces apart": Vocabulary(1024, spaces_apart=True),
+    }
+)
+"""`2k` is the student's. Nearly all of its tokens are tokens of `4k`; hardly any that begins with a space is one of the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Language(Task):
+    teachers: tuple[str, ...] = ("2k",)
+    """Their vocabularies."""
+    train: tuple[str, ...] = DOMAINS
+    """Domains that the student sees; its teachers have seen all."""
+    measured: tuple[str, ...] = DOMAINS
+    """Domains that the student is measured on."""
+
+    def prepare(self, root: Path, seed: int) -> Prepared:
+        student = _language_model(root, seed, "2k", SMALL)
+        teachers = [
+            _language_teacher(root, seed, kind, self.teachers[:i].count(kind)) for i, kind in enumerate(self.teachers)
+        ]
+
+        def make(folder: Path) -> None:
+            folder.mkdir()
+            for name, domains in (("train", self.train), ("validation", self.measured), ("test", self.measured)):
+                _write_texts(folder / f"{name}.jsonl", _texts(name, domains))
+            models = [
+                {"name": f"teacher-{i}", "model": os.fspath(path), "dtype": "fp32", "wire_dtype": "fp32"}
+                for i, path in enumerate(teachers)
+            ]
+            config = {
+                "extends": os.fspath(CONFIG),
+                "run": {"seed": seed},
+                "student": {"model": os.fspath(student)},
+                "teachers": models,
+            }
+            write_atomic(folder / "config.yaml", json.dumps(config, indent=2))
+
+        known = fingerprint(student.name, *(path.name for path in teachers), *self.train, *self.measured)
+        data = made_once(root, f"{re.sub(r'[^a-z0-9]+', '-', self.name)}-{seed}-{known[:12]}", make)
+        return Prepared(
+            data / "config.yaml",
+            (f"data.path={data / 'train.jsonl'}",),
+            student,
+            teachers[0],
+            self.teachers == ("2k",),
+            selection=HeldOut(data / "validation.jsonl"),
+            test=HeldOut(data / "test.jsonl"),
+            fingerprint=known,
+        )
+
+
+def _language_model(root: Path, seed: int, kind: str, shape: Shape, copy: int = 0) -> Path:
+    """The folder of an untrained model with its tokenizer.
+
+    Args:
+        copy: number of models before this one that have its vocabulary and shape, and other initial weights.
+    """
+
+    def make(folder: Path) -> None:
+        vocabulary = VOCABULARIES[kind]
+        corpus = _texts("train", DOMAINS)
+        tokenizer = train_tokenizer(corpus, vocabulary.size, END, spaces_apart=vocabulary.spaces_apart)
+        number = 100 * seed + 10 * copy + list(VOCABULARIES).index(kind)
+        # Different seeds, so that no two models share initial weights.
+        model = new_model(shape, RECIPE, tokenizer, seed=2 * number + (shape is SMALL))
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    parts = repr(VOCABULARIES[kind]), repr(shape), repr(RECIPE), str(copy), *map(repr, map(texts, DOMAINS))
+    name = re.sub(r"[^a-z0-9]+", "-", f"language {shape.hidden} {kind} {seed}")
+    return made_once(root, f"{name}-{fingerprint(*parts)[:12]}", make)
+
+
+def _language_teacher(root: Path, seed: int, kind: str, copy: int = 0) -> Path:
+    """The folder of a model that was trained on all domains, as a student without a teacher is."""
+    untrained = _language_model(root, seed, kind, LARGE, copy)
+
+    def make(folder: Path) -> None:
+        train_file = folder.with_name(f"{folder.name}.jsonl")
+        _write_texts(train_file, _texts("train", DOMAINS))
+        settings = [
+            *CE,
+            f"run.seed={seed}",
+            f"student.model={untrained}",
+            f"data.path={train_file}",
+            f"train.steps={TEACHER_STEPS}",
+            "train.global_batch_size=16",
+            "train.micro_batch_size=16",
+            f"optimizer.lr={TEACHER_RATE}",
+            "teachers=[]",
+        ]
+        train(load_config(CONFIG, settings), folder)
+        train_file.unlink()
+
+    known = fingerprint(untrained.name, CONFIG.read_text("utf-8"), str(TEACHER_STEPS), str(TEACHER_RATE))
+    return made_once(root, f"{untrained.name}-trained-{known[:12]}", make)
+
+
+def _texts(part: str, domains: Iterable[str]) -> list[str]:
+    """The documents of a part (train, validation, test) of domains."""
+    return [text for domain in domains for text in getattr(texts(domain), part)]
+
+
+def _write_texts(path: Path, documents: Iterable[str]) -> None:
+    write_rows(path, ({"text": document} for document in documents))

@@ -1,0 +1,55 @@
+"""Sorting digits and words, as in the quickstart: with its wrong answers, or without and with few rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distill_rl.bench.methods.scores import HeldOut
+from distill_rl.bench.methods.task import Prepared, Task, fingerprint, write_rows
+from distill_rl.quickstart.material import draw_rows, make_material
+from distill_rl.quickstart.recipe import Recipe
+from distill_rl.quickstart.tasks import question_row, training_row
+from distill_rl.system.files import sha256
+from distill_rl.system.install import CONFIGS
+from distill_rl.system.made_folder import made_once
+
+
+@dataclass(frozen=True, slots=True)
+class Questions(Task):
+    recipe: Recipe
+    clean: bool = False
+    """Whether all training answers are right."""
+    rows: int | None = None
+    """Training rows; None: all."""
+
+    def prepare(self, root: Path, seed: int) -> Prepared:
+        material = make_material(root, seed, self.recipe)
+        recipe = replace(self.recipe, wrong_share=0.0) if self.clean else self.recipe
+        rows = draw_rows(seed, recipe)
+
+        def make(folder: Path) -> None:
+            folder.mkdir()
+            write_rows(folder / "train.jsonl", map(training_row, rows.train[: self.rows]))
+            write_rows(folder / "validation-questions.jsonl", map(question_row, rows.validation))
+            write_rows(folder / "test.jsonl", map(training_row, rows.test))
+
+        data = made_once(root, f"{material.root.name}-{'clean' if self.clean else 'noisy'}-{self.rows or 'all'}", make)
+        same = self.recipe.teacher_tokenizer == self.recipe.student_tokenizer
+        return Prepared(
+            CONFIGS / ("quickstart.yaml" if same else "quickstart-cross.yaml"),
+            (
+                f"run.seed={seed}",
+                f"student.model={material.student}",
+                f"teachers.0.model={material.teacher}",
+                f"data.path={data / 'train.jsonl'}",
+                f"data.validation.path={material.validation}",
+                f"evaluate.data={material.test}",
+            ),
+            material.student,
+            material.teacher,
+            same,
+            selection=HeldOut(material.validation, data / "validation-questions.jsonl"),
+            test=HeldOut(data / "test.jsonl", material.test),
+            fingerprint=fingerprint(material.root.name, sha256(data / "train.jsonl")),
+        )
