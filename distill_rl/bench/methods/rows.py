@@ -55,21 +55,3 @@ def run_row(row: Row, overrides: Overrides, root: Path) -> dict[str, Any]:
     scores["selection"].pop("items")
     known = {"task_hash": task.fingerprint[:12], "overrides": list(overrides), "measure": task.test.measure}
     return asdict(row) | known | scores | asdict(trained)
-
-
-def prepare_task(name: str, seed: int, root: Path) -> dict[str, Any]:
-    """Makes models and data of a task; returns what the teacher and the untrained student score, and the task's hash."""
-    import torch
-
-    from distill_rl.bench.methods.scores import as_record, measure
-    from distill_rl.bench.methods.tasks import TASKS
-    from distill_rl.config.load import load_config
-
-    torch.set_num_threads(1)
-    task = TASKS[name].prepare(root, seed)
-    config = load_config(task.config, task.overrides)
-    found = {
-        model: as_record(measure(folder, task.test, config.data), task.test)
-        for model, folder in (("teacher", task.teacher), ("student, untrained", task.student))
-    }
-    return {"task": name, "seed": seed, "task_hash": task.fingerprint[:12], "models": found}

@@ -155,31 +155,15 @@ def _in_a_process(function: Any, *arguments: Any) -> float:
 
 def _batches(config: Any) -> tuple[Any, list[Any], list[Any]]:
     """The job of a configuration, and for every step the student's and the teacher's rows."""
-    from distill_rl.config.facts import running_teachers, targets_store
-    from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
-    from distill_rl.data.batch.naming import StoredTargets
-    from distill_rl.data.batch.tokenization import Tokenization
-    from distill_rl.data.loader import Loader
-    from distill_rl.models.hub import tokenizer_of
+    from distill_rl.bench.methods.training import loader_of
+    from distill_rl.preflight.batches import open_builder
     from distill_rl.preflight.job import prepare
     from distill_rl.preflight.run_directory import paths_of
-    from distill_rl.types import TrainState
 
     job = prepare(config, paths_of(config))
-    tokenization = Tokenization.of(tokenizer_of(config.student), config.data, format=job.data_format)
-    named = frozenset(i for i, t in enumerate(running_teachers(config)) if targets_store(t) is not None)
-    builder = BatchBuilder(tokenization, job.plan, [None], stored=StoredTargets(named))
-    loader = Loader(
-        job.train,
-        batch_size=config.train.global_batch_size,
-        seed=config.run.seed,
-        steps=config.train.steps,
-        epochs=config.train.epochs,
-        start=TrainState(),
-        order=job.order,
-    )
+    builder = open_builder(config, job.data_format, job.plan, [False])
     student, teacher = [], []
-    for batch in loader:
+    for batch in loader_of(job):
         _, ours, (theirs,) = builder.build(batch)
         student.append(ours[0])
         teacher.append(theirs[0])
