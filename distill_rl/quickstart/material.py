@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from distill_rl.quickstart.recipe import RECIPE, Recipe
 from distill_rl.quickstart.tasks import Problem, draw_problems, question_row, training_row, with_wrong_answers
+from distill_rl.system.files import write_json_lines
 from distill_rl.system.made_folder import made_once, point_at
 
 
@@ -106,9 +105,9 @@ def _make(material: Material, seed: int, recipe: Recipe) -> None:
 
     rows = draw_rows(seed, recipe)
     material.root.mkdir()
-    _write_rows(material.train, map(training_row, rows.train))
-    _write_rows(material.validation, map(training_row, rows.validation))
-    _write_rows(material.test, map(question_row, rows.test))
+    write_json_lines(material.train, map(training_row, rows.train))
+    write_json_lines(material.validation, map(training_row, rows.validation))
+    write_json_lines(material.test, map(question_row, rows.test))
     teacher_tokenizer = make_tokenizer(recipe.positions, recipe.teacher_tokenizer)
     student_tokenizer = make_tokenizer(recipe.positions, recipe.student_tokenizer)
     # Different seeds, so that the two models do not share initial weights.
@@ -122,8 +121,3 @@ def _make(material: Material, seed: int, recipe: Recipe) -> None:
     ):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-
-
-def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Writes rows to a file, which is replaced, as one JSON object per line."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")

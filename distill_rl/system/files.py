@@ -45,6 +45,11 @@ def write_json(path: str | Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
+def write_json_lines(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes JSON objects to a file, one per line, atomically, as `write_atomic` does."""
+    write_atomic(path, "".join(f"{json.dumps(row)}\n" for row in rows))
+
+
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the JSON objects in the complete lines of a file; nothing if there is no file.
 

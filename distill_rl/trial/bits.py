@@ -97,7 +97,34 @@ class _Window:
     """bool [s]: of the targets."""
 
 
-def windows(documents: Sequence[Encoded], length: int) -> Iterator[_Window]:
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of documents, padded on the right, where causal attention does not look."""
+
+    ids: Tensor
+    """int64 [R, S]: what the model reads."""
+    counted: Tensor
+    """bool [R, S]: positions whose next token counts."""
+    targets: Tensor
+    """int64 [N]: the next tokens of these positions."""
+    documents: np.ndarray
+    """int64 [N]: index of the document of each."""
+
+
+def batches(documents: Sequence[Encoded], length: int) -> Iterator[Batch]:
+    """Yields the documents in rows of at most `length` tokens, and about BATCH_TOKENS positions at a time."""
+    for rows in _batches(sorted(_windows(documents, length), key=lambda window: -len(window.ids))):
+        longest = len(rows[0].ids)
+        ids, targets = np.zeros((2, len(rows), longest), dtype=np.int64)
+        counted = np.zeros((len(rows), longest), dtype=bool)
+        for i, row in enumerate(rows):
+            size = len(row.ids)
+            ids[i, :size], targets[i, :size], counted[i, :size] = row.ids, row.targets, row.counted
+        owners = np.repeat([row.document for row in rows], counted.sum(axis=1))
+        yield Batch(torch.from_numpy(ids), torch.from_numpy(counted), torch.from_numpy(targets[counted]), owners)
+
+
+def _windows(documents: Sequence[Encoded], length: int) -> Iterator[_Window]:
     """Yields the documents as rows of at most `length` tokens, in which every token but the first is predicted once.
 
     A document that is longer goes on in another row, which begins with the last token that the one before it predicts.
@@ -123,9 +150,8 @@ def bits(model: Any, documents: Sequence[Encoded], length: int) -> np.ndarray:
         length: most tokens that it reads at once.
     """
     total = np.zeros(len(documents), dtype=np.float64)
-    for batch in _batches(sorted(windows(documents, length), key=lambda window: -len(window.ids))):
-        nats, owners = _nats(model, batch)
-        np.add.at(total, owners, nats)
+    for batch in batches(documents, length):
+        np.add.at(total, batch.documents, _nats(model, batch))
     return total / math.log(2)
 
 
@@ -141,21 +167,10 @@ def _batches(rows: Sequence[_Window]) -> Iterator[list[_Window]]:
         yield batch
 
 
-def _nats(model: Any, batch: Sequence[_Window]) -> tuple[np.ndarray, np.ndarray]:
-    """−log p of every counted token of a batch, fp64 [N], and the document of each, int64 [N].
-
-    Rows are padded on the right, where causal attention does not look.
-    """
-    longest = len(batch[0].ids)
-    ids, targets = np.zeros((2, len(batch), longest), dtype=np.int64)
-    counted = np.zeros((len(batch), longest), dtype=bool)
-    for i, row in enumerate(batch):
-        size = len(row.ids)
-        ids[i, :size], targets[i, :size], counted[i, :size] = row.ids, row.targets, row.counted
-    device = model.device
-    read, mask = torch.from_numpy(ids).to(device), torch.from_numpy(counted).to(device)
-    positions = torch.arange(longest, device=device).expand(len(batch), -1)
-    wanted = torch.from_numpy(targets[counted]).to(device)
+def _nats(model: Any, batch: Batch) -> np.ndarray:
+    """−log p of every counted token of a batch, fp64 [N]."""
+    read, mask, wanted = (part.to(model.device) for part in (batch.ids, batch.counted, batch.targets))
+    positions = torch.arange(read.shape[1], device=read.device).expand(len(read), -1)
     if family_of(model.config).proven:
         hidden = forward.body(model, read, positions)[mask]
         rows = max(1, CHUNK_BYTES // (4 * model.config.vocab_size))
@@ -166,8 +181,7 @@ def _nats(model: Any, batch: Sequence[_Window]) -> tuple[np.ndarray, np.ndarray]
         logprobs = torch.cat(parts)
     else:  # only its own forward can make the logits
         logprobs = _chosen(forward.logits(model, read, positions)[mask], wanted)
-    owners = np.repeat([row.document for row in batch], counted.sum(axis=1))
-    return -logprobs.double().cpu().numpy(), owners
+    return -logprobs.double().cpu().numpy()
 
 
 def _chosen(logits: Tensor, ids: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from distill_rl.bench.methods.page import write_page
 from distill_rl.bench.methods.rows import Row
 from distill_rl.bench.methods.settings import RATES, SAME_TOKENIZER, SEEDS
 from distill_rl.bench.methods.tables import NOISY, TABLES, Rows, compare, findings
-from distill_rl.bench.methods.text import DOMAINS, pieces, texts
+from distill_rl.bench.methods.tasks.text import DOMAINS, pieces, texts
 
 
 def record(
@@ -135,7 +135,7 @@ def test_the_page_keeps_its_words_and_gets_new_tables(tmp_path):
 
 
 def test_every_table_compares_with_the_baseline_on_tasks_that_exist():
-    from distill_rl.bench.methods.tasks import TASKS
+    from distill_rl.bench.methods.tasks.catalogue import TASKS
 
     for table in TABLES.values():
         assert set(table.needs) <= TABLES.keys()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from distill_rl.bench.methods.settings import SEEDS
 from distill_rl.bench.methods.tables import BASELINE, TABLES, Finding, Rows, findings
-from distill_rl.bench.methods.tasks import ROWS
+from distill_rl.bench.methods.tasks.catalogue import ROWS
 from distill_rl.observe.report.charts import Chart, Curve
 from distill_rl.observe.report.svg import Dots, dots_svg, lines_svg
 from distill_rl.system.files import write_atomic

@@ -35,7 +35,7 @@ def run_row(row: Row, overrides: Overrides, root: Path) -> dict[str, Any]:
 
     from distill_rl.bench.methods import trl
     from distill_rl.bench.methods.scores import as_record, measure
-    from distill_rl.bench.methods.tasks import TASKS
+    from distill_rl.bench.methods.tasks.catalogue import TASKS
     from distill_rl.bench.methods.training import train
     from distill_rl.config.load import load_config
 

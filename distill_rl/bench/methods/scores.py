@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from distill_rl.config.schema import DataConfig
 from distill_rl.evals.backends.base import Settings
@@ -90,27 +89,14 @@ def _kl(teacher: Path, student: Any, documents: Sequence[Encoded]) -> float:
     """KL(teacher ‖ student) over the whole vocabulary, in nats, the mean over the counted tokens of the documents."""
     total, count = 0.0, 0
     with closing(HfBackend(teacher, Settings())) as other:
-        for ids, counted in _padded(documents):
+        for batch in bits.batches(documents, LENGTH):
             p, q = (
-                model(input_ids=ids, use_cache=False).logits[counted].log_softmax(-1)
+                model(input_ids=batch.ids, use_cache=False).logits[batch.counted].log_softmax(-1)
                 for model in (other.model, student)
             )
             total += float((p.exp() * (p - q)).sum(dtype=torch.float64))
-            count += int(counted.sum())
+            count += len(batch.targets)
     return total / count
-
-
-def _padded(documents: Sequence[Encoded], size: int = 32) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields ids int64 [R, S] of windows of the documents, padded on the right, and bool [R, S]: predictions that count."""
-    windows = sorted(bits.windows(documents, LENGTH), key=lambda window: len(window.ids))
-    for start in range(0, len(windows), size):
-        batch = windows[start : start + size]
-        ids = torch.zeros(len(batch), len(batch[-1].ids), dtype=torch.int64)
-        counted = torch.zeros(ids.shape, dtype=torch.bool)
-        for i, window in enumerate(batch):
-            ids[i, : len(window.ids)] = torch.from_numpy(window.ids)
-            counted[i, : len(window.ids)] = torch.from_numpy(window.counted)
-        yield ids, counted
 
 
 def as_record(scores: Scores, held_out: HeldOut) -> dict[str, Any]:

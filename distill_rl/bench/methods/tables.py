@@ -26,7 +26,7 @@ from distill_rl.bench.methods.settings import (
     TARGETS,
     Overrides,
 )
-from distill_rl.bench.methods.tasks import ROWS
+from distill_rl.bench.methods.tasks.catalogue import ROWS
 from distill_rl.evals.results.statistics import paired_bootstrap
 
 Record = Mapping[str, Any]

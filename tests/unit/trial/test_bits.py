@@ -49,13 +49,17 @@ def test_bits_are_those_of_a_plain_forward_pass(model, monkeypatch):
     assert min(want[:13]) > 0
 
 
-def test_windows_predict_every_token_but_the_first_once():
+def test_rows_predict_every_token_but_the_first_once():
     ids = np.arange(23)
-    document = bits.Encoded(ids, ids > 0, 23)
-    found = list(bits.windows([document], 8))
-    assert [window.ids.tolist() for window in found] == [[*range(8)], [*range(8, 16)], [*range(16, 22)]]
-    assert np.concatenate([window.targets for window in found]).tolist() == [*range(1, 23)]
-    assert list(bits.windows([bits.Encoded(ids[:1], ids[:1] > 0, 1)], 8)) == []
+    short = bits.Encoded(ids[:3], ids[:3] == 2, 3)
+    found = list(bits.batches([short, bits.Encoded(ids, ids > 0, 23)], 8))
+    assert len(found) == 1
+    rows = [row[: row.argmax() + 1] for row in found[0].ids]  # ids ascend, and padding is 0
+    assert [row.tolist() for row in rows] == [[*range(8)], [*range(8, 16)], [*range(16, 22)], [0, 1]]
+    assert found[0].counted.sum(1).tolist() == [8, 8, 6, 1]
+    assert found[0].targets.tolist() == [*range(1, 23), 2]
+    assert found[0].documents.tolist() == [1] * 22 + [0]
+    assert list(bits.batches([bits.Encoded(ids[:1], ids[:1] > 0, 1)], 8)) == []
 
 
 def test_bytes_of_a_text_are_those_of_the_predicted_tokens():

@@ -13,13 +13,13 @@ from types import MappingProxyType
 from distill_rl.bench.material import train_tokenizer
 from distill_rl.bench.methods.scores import HeldOut
 from distill_rl.bench.methods.settings import CE
-from distill_rl.bench.methods.task import Prepared, Task, fingerprint, write_rows
-from distill_rl.bench.methods.text import DOMAINS, texts
+from distill_rl.bench.methods.tasks.base import Prepared, Task, fingerprint
+from distill_rl.bench.methods.tasks.text import DOMAINS, texts
 from distill_rl.bench.methods.training import train
 from distill_rl.config.load import load_config
 from distill_rl.quickstart.pretrain import new_model
 from distill_rl.quickstart.recipe import RECIPE, Shape
-from distill_rl.system.files import write_atomic
+from distill_rl.system.files import write_atomic, write_json_lines
 from distill_rl.system.made_folder import made_once
 
 CONFIG = Path(__file__).with_name("language.yaml")
@@ -147,4 +147,4 @@ def _texts(part: str, domains: Iterable[str]) -> list[str]:
 
 
 def _write_texts(path: Path, documents: Iterable[str]) -> None:
-    write_rows(path, ({"text": document} for document in documents))
+    write_json_lines(path, ({"text": document} for document in documents))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from distill_rl.bench.methods.scores import HeldOut
 
@@ -40,11 +37,6 @@ class Task:
     def prepare(self, root: Path, seed: int) -> Prepared:
         """Makes what is missing of models and data below `root`. Other processes may do the same."""
         raise NotImplementedError
-
-
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes JSON lines."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
 
 
 def fingerprint(*parts: str) -> str:

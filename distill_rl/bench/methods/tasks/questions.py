@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from distill_rl.bench.methods.scores import HeldOut
-from distill_rl.bench.methods.task import Prepared, Task, fingerprint, write_rows
-from distill_rl.quickstart.material import draw_rows, make_material
+from distill_rl.bench.methods.tasks.base import Prepared, Task, fingerprint
+from distill_rl.quickstart.material import Material, draw_rows, make_material
 from distill_rl.quickstart.recipe import Recipe
 from distill_rl.quickstart.tasks import question_row, training_row
-from distill_rl.system.files import sha256
+from distill_rl.system.files import sha256, write_json_lines
 from distill_rl.system.install import CONFIGS
 from distill_rl.system.made_folder import made_once
 
@@ -30,9 +31,9 @@ class Questions(Task):
 
         def make(folder: Path) -> None:
             folder.mkdir()
-            write_rows(folder / "train.jsonl", map(training_row, rows.train[: self.rows]))
-            write_rows(folder / "validation-questions.jsonl", map(question_row, rows.validation))
-            write_rows(folder / "test.jsonl", map(training_row, rows.test))
+            write_json_lines(folder / "train.jsonl", map(training_row, rows.train[: self.rows]))
+            write_json_lines(folder / "validation-questions.jsonl", map(question_row, rows.validation))
+            write_json_lines(folder / "test.jsonl", map(training_row, rows.test))
 
         data = made_once(root, f"{material.root.name}-{'clean' if self.clean else 'noisy'}-{self.rows or 'all'}", make)
         same = self.recipe.teacher_tokenizer == self.recipe.student_tokenizer
@@ -51,5 +52,19 @@ class Questions(Task):
             same,
             selection=HeldOut(material.validation, data / "validation-questions.jsonl"),
             test=HeldOut(data / "test.jsonl", material.test),
-            fingerprint=fingerprint(material.root.name, sha256(data / "train.jsonl")),
+            fingerprint=self._fingerprint(material, data),
         )
+
+    def _fingerprint(self, material: Material, data: Path) -> str:
+        """Of all that is made but the weights of the teacher, which are not the same to the bit on every machine: they follow
+        from the recipe.
+        """
+        files = [
+            *sorted(data.glob("*.jsonl")),
+            material.validation,
+            material.test,
+            material.teacher / "tokenizer.json",
+            material.student / "tokenizer.json",
+            material.student / "model.safetensors",
+        ]
+        return fingerprint(json.dumps(asdict(self.recipe), sort_keys=True), *map(sha256, files))

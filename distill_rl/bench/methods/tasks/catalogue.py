@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from distill_rl.bench.methods.language_task import Language
-from distill_rl.bench.methods.question_task import Questions
-from distill_rl.bench.methods.task import Task
-from distill_rl.bench.methods.text import LIBRARY, REFERENCE
+from distill_rl.bench.methods.tasks.base import Task
+from distill_rl.bench.methods.tasks.language import Language
+from distill_rl.bench.methods.tasks.questions import Questions
+from distill_rl.bench.methods.tasks.text import LIBRARY, REFERENCE
 from distill_rl.quickstart.recipe import CROSS, RECIPE
 
 _STEMS = replace(CROSS, folder="stems-seed", teacher_tokenizer="stems")

@@ -1,0 +1,1 @@
+"""What students learn: models, data and what is held out, all made here."""
