@@ -10,15 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from distill_rl.align.advice import Advice, advise
 from distill_rl.align.aligner import TokenAligner
 from distill_rl.align.alignment import Alignment
 from distill_rl.align.tokenizer.vocabulary import Vocabulary, common_vocabulary
 
 CLASSES = ("letters", "digits", "punctuation", "cjk", "other scripts", "whitespace", "parts of characters", "mixed")
 _MIXED, _WHITESPACE = CLASSES.index("mixed"), CLASSES.index("whitespace")
-
-FEW_SINGLES = 0.2
-"""Below this share of 1:1 chunks, per-token targets over the common vocabulary are not worth their size."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,11 @@ class CoverageReport:
     lossy: Mapping[str, str]
     """Side → why its tokens do not always spell the text"""
 
+    @property
+    def advice(self) -> Advice:
+        """The suggested loss, and why."""
+        return Advice(self.suggested_loss, self.reason)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
@@ -99,7 +102,7 @@ def audit(aligner: TokenAligner, texts: Iterable[str]) -> CoverageReport:
     chunks = lengths.total()
     share = lengths[1, 1] / chunks if chunks else 0.0
     common = len(common_vocabulary(aligner.student, aligner.teacher)[0])
-    loss, reason = _suggest(share, chunks, common)
+    advice = advise(share, chunks, common)
     sides = {"student": aligner.student, "teacher": aligner.teacher}
     return CoverageReport(
         one_to_one_share=share,
@@ -107,8 +110,8 @@ def audit(aligner: TokenAligner, texts: Iterable[str]) -> CoverageReport:
         chunk_lengths={f"{left}:{right}": repeats for (left, right), repeats in lengths.most_common()},
         classes={name: _coverage(row) for name, row in zip(CLASSES, sums.tolist()) if row[0]},
         common_vocabulary=common,
-        suggested_loss=loss,
-        reason=reason,
+        suggested_loss=advice.loss,
+        reason=advice.reason,
         texts=count,
         aligned_share=aligned / max(spelled + unknown, 1),
         unknown_share=unknown / max(spelled + unknown, 1),
@@ -131,27 +134,6 @@ def _coverage(row: list[float]) -> ClassCoverage:
     """
     chunks, single, student, teacher = row
     return ClassCoverage(int(chunks), single / chunks, student / chunks, teacher / chunks)
-
-
-def _suggest(share: float, chunks: int, common: int) -> tuple[str, str]:
-    """The loss that suits a pair of tokenizers (none | alm | hybrid), and why in one sentence for the report.
-
-    "alm" without ids in common or below a share of `FEW_SINGLES`, otherwise "hybrid".
-
-    Args:
-        share: 1:1 chunks as a share of all chunks.
-        chunks: number of chunks; 0 gives "none".
-        common: number of ids that the vocabularies have in common.
-    """
-    if not chunks:
-        return "none", "no text could be aligned, so there is nothing to distil"
-    if not common:
-        return "alm", "no token of the two vocabularies spells the same, so only whole chunks can be compared"
-    if share < FEW_SINGLES:
-        return "alm", f"only {share:.1%} of the chunks are 1:1, so whole chunks carry nearly all of the signal"
-    return "hybrid", (
-        f"{share:.1%} of the chunks are 1:1 and compare {common:,} common tokens; the others are compared as whole chunks"
-    )
 
 
 class _Classifier:

@@ -73,6 +73,12 @@ def text_of(message: Mapping[str, Any]) -> str:
     return "".join(str(part.get("text") or "") for part in parts if isinstance(part, Mapping))
 
 
+def texts_of(document: Mapping[str, Any]) -> list[str]:
+    """The texts of a row that are not empty: its own, or the contents of its messages."""
+    texts = map(text_of, document["messages"]) if "messages" in document else (document["text"],)
+    return [text for text in texts if text]
+
+
 def template_form(tokenizer: Any) -> TemplateForm:
     """The form that the tokenizer's chat template reads; found once for every tokenizer and template."""
     template = repr(tokenizer.chat_template)

@@ -139,7 +139,7 @@ def read_rows(data: DataConfig, limit: int) -> Rows:
         DataError: the data are missing or damaged, or no row that was read has text.
     """
     from distill_rl.align.chat import Chat
-    from distill_rl.align.chat_form import text_of
+    from distill_rl.align.chat_form import texts_of
     from distill_rl.data.reading.cache import Cache
     from distill_rl.data.reading.layouts import template_options
     from distill_rl.data.reading.sources import open_source
@@ -147,9 +147,7 @@ def read_rows(data: DataConfig, limit: int) -> Rows:
     source = open_source(data, cache=Cache(write=False))
     rows = _spaced(source, limit)
     chats = [Chat(row["messages"], template_options(row)) for row in rows if "messages" in row]
-    texts = [row["text"] for row in rows if "text" in row]
-    texts += [text_of(message) for chat in chats for message in chat.messages]
-    texts = [text for text in texts if text]
+    texts = [text for row in rows for text in texts_of(row)]
     if not texts:
         raise DataError("--data", "must hold text", f"{len(rows)} empty rows")
     return Rows(texts, chats)
@@ -252,7 +250,7 @@ def print_report(console: Console, student: str, teacher: str, report: CoverageR
             f"{counts.teacher_tokens:.2f}",
         )
     console.print(classes)
-    console.print(f"suggested  loss.cross_tokenizer={report.suggested_loss}: {report.reason}\n")
+    console.print(f"suggested  {report.advice}\n")
 
 
 def print_checks(console: Console, checks: Sequence[Check]) -> None:

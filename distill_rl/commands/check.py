@@ -75,6 +75,8 @@ def summary(config: Config, facts: Facts) -> list[str]:
         if loss is not None:
             text = f"another tokenizer, loss {loss} over chunks of text"
             lines.append(f"teacher    {teacher.name}: {text}")
+            if known.advice:
+                lines.append(f"suggested  {teacher.name}: {known.advice}")
         elif known.tokens_apart:
             lines.append(f"teacher    {teacher.name}: {printable(known.tokens_apart)}")
     for targets in derived.teachers:

@@ -90,6 +90,8 @@ class TeacherFacts:
     """Number of ids of its tokenizer or, token by token, of those that the run compares."""
     cross_tokenizer_loss: str | None = None
     """None if it is compared token by token."""
+    advice: str = ""
+    """Which cross-tokenizer loss suits it, by a sample of the training data; empty if there is no such sample."""
     tokens_apart: str = ""
     """Of a teacher that is compared token by token: which tokens at the end of the vocabulary only one side has, as a
     clause; empty if there are none."""

@@ -42,6 +42,8 @@ class Opened:
     """Ids by which the model ends an answer, besides those that its tokenizer names."""
     cross_tokenizer_loss: str | None = None
     """For a teacher: its cross-tokenizer loss; None if its tokenizer is the student's."""
+    advice: str = ""
+    """For a teacher with another tokenizer: which cross-tokenizer loss suits it, by a sample of the training data."""
     store: Store | None = None
     """For a teacher that is read from a store."""
     shared: SharedVocabulary | None = None

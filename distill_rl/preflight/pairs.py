@@ -13,9 +13,9 @@ from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError, problem
 from distill_rl.preflight.opened import Findings, Opened
 
-ALIGNED_ROWS = 8
+ALIGNED_ROWS = 32
 ALIGNED_CHARACTERS = 2000
-"""Documents, and characters of each, that are aligned to see whether two tokenizers have anything in common."""
+"""Documents, and characters of each text, that are aligned to see what two tokenizers have in common."""
 
 
 def vocabulary_problems(config: Config, student: Opened, teachers: list[Opened]) -> Iterator[str]:
@@ -71,7 +71,7 @@ def teacher_facts(student: Opened, teachers: list[Opened]) -> Iterator[TeacherFa
     compared = compared_ids(student, teachers)
     for teacher in teachers:
         size = teacher.vocabulary_size if teacher.shared is None else compared
-        yield TeacherFacts(teacher.facts, size, teacher.cross_tokenizer_loss, str(teacher.shared or ""))
+        yield TeacherFacts(teacher.facts, size, teacher.cross_tokenizer_loss, teacher.advice, str(teacher.shared or ""))
 
 
 def _pair_problems(config: Config, settings: TeacherConfig, student: Opened, teacher: Opened) -> Iterator[str]:
@@ -173,7 +173,8 @@ def template_problems(config: Config, kind: str, student: Opened, teachers: list
 
 
 def check_alignment(config: Config, source: Any, student: Opened, teachers: list[Opened], findings: Findings) -> None:
-    """Aligns a sample of documents with every cross-tokenizer teacher, and adds what is wrong to the findings.
+    """Aligns a sample of documents with every cross-tokenizer teacher, sets their `advice`, and adds what is wrong to the
+    findings.
 
     If none aligns anywhere, training would have no effect; a chat that a template refuses would end the run later.
 
@@ -185,18 +186,19 @@ def check_alignment(config: Config, source: Any, student: Opened, teachers: list
     for i, teacher in enumerate(teachers):
         if teacher.cross_tokenizer_loss is not None and student.tokenizer is not None and teacher.tokenizer is not None:
             documents = [document for document in source if asked(weights_of(document), i)]
-            findings.attempt(teacher.key, partial(_require_chunks, config, documents, student, teacher))
+            aligned = partial(_align, config, documents, student, teacher)
+            teacher.advice = findings.attempt(teacher.key, aligned) or ""
 
 
-def _require_chunks(config: Config, source: Any, student: Opened, teacher: Opened) -> None:
-    """Checks that one of the first ALIGNED_ROWS documents has a chunk that student and teacher have in common.
-
-    Documents without any content pass.
+def _align(config: Config, source: Any, student: Opened, teacher: Opened) -> str:
+    """Which loss suits a pair, by the first ALIGNED_ROWS documents; empty if they have no content.
 
     Raises:
-        ConfigError: none has, or a document cannot be aligned at all, for instance because a chat template refuses it.
+        ConfigError: none of them has a chunk that student and teacher have in common, or one cannot be aligned at all, for
+            instance because a chat template refuses it.
     """
-    from distill_rl.align import TokenAligner
+    from distill_rl.align import TokenAligner, audit
+    from distill_rl.align.chat_form import texts_of
     from distill_rl.data.reading.layouts import template_options
 
     settings = config.aligner
@@ -209,6 +211,7 @@ def _require_chunks(config: Config, source: Any, student: Opened, teacher: Opene
         teacher_stops=teacher.stops,
     )
     rows = [source[i] for i in range(min(len(source), ALIGNED_ROWS))]
+    num_chunks = 0
     for row in rows:
         try:
             if "messages" in row:
@@ -221,8 +224,9 @@ def _require_chunks(config: Config, source: Any, student: Opened, teacher: Opene
                 f"must be readable by the student and {teacher.name}",
                 f"{type(error).__name__}: {error}",
             ) from error
-        if alignment.num_chunks:
-            return
-    if any(row.get("messages") or row.get("text") for row in rows):
+        num_chunks += alignment.num_chunks
+    texts = [text[:ALIGNED_CHARACTERS] for row in rows for text in texts_of(row)]
+    if texts and not num_chunks:
         rule = f"none of {len(rows)} documents aligns between the student's tokenizer and that of {teacher.name}"
         raise ConfigError("the tokenizers", rule, None, "see `distill-rl align`, or set aligner.method=auto")
+    return str(audit(aligner, texts).advice) if texts else ""

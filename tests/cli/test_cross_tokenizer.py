@@ -62,3 +62,4 @@ def test_check_shows_the_loss_and_the_number_of_aligners(material, tmp_path):
     assert ended.code == 0, ended.err
     assert "aligner: 1 process" in ended.out
     assert "big: another tokenizer, loss hybrid" in ended.out
+    assert "# suggested  big: loss.cross_tokenizer=" in ended.out

@@ -80,6 +80,7 @@ def test_lossy_side_and_suggestion_are_reported():
     assert list(report.lossy) == ["teacher"]
     assert report.aligned_share < 1
     far = audit(TokenAligner(family("byte_level"), family("byte_level_other")), ["\u2603" * 50])
-    assert far.suggested_loss in far.reason or far.reason
+    assert str(report.advice) == f"loss.cross_tokenizer={report.suggested_loss}: {report.reason}"
+    assert (far.suggested_loss, far.one_to_one_share) == ("hybrid", 1.0)
     with pytest.raises(ValueError, match="at least one text"):
         audit(TokenAligner(family("byte_level"), family("tiktoken")), [])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
+from distill_rl.align import TokenAligner, audit
 from distill_rl.align.projection import build_projection, load_projection, save_projection
 from distill_rl.config.derive import sizes
 from distill_rl.preflight import gather
+from distill_rl.preflight.pairs import ALIGNED_CHARACTERS, ALIGNED_ROWS
 from tests.helpers.tokenizers import tiny_tokenizer
 from tests.unit.preflight.conftest import FOREIGN
 
@@ -33,6 +37,15 @@ def test_facts_name_the_cross_tokenizer_loss(material):
     assert forced.facts.teachers[0].cross_tokenizer_loss == "alm"
 
 
+def test_advice_is_that_of_an_audit_of_the_first_documents(material):
+    (teacher,) = gather(material / "pair.yaml").facts.teachers
+    rows = [json.loads(line)["text"] for line in (material / "data.jsonl").read_text().splitlines()]
+    aligner = TokenAligner(*(AutoTokenizer.from_pretrained(material / name) for name in ("student", "foreign")))
+    report = audit(aligner, [text[:ALIGNED_CHARACTERS] for text in rows[:ALIGNED_ROWS]])
+    assert teacher.advice == str(report.advice)
+    assert gather(material / "pair.yaml", [f"teachers.0.model={material}/student"]).facts.teachers[0].advice == ""
+
+
 def test_top_k_counts_only_where_top_k_is_exported(material):
     same = [f"teachers.0.model={material}/student", "loss.top_k=321"]
     assert any(line.startswith("loss.top_k: ") for line in gather(material / "pair.yaml", same).problems)
@@ -49,7 +62,7 @@ def test_disjoint_vocabularies_are_refused_with_a_remedy(problems, material):
 
 def test_tokenizers_that_align_no_document_are_refused(problems, material):
     (line,) = problems(f"teachers.0.model={material}/unrelated", "loss.top_k=2", "loss.cross_tokenizer=alm")
-    assert "none of 8 documents aligns between the student's tokenizer and that of teacher big" in line
+    assert "none of 32 documents aligns between the student's tokenizer and that of teacher big" in line
 
 
 @pytest.mark.parametrize(

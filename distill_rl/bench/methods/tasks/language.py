@@ -27,7 +27,7 @@ SMALL = Shape(hidden=64, intermediate=192, layers=2, heads=4)
 """The student of the language tasks: 0.4M parameters with 2,048 tokens."""
 LARGE = Shape(hidden=128, intermediate=384, layers=3, heads=4)
 """Its teachers: 1.2M parameters with 2,048 tokens."""
-TEACHER_STEPS, TEACHER_RATE = 3000, 3e-3
+TEACHER_STEPS, TEACHER_RATE = 1000, 3e-3
 END = "<|end|>"
 
 
