@@ -1,0 +1,39 @@
+"""Which cross-tokenizer loss suits a pair of tokenizers, by what was measured of all of them (docs/results.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FEW_SINGLES = 0.2
+"""Below this share of 1:1 chunks, per-token targets over the common vocabulary are not worth their size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    loss: str
+    """A value of `loss.cross_tokenizer`; `none` if there is nothing to compare."""
+    reason: str
+    """Why, as a clause."""
+
+    def __str__(self) -> str:
+        return f"loss.cross_tokenizer={self.loss}: {self.reason}"
+
+
+def advise(one_to_one_share: float, num_chunks: int, num_common: int) -> Advice:
+    """The loss that suits a pair of tokenizers.
+
+    Args:
+        one_to_one_share: of the chunks, those of one token on either side, from 0 to 1.
+        num_chunks: of the texts that were aligned.
+        num_common: ids that the vocabularies have in common.
+    """
+    if not num_chunks:
+        return Advice("none", "no text could be aligned, so there is nothing to distil")
+    if not num_common:
+        return Advice("alm", "no token of the two vocabularies spells the same, so only whole chunks can be compared")
+    share = f"{one_to_one_share:.1%} of the chunks are 1:1"
+    if one_to_one_share < FEW_SINGLES:
+        return Advice("alm", f"only {share}, so whole chunks carry nearly all of the signal")
+    return Advice(
+        "hybrid", f"{share} and compare {num_common:,} common tokens; the others are compared as whole chunks"
+    )
