@@ -126,6 +126,15 @@ SAME_TEMPLATE = "noisy, same template"
 SPOKEN_FEW, SPOKEN_MOST = "language, few shared tokens", "language, most tokens shared"
 
 
+LANGUAGE_TARGETS = (
+    "all logits",
+    *(f"top {k}, {tail}" for k in (8, 32) for tail in ("bucket", "truncate", "renormalize")),
+    "8 draws",
+    "32 draws",
+)
+"""Targets that are compared on real text too, where many tokens are likely."""
+
+
 def _same(rows: Rows) -> Mapping[str, Settings]:
     return {NOISY: SAME_TOKENIZER}
 
@@ -140,7 +149,7 @@ def _few_rows(rows: Rows) -> Mapping[str, Settings]:
 
 
 def _language(rows: Rows) -> Mapping[str, Settings]:
-    return {"language": {**rows.best(NOISY, SAME_TOKENIZER), **TARGETS}}
+    return {"language": {**rows.best(NOISY, SAME_TOKENIZER), **{name: TARGETS[name] for name in LANGUAGE_TARGETS}}}
 
 
 def _language_cross(rows: Rows) -> Mapping[str, Settings]:
