@@ -13,7 +13,7 @@ from distill_rl.system.files import sync, sync_tree
 PARTIAL = ".partial-"
 
 
-def made_once(root: Path, name: str, make: Callable[[Path], None]) -> Path:
+def made_once(root: Path, name: str, make: Callable[[Path], object]) -> Path:
     """Returns the folder `root`/`name`, which is made if it does not exist and renamed into place when it is complete.
 
     A second process that needs the same folder waits for the first. What a process that died had begun is deleted.

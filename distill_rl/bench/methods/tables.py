@@ -19,6 +19,7 @@ from distill_rl.bench.methods.scores import LOWER_IS_BETTER, items_of
 from distill_rl.bench.methods.settings import (
     ACROSS_TOKENIZERS,
     CE,
+    DIVERGENCES,
     PEERS,
     RATES,
     SAME_TOKENIZER,
@@ -123,6 +124,7 @@ class Table:
 
 NOISY, FEW, MOST = "noisy", "noisy, few shared tokens", "noisy, most tokens shared"
 SAME_TEMPLATE = "noisy, same template"
+TRAINED, TRAINED_FEW = "noisy, trained student", "noisy, few shared tokens, trained student"
 SPOKEN_FEW, SPOKEN_MOST = "language, few shared tokens", "language, most tokens shared"
 
 
@@ -141,6 +143,12 @@ def _same(rows: Rows) -> Mapping[str, Settings]:
 
 def _cross(rows: Rows) -> Mapping[str, Settings]:
     return {FEW: ACROSS_TOKENIZERS, MOST: ACROSS_TOKENIZERS}
+
+
+def _trained(rows: Rows) -> Mapping[str, Settings]:
+    alike = {BASELINE: CE, "all logits": SAME_TOKENIZER["all logits"], **DIVERGENCES}
+    across = {name: of for name, of in ACROSS_TOKENIZERS.items() if "+" not in name}
+    return {TRAINED: alike, TRAINED_FEW: across}
 
 
 def _few_rows(rows: Rows) -> Mapping[str, Settings]:
@@ -178,6 +186,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         for table in (
             Table("same", "One tokenizer, noisy labels", _same),
             Table("cross", "Two tokenizers, noisy labels", _cross),
+            Table("trained", "A student that has learnt from the rows before", _trained),
             Table("few_rows", "Right labels, few rows", _few_rows, ("same",)),
             Table("language", "Real text", _language, ("same",)),
             Table("language_cross", "Real text, two tokenizers", _language_cross, ("cross",)),

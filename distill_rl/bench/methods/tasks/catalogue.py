@@ -1,6 +1,7 @@
 """All tasks.
 
-- `noisy`: the quickstart as it is; 30 % of the training answers are wrong. Others are the same with a teacher of another tokenizer.
+- `noisy`: the quickstart as it is; 30 % of the training answers are wrong. Others are the same with a teacher of another tokenizer,
+  or with a student that has learnt from the rows alone before.
 - `clean`: the same questions with right answers, and few rows.
 - `language`: the next tokens of real text, with one teacher or two. `shift`: the student sees one domain of it, and is measured
   on the other.
@@ -30,6 +31,8 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             Questions("noisy, few shared tokens", CROSS),
             Questions("noisy, most tokens shared", _STEMS),
             Questions("noisy, same template", _LINES),
+            Questions("noisy, trained student", RECIPE, pretrained=True),
+            Questions("noisy, few shared tokens, trained student", CROSS, pretrained=True),
             *(Questions(f"clean, {rows} rows", RECIPE, clean=True, rows=rows) for rows in ROWS),
             Language("language"),
             Language("language, most tokens shared", ("4k",)),

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from distill_rl.bench.methods.scores import HeldOut
+from distill_rl.bench.methods.settings import CE
 from distill_rl.bench.methods.tasks.base import Prepared, Task, fingerprint
+from distill_rl.bench.methods.training import train
+from distill_rl.config.load import load_config
 from distill_rl.quickstart.material import Material, draw_rows, make_material
 from distill_rl.quickstart.recipe import Recipe
 from distill_rl.quickstart.tasks import question_row, training_row
 from distill_rl.system.files import sha256, write_json_lines
 from distill_rl.system.install import CONFIGS
 from distill_rl.system.made_folder import made_once
+
+PRETRAINING_RATE = 3e-3
+"""Of a student that learns from the rows alone first; the rate that suits CE best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +30,8 @@ class Questions(Task):
     """Whether all training answers are right."""
     rows: int | None = None
     """Training rows; None: all."""
+    pretrained: bool = False
+    """Whether the student has learnt from the rows alone before, and so is at home in them."""
 
     def prepare(self, root: Path, seed: int) -> Prepared:
         material = make_material(root, seed, self.recipe)
@@ -37,17 +46,23 @@ class Questions(Task):
 
         data = made_once(root, f"{material.root.name}-{'clean' if self.clean else 'noisy'}-{self.rows or 'all'}", make)
         same = self.recipe.teacher_tokenizer == self.recipe.student_tokenizer
+        config = CONFIGS / ("quickstart.yaml" if same else "quickstart-cross.yaml")
+        overrides = (
+            f"run.seed={seed}",
+            f"student.model={material.student}",
+            f"teachers.0.model={material.teacher}",
+            f"data.path={data / 'train.jsonl'}",
+            f"data.validation.path={material.validation}",
+            f"evaluate.data={material.test}",
+        )
+        student = material.student
+        if self.pretrained:
+            before = load_config(config, [*overrides, *CE, f"optimizer.lr={PRETRAINING_RATE}"])
+            student = made_once(root, f"{data.name}-pretrained", partial(train, before))
         return Prepared(
-            CONFIGS / ("quickstart.yaml" if same else "quickstart-cross.yaml"),
-            (
-                f"run.seed={seed}",
-                f"student.model={material.student}",
-                f"teachers.0.model={material.teacher}",
-                f"data.path={data / 'train.jsonl'}",
-                f"data.validation.path={material.validation}",
-                f"evaluate.data={material.test}",
-            ),
-            material.student,
+            config,
+            (*overrides, f"student.model={student}"),
+            student,
             material.teacher,
             same,
             selection=HeldOut(material.validation, data / "validation-questions.jsonl"),
@@ -56,8 +71,8 @@ class Questions(Task):
         )
 
     def _fingerprint(self, material: Material, data: Path) -> str:
-        """Of all that is made but the weights of the teacher, which are not the same to the bit on every machine: they follow
-        from the recipe.
+        """Of all that is made but trained weights, which are not the same to the bit on every machine: they follow from the
+        recipe.
         """
         files = [
             *sorted(data.glob("*.jsonl")),
@@ -67,4 +82,5 @@ class Questions(Task):
             material.student / "tokenizer.json",
             material.student / "model.safetensors",
         ]
-        return fingerprint(json.dumps(asdict(self.recipe), sort_keys=True), *map(sha256, files))
+        known = [json.dumps(asdict(self.recipe), sort_keys=True), *map(sha256, files)]
+        return fingerprint(*known, *([f"pretrained with {PRETRAINING_RATE}"] if self.pretrained else []))
