@@ -15,6 +15,7 @@ from typing import Any
 from distill_rl.bench.record import peak_bytes
 from distill_rl.config.rules.validate import problems
 from distill_rl.config.schema import Config
+from distill_rl.data.batch.document_aligner import AlignedDocuments
 from distill_rl.data.loader import Loader
 from distill_rl.errors import ConfigError
 from distill_rl.losses.targets import target_of
@@ -26,7 +27,7 @@ from distill_rl.preflight.run_directory import paths_of
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.backends.base import TeacherBackend
 from distill_rl.teacher.build import build_teacher
-from distill_rl.types import RankBatch, TrainState
+from distill_rl.types import RankBatch, Row, TrainState, row_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,18 @@ def _train(job: Job, world: World, export: Path) -> Trained:
         total_steps=loader.total_steps,
         cross_tokenizer_specs=job.cross_tokenizer_specs,
     )
+    aligned: dict[Row, AlignedDocuments] = {}  # a document comes again in every epoch
     skipped, labels, chunks, one_to_one = 0, 0, 0, 0
     began = time.perf_counter()
     for batch in loader:
-        info, sub_batches, theirs = builder.build(batch)
+        for document in batch.documents:
+            if (row := row_of(document)) not in aligned:
+                aligned[row] = builder.align([document])
+        parts = [aligned[row_of(document)] for document in batch.documents]
+        info, (sub_batches,), of_teachers = builder.assemble(batch.index, batch.cursor, parts)
+        theirs = [of_rank for (of_rank,) in of_teachers]
         for i, rows in enumerate(sub_batches):
-            targets = _Targets(config.loss.temperature, teachers, [parts[i] for parts in theirs])
+            targets = _Targets(config.loss.temperature, teachers, [of_rank[i] for of_rank in theirs])
             student.forward_backward(rows, targets, last=i == len(sub_batches) - 1)
         skipped += int(student.optim_step()["train/skipped"].value)
         labels += info.num_labels
