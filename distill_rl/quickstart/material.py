@@ -35,6 +35,11 @@ class Material:
         return self.root / "train.jsonl"
 
     @property
+    def half(self) -> Path:
+        """The first half of these chats."""
+        return self.root / "train-half.jsonl"
+
+    @property
     def validation(self) -> Path:
         """Chats with right answers."""
         return self.root / "validation.jsonl"
@@ -106,6 +111,7 @@ def _make(material: Material, seed: int, recipe: Recipe) -> None:
     rows = draw_rows(seed, recipe)
     material.root.mkdir()
     write_json_lines(material.train, map(training_row, rows.train))
+    write_json_lines(material.half, map(training_row, rows.train[: len(rows.train) // 2]))
     write_json_lines(material.validation, map(training_row, rows.validation))
     write_json_lines(material.test, map(question_row, rows.test))
     teacher_tokenizer = make_tokenizer(recipe.positions, recipe.teacher_tokenizer)

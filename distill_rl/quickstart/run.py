@@ -5,13 +5,16 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from distill_rl.config.load import load_config
+from distill_rl.config.rules.validate import problems
+from distill_rl.config.schema import TrainConfig
 from distill_rl.errors import ConfigError
 from distill_rl.evals.results.compare import of_run
 from distill_rl.observe.log import say
@@ -27,16 +30,18 @@ from distill_rl.system.own_command import run_cli
 from distill_rl.types import RunPaths
 
 NAME, CROSS_NAME = RECIPES
-CONTROL_SUFFIX, STORE_SUFFIX = "-ce", "-targets"
+CONTROL_SUFFIX, HALF_SUFFIX, STORE_SUFFIX = "-ce", "-half", "-targets"
 SUITE = "exact_match"
 MODELS = ("teacher", "student_before", "student_after", "ce_only")
+HALF = "half_rows"
+"""The student that learnt from the teacher on half of the rows, in half of the steps."""
 
 # The control has the data, order, steps and seed of the distillation, but learns from the data instead of the teacher.
 CONTROL_OVERRIDES = ("loss.kd_weight=0", "loss.ce_weight=1", "evaluate.suites=[]")
 ALIGNED = {"one_to_one_share": "align/one_to_one", "coverage": "align/coverage"}
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
 """Of the runs, unless this process's environment says otherwise. More threads slow down models of this size."""
-RESERVED = {"run.name": "--runs", "run.dir": "--runs", "run.seed": "--seed"}
+RESERVED = {"run.name": "--runs", "run.dir": "--runs", "run.seed": "--seed", "data.path": "--material"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,8 @@ class Options:
 
 
 def quickstart(options: Options) -> int:
-    """Makes the material, trains the student and its control, scores four models, and prints and writes the results.
+    """Makes the material, trains the student, its control and a student on half of the rows, scores all models, and prints
+    and writes the results.
 
     With `stored`, the teacher's targets are captured first, and the student is trained from the store.
 
@@ -73,14 +79,17 @@ def quickstart(options: Options) -> int:
         0; 1 if distillation did not beat its control; or the exit code of a training that failed or was stopped.
 
     Raises:
-        ConfigError: a run directory that is in use (without --clean), an override that a flag replaces, or no
-            configuration file.
+        ConfigError: a run directory that is in use (without --clean), an override that a flag replaces, no configuration
+            file, or a setting that is wrong.
     """
     start = time.perf_counter()
     run = CROSS_NAME if options.cross else NAME
     config = options.config or CONFIGS / f"{run}.yaml"
-    paths, control = RunPaths(options.runs / run), RunPaths(options.runs / f"{run}{CONTROL_SUFFIX}")
-    _require_usable(options, config, paths, control)
+    paths, control, half = (RunPaths(options.runs / f"{run}{suffix}") for suffix in ("", CONTROL_SUFFIX, HALF_SUFFIX))
+    _require_usable(options, config, paths, control, half)
+    settled = load_config(config, options.overrides)
+    if broken := problems(settled):
+        raise ConfigError.many(broken)
     say(f"material  seed {options.seed} in {options.material}")
     material = make_material(options.material, options.seed, RECIPES[run])
     common = ["train", "-c", str(config), *(["--clean"] if options.clean else [])]
@@ -96,14 +105,16 @@ def quickstart(options: Options) -> int:
             print(f"distill-rl: error: `distill-rl capture` ended with exit code {code}", file=sys.stderr)
             return code
         stored = _from_store(store)
-    for name, run_settings in ((run, stored), (f"{run}{CONTROL_SUFFIX}", CONTROL_OVERRIDES)):
+    of_half = (*stored, "evaluate.suites=[]", f"data.path={material.half}", *_half_as_long(settled.train))
+    for trained, run_settings in ((paths, stored), (control, CONTROL_OVERRIDES), (half, of_half)):
+        name = trained.root.name
         say(f"train     {name}")
         code = run_cli([*common, *settings, f"run.name={name}", *run_settings], ENVIRONMENT)
         if code:
             print(f"distill-rl: error: `distill-rl train` of {name} ended with exit code {code}", file=sys.stderr)
             return code
-    say("evaluate  teacher, student before and after, control")
-    scores = score_all(material, paths, control)
+    say("evaluate  teacher, student before and after, control, student of half the rows")
+    scores = score_all(material, paths, control, half)
     summary = summarise(scores, seed=options.seed, seconds=time.perf_counter() - start, metrics=paths.metrics)
     write_json(paths.root / "summary.json", summary)
     evaluation = of_run(paths.root, [control.root])
@@ -117,6 +128,14 @@ def quickstart(options: Options) -> int:
 def _from_store(store: Path) -> tuple[str, ...]:
     """Overrides with which a run reads the teacher's targets from a store."""
     return "teachers.0.backend=store", f"teachers.0.store={store}"
+
+
+def _half_as_long(train: TrainConfig) -> Iterator[str]:
+    """Yields overrides of a run on half of the rows, which reads them as often as another run reads all of them."""
+    if train.steps is not None:
+        yield f"train.steps={max(1, train.steps // 2)}"
+    if train.minutes is not None:
+        yield f"train.minutes={train.minutes / 2}"
 
 
 def verdict(summary: Mapping[str, Any]) -> int:
@@ -136,29 +155,36 @@ def verdict(summary: Mapping[str, Any]) -> int:
     return 1
 
 
-def score_all(material: Material, paths: RunPaths, control: RunPaths) -> dict[str, dict[str, Any]]:
-    """The result of the suite SUITE on the held-out questions for every model, by name and in the order of MODELS.
+def score_all(material: Material, paths: RunPaths, control: RunPaths, half: RunPaths) -> dict[str, dict[str, Any]]:
+    """The result of the suite SUITE on the held-out questions for every model, by name: MODELS in their order, and HALF.
 
     Runs the models in this process. Writes the results to `<run>/evals/<name>`, replacing earlier ones, and removes
     `evals/student`, the score of the export that `train` left.
 
     Args:
-        paths, control: run directories with exported students, of the distillation and its control.
+        paths, control, half: run directories with exported students, of the distillation, its control, and half the rows.
     """
     from distill_rl.evals.executor import LocalExecutor
     from distill_rl.evals.options import Options, load_questions
     from distill_rl.evals.progress import ConsoleProgress
+    from distill_rl.evals.results.samples import SampleFile, read_samples, samples_of
     from distill_rl.evals.run import Model, evaluate_models
 
     evals = paths.root / "evals"
     # `train` has already scored the export, as evals/student; here it gets its name in the summary instead.
     shutil.rmtree(evals / "student", ignore_errors=True)
-    folders = (material.teacher, material.student, paths.export, control.export)
-    models = [Model(name, folder, evals / name) for name, folder in zip(MODELS, folders, strict=True)]
+    folders = (material.teacher, material.student, paths.export, control.export, half.export)
+    models = [Model(name, folder, evals / name) for name, folder in zip((*MODELS, HALF), folders, strict=True)]
     options = Options(clean=True)
     suites = load_questions([SUITE], material.test, options)
     with closing(LocalExecutor()) as executor:
         results = evaluate_models(models, suites, options, executor, ConsoleProgress())
+    # The report shows what the student answered in training; teacher and control stand beside it.
+    own = read_samples(paths.samples)
+    if own:
+        count, step = len({sample["id"] for sample in own}), own[-1]["step"]
+        SampleFile(paths.samples).add(0, samples_of(suites, evals / "teacher", count), teacher="")
+        SampleFile(control.samples).add(step, samples_of(suites, evals / "ce_only", count))
     return {name: suites[SUITE] for name, suites in results.items()}
 
 
@@ -173,10 +199,10 @@ def summarise(scores: Mapping[str, Mapping[str, Any]], *, seed: int, seconds: fl
         metrics: metrics.jsonl of the distillation.
     """
     return {
-        **{name: scores[name]["score"] for name in MODELS},
-        "intervals": {name: scores[name]["interval"] for name in MODELS},
+        **{name: result["score"] for name, result in scores.items()},
+        "intervals": {name: result["interval"] for name, result in scores.items()},
         "tasks": {
-            name: {task: result["score"] for task, result in scores[name]["per_task"].items()} for name in MODELS
+            name: {task: part["score"] for task, part in result["per_task"].items()} for name, result in scores.items()
         },
         "num_questions": scores[MODELS[0]]["num_items"],
         "tokens_per_second": round(tokens_per_second(metrics), 1),
@@ -236,18 +262,18 @@ def _require_usable(options: Options, config: Path, *runs: RunPaths) -> None:
     Raises:
         ConfigError: all problems at once: overrides that a flag replaces, directories in use, no configuration file.
     """
-    problems = [
+    refused = [
         str(ConfigError(text, f"is set by {RESERVED[key]}", remedy=f"use {RESERVED[key]}"))
         for text in options.overrides
         if (key := text.partition("=")[0].strip()) in RESERVED
     ]
     if not options.clean:
-        problems += [
+        refused += [
             str(ConfigError(str(paths.root), "the run directory is in use", remedy="start over with --clean"))
             for paths in runs
             if in_use(paths.root)
         ]
     if not config.is_file():
-        problems.append(str(ConfigError(str(config), "must be a file", remedy="give its path")))
-    if problems:
-        raise ConfigError.many(problems)
+        refused.append(str(ConfigError(str(config), "must be a file", remedy="give its path")))
+    if refused:
+        raise ConfigError.many(refused)

@@ -13,6 +13,7 @@ ROWS = {
     "student_before": "student, untrained",
     "student_after": "student, distilled",
     "ce_only": "control, no teacher",
+    "half_rows": "student, half the rows",
 }
 CROSS_NOTE = """\
 The teacher has another tokenizer. Of the chunks of text that begin and end at
@@ -23,7 +24,8 @@ NOTE = """\
 Student and control start from the same weights and see the same rows in the
 same order, {wrong:.0%} of them with a wrong answer. The control imitates the rows
 (CE), the student matches the teacher on them (KD). That noise is why
-distillation wins. Without wrong answers the two would tie."""
+distillation wins. Without wrong answers the two would tie. The last student
+had the teacher, but half of the rows and half of the steps."""
 
 
 def print_table(scores: Mapping[str, Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
@@ -45,7 +47,7 @@ def print_table(scores: Mapping[str, Mapping[str, Any]], summary: Mapping[str, A
     table.add_column("95 % interval", justify="right", no_wrap=True)
     for task in tasks:
         table.add_column(task, justify="right")
-    for name, label in ROWS.items():
+    for name, label in ((name, label) for name, label in ROWS.items() if name in scores):
         low, high = scores[name]["interval"]
         by_task = (f"{scores[name]['per_task'][task]['score']:.3f}" for task in tasks)
         style = "bold" if name == "student_after" else None

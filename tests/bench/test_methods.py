@@ -91,6 +91,7 @@ def test_findings_are_sorted_and_judged_in_the_sense_of_the_measure(measure, goo
         complete(rows, NOISY, name, score, measure=measure)
     found = findings(rows, NOISY, dict.fromkeys(("CE", "TVD", "all logits"), ()))
     assert [(one.setting, one.verdict) for one in found] == [("all logits", "better"), ("CE", ""), ("TVD", "worse")]
+    assert [one.against_best for one in found] == ["", "worse", "worse"]
     assert all(one.rate == RATES[1] for one in found)
     low, high = found[0].interval
     difference = found[0].score - found[1].score
@@ -126,7 +127,7 @@ def test_the_page_keeps_its_words_and_gets_new_tables(tmp_path):
     assert "No rows yet." in text
     lines = [line for line in text.splitlines() if line.startswith("| all logits | **")]
     assert len(lines) == 1
-    assert " better | 1.000 | 0.500 | 0.003 |" in lines[0]
+    assert " better |  | 1.000 | 0.500 | 0.003 |" in lines[0]
     pictures = [line.partition("](")[2].rstrip(")") for line in text.splitlines() if line.startswith("![")]
     assert len(pictures) == 2
     assert all((tmp_path / picture).read_text().startswith("<svg") for picture in pictures)

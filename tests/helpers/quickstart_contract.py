@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from distill_rl.quickstart.recipe import RECIPES
 from tests.helpers.command import Cluster, Ended, environment, series
 from tests.helpers.page import Page
@@ -81,7 +83,7 @@ class QuickstartContract:
         assert summary["seconds"] > 0
 
     def test_the_table_shows_the_summary_and_the_caveat(self, finished):
-        for model in ("teacher", "student_before", "student_after", "ce_only"):
+        for model in ("teacher", "student_before", "student_after", "ce_only", "half_rows"):
             assert f"{finished.summary[model]:.3f}" in finished.ended.out
         assert "Without wrong answers the two would tie" in " ".join(finished.ended.out.split())
 
@@ -91,6 +93,15 @@ class QuickstartContract:
             assert series(finished.run, metric) == series(control, metric)
             assert len(series(control, metric)) == finished.steps
         assert not series(control, "train/kl_loss")
+
+    def test_half_of_the_rows_are_read_as_often(self, finished):
+        half = finished.runs / f"{finished.name}-half"
+        tokens = series(half, "train/tokens")
+        assert len(tokens) == finished.steps // 2
+        everything = sum(value for _, value in series(finished.run, "train/tokens"))
+        assert sum(value for _, value in tokens) == pytest.approx(everything / 2, rel=0.05)
+        assert series(half, "train/kl_loss")
+        assert finished.summary["student_before"] < finished.summary["half_rows"] < finished.summary["student_after"]
 
     def test_the_export_answers_a_held_out_question(self, finished):
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -118,11 +129,18 @@ class QuickstartContract:
         assert "Cross-entropy with the data (CE)" in page
         assert ("Alignment across tokenizers" in page) == finished.crosses
 
-    def test_the_report_is_self_contained_and_compares_four_models(self, finished):
+    def test_the_report_is_self_contained_and_compares_five_models(self, finished):
         page = Page((finished.run / "report.html").read_text())
-        assert {"teacher", "student_before", "student_after", "ce_only"} <= set(page.texts)
+        assert {"teacher", "student_before", "student_after", "ce_only", "half_rows"} <= set(page.texts)
         assert len(page.data["runs"]) == 2
         page.require_self_contained()
+
+    def test_the_report_shows_answers_of_teacher_student_and_control_side_by_side(self, finished):
+        page = Page((finished.run / "report.html").read_text())
+        assert len(page.data["samples"]) == 4
+        for sample in page.data["samples"]:
+            last = [(each["who"], each["run"]) for each in sample["answers"] if each["step"] in (0, finished.steps)]
+            assert sorted(last) == [("student", 0), ("student", 1), ("teacher", 0)]
 
     def test_a_second_quickstart_without_clean_is_refused(self, finished):
         before = (finished.run / "summary.json").stat().st_mtime_ns

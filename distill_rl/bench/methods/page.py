@@ -66,7 +66,15 @@ def _by_task(name: str, rows: Rows) -> Iterator[Part]:
         measure, title = rows.measure(task), f"{table.title}: {task}"
         dots = [Dots(one.setting, one.seeds, one.score, one.setting == BASELINE) for one in found]
         with_kl = any(one.kl is not None for one in found)
-        heading = ["setting", measure, *(f"seed {seed}" for seed in SEEDS), "difference to CE", "", "bits per byte"]
+        heading = [
+            "setting",
+            measure,
+            *(f"seed {seed}" for seed in SEEDS),
+            "difference to CE",
+            "",
+            "to the best",
+            "bits per byte",
+        ]
         heading += [
             *(["KL to the teacher"] if with_kl else []),
             "rate",
@@ -85,7 +93,17 @@ def _line(one: Finding, with_kl: bool, with_cost: bool) -> list[str]:
     seeds = [f"{score:.3f}" for score in one.seeds]
     cost = [f"{one.tokens_per_second:,.0f}", f"{one.peak_mib:,.0f}"] if with_cost else []
     bits = f"{one.bits_per_byte:.3f}"
-    return [one.setting, f"**{one.score:.3f}**", *seeds, *difference, bits, *kl, f"{one.rate:g}", *cost]
+    return [
+        one.setting,
+        f"**{one.score:.3f}**",
+        *seeds,
+        *difference,
+        one.against_best,
+        bits,
+        *kl,
+        f"{one.rate:g}",
+        *cost,
+    ]
 
 
 def _by_rows(rows: Rows) -> Iterator[Part]:

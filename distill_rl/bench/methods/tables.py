@@ -152,8 +152,9 @@ def _trained(rows: Rows) -> Mapping[str, Settings]:
 
 
 def _few_rows(rows: Rows) -> Mapping[str, Settings]:
-    best = rows.best(NOISY, SAME_TOKENIZER)
-    return {f"clean, {count} rows": best for count in ROWS}
+    mixed = "0.5 KD + 0.5 CE"
+    settings = {**rows.best(NOISY, SAME_TOKENIZER), mixed: SAME_TOKENIZER[mixed]}
+    return {f"clean, {count} rows": settings for count in ROWS}
 
 
 def _language(rows: Rows) -> Mapping[str, Settings]:
@@ -211,6 +212,8 @@ class Finding:
     """95 % interval of the difference to the baseline, over the items of all seeds."""
     verdict: str
     """Against the baseline: better or worse on every seed and by the interval, or a tie."""
+    against_best: str
+    """The same against the setting with the best mean."""
     bits_per_byte: float
     kl: float | None
     tokens_per_second: float
@@ -221,19 +224,23 @@ class Finding:
 
 def findings(rows: Rows, task: str, settings: Settings, baseline: str = BASELINE) -> list[Finding]:
     """What is found of the settings that have been trained on all seeds, the best first."""
-    found = [finding for name in settings if (finding := _finding(rows, task, name, baseline)) is not None]
-    lower = rows.measure(task) in LOWER_IS_BETTER
-    return sorted(found, key=lambda finding: finding.score if lower else -finding.score)
+    trained = {name: records for name in settings if (records := rows.of(task, name))}
+    complete = {name: records for name, records in trained.items() if not any("failed" in record for record in records)}
+    ranked = sorted(
+        complete, key=lambda name: fmean(_cost(record["test"], record["measure"]) for record in complete[name])
+    )
+    base = complete.get(baseline, [])
+    return [_finding(name, complete[name], [] if name == baseline else base, complete[ranked[0]]) for name in ranked]
 
 
-def _finding(rows: Rows, task: str, setting: str, baseline: str) -> Finding | None:
-    records, base = rows.of(task, setting), rows.of(task, baseline)
-    if not records or any("failed" in record for record in records):
-        return None
+def _finding(setting: str, records: Sequence[Record], base: Sequence[Record], best: Sequence[Record]) -> Finding:
+    """What is found of a setting.
+
+    Args:
+        records, base, best: of all seeds: its own, those of the baseline (none: not compared), and of the best setting.
+    """
     scores = [record["test"]["score"] for record in records]
-    interval, verdict = (0.0, 0.0), ""
-    if base and setting != baseline:
-        interval, verdict = compare(records, base)
+    interval, verdict = compare(records, base) if base else ((0.0, 0.0), "")
     kls = [record["test"]["kl"] for record in records]
     return Finding(
         setting,
@@ -242,6 +249,7 @@ def _finding(rows: Rows, task: str, setting: str, baseline: str) -> Finding | No
         tuple(scores),
         interval,
         verdict,
+        "" if records is best else compare(records, best)[1],
         fmean(record["test"]["bits_per_byte"] for record in records),
         None if None in kls else fmean(kls),
         fmean(record["labels"] / record["seconds"] for record in records),

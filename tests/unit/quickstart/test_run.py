@@ -20,7 +20,7 @@ def scores(after: float = 0.9, control: float = 0.6) -> dict[str, dict[str, Any]
         tasks = {"sort": {"score": score}, "sort words": {"score": score / 2}}
         return {"score": score, "interval": [score - 0.02, score + 0.02], "num_items": 600, "per_task": tasks}
 
-    return dict(zip(run.MODELS, map(result, (0.99, 0.02, after, control))))
+    return dict(zip((*run.MODELS, run.HALF), map(result, (0.99, 0.02, after, control, 0.7))))
 
 
 def write_metrics(path: Path, *records: dict[str, Any]) -> Path:
@@ -91,7 +91,7 @@ def test_run_without_steps_has_no_speed(tmp_path: Path) -> None:
 def test_summary_contains_the_figures(tmp_path: Path) -> None:
     metrics = write_metrics(tmp_path / "metrics.jsonl", {"step": 1, "train/tokens": 100, "timing/step": 0.5})
     summary = run.summarise(scores(), seed=3, seconds=61.26, metrics=metrics)
-    figures = {"teacher": 0.99, "student_before": 0.02, "student_after": 0.9, "ce_only": 0.6}
+    figures = {"teacher": 0.99, "student_before": 0.02, "student_after": 0.9, "ce_only": 0.6, "half_rows": 0.7}
     assert {name: summary[name] for name in figures} == figures
     assert (summary["seed"], summary["seconds"], summary["tokens_per_second"]) == (3, 61.3, 200.0)
     assert summary["tasks"]["ce_only"] == {"sort": 0.6, "sort words": 0.3}
@@ -134,11 +134,12 @@ def test_table_shows_every_model_and_explains_the_result(
     rows = [line.split() for line in text.splitlines()]
     assert ["student,", "distilled", "0.900", "0.880", "to", "0.920", "0.900", "0.450"] in rows
     assert sum("0.600" in row for row in rows) == 1
+    assert ["student,", "half", "the", "rows", "0.700", "0.680", "to", "0.720", "0.700", "0.350"] in rows
     assert "600 held-out questions, seed 3" in text
     assert "Without wrong answers the two would tie" in " ".join(text.split())
 
 
-@pytest.mark.parametrize(("flags", "used"), [((), "quickstart-ce"), (("--cross",), "quickstart-cross-ce")])
+@pytest.mark.parametrize(("flags", "used"), [((), "quickstart-ce"), (("--cross",), "quickstart-cross-half")])
 def test_occupied_run_directory_is_rejected_before_any_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], used: str
 ) -> None:
@@ -153,11 +154,22 @@ def test_occupied_run_directory_is_rejected_before_any_work(
 
 
 def test_settings_replaced_by_flags_are_rejected_together(capsys: pytest.CaptureFixture[str]) -> None:
-    code, lines = complain(capsys, "--clean", "run.seed=3", "run.dir=x", "train.steps=5")
+    code, lines = complain(capsys, "--clean", "run.seed=3", "run.dir=x", "train.steps=5", "data.path=y")
     assert code == 2
-    assert len(lines) == 2
+    assert len(lines) == 3
     assert "--seed" in lines[0]
     assert "--runs" in lines[1]
+    assert "--material" in lines[2]
+
+
+def test_a_wrong_setting_is_reported_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    material = tmp_path / "material"
+    code, lines = complain(
+        capsys, "--runs", str(tmp_path / "runs"), "--material", str(material), "loss.top_k=0", "loss.draws=0"
+    )
+    assert code == 2
+    assert [line.split(": ")[2] for line in lines] == ["loss.top_k", "loss.draws"]
+    assert not material.exists()
 
 
 def test_missing_configuration_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
