@@ -114,7 +114,7 @@ def quickstart(options: Options) -> int:
             print(f"distill-rl: error: `distill-rl train` of {name} ended with exit code {code}", file=sys.stderr)
             return code
     say("evaluate  teacher, student before and after, control, student of half the rows")
-    scores = score_all(material, paths, control, half)
+    scores = score_all(material, paths, control, half, seed=options.seed)
     summary = summarise(scores, seed=options.seed, seconds=time.perf_counter() - start, metrics=paths.metrics)
     write_json(paths.root / "summary.json", summary)
     evaluation = of_run(paths.root, [control.root])
@@ -155,14 +155,18 @@ def verdict(summary: Mapping[str, Any]) -> int:
     return 1
 
 
-def score_all(material: Material, paths: RunPaths, control: RunPaths, half: RunPaths) -> dict[str, dict[str, Any]]:
+def score_all(
+    material: Material, paths: RunPaths, control: RunPaths, half: RunPaths, *, seed: int
+) -> dict[str, dict[str, Any]]:
     """The result of the suite SUITE on the held-out questions for every model, by name: MODELS in their order, and HALF.
 
     Runs the models in this process. Writes the results to `<run>/evals/<name>`, replacing earlier ones, and removes
-    `evals/student`, the score of the export that `train` left.
+    `evals/student`, the score of the export that `train` left. What teacher and control answer to the samples of the run is
+    added to the sample files of the run and of the control.
 
     Args:
         paths, control, half: run directories with exported students, of the distillation, its control, and half the rows.
+        seed: of the run, by which its samples were drawn.
     """
     from distill_rl.evals.executor import LocalExecutor
     from distill_rl.evals.options import Options, load_questions
@@ -175,13 +179,11 @@ def score_all(material: Material, paths: RunPaths, control: RunPaths, half: RunP
     shutil.rmtree(evals / "student", ignore_errors=True)
     folders = (material.teacher, material.student, paths.export, control.export, half.export)
     models = [Model(name, folder, evals / name) for name, folder in zip((*MODELS, HALF), folders, strict=True)]
-    options = Options(clean=True)
+    options = Options(clean=True, seed=seed)
     suites = load_questions([SUITE], material.test, options)
     with closing(LocalExecutor()) as executor:
         results = evaluate_models(models, suites, options, executor, ConsoleProgress())
-    # The report shows what the student answered in training; teacher and control stand beside it.
-    own = read_samples(paths.samples)
-    if own:
+    if own := read_samples(paths.samples):
         count, step = len({sample["id"] for sample in own}), own[-1]["step"]
         SampleFile(paths.samples).add(0, samples_of(suites, evals / "teacher", count), teacher="")
         SampleFile(control.samples).add(step, samples_of(suites, evals / "ce_only", count))
