@@ -64,16 +64,19 @@ def _method(name: str, *more: str) -> Overrides:
     return f"loss.cross_tokenizer={name}", *more
 
 
+_MEAN, _CHAIN = "loss.chunk_average=mean", "loss.chunk_average=chain"
 _METHODS: Mapping[str, Overrides] = MappingProxyType(
     {
         "hybrid": _method("hybrid"),
         "alm": _method("alm"),
-        "xtoken, mean": _method("xtoken", *_LOGITS, "loss.chunk_average=mean"),
-        "xtoken, chain": _method("xtoken", *_LOGITS, "loss.chunk_average=chain"),
-        "xtoken, learnt projection": _method("xtoken", *_LOGITS, "projection.learnable=true"),
-        "gold": _method("gold", *_LOGITS),
-        "hkl": _method("hkl", *_LOGITS),
-        "uld": _method("uld", *_LOGITS),
+        "xtoken, mean": _method("xtoken", *_LOGITS, _MEAN),
+        "xtoken, chain": _method("xtoken", *_LOGITS, _CHAIN),
+        "xtoken, chain, learnt projection": _method("xtoken", *_LOGITS, _CHAIN, "projection.learnable=true"),
+        "gold, mean": _method("gold", *_LOGITS, _MEAN),
+        "gold, chain": _method("gold", *_LOGITS, _CHAIN),
+        "hkl, mean": _method("hkl", *_LOGITS, _MEAN),
+        "uld, mean": _method("uld", *_LOGITS, _MEAN),
+        "uld, chain": _method("uld", *_LOGITS, _CHAIN),
         "strict": _method("strict", *_LOGITS),
     }
 )
@@ -102,8 +105,8 @@ PEERS: Mapping[str, Mapping[str, Overrides]] = MappingProxyType(
             "TRL GOLD, hybrid, β = 0": _trl("gold", _ULD, _HYBRID, "beta=0.0"),
             "TRL GOLD, hybrid, bayesian": _trl("gold", _ULD, _HYBRID, 'uld_token_merge_strategy="bayesian"'),
             "ours, hybrid": _method("hybrid"),
-            "ours, gold": _method("gold", *_LOGITS),
-            "ours, uld": _method("uld", *_LOGITS),
+            "ours, gold": _METHODS["gold, chain"],
+            "ours, uld": _METHODS["uld, chain"],
         },
     }
 )
