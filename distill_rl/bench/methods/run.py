@@ -49,7 +49,8 @@ def complete(
         fresh: whether every row has a process of its own.
     """
     environment = record.environment()
-    progress = _Progress(sum(map(len, tasks.values())) * ROWS_OF_A_SETTING)
+    finished = sum(row.setting in tasks.get(row.task, ()) for row in rows.by_row)
+    progress = _Progress(finished, sum(map(len, tasks.values())) * ROWS_OF_A_SETTING)
     with _pool(processes, fresh=fresh) as pool:
         running: dict[Future[Record], Row] = {}
         while True:
@@ -79,18 +80,19 @@ class _Progress:
     """Prints a line per row.
 
     Args:
+        done: rows of the table that are finished.
         total: rows of the table.
     """
 
-    def __init__(self, total: int):
-        self._total, self._done, self._start = total, 0, time.monotonic()
+    def __init__(self, done: int, total: int):
+        self._done, self._total, self._start = done, total, time.monotonic()
 
     def note(self, found: Record) -> None:
         self._done += 1
         name = Row(found["task"], found["setting"], found["rate"], found["seed"]).name
         minutes = (time.monotonic() - self._start) / 60
         result = found["failed"] if "failed" in found else f"{found['measure']} {found['test']['score']:.4f}"
-        print(f"{self._done} rows in {minutes:.0f} min, at most {self._total}: {name}: {result}", flush=True)
+        print(f"row {self._done} of at most {self._total}, {minutes:.0f} min: {name}: {result}", flush=True)
 
 
 @contextmanager
