@@ -115,6 +115,7 @@ def test_the_page_keeps_its_words_and_gets_new_tables(tmp_path):
         for task, settings in TABLES["few_rows"].settings(rows).items():
             if name in settings:
                 complete(rows, task, name, score)
+    rows.add({"task": NOISY, "setting": "TVD", "rate": 0.01, "seed": 0, "failed": "the loss is NaN"})
     page = tmp_path / "results.md"
     page.write_text(
         "Words.\n<!-- table: same -->\nold\n<!-- end -->\nMore.\n<!-- table: few_rows -->\n<!-- end -->\n<!-- table: cross -->\n<!-- end -->\n"
@@ -125,6 +126,7 @@ def test_the_page_keeps_its_words_and_gets_new_tables(tmp_path):
     assert "old" not in text
     assert "\nMore.\n" in text
     assert "No rows yet." in text
+    assert text.count("No student: TVD, rate 0.01, seed 0: the loss is NaN.") == 1
     lines = [line for line in text.splitlines() if line.startswith("| all logits | **")]
     assert len(lines) == 1
     assert " better |  | 1.000 | 0.500 | 0.003 |" in lines[0]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from distill_rl.bench.methods.settings import SEEDS
-from distill_rl.bench.methods.tables import BASELINE, TABLES, Finding, Rows, findings
+from distill_rl.bench.methods.tables import BASELINE, TABLES, Finding, Rows, Settings, findings
 from distill_rl.bench.methods.tasks.catalogue import ROWS
 from distill_rl.observe.report.charts import Chart, Curve
 from distill_rl.observe.report.svg import Dots, dots_svg, lines_svg
@@ -45,25 +45,37 @@ class Part:
 
     Args:
         file: name of the figure.
+        notes: lines below the table.
     """
 
-    def __init__(self, title: str, file: str, svg: str, heading: Sequence[str], body: Sequence[Sequence[str]]):
-        self.title, self.file, self.svg, self.heading, self.body = title, file, svg, heading, body
+    def __init__(
+        self,
+        title: str,
+        file: str,
+        svg: str,
+        heading: Sequence[str],
+        body: Sequence[Sequence[str]],
+        notes: Sequence[str] = (),
+    ):
+        self.title, self.file, self.svg, self.heading, self.body, self.notes = title, file, svg, heading, body, notes
 
     def markdown(self, figures: Path) -> str:
-        """The figure, and the table."""
+        """The figure, the table, and the notes."""
         lines = [self.heading, ["---", *["---:"] * (len(self.heading) - 1)], *self.body]
         table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        return f"![{self.title}]({(figures / self.file).as_posix()})\n\n{table}"
+        return "\n\n".join(
+            [f"**{self.title}**", f"![{self.title}]({(figures / self.file).as_posix()})", table, *self.notes]
+        )
 
 
 def _by_task(name: str, rows: Rows) -> Iterator[Part]:
     """A part for every task of a table."""
     table = TABLES[name]
-    for task, settings in table.settings(rows).items():
+    tasks = table.settings(rows)
+    for task, settings in tasks.items():
         if not (found := findings(rows, task, settings)):
             continue
-        measure, title = rows.measure(task), f"{table.title}: {task}"
+        measure, title = rows.measure(task), table.title if len(tasks) == 1 else f"{table.title}: {task}"
         dots = [Dots(one.setting, one.seeds, one.score, one.setting == BASELINE) for one in found]
         with_kl = any(one.kl is not None for one in found)
         heading = [
@@ -81,9 +93,19 @@ def _by_task(name: str, rows: Rows) -> Iterator[Part]:
             *(["tokens/s", "peak MiB"] if table.fresh else []),
         ]
         file = f"{name}-{re.sub(r'[^a-z]+', '-', task)}.svg"
-        yield Part(
-            title, file, dots_svg(title, dots, measure), heading, [_line(one, with_kl, table.fresh) for one in found]
-        )
+        body = [_line(one, with_kl, table.fresh) for one in found]
+        yield Part(title, file, dots_svg(title, dots, measure), heading, body, _failures(rows, task, settings))
+
+
+def _failures(rows: Rows, task: str, settings: Settings) -> list[str]:
+    """A line per training of a task that ended without a student."""
+    ended = [(row, rows.by_row[row]) for row in rows.by_row if row.task == task and row.setting in settings]
+    failed = [
+        f"{row.setting}, rate {row.rate:g}, seed {row.seed}: {found['failed']}"
+        for row, found in ended
+        if "failed" in found
+    ]
+    return [f"No student: {line}." for line in failed]
 
 
 def _line(one: Finding, with_kl: bool, with_cost: bool) -> list[str]:
