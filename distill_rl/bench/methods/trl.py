@@ -71,7 +71,9 @@ def train(config: Config, overrides: Sequence[str], export: Path) -> Trained:
         }
         settings.write_text(json.dumps(known), "utf-8")
         variables = os.environ | ONE_THREAD | {"TRL_EXPERIMENTAL_SILENCE": "1"}
-        done = subprocess.run([python, str(_PROGRAM), str(settings)], env=variables, capture_output=True, text=True)
+        # Isolated: its own folder is not on the path, where this module would be found as `trl`.
+        command = [python, "-I", str(_PROGRAM), str(settings)]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True)
     if done.returncode:
         end = "\n".join(done.stderr.splitlines()[-_LOG_LINES:])
         raise Refused(f"TRL's {trainer} trainer ended with exit code {done.returncode}:\n{end}")
