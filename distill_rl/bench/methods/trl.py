@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 from distill_rl.bench.harness import ONE_THREAD, Refused
 from distill_rl.bench.methods.training import Trained, loader_of
 from distill_rl.config.schema import Config
+from distill_rl.models.hub import tokenizer_of
 from distill_rl.preflight.job import prepare
 from distill_rl.preflight.run_directory import paths_of
 
@@ -78,8 +78,7 @@ def train(config: Config, overrides: Sequence[str], export: Path) -> Trained:
         end = "\n".join(done.stderr.splitlines()[-_LOG_LINES:])
         raise Refused(f"TRL's {trainer} trainer ended with exit code {done.returncode}:\n{end}")
     measured = json.loads(done.stdout.splitlines()[-1])
-    for file in Path(str(config.student.model)).glob("*token*"):
-        shutil.copy(file, export)
+    tokenizer_of(config.student).save_pretrained(export)
     return Trained(
         steps=measured["steps"],
         skipped_steps=0,
