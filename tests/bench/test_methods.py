@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
 
+from distill_rl.bench.methods.methods import PAGE
 from distill_rl.bench.methods.page import write_page
 from distill_rl.bench.methods.rows import Row
 from distill_rl.bench.methods.settings import RATES, SAME_TOKENIZER, SEEDS
@@ -145,6 +147,11 @@ def test_every_table_compares_with_the_baseline_on_tasks_that_exist():
         for task, settings in table.settings(Rows()).items():
             assert task in TASKS, table.name
             assert "CE" in settings
+
+
+def test_every_table_has_a_place_on_the_page():
+    places = re.findall(r"<!-- table: (\w+) -->", PAGE.read_text("utf-8"))
+    assert sorted(places) == sorted(TABLES)
 
 
 def test_settings_of_trl_are_told_apart_and_read():
