@@ -10,8 +10,8 @@ source "$DISTILL_RL_ROOT/launch/environment.sh"
 cd -- "$DISTILL_RL_ROOT"
 
 name=${1:-}
-# A benchmark is a file with a main program; helpers of benchmarks have none.
-files=$(grep -l '^if __name__ == "__main__":' distill_rl/bench/*.py distill_rl/bench/*/*.py)
+# A benchmark is a file that ends with its main program; helpers of benchmarks have none.
+files=$(grep -l '^    sys.exit(main())' distill_rl/bench/*.py distill_rl/bench/*/*.py)
 file=$(grep -E "/$name\.py$" <<<"$files" || true)
 if [[ ! $name =~ ^[a-z_]+$ || -z $file ]]; then
     names=$(sed -e 's|.*/||' -e 's|\.py$||' <<<"$files" | sort | paste -sd ' ')

@@ -70,6 +70,32 @@ def test_a_training_that_diverged_is_never_the_best():
     assert findings(rows, NOISY, {"CE": ()}) == []
 
 
+def test_a_seed_without_a_student_leaves_a_setting_out():
+    rows = Rows()
+    for name in ("CE", "TVD"):
+        complete(rows, NOISY, name, 0.5)
+    rows.add({"task": NOISY, "setting": "TVD", "rate": RATES[1], "seed": 2, "failed": "the loss is NaN"})
+    assert list(rows.best(NOISY, SAME_TOKENIZER)) == ["CE"]
+    assert [one.setting for one in findings(rows, NOISY, {"CE": (), "TVD": ()})] == ["CE"]
+
+
+def test_equal_scores_are_decided_by_bits():
+    rows = Rows()
+    for rate, bits in zip(RATES, (3.0, 1.0, 2.0)):
+        found = record(NOISY, "CE", rate, 0, 0.0)
+        found["selection"]["bits_per_byte"] = bits
+        rows.add(found)
+    assert rows.best_rate(NOISY, "CE") == RATES[1]
+
+
+def test_texts_count_once_whatever_the_number_of_seeds():
+    draw = np.random.default_rng(0)
+    base, other = [record("language", "CE", 1e-3, 0, 2.0, measure="bits per byte", items=40) for _ in range(2)]
+    other["test"]["items"] = (np.array(base["test"]["items"]) * (0.99 + 0.1 * draw.standard_normal(40))).tolist()
+    (low, high), _ = compare([other], [base])
+    assert compare([other] * 3, [base] * 3)[0] == pytest.approx((low, high))
+
+
 def test_rows_of_other_data_are_not_mixed():
     rows = Rows()
     rows.add(record(NOISY, "CE", 1e-3, 0, 0.5) | {"task_hash": "a"})
@@ -83,7 +109,8 @@ def test_the_best_settings_go_on_with_the_baseline():
     for name, score in {"CE": 0.9, "all logits": 0.7, "TVD": 0.8, "reverse KL": 0.6}.items():
         complete(rows, NOISY, name, score)
     assert list(rows.best(NOISY, SAME_TOKENIZER, 2)) == ["CE", "TVD", "all logits"]
-    assert set(TABLES["shift"].settings(rows)["shift"]) == {"CE", "TVD", "all logits", "reverse KL"}
+    shift = TABLES["shift"].settings(rows)["shift"]
+    assert set(shift) == {"CE", "TVD", "all logits", "reverse KL", "0.5 KD + 0.5 CE"}
 
 
 @pytest.mark.parametrize(("measure", "good", "bad"), [("exact match", 0.8, 0.6), ("bits per byte", 1.5, 1.8)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,35 +45,37 @@ def measure(
     """
     if table is not None and table not in TABLES:
         raise harness.Refused(f"unknown table {table!r}; the tables are: {' '.join(TABLES)}")
+    chosen = TABLES if table is None else (table,)
     rows.mkdir(parents=True, exist_ok=True)
     found = read_rows(rows, TABLES)
+    _require_known(setting, [TABLES[name].settings(found) for name in chosen])
     if page:
         write_page(PAGE, FIGURES, found)
         return figures(found)
-    for name in TABLES if table is None else (table,):
+    for name in chosen:
         for other in TABLES[name].needs:
             if any(found.missing(task, settings) for task, settings in TABLES[other].settings(found).items()):
                 raise harness.Refused(
                     f"the table {name} takes the best settings of the table {other}: complete that first"
                 )
         tasks = _only(setting, TABLES[name].settings(found))
-        complete(tasks, found, material.absolute(), rows_file(rows, name), processes, fresh=TABLES[name].fresh)
+        # Speed and memory are compared where each row has a process of its own, so nothing may run beside it.
+        at_once = 1 if TABLES[name].fresh else processes
+        complete(tasks, found, material.absolute(), rows_file(rows, name), at_once, fresh=TABLES[name].fresh)
     return figures(found)
 
 
-def _only(setting: str | None, tasks: Mapping[str, Settings]) -> Mapping[str, Settings]:
-    """One setting of a table, or all of them if none is named.
+def _require_known(setting: str | None, tables: Iterable[Mapping[str, Settings]]) -> None:
+    """Raises Refused for a setting that none of the tables has."""
+    known = dict.fromkeys(name for tasks in tables for settings in tasks.values() for name in settings)
+    if setting is not None and setting not in known:
+        raise harness.Refused(f"unknown setting {setting!r}; there are: {', '.join(map(repr, known))}")
 
-    Raises:
-        Refused: the table does not have it.
-    """
+
+def _only(setting: str | None, tasks: Mapping[str, Settings]) -> Mapping[str, Settings]:
+    """One setting of a table, or all of them if none is named."""
     if setting is None:
         return tasks
-    if not any(setting in settings for settings in tasks.values()):
-        known = ", ".join(
-            repr(name) for name in dict.fromkeys(name for settings in tasks.values() for name in settings)
-        )
-        raise harness.Refused(f"unknown setting {setting!r}; those of this table are: {known}")
     return {task: {setting: settings[setting]} for task, settings in tasks.items() if setting in settings}
 
 

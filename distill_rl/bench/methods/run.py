@@ -15,10 +15,13 @@ from distill_rl.bench import harness, record
 from distill_rl.bench.methods.rows import Row, run_row
 from distill_rl.bench.methods.settings import RATES, SEEDS, Overrides
 from distill_rl.bench.methods.tables import Record, Rows, Settings
+from distill_rl.bench.methods.trl import TrlError
 from distill_rl.errors import NumericsError, first_line
 from distill_rl.system.files import append_json_lines, read_json_lines
 from distill_rl.system.parent import end_with
 
+ENVIRONMENT = ("commit", "dirty", "cpu", "python", "torch", "transformers")
+"""What a row says of where it was trained."""
 ROWS_OF_A_SETTING = len(RATES) + len(SEEDS) - 1
 
 
@@ -62,17 +65,17 @@ def complete(
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 del running[future]
-                found = {**future.result(), "commit": environment["commit"], "cpu": environment["cpu"]}
+                found = {**future.result(), **{name: environment[name] for name in ENVIRONMENT}}
                 append_json_lines(file, [found])
                 rows.add(found)
                 progress.note(found)
 
 
 def _attempt(row: Row, overrides: Overrides, root: Path) -> Record:
-    """As `run_row`; the record of a training that diverges says so."""
+    """As `run_row`; the record of a training that diverges, or that TRL ends, says so."""
     try:
         return run_row(row, overrides, root)
-    except NumericsError as error:
+    except (NumericsError, TrlError) as error:
         return {**asdict(row), "overrides": list(overrides), "failed": first_line(error)}
 
 

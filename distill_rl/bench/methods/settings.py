@@ -91,6 +91,7 @@ def _trl(trainer: str, *options: str) -> Overrides:
 
 
 _ULD, _HYBRID = "use_uld_loss=true", "uld_use_hybrid_loss=true"
+_BAYESIAN = 'uld_token_merge_strategy="bayesian"'
 _STOPS = "uld_skip_student_eos=false", "uld_skip_teacher_eos=false"
 _TRL_HALF_CE = "uld_distillation_weight=0.5", "uld_crossentropy_weight=0.5"
 PEERS: Mapping[str, Mapping[str, Overrides]] = MappingProxyType(
@@ -105,9 +106,13 @@ PEERS: Mapping[str, Mapping[str, Overrides]] = MappingProxyType(
             "TRL GOLD, ULD": _trl("gold", _ULD),
             "TRL GOLD, hybrid": _trl("gold", _ULD, _HYBRID),
             "TRL GOLD, hybrid, β = 0": _trl("gold", _ULD, _HYBRID, "beta=0.0"),
-            "TRL GOLD, hybrid, bayesian": _trl("gold", _ULD, _HYBRID, 'uld_token_merge_strategy="bayesian"'),
+            "TRL GOLD, hybrid, bayesian": _trl("gold", _ULD, _HYBRID, _BAYESIAN),
             "TRL GOLD, hybrid, β = 0, with stops": _trl("gold", _ULD, _HYBRID, "beta=0.0", *_STOPS),
+            "TRL GOLD, hybrid, β = 0, bayesian, with stops": _trl(
+                "gold", _ULD, _HYBRID, "beta=0.0", _BAYESIAN, *_STOPS
+            ),
             "TRL GOLD, hybrid, β = 0 + CE": _trl("gold", _ULD, _HYBRID, "beta=0.0", *_TRL_HALF_CE),
+            "TRL GOLD, hybrid, β = 0, bayesian + CE": _trl("gold", _ULD, _HYBRID, "beta=0.0", _BAYESIAN, *_TRL_HALF_CE),
             "ours, hybrid": _method("hybrid"),
             "ours, hybrid + CE": _method("hybrid", *_HALF_CE),
             "ours, gold + CE": (*_METHODS["gold, chain"], *_HALF_CE),

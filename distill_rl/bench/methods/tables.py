@@ -61,16 +61,16 @@ class Rows:
         self.by_row[Row(record["task"], record["setting"], record["rate"], record["seed"])] = record
 
     def best_rate(self, task: str, setting: str) -> float | None:
-        """The rate with the best selection score on the first seed; None while a rate is missing, or if all have failed."""
-        found = [self.by_row.get(Row(task, setting, rate, SEEDS[0])) for rate in RATES]
-        if any(record is None for record in found):
+        """The rate with the best selection score on the first seed, of equal ones that with the fewest bits per byte.
+
+        None while a rate is missing, or if all have failed.
+        """
+        found = [record for rate in RATES if (record := self.by_row.get(Row(task, setting, rate, SEEDS[0])))]
+        scored = [record for record in found if "failed" not in record]
+        if len(found) < len(RATES) or not scored:
             return None
-        scored = [record for record in found if record is not None and "failed" not in record]
-        return (
-            min((_cost(record["selection"], record["measure"]), record["rate"]) for record in scored)[1]
-            if scored
-            else None
-        )
+        best = min(scored, key=lambda record: (_cost(record, "selection"), record["selection"]["bits_per_byte"]))
+        return float(best["rate"])
 
     def missing(self, task: str, settings: Settings) -> list[Row]:
         """The rows that can be trained next."""
@@ -81,15 +81,18 @@ class Rows:
         return [row for row in due if row not in self.by_row]
 
     def of(self, task: str, setting: str) -> list[Record]:
-        """The records of all seeds at the best rate, in the order of the seeds; empty unless all have been trained."""
+        """The records of all seeds at the best rate, in the order of the seeds; empty unless all have a student."""
         rate = self.best_rate(task, setting)
-        records = [self.by_row.get(Row(task, setting, rate, seed)) for seed in SEEDS] if rate is not None else []
-        return [record for record in records if record is not None] if None not in records else []
+        if rate is None:
+            return []
+        found = [self.by_row.get(Row(task, setting, rate, seed)) for seed in SEEDS]
+        records = [record for record in found if record is not None and "failed" not in record]
+        return records if len(records) == len(SEEDS) else []
 
     def best(self, task: str, settings: Settings, count: int = BEST) -> dict[str, Overrides]:
-        """The baseline and the `count` settings with the best mean score; as far as they have been trained."""
+        """The baseline and the `count` settings with the best mean selection score; as far as they have been trained."""
         means = {
-            name: fmean(_cost(record["test"], record["measure"]) for record in records)
+            name: fmean(_cost(record, "selection") for record in records)
             for name in settings
             if name != BASELINE and (records := self.of(task, name))
         }
@@ -104,10 +107,10 @@ class Rows:
         return next(known, "")
 
 
-def _cost(scores: Record, measure: str) -> float:
-    """The score, the lower the better."""
-    score = float(scores["score"])
-    return score if measure in LOWER_IS_BETTER else -score
+def _cost(record: Record, part: str) -> float:
+    """The score of `selection` or `test`, the lower the better."""
+    score = float(record[part]["score"])
+    return score if record["measure"] in LOWER_IS_BETTER else -score
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ class Table:
 
 
 NOISY, FEW, MOST = "noisy", "noisy, few shared tokens", "noisy, most tokens shared"
-SAME_TEMPLATE = "noisy, same template"
+SAME_TEMPLATE, BESIDE = "noisy, same template", "noisy, beside TRL"
 TRAINED, TRAINED_FEW = "noisy, trained student", "noisy, few shared tokens, trained student"
 SPOKEN_FEW, SPOKEN_MOST = "language, few shared tokens", "language, most tokens shared"
 
@@ -152,9 +155,13 @@ def _trained(rows: Rows) -> Mapping[str, Settings]:
 
 
 def _few_rows(rows: Rows) -> Mapping[str, Settings]:
-    mixed = "0.5 KD + 0.5 CE"
-    settings = {**rows.best(NOISY, SAME_TOKENIZER), mixed: SAME_TOKENIZER[mixed]}
-    return {f"clean, {count} rows": settings for count in ROWS}
+    return {f"clean, {count} rows": _contenders(rows) for count in ROWS}
+
+
+def _contenders(rows: Rows) -> Settings:
+    """The best settings, and others that may do better on other tasks."""
+    others = "all logits", "reverse KL", "0.5 KD + 0.5 CE"
+    return {**rows.best(NOISY, SAME_TOKENIZER), **{name: SAME_TOKENIZER[name] for name in others}}
 
 
 def _language(rows: Rows) -> Mapping[str, Settings]:
@@ -166,7 +173,7 @@ def _language_cross(rows: Rows) -> Mapping[str, Settings]:
 
 
 def _shift(rows: Rows) -> Mapping[str, Settings]:
-    return {"shift": rows.best(NOISY, SAME_TOKENIZER)}
+    return {"shift": _contenders(rows)}
 
 
 def _teachers(rows: Rows) -> Mapping[str, Settings]:
@@ -177,7 +184,7 @@ def _teachers(rows: Rows) -> Mapping[str, Settings]:
 
 
 def _peers(rows: Rows) -> Mapping[str, Settings]:
-    return {NOISY: {BASELINE: CE, **PEERS["gkd"]}, SAME_TEMPLATE: {BASELINE: CE, **PEERS["gold"]}}
+    return {BESIDE: {BASELINE: CE, **PEERS["gkd"]}, SAME_TEMPLATE: {BASELINE: CE, **PEERS["gold"]}}
 
 
 TABLES: Mapping[str, Table] = MappingProxyType(
@@ -223,11 +230,8 @@ class Finding:
 
 def findings(rows: Rows, task: str, settings: Settings, baseline: str = BASELINE) -> list[Finding]:
     """What is found of the settings that have been trained on all seeds, the best first."""
-    trained = {name: records for name in settings if (records := rows.of(task, name))}
-    complete = {name: records for name, records in trained.items() if not any("failed" in record for record in records)}
-    ranked = sorted(
-        complete, key=lambda name: fmean(_cost(record["test"], record["measure"]) for record in complete[name])
-    )
+    complete = {name: records for name in settings if (records := rows.of(task, name))}
+    ranked = sorted(complete, key=lambda name: fmean(_cost(record, "test") for record in complete[name]))
     base = complete.get(baseline, [])
     return [_finding(name, complete[name], [] if name == baseline else base, complete[ranked[0]]) for name in ranked]
 
@@ -260,12 +264,14 @@ def compare(records: Sequence[Record], base: Sequence[Record]) -> tuple[tuple[fl
     """The 95 % interval of the difference in score to the baseline, and `better`, `worse` or `tie`.
 
     It is a tie unless the difference has one sign on every seed and its interval excludes 0. The interval is a bootstrap over
-    the items of all seeds. An item's difference is scaled so that the mean over items is the difference of the scores.
+    the questions of all seeds, each seed having its own, or over the texts, which are the same with every seed and have the mean of
+    theirs. An item's difference is scaled so that the mean over items is the difference of the scores.
     """
     by_seed = [_differences(record, other) for record, other in zip(records, base, strict=True)]
-    low, high = paired_bootstrap(np.concatenate(by_seed).tolist())
-    signs = {np.sign(differences.mean()) for differences in by_seed}
     lower = records[0]["measure"] in LOWER_IS_BETTER
+    items = np.mean(by_seed, axis=0) if lower else np.concatenate(by_seed)
+    low, high = paired_bootstrap(items.tolist())
+    signs = {np.sign(differences.mean()) for differences in by_seed}
     if len(signs) > 1 or low <= 0 <= high:
         return (low, high), "tie"
     return (low, high), "better" if (high < 0) == lower else "worse"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,10 @@ PREFIX = "trl."
 ENVIRONMENT = "PYTHON_TRL"
 """Variable with the interpreter that has TRL (launch/setup-trl.sh)."""
 _PROGRAM = Path(__file__).with_name("trl_training.py")
-_LOG_LINES = 20
+
+
+class TrlError(Exception):
+    """TRL's program ended with an error."""
 
 
 def is_trl(overrides: Sequence[str]) -> bool:
@@ -43,7 +47,8 @@ def train(config: Config, overrides: Sequence[str], export: Path) -> Trained:
         overrides: as of a setting; all of them have PREFIX.
 
     Raises:
-        Refused: there is no environment with TRL, or the program failed, with the end of its output.
+        Refused: there is no environment with TRL.
+        TrlError: the program failed.
     """
     python = os.environ.get(ENVIRONMENT)
     if python is None:
@@ -75,8 +80,10 @@ def train(config: Config, overrides: Sequence[str], export: Path) -> Trained:
         command = [python, "-I", str(_PROGRAM), str(settings)]
         done = subprocess.run(command, env=variables, capture_output=True, text=True)
     if done.returncode:
-        end = "\n".join(done.stderr.splitlines()[-_LOG_LINES:])
-        raise Refused(f"TRL's {trainer} trainer ended with exit code {done.returncode}:\n{end}")
+        print(done.stderr, file=sys.stderr)
+        raise TrlError(
+            f"TRL's {trainer} trainer ended with exit code {done.returncode}: {done.stderr.splitlines()[-1:]}"
+        )
     measured = json.loads(done.stdout.splitlines()[-1])
     tokenizer_of(config.student).save_pretrained(export)
     return Trained(

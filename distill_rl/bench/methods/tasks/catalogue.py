@@ -28,6 +28,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         task.name: task
         for task in (
             Questions("noisy", RECIPE),
+            Questions("noisy, beside TRL", RECIPE),
             Questions("noisy, few shared tokens", CROSS),
             Questions("noisy, most tokens shared", _STEMS),
             Questions("noisy, same template", _LINES),
