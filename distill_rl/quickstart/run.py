@@ -63,7 +63,7 @@ class Options:
     clean: bool
     """Delete the runs of an earlier quickstart."""
     overrides: Sequence[str]
-    """Settings for both runs."""
+    """Settings for all runs."""
 
 
 def quickstart(options: Options) -> int:

@@ -47,11 +47,11 @@ def print_table(scores: Mapping[str, Mapping[str, Any]], summary: Mapping[str, A
     table.add_column("95 % interval", justify="right", no_wrap=True)
     for task in tasks:
         table.add_column(task, justify="right")
-    for name, label in ((name, label) for name, label in ROWS.items() if name in scores):
-        low, high = scores[name]["interval"]
-        by_task = (f"{scores[name]['per_task'][task]['score']:.3f}" for task in tasks)
+    for name, result in scores.items():
+        low, high = result["interval"]
+        by_task = (f"{result['per_task'][task]['score']:.3f}" for task in tasks)
         style = "bold" if name == "student_after" else None
-        table.add_row(label, f"{scores[name]['score']:.3f}", f"{low:.3f} to {high:.3f}", *by_task, style=style)
+        table.add_row(ROWS[name], f"{result['score']:.3f}", f"{low:.3f} to {high:.3f}", *by_task, style=style)
     console = open_console(110)
     console.print()
     console.print(table)

@@ -81,9 +81,8 @@ def train(config: Config, overrides: Sequence[str], export: Path) -> Trained:
         done = subprocess.run(command, env=variables, capture_output=True, text=True)
     if done.returncode:
         print(done.stderr, file=sys.stderr)
-        raise TrlError(
-            f"TRL's {trainer} trainer ended with exit code {done.returncode}: {done.stderr.splitlines()[-1:]}"
-        )
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise TrlError(f"TRL's {trainer} trainer ended with exit code {done.returncode}: {last}")
     measured = json.loads(done.stdout.splitlines()[-1])
     tokenizer_of(config.student).save_pretrained(export)
     return Trained(

@@ -20,7 +20,7 @@ from distill_rl.system.install import CONFIGS
 from distill_rl.system.made_folder import made_once
 
 PRETRAINING_RATE = 3e-3
-"""Of a student that learns from the rows alone first; the rate that suits CE best."""
+"""Learning rate of the training that a pretrained student has had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Questions(Task):
     rows: int | None = None
     """Training rows; None: all."""
     pretrained: bool = False
-    """Whether the student has learnt from the rows alone before, and so is at home in them."""
+    """Whether the student has been trained on the rows alone (CE) before."""
 
     def prepare(self, root: Path, seed: int) -> Prepared:
         material = make_material(root, seed, self.recipe)
