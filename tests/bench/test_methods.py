@@ -1,16 +1,20 @@
-"""The tables of methods: rates, best settings, comparisons; a training in one process against that of the command line."""
+"""The tables of methods: rates, best settings, comparisons, the page, and how missing rows are trained."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
-from distill_rl.bench.methods.methods import PAGE
+from distill_rl.bench.methods.methods import PAGE, main
 from distill_rl.bench.methods.page import write_page
 from distill_rl.bench.methods.rows import Row
+from distill_rl.bench.methods.run import ENVIRONMENT, complete, read_rows, rows_file
 from distill_rl.bench.methods.settings import RATES, SAME_TOKENIZER, SEEDS
 from distill_rl.bench.methods.tables import NOISY, TABLES, Rows, compare, findings
 from distill_rl.bench.methods.tasks.text import DOMAINS, pieces, texts
@@ -34,7 +38,7 @@ def record(
     }  # fmt: skip
 
 
-def complete(rows: Rows, task: str, setting: str, score: float, **kinds) -> None:
+def add_all(rows: Rows, task: str, setting: str, score: float, **kinds) -> None:
     """All rows of a setting; the middle rate is the best one, or any that comes as well off."""
     worse = 0.1 if kinds.get("measure") == "bits per byte" else -0.1
     for rate in RATES:
@@ -73,7 +77,7 @@ def test_a_training_that_diverged_is_never_the_best():
 def test_a_seed_without_a_student_leaves_a_setting_out():
     rows = Rows()
     for name in ("CE", "TVD"):
-        complete(rows, NOISY, name, 0.5)
+        add_all(rows, NOISY, name, 0.5)
     rows.add({"task": NOISY, "setting": "TVD", "rate": RATES[1], "seed": 2, "failed": "the loss is NaN"})
     assert list(rows.best(NOISY, SAME_TOKENIZER)) == ["CE"]
     assert [one.setting for one in findings(rows, NOISY, {"CE": (), "TVD": ()})] == ["CE"]
@@ -107,7 +111,7 @@ def test_rows_of_other_data_are_not_mixed():
 def test_the_best_settings_go_on_with_the_baseline():
     rows = Rows()
     for name, score in {"CE": 0.9, "all logits": 0.7, "TVD": 0.8, "reverse KL": 0.6}.items():
-        complete(rows, NOISY, name, score)
+        add_all(rows, NOISY, name, score)
     assert list(rows.best(NOISY, SAME_TOKENIZER, 2)) == ["CE", "TVD", "all logits"]
     shift = TABLES["shift"].settings(rows)["shift"]
     assert set(shift) == {"CE", "TVD", "all logits", "reverse KL", "0.5 KD + 0.5 CE"}
@@ -117,7 +121,7 @@ def test_the_best_settings_go_on_with_the_baseline():
 def test_findings_are_sorted_and_judged_in_the_sense_of_the_measure(measure, good, bad):
     rows = Rows()
     for name, score in {"CE": (good + bad) / 2, "TVD": bad, "all logits": good}.items():
-        complete(rows, NOISY, name, score, measure=measure)
+        add_all(rows, NOISY, name, score, measure=measure)
     found = findings(rows, NOISY, dict.fromkeys(("CE", "TVD", "all logits"), ()))
     assert [(one.setting, one.verdict) for one in found] == [("all logits", "better"), ("CE", ""), ("TVD", "worse")]
     assert [one.against_best for one in found] == ["", "worse", "worse"]
@@ -140,10 +144,10 @@ def test_a_difference_that_one_seed_contradicts_is_a_tie():
 def test_the_page_keeps_its_words_and_gets_new_tables(tmp_path):
     rows = Rows()
     for name, score in {"CE": 0.6, "all logits": 0.8}.items():
-        complete(rows, NOISY, name, score)
+        add_all(rows, NOISY, name, score)
         for task, settings in TABLES["few_rows"].settings(rows).items():
             if name in settings:
-                complete(rows, task, name, score)
+                add_all(rows, task, name, score)
     rows.add({"task": NOISY, "setting": "TVD", "rate": 0.01, "seed": 0, "failed": "the loss is NaN"})
     page = tmp_path / "results.md"
     page.write_text(
@@ -159,6 +163,9 @@ def test_the_page_keeps_its_words_and_gets_new_tables(tmp_path):
     lines = [line for line in text.splitlines() if line.startswith("| all logits | **")]
     assert len(lines) == 1
     assert " better |  | 1.000 | 0.500 | 0.003 |" in lines[0]
+    assert "\n11 trainings; their steps took 0.0 hours of a core.\n" in text, (
+        "five of each setting, and one without a student"
+    )
     pictures = [line.partition("](")[2].rstrip(")") for line in text.splitlines() if line.startswith("![")]
     assert len(pictures) == 2
     assert all((tmp_path / picture).read_text().startswith("<svg") for picture in pictures)
@@ -220,3 +227,83 @@ def test_settings_are_known_to_the_schema(tmp_path):
         for setting, overrides in settings.items():
             assert problems(load_config(CONFIGS / f"{name}.yaml", overrides)) == [], setting
             json.dumps(overrides)
+
+
+def fake_training(row: Row, overrides, root: Path):
+    """Leaves a file, and the middle rate is the best one."""
+    (root / row.name.replace(":", "")).touch(exist_ok=False)
+    return record(row.task, row.setting, row.rate, row.seed, 0.6 if row.rate == RATES[1] else 0.5) | {
+        "overrides": list(overrides)
+    }
+
+
+def failing_training(row: Row, overrides, root: Path):
+    if row.setting == "TVD":
+        raise ZeroDivisionError("not a training that diverged")
+    return fake_training(row, overrides, root)
+
+
+def test_missing_rows_are_trained_once_and_others_follow_at_the_best_rate(tmp_path, capsys):
+    tasks = {NOISY: {"CE": ("a=1",), "TVD": ("b=2",)}, "shift": {"CE": ("a=1",)}}
+    file = rows_file(tmp_path, "same")
+    first = {**record(NOISY, "CE", RATES[0], 0, 0.5), "overrides": ["a=1"]}
+    file.write_text(json.dumps(first) + "\n" + '{"task": "half a li')
+    rows = read_rows([file, rows_file(tmp_path, "cross")])
+    (tmp_path / "trained").mkdir()
+    complete(tasks, rows, tmp_path / "trained", file, 2, attempt=fake_training)
+    made = {path.name for path in (tmp_path / "trained").iterdir()}
+    assert len(made) == 3 * 5 - 1
+    assert {name for name in made if "seed 1" in name} == {
+        f"{task} {setting}, rate 0.003, seed 1" for task, settings in tasks.items() for setting in settings
+    }
+    again = read_rows([file])
+    assert again.by_row == rows.by_row
+    assert len(again.by_row) == 15
+    assert all(set(ENVIRONMENT) <= set(found) for found in again.by_row.values() if found != first)
+    assert (
+        len(re.findall(r"^row \d+ of at most 15, \d+ min: .*: exact match 0\.", capsys.readouterr().out, re.MULTILINE))
+        == 14
+    )
+    complete(tasks, again, tmp_path / "trained", file, 2, attempt=fake_training)
+    assert capsys.readouterr().out == ""
+
+
+def training_of_a_process(row: Row, overrides, root: Path):
+    return record(row.task, row.setting, row.rate, row.seed, 0.5) | {"overrides": [], "pid": os.getpid()}
+
+
+@pytest.mark.parametrize(("fresh", "processes"), [(False, 1), (True, 3)])
+def test_each_row_has_a_process_of_its_own_if_it_must(tmp_path, monkeypatch, fresh, processes):
+    monkeypatch.setattr("distill_rl.bench.methods.tables.SEEDS", (0,))
+    rows = Rows()
+    complete({NOISY: {"CE": ()}}, rows, tmp_path, tmp_path / "rows", 1, fresh=fresh, attempt=training_of_a_process)
+    assert len({found["pid"] for found in rows.by_row.values()}) == processes
+
+
+def test_an_error_ends_all_trainings_and_keeps_what_is_finished(tmp_path):
+    file = rows_file(tmp_path, "same")
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    with pytest.raises(ZeroDivisionError):
+        complete({NOISY: {"CE": (), "TVD": ()}}, Rows(), tmp_path, file, 1, attempt=failing_training)
+    assert {row.setting for row in read_rows([file]).by_row} == {"CE"}
+    left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
+    assert not [process for process in left if "resource_tracker" not in " ".join(process.cmdline())]
+
+
+def test_rows_of_another_setting_are_refused(tmp_path, capsys):
+    changed = {**record(NOISY, "CE", RATES[0], 0, 0.5), "overrides": ["loss.kd_weight=2"]}
+    rows_file(tmp_path, "same").write_text(json.dumps(changed) + "\n")
+    assert main(["--rows", os.fspath(tmp_path), "--page", "--out", os.fspath(tmp_path / "out.json")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "methods: error: noisy: CE, rate 0.001, seed 0: its setting must be that of its row, loss.kd_weight=2; got "
+    )
+    assert error.endswith("; delete its rows\n")
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_table_elsewhere_takes_the_committed_rows_that_it_needs(tmp_path, capsys):
+    """So that any row can be repeated: `few_rows` compares the best settings of `same`."""
+    options = ["--rows", os.fspath(tmp_path), "--table", "few_rows", "--setting", "no such"]
+    assert main(options) == 2
+    assert "unknown setting 'no such'; there are: 'CE', 'top 64, renormalize'" in capsys.readouterr().err

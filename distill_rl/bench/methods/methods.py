@@ -21,6 +21,7 @@ from distill_rl.bench.methods.tables import TABLES, Rows, Settings, findings
 from distill_rl.system.environment import ROOT
 
 PAGE, FIGURES = ROOT / "docs" / "results.md", ROOT / "docs" / "results"
+COMMITTED = ROOT / "docs" / "benchmarks" / "methods"
 
 
 def measure(
@@ -28,7 +29,7 @@ def measure(
     *,
     table: str | None = None,
     setting: str | None = None,
-    rows: Path = ROOT / "docs" / "benchmarks" / "methods",
+    rows: Path = COMMITTED,
     material: Path = Path(".cache/methods"),
     processes: int = os.cpu_count() or 1,
     page: bool = False,
@@ -38,16 +39,18 @@ def measure(
     Args:
         table: the only table to complete; default: all of them, one after another.
         setting: the only setting to train, of the tables that have it.
-        rows: folder of the finished rows.
+        rows: folder of the finished rows. Of a table that is not in it, but says which settings another one compares, the committed
+            rows are taken.
         material: folder of models and data, made when needed.
         processes: trainings at a time.
         page: train nothing, and write the tables and figures of docs/results.md.
     """
     if table is not None and table not in TABLES:
         raise harness.Refused(f"unknown table {table!r}; the tables are: {' '.join(TABLES)}")
-    chosen = TABLES if table is None else (table,)
+    chosen = (*TABLES,) if table is None else (table,)
     rows.mkdir(parents=True, exist_ok=True)
-    found = read_rows(rows, TABLES)
+    found = read_rows(_files(rows, chosen))
+    _require_trained_so(found)
     _require_known(setting, [TABLES[name].settings(found) for name in chosen])
     if page:
         write_page(PAGE, FIGURES, found)
@@ -63,6 +66,28 @@ def measure(
         at_once = 1 if TABLES[name].fresh else processes
         complete(tasks, found, material.absolute(), rows_file(rows, name), at_once, fresh=TABLES[name].fresh)
     return figures(found)
+
+
+def _files(rows: Path, chosen: Iterable[str]) -> list[Path]:
+    """All files of finished rows: those in `rows`, and the committed ones of tables that the chosen ones need and it has not."""
+    needed = {other for name in chosen for other in TABLES[name].needs}
+    own = [rows_file(rows, name) for name in TABLES]
+    return own + [rows_file(COMMITTED, name) for name in sorted(needed) if not rows_file(rows, name).exists()]
+
+
+def _require_trained_so(rows: Rows) -> None:
+    """Raises Refused if a setting has changed since its rows were trained."""
+    now = {
+        (task, name): of
+        for table in TABLES.values()
+        for task, settings in table.settings(rows).items()
+        for name, of in settings.items()
+    }
+    for row, record in rows.by_row.items():
+        then = tuple(record["overrides"])
+        if then != now.get((row.task, row.setting), then):
+            changed = f"{' '.join(then)}; got {' '.join(now[row.task, row.setting])}"
+            raise harness.Refused(f"{row.name}: its setting must be that of its row, {changed}; delete its rows")
 
 
 def _require_known(setting: str | None, tables: Iterable[Mapping[str, Settings]]) -> None:

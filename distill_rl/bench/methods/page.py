@@ -94,18 +94,25 @@ def _by_task(name: str, rows: Rows) -> Iterator[Part]:
         ]
         file = f"{name}-{re.sub(r'[^a-z]+', '-', task)}.svg"
         body = [_line(one, with_kl, table.fresh) for one in found]
-        yield Part(title, file, dots_svg(title, dots, measure), heading, body, _failures(rows, task, settings))
+        notes = [*_failures(rows, task, settings), _effort(rows, {task: settings})]
+        yield Part(title, file, dots_svg(title, dots, measure), heading, body, notes)
 
 
 def _failures(rows: Rows, task: str, settings: Settings) -> list[str]:
     """A line per training of a task that ended without a student."""
-    ended = [(row, rows.by_row[row]) for row in rows.by_row if row.task == task and row.setting in settings]
     failed = [
-        f"{row.setting}, rate {row.rate:g}, seed {row.seed}: {found['failed']}"
-        for row, found in ended
-        if "failed" in found
+        f"{row.setting}, rate {row.rate:g}, seed {row.seed}: {record['failed']}"
+        for row, record in rows.by_row.items()
+        if row.task == task and row.setting in settings and "failed" in record
     ]
     return [f"No student: {line}." for line in failed]
+
+
+def _effort(rows: Rows, tasks: Mapping[str, Settings]) -> str:
+    """The number of trainings of a table's tasks, and how long their steps took."""
+    trained = [record for row, record in rows.by_row.items() if row.setting in tasks.get(row.task, ())]
+    seconds = sum(record["seconds"] for record in trained if "failed" not in record)
+    return f"{len(trained)} trainings; their steps took {seconds / 3600:.1f} hours of a core."
 
 
 def _line(one: Finding, with_kl: bool, with_cost: bool) -> list[str]:
@@ -131,9 +138,8 @@ def _line(one: Finding, with_kl: bool, with_cost: bool) -> list[str]:
 def _by_rows(rows: Rows) -> Iterator[Part]:
     """One part in which a column is a number of rows."""
     table = TABLES[BY_ROWS]
-    by_task = {
-        task: {one.setting: one for one in findings(rows, task, of)} for task, of in table.settings(rows).items()
-    }
+    tasks = table.settings(rows)
+    by_task = {task: {one.setting: one for one in findings(rows, task, of)} for task, of in tasks.items()}
     complete = [
         setting for setting in next(iter(by_task.values())) if all(setting in found for found in by_task.values())
     ]
@@ -143,7 +149,8 @@ def _by_rows(rows: Rows) -> Iterator[Part]:
     curves = [Curve(name, [(count, one.score) for count, one in zip(ROWS, found)]) for name, found in columns.items()]
     svg = lines_svg(Chart(table.title, curves), x_name="training rows", y_name="exact match, mean of the seeds")
     body = [[name, *(f"{one.score:.3f}{_MARKS[one.verdict]}" for one in found)] for name, found in columns.items()]
-    yield Part(table.title, f"{BY_ROWS}.svg", svg, ["setting", *(f"{count} rows" for count in ROWS)], body)
+    heading = ["setting", *(f"{count} rows" for count in ROWS)]
+    yield Part(table.title, f"{BY_ROWS}.svg", svg, heading, body, [_effort(rows, tasks)])
 
 
 _MARKS = {"": "", "tie": " =", "better": " +", "worse": " −"}

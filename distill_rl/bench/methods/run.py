@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -29,17 +29,32 @@ def rows_file(folder: Path, table: str) -> Path:
     return folder / f"{table}.jsonl"
 
 
-def read_rows(folder: Path, tables: Iterable[str]) -> Rows:
-    """The finished rows of tables; none of a table that was never begun."""
+def read_rows(files: Iterable[Path]) -> Rows:
+    """The finished rows of files; a file may be absent."""
     rows = Rows()
-    for table in tables:
-        for found in read_json_lines(rows_file(folder, table)):
+    for file in files:
+        for found in read_json_lines(file):
             rows.add(found)
     return rows
 
 
+def attempt_row(row: Row, overrides: Overrides, root: Path) -> Record:
+    """As `run_row`; the record of a training that diverges, or that TRL ends, says so."""
+    try:
+        return run_row(row, overrides, root)
+    except (NumericsError, TrlError) as error:
+        return {**asdict(row), "overrides": list(overrides), "failed": first_line(error)}
+
+
 def complete(
-    tasks: Mapping[str, Settings], rows: Rows, root: Path, file: Path, processes: int, *, fresh: bool = False
+    tasks: Mapping[str, Settings],
+    rows: Rows,
+    root: Path,
+    file: Path,
+    processes: int,
+    *,
+    fresh: bool = False,
+    attempt: Callable[[Row, Overrides, Path], Record] = attempt_row,
 ) -> None:
     """Trains the missing rows of a table; those that depend on a rate follow when it is known.
 
@@ -50,6 +65,7 @@ def complete(
         file: gets them too, a line for each.
         processes: number of processes, of one thread each.
         fresh: whether every row has a process of its own.
+        attempt: trains a row in another process, and returns its record.
     """
     environment = record.environment()
     finished = sum(row.setting in tasks.get(row.task, ()) for row in rows.by_row)
@@ -60,7 +76,7 @@ def complete(
             for task, settings in tasks.items():
                 for row in rows.missing(task, settings):
                     if row not in running.values():
-                        running[pool.submit(_attempt, row, settings[row.setting], root)] = row
+                        running[pool.submit(attempt, row, settings[row.setting], root)] = row
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -69,14 +85,6 @@ def complete(
                 append_json_lines(file, [found])
                 rows.add(found)
                 progress.note(found)
-
-
-def _attempt(row: Row, overrides: Overrides, root: Path) -> Record:
-    """As `run_row`; the record of a training that diverges, or that TRL ends, says so."""
-    try:
-        return run_row(row, overrides, root)
-    except (NumericsError, TrlError) as error:
-        return {**asdict(row), "overrides": list(overrides), "failed": first_line(error)}
 
 
 class _Progress:

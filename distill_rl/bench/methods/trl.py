@@ -13,6 +13,7 @@ from typing import Any
 
 from distill_rl.bench.harness import ONE_THREAD, Refused
 from distill_rl.bench.methods.training import Trained, loader_of
+from distill_rl.config.derive import warmup_steps
 from distill_rl.config.schema import Config
 from distill_rl.models.hub import tokenizer_of
 from distill_rl.preflight.job import prepare
@@ -39,6 +40,28 @@ def options_of(overrides: Sequence[str]) -> dict[str, Any]:
     return {name: json.loads(value) for name, value in pairs}
 
 
+def _arguments_of(config: Config, steps: int) -> dict[str, Any]:
+    """Settings of a run in the words of TRL's configuration classes.
+
+    Args:
+        steps: of the run.
+    """
+    return {
+        "seed": config.run.seed,
+        "max_steps": steps,
+        "per_device_train_batch_size": config.train.global_batch_size,
+        "learning_rate": config.optimizer.lr,
+        "adam_beta1": config.optimizer.betas[0],
+        "adam_beta2": config.optimizer.betas[1],
+        "adam_epsilon": config.optimizer.eps,
+        "weight_decay": config.optimizer.weight_decay,
+        "max_grad_norm": config.train.max_grad_norm,
+        "lr_scheduler_type": config.schedule.kind,
+        "warmup_steps": warmup_steps(config.schedule, steps),
+        "max_length": config.data.max_length,
+    }
+
+
 def train(config: Config, overrides: Sequence[str], export: Path) -> Trained:
     """Trains with TRL on the rows of a run of `config`, in their order, and writes the student with its tokenizer to `export`.
 
@@ -58,10 +81,11 @@ def train(config: Config, overrides: Sequence[str], export: Path) -> Trained:
     if trainer == "gold":
         options["teacher_tokenizer_name_or_path"] = config.teachers[0].model
     job = prepare(config, paths_of(config))
+    loader = loader_of(job)
     with tempfile.TemporaryDirectory() as folder:
         rows, settings = Path(folder) / "rows.jsonl", Path(folder) / "settings.json"
         with rows.open("w", encoding="utf-8") as lines:
-            for batch in loader_of(job):
+            for batch in loader:
                 lines.writelines(json.dumps({"messages": row["messages"]}) + "\n" for row in batch.documents)
         known = {
             "trainer": trainer,
@@ -70,9 +94,7 @@ def train(config: Config, overrides: Sequence[str], export: Path) -> Trained:
             "teacher": config.teachers[0].model,
             "export": os.fspath(export),
             "rows": os.fspath(rows),
-            "batch": config.train.global_batch_size,
-            "rate": config.optimizer.lr,
-            "seed": config.run.seed,
+            "arguments": _arguments_of(config, loader.total_steps),
         }
         settings.write_text(json.dumps(known), "utf-8")
         variables = os.environ | ONE_THREAD | {"TRL_EXPERIMENTAL_SILENCE": "1"}

@@ -2,12 +2,11 @@
 
     python trl_training.py SETTINGS.json
 
-Settings: `trainer` (gkd or gold), `options` of its configuration class, folders `student`, `teacher` and `export`, `rows` (JSON lines
-of chats, in the order in which they are trained on), `batch`, `rate`, `seed`. Prints a line of JSON: the number of steps and of trained
-tokens, the seconds of the steps, and the peak of the process's memory.
+Settings: `trainer` (gkd or gold), `arguments` and `options` of its configuration class (those of a run of this package, and what a
+row compares), folders `student`, `teacher` and `export`, `rows` (JSON lines of chats, in the order in which they are trained on). Prints a line
+of JSON: the number of steps and of trained tokens, the seconds of the steps, and the peak of the process's memory.
 
-Off-policy (`lmbda` 0) as the options say, otherwise as a run of this package: AdamW with the same betas and decay, a warm-up of 20 steps and
-a cosine, gradients clipped to 1, fp32, one thread, and every batch has the rows that the run's has.
+In fp32, on one thread, with the trainer's own AdamW; every batch has the rows that the run's has.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def in_order(trainer: type) -> type:
 def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     torch.set_num_threads(1)
-    set_seed(settings["seed"])
+    set_seed(settings["arguments"]["seed"])
     if settings["trainer"] == "gkd":
         from trl.experimental.gkd import GKDConfig as Config
         from trl.experimental.gkd import GKDTrainer as Trainer
@@ -68,14 +67,6 @@ def main() -> None:
     tokenizer.padding_side = "right"
     options = Config(
         output_dir=f"{settings['export']}-trainer",
-        per_device_train_batch_size=settings["batch"],
-        max_steps=len(rows) // settings["batch"],
-        learning_rate=settings["rate"],
-        lr_scheduler_type="cosine",
-        warmup_steps=20,
-        adam_beta2=0.98,
-        weight_decay=0.01,
-        max_grad_norm=1.0,
         use_cpu=True,
         bf16=False,
         fp16=False,
@@ -84,9 +75,8 @@ def main() -> None:
         report_to=[],
         logging_steps=100,
         disable_tqdm=True,
-        seed=settings["seed"],
         dataloader_num_workers=0,
-        max_length=144,
+        **settings["arguments"],
         **settings["options"],
     )
     clock = _Clock()
