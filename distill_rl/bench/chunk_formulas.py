@@ -1,7 +1,7 @@
 """What losses across tokenizers do with chunks whose right answer is known: ours, and those of NeMo-RL and TRL by their formulas.
 
 All in fp64, on the same chunks, in which a teacher's word has one or two tokens. Sources: NeMo-RL's P-KL and H-KL (pull requests #2245
-and #2508, arXiv 2605.21699), TRL 1.16's GOLD (`ULDLoss`: `observed` merging, adaptive weights). Each is written here from its published
+and #2508, arXiv 2605.21699), TRL 1.16's GOLD (`ULDLoss`: hybrid, β = 0, `observed` merging, adaptive weights). Each is written here from its published
 description, with its differences from ours: what is averaged, what is normalised, and which columns are compared. The figures are numbers,
 not times: they are the same on every machine but for the last digit.
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,14 @@ class Case:
     """int64 [N_t]"""
 
 
-Loss = Callable[[Case, Tensor], Tensor]
-"""Case and student logits [N_s, V_s] → the mean over its chunks."""
+Loss = Callable[..., Tensor]
+"""Case and student logits [N_s, V_s] → the mean over its chunks. One that compares the teacher's largest columns has the keyword `top_k`."""
 
 
 def ours(method: str, chunk_average: str = "mean") -> Loss:
     """This package's definition, in fp64 (`losses.cross_tokenizer.reference`)."""
 
-    def loss(case: Case, student: Tensor) -> Tensor:
+    def loss(case: Case, student: Tensor, top_k: int = TOP_K) -> Tensor:
         label_logprob = case.teacher.log_softmax(1).gather(1, case.teacher_labels[:, None])[:, 0]
         output = reference_chunks.chunk_kd_loss(
             student,
@@ -65,7 +66,7 @@ def ours(method: str, chunk_average: str = "mean") -> Loss:
             method=method,
             labels=case.labels,
             chunk_average=chunk_average,
-            top_k=TOP_K,
+            top_k=top_k,
         )
         return output.kd / case.chunks.count
 
@@ -188,7 +189,7 @@ LOSSES: dict[str, Loss] = {
     "uld": ours("uld"),
     "NeMo-RL P-KL (formula)": p_kl,
     "NeMo-RL H-KL (formula)": h_kl,
-    "TRL GOLD hybrid (formula)": trl_gold,
+    "TRL GOLD, hybrid, β = 0 (formula)": trl_gold,
 }
 
 
@@ -276,7 +277,7 @@ def properties(loss: Loss) -> dict[str, float]:
     both, first = case_of(["ab", "c"]), case_of(["ab"])
     rest = replace(both, teacher=both.teacher[2:], chunks=Chunks(torch.tensor([0]), torch.tensor([0]), 1),
                    labels=both.labels[1:], teacher_labels=both.teacher_labels[2:])  # fmt: skip
-    narrow = partial(loss, top_k=2) if loss is p_kl else loss
+    narrow = partial(loss, top_k=2) if "top_k" in signature(loss).parameters else loss
     apart = (narrow(first, student[:1]) + narrow(rest, student[1:])) / 2
     drawn = torch.randn(2, len(WORDS), generator=draw, dtype=torch.float64)
     return {
@@ -294,7 +295,7 @@ def properties(loss: Loss) -> dict[str, float]:
 def measure(_: Path) -> dict[str, Any]:
     """The properties of all losses."""
     installed = trl_installed()
-    losses = LOSSES if installed is None else {**LOSSES, f"TRL {version('trl')} GOLD hybrid": installed}
+    losses = LOSSES if installed is None else {**LOSSES, f"TRL {version('trl')} GOLD, hybrid, β = 0": installed}
     return {"losses": {name: properties(loss) for name, loss in losses.items()}}
 
 

@@ -21,7 +21,7 @@ def test_likelihoods_of_chunks_teach_words_that_the_teacher_divides(name, fewer_
 
 
 @pytest.mark.parametrize(
-    "name", ["xtoken, mean", "xtoken, chain", "NeMo-RL P-KL (formula)", "TRL GOLD hybrid (formula)"]
+    "name", ["xtoken, mean", "xtoken, chain", "NeMo-RL P-KL (formula)", "TRL GOLD, hybrid, β = 0 (formula)"]
 )
 def test_distributions_of_chunks_do_not(name, fewer_steps):
     assert learnt(case_of(["ab"]), LOSSES[name]) < 0.2
