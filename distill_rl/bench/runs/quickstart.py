@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from distill_rl.bench import harness
+from distill_rl.quickstart.table import ROWS
 
 _SAMPLE_S = 0.5
 _HELP_RUNS = 11
@@ -35,7 +36,7 @@ def measure(folder: Path) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "peak_pss_gib": round(peak / 2**30, 2),
         "tokens_per_second": summary["tokens_per_second"],
-        "exact_match": {name: summary[name] for name in ("teacher", "student_before", "student_after", "ce_only")},
+        "exact_match": {name: summary[name] for name in ROWS},
         "seed": summary["seed"],
     }
 

@@ -62,7 +62,7 @@ class LossConfig:
     cross_tokenizer: Optional[CrossTokenizerLoss] = "hybrid"
     """Loss for a teacher whose tokenizer differs from the student's; docs/losses.md compares the choices. null: such a teacher is an error."""
     chunk_average: Literal["mean", "chain"] = "mean"
-    """How `xtoken`, `gold`, `hkl` and `uld` combine the predictions of a chunk's tokens into one. mean: their mean. chain: the prediction of the first token, times the probability of the chunk's other tokens."""
+    """How `xtoken`, `gold`, `hkl` and `uld` combine the predictions of a chunk's tokens into one. mean: their mean. chain: the prediction of the first token, times the probability of the chunk's other tokens. `xtoken` and `uld` teach more with chain, `gold` with mean (docs/results.md)."""
     uncommon_top_k: int = field(default=8192, metadata=POSITIVE)
     """Number of columns that `gold`, `hkl` and `uld` compare by rank, that is, after sorting."""
     gold_relaxed: bool = False

@@ -1,6 +1,6 @@
 """Real text that every machine has: the documentation of Python and of its standard library, by the interpreter's own files.
 
-Two domains: the language reference (`pydoc_data.topics`, about 0.5 MB of prose) and the docstrings of the standard library (about
+Two domains: the language reference (`pydoc_data.topics`, about 0.4 MB of prose) and the docstrings of the standard library (about
 1.2 MB). Both change a little from one version of Python to the next, so results hold for one version.
 """
 
