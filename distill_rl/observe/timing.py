@@ -26,10 +26,13 @@ class StepTimer:
 
     Args:
         clock: monotonic seconds from any origin; tests pass their own.
+        cpu_clock: CPU seconds of this process. With it `timing/driver/cpu` is what was used since the flush before, or since the
+            first step began.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, cpu_clock: Callable[[], float] | None = None):
+        self._clock, self._cpu_clock = clock, cpu_clock
+        self._cpu_since: float | None = None
         self._seconds: dict[str, float] = {}
         self._inside: list[float] = []
         """One entry per open block: the seconds covered by the blocks inside it so far."""
@@ -46,6 +49,8 @@ class StepTimer:
         """
         if self._inside:
             raise RuntimeError(f"step {step} was started inside another step or part")
+        if self._cpu_clock is not None and self._cpu_since is None:
+            self._cpu_since = self._cpu_clock()
         with self._block() as measured:
             yield
         total, covered = measured
@@ -71,6 +76,10 @@ class StepTimer:
 
         They merge as means, each with weight 1. Empty if nothing was timed.
         """
+        if self._cpu_clock is not None and self._cpu_since is not None:
+            now = self._cpu_clock()
+            self._add("driver/cpu", now - self._cpu_since)
+            self._cpu_since = now
         metrics = {f"timing/{name}": Metric(seconds) for name, seconds in self._seconds.items()}
         self._seconds = {}
         return metrics

@@ -8,10 +8,12 @@ checkpoints follow between two steps.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from distill_rl.config.derive import warmup_note
 from distill_rl.config.facts import running_teachers
@@ -39,7 +41,7 @@ from distill_rl.types import DocumentBatch, TrainState
 from distill_rl.workers.cluster.gauges import GaugeSink, write_targets
 from distill_rl.workers.evaluation.evaluations import Evaluations
 from distill_rl.workers.pipeline.sub_batch import PendingBatch
-from distill_rl.workers.start import RunActors, start_actors
+from distill_rl.workers.start import ROLES, Roles, RunActors, start_actors
 
 
 @dataclass
@@ -77,7 +79,7 @@ class Driver:
 
     @classmethod
     @contextmanager
-    def open(cls, job: Job, signals: Signals) -> Iterator[Driver]:
+    def open(cls, job: Job, signals: Signals, roles: Roles = ROLES) -> Iterator[Self]:
         """Starts (or joins) Ray, the actors and the sinks, and ends them all when the block ends, whatever happened.
 
         Yields a driver ready to `run`, after printing which steps are left. Half-written checkpoints are deleted first
@@ -106,11 +108,11 @@ class Driver:
             skip_bad_rows=config.data.bad_rows == "skip",
             joining=Joining.of(config.data),
         )
-        timer = StepTimer()
+        timer = StepTimer(cpu_clock=time.process_time)
         with ExitStack() as stack:
             stack.callback(store.clean_up)  # runs last, when no rank writes any more
             minutes, limit = train.minutes, loader.total_steps
-            actors = stack.enter_context(start_actors(job, ENDLESS if minutes else limit, timer, signals))
+            actors = stack.enter_context(start_actors(job, ENDLESS if minutes else limit, timer, signals, roles))
             if resumed:
                 actors.student.collective("load", os.fspath(resumed.student), what=f"loading {resumed.path}")
             run_directory.record_config(config, job.paths)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,6 +54,18 @@ from distill_rl.workers.pipeline.teacher_recovery import TeacherRecovery
 
 
 @dataclass(frozen=True, slots=True)
+class Roles:
+    """What plays the parts of student and teachers; a benchmark has ranks that compute nothing."""
+
+    student: type = StudentWorker
+    teacher: type = TeacherWorker
+    group: Callable[..., WorkerGroup] = WorkerGroup
+
+
+ROLES = Roles()
+
+
+@dataclass(frozen=True, slots=True)
 class RunActors:
     pipeline: Pipeline
     student: StudentGroup
@@ -70,7 +82,9 @@ class CaptureActors:
 
 
 @contextmanager
-def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals) -> Iterator[RunActors]:
+def start_actors(
+    job: Job, total_steps: int, timer: StepTimer, signals: Signals, roles: Roles = ROLES
+) -> Iterator[RunActors]:
     """Starts (or joins) Ray and all actors, loads the models, opens the rings, and yields the actors.
 
     They are ready for step 1, or to load a checkpoint. Prints what it does.
@@ -88,7 +102,7 @@ def start_actors(job: Job, total_steps: int, timer: StepTimer, signals: Signals)
         ConfigError: the resources are not available, or a transport that was requested by name does not work.
         WorkerError: an actor failed to start.
     """
-    with _session(job, total_steps, signals, captures=False) as (job, actors, calls):
+    with _session(job, total_steps, signals, roles, captures=False) as (job, actors, calls):
         assert actors.student is not None
         running = _connect(job, actors, actors.student, calls, timer)
         calls.interrupted = signals.raise_if_interrupted  # from now on a stop can wait for the step and a save
@@ -108,7 +122,7 @@ def start_capture(job: Job, signals: Signals) -> Iterator[CaptureActors]:
     Raises:
         DistillError: as for `start_actors`.
     """
-    with _session(job, 0, signals, captures=True) as (job, actors, calls):
+    with _session(job, 0, signals, ROLES, captures=True) as (job, actors, calls):
         calls.after_death = "run the same command again: what was written is kept"
         rings = ring_plan(job.config)
         pipeline = Pipeline(_pool(job, actors.aligners, calls), actors.teachers, job.plan, rings, "store_targets")
@@ -119,7 +133,9 @@ def start_capture(job: Job, signals: Signals) -> Iterator[CaptureActors]:
 
 
 @contextmanager
-def _session(job: Job, total_steps: int, signals: Signals, *, captures: bool) -> Iterator[tuple[Job, _Actors, Calls]]:
+def _session(
+    job: Job, total_steps: int, signals: Signals, roles: Roles, *, captures: bool
+) -> Iterator[tuple[Job, _Actors, Calls]]:
     """Starts (or joins) Ray, creates and starts all actors, and yields them with the job for this cluster.
 
     When the block ends the actors are killed, and Ray is ended or left; see `start_actors`.
@@ -148,7 +164,7 @@ def _session(job: Job, total_steps: int, signals: Signals, *, captures: bool) ->
         with reserve(
             plan, timeout_s=config.ray.placement_timeout_s, interrupted=signals.raise_if_stopping
         ) as placement:
-            actors = _create(job, total_steps, num_aligners, plan, placement, calls, placed)
+            actors = _create(job, total_steps, num_aligners, plan, placement, calls, placed, roles)
             say(f"starting  {', '.join(name for group in actors.groups for name in group.names)}")
             try:
                 _start(job, actors, calls)
@@ -215,6 +231,7 @@ def _create(
     placement: PlacementGroup,
     calls: Calls,
     placed: Config,
+    roles: Roles,
 ) -> _Actors:
     """Creates all actors of the run in their reserved places, without waiting for them.
 
@@ -224,24 +241,22 @@ def _create(
     threads = threads_per_worker(sum(compute_groups(placed)))
     student_names, teacher_names, aligner_names = actor_names(placed, num_aligners)
 
-    def group(worker: type, names: Sequence[str], *arguments: Any) -> WorkerGroup:
-        return WorkerGroup(worker, names, plan, placement, calls, *arguments)
-
+    reserved = plan, placement, calls
     student = None
     if student_names:
         arguments = config, total_steps, job.cross_tokenizer_specs, job.facts.vocabulary_size, threads
-        student = group(StudentWorker, student_names, *arguments)
+        student = roles.group(roles.student, student_names, *reserved, *arguments)
     teachers = []
     for teacher, known in job.facts.by_teacher(config):
         # A rank without a GPU cannot see what the others have.
         sent = replace(teacher, wire_dtype=wire_dtype(teacher, on_gpu=job.plan.on_gpu))
         settings = config, sent, known.vocabulary_size, threads, job.plan.on_gpu, token_of(teacher)
-        teachers.append((teacher, group(TeacherWorker, teacher_names[teacher.name], *settings)))
-    aligners = group(AlignerWorker, aligner_names, *_aligner_arguments(job))
+        teachers.append((teacher, roles.group(roles.teacher, teacher_names[teacher.name], *reserved, *settings)))
+    aligners = WorkerGroup(AlignerWorker, aligner_names, *reserved, *_aligner_arguments(job))
     evaluator = None
     if ranks := evaluators(config):
         evaluation = ranks, threads, config.evaluate.timeout_s, config.run.name
-        evaluator = group(EvalWorker, evaluator_names(EVALUATOR, ranks), *evaluation)
+        evaluator = WorkerGroup(EvalWorker, evaluator_names(EVALUATOR, ranks), *reserved, *evaluation)
     return _Actors(student, teachers, aligners, evaluator)
 
 

@@ -47,14 +47,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": BASE | {"commands", "observe", "evals"},
     "trial": BASE | {"align", "config", "data", "models", "observe", "evals", "parallel", "preflight", "transport"},
     "quickstart": BASE | {"config", "observe", "evals", "preflight"},
-    "bench": ENGINES | {"quickstart", "trial", "workers", "evals", "store", "preflight"},
+    "bench": ENGINES | {"quickstart", "trial", "run", "workers", "evals", "store", "preflight"},
     "gpu_check": ENGINES | {"bench"},
     "__main__": {"cli"},
     "api": BASE | {"commands", "config", "observe", "preflight"},
     "__init__": {"api", "config", "errors", "system"},
 }
 
-RAY = ("workers/", "transport/object_store.py", "service/")
+RAY = ("workers/", "transport/object_store.py", "service/", "bench/scale/")
 PROCESS_GROUPS = ("parallel/mesh.py",)
 COLLECTIVES = ("parallel/", "losses/", "student/", "teacher/")
 

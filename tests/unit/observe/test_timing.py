@@ -88,3 +88,13 @@ def test_a_step_that_raises_leaves_the_timer_usable(timer: StepTimer, clock: Clo
 def test_nested_steps_are_refused(timer: StepTimer) -> None:
     with timer.step(1), pytest.raises(RuntimeError, match="step 2 was started inside"), timer.step(2):
         pass
+
+
+def test_cpu_time_counts_from_the_first_step_and_is_reset_by_a_flush():
+    clock = iter(range(100))
+    timer = StepTimer(cpu_clock=lambda: next(clock) * 10.0)
+    assert timer.flush() == {}
+    for _ in range(2):
+        with timer.step(1):
+            pass
+        assert timer.flush()["timing/driver/cpu"].value == 10

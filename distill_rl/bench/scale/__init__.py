@@ -1,0 +1,1 @@
+"""What the driver costs with many ranks, measured with workers that compute nothing."""

@@ -1,0 +1,229 @@
+"""What a step costs the driver, by number of ranks and of micro-batches, with ranks that compute nothing.
+
+The loop, pipeline, aligners, transports and recovery are those of a run; only the models are missing (`stubs`). A case is a driver in a
+process of its own on a Ray of its own. With many ranks several of them share a process (`hosts`), which changes neither the driver's
+calls nor its references. The driver's CPU time is that of its process, all threads included; on a machine whose cores the ranks fill, wall times
+say little.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from distill_rl.bench import harness
+from distill_rl.bench.material import train_tokenizer, write_config, write_llama, write_texts
+from distill_rl.bench.scale.watch import watching
+from distill_rl.system.child_process import call_in_child
+
+RANKS = (4, 8, 16, 32, 64, 128)
+MICRO_BATCHES = (1, 2, 4, 8)
+AMONG = 16
+"""Ranks with which numbers of micro-batches are compared."""
+PROCESSES = 16
+"""Most processes that hold ranks."""
+WIDTH = 4
+"""Ranks of a teacher's replica, tensor parallel."""
+STEPS, WARM_UP = 200, 10
+MOST_CPU_MS, WITHIN = 20.0, 64
+"""The target: CPU milliseconds of the driver per step, and the ranks up to which it holds."""
+FAR = 2000
+"""Ranks of 1,000 GPUs, each with one of the student's and one of the teacher's."""
+_DEADLINE_S = 900.0
+_LENGTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Half of the ranks are the student's, all data parallel, the other half the teacher's."""
+
+    ranks: int
+    micro_batches: int = 1
+    """Of a student rank and step."""
+    steps: int = STEPS
+
+    @property
+    def student(self) -> int:
+        return self.ranks // 2
+
+    @property
+    def tp(self) -> int:
+        """Of the teacher."""
+        return min(WIDTH, self.ranks // 2)
+
+    @property
+    def per_process(self) -> int:
+        """Ranks that share a process: whole replicas, if any share one."""
+        return 1 if self.ranks <= PROCESSES else max(self.tp, self.ranks // PROCESSES)
+
+
+def write_material(root: Path, rows: int) -> None:
+    """Writes student/ and teacher/ (tokenizer and a model that is never loaded) and text.jsonl below `root`."""
+    texts = write_texts(root / "text.jsonl", rows=rows, words_per_row=16)
+    tokenizer = train_tokenizer(texts[:64], 600, "</s>")
+    for name in ("student", "teacher"):
+        tokenizer.save_pretrained(root / name)
+        write_llama(root / name, tokenizer, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
+
+
+def configuration(root: Path, case: Case) -> Path:
+    """Writes the configuration of a case and returns its path."""
+    return write_config(
+        root,
+        f"ranks-{case.ranks}-micro-batches-{case.micro_batches}",
+        steps=case.steps,
+        batch=case.student * case.micro_batches,
+        micro_batch=1,
+        length=_LENGTH,
+        student={"model": f"{root}/student", "dtype": "fp32", "parallel": {"dp": case.student}},
+        teachers=[
+            {
+                "name": "teacher",
+                "model": f"{root}/teacher",
+                "dtype": "fp32",
+                "parallel": {"dp": case.student // case.tp, "tp": case.tp},
+            }
+        ],
+        ray={"dashboard": False, "start_timeout_s": 600},
+        checkpoint={"every": 0},
+        transport="shared_memory",
+    )
+
+
+def drive(config_path: Path, per_process: int) -> dict[str, Any]:
+    """Runs a configuration with ranks that compute nothing to its last step; in a process of its own.
+
+    Returns:
+        `objects`: references that the driver holds after it.
+    """
+    from distill_rl.bench.scale.hosts import HostedGroup
+    from distill_rl.bench.scale.stubs import StubStudent, StubTeacher
+    from distill_rl.config.load import load_config
+    from distill_rl.observe.log import log_file
+    from distill_rl.preflight import run_directory
+    from distill_rl.preflight.job import prepare
+    from distill_rl.run.driver import Driver
+    from distill_rl.system.signals import Signals
+    from distill_rl.workers.cluster.group import WorkerGroup
+    from distill_rl.workers.start import Roles
+
+    class LoopAlone(Driver):
+        """A driver whose run ends with its last step: there is nothing to export."""
+
+        def finish(self) -> int:
+            return 0
+
+    group = WorkerGroup if per_process == 1 else partial(HostedGroup, per_process)
+    roles = Roles(StubStudent, StubTeacher, group)
+    config, signals = load_config(config_path), Signals()
+    with (
+        run_directory.occupy(config, clean=True) as paths,
+        log_file(paths.logs / "driver.log"),
+        signals,
+        LoopAlone.open(prepare(config, paths), signals, roles) as driver,
+    ):
+        driver.run()
+        return {"objects": _references()}
+
+
+def _references() -> int:
+    """References to objects that this process holds."""
+    from ray._private.worker import global_worker
+
+    return len(global_worker.core_worker.get_all_reference_counts())  # type: ignore[attr-defined]
+
+
+def run(root: Path, case: Case) -> dict[str, Any]:
+    """Runs a case, and returns what a step costs: medians after the warm-up."""
+    config, began = configuration(root, case), time.time()
+    with watching() as watch:
+        found = call_in_child(config.stem, drive, config, case.per_process, deadline_s=_DEADLINE_S)
+    first, *records = harness.step_records(root / "runs" / config.stem / "metrics.jsonl")
+    records = records[WARM_UP:]
+    cpu = [record["timing/driver/cpu"] for record in records]
+    return {
+        "ranks": case.ranks,
+        "micro_batches": case.micro_batches,
+        "ranks_per_process": case.per_process,
+        "start_s": round(first["time"] - began, 1),
+        "driver_cpu_ms": round(1000 * fmean(cpu), 2),
+        "step_ms": round(1000 * fmean(after["time"] - before["time"] for before, after in pairwise(records)), 1),
+        **watch.per_step({record["time"]: record["step"] for record in records}),
+        **found,
+    }
+
+
+def measure(
+    folder: Path, *, ranks: tuple[int, ...] = RANKS, micro_batches: tuple[int, ...] = MICRO_BATCHES, steps: int = STEPS
+) -> dict[str, Any]:
+    """Runs all cases.
+
+    Args:
+        ranks: numbers of ranks, with a micro-batch each.
+        micro_batches: numbers of micro-batches, with 16 ranks.
+        steps: of each case.
+    """
+    write_material(folder, rows=4096)
+    cases = [Case(count, steps=steps) for count in ranks]
+    cases += [Case(AMONG, count, steps) for count in micro_batches if Case(AMONG, count, steps) not in cases]
+    found = [run(folder, case) for case in cases]
+    return {"cases": found, "fit": fit(found)}
+
+
+def fit(cases: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The driver's CPU time as a + b · ranks + c · ranks · micro-batches, by least squares.
+
+    Args:
+        cases: as of `run`.
+
+    Returns:
+        The three numbers in ms, and what follows for `FAR` ranks of one micro-batch, with the standard error of a single step time
+        predicted there; 0 if there are only as many cases as numbers.
+    """
+    import numpy as np
+
+    ranks, micro_batches, cost = (
+        np.array([case[name] for case in cases]) for name in ("ranks", "micro_batches", "driver_cpu_ms")
+    )
+    terms = np.stack([np.ones(len(ranks)), ranks, ranks * micro_batches], axis=1)
+    found, _, _, _ = np.linalg.lstsq(terms, cost, rcond=None)
+    there = np.array([1, FAR, FAR])
+    free = len(cases) - terms.shape[1]
+    variance = float(((terms @ found - cost) ** 2).sum() / free) if free > 0 else 0.0
+    error = np.sqrt(variance * (1 + there @ np.linalg.pinv(terms.T @ terms) @ there))
+    fixed, per_rank, per_micro_batch = map(float, found)
+    return {
+        "fixed_ms": fixed,
+        "per_rank_ms": per_rank,
+        "per_rank_and_micro_batch_ms": per_micro_batch,
+        "far_ranks": FAR,
+        "far_ms": float(there @ found),
+        "far_error_ms": float(error),
+    }
+
+
+def verdict(figures: Mapping[str, Any]) -> list[str]:
+    """Missed targets, one line each."""
+    return harness.missed(
+        *(
+            (
+                case["ranks"] <= WITHIN and case["driver_cpu_ms"] > MOST_CPU_MS,
+                f"{case['ranks']} ranks, {case['micro_batches']} micro-batches: a step takes {case['driver_cpu_ms']:.1f} ms of the "
+                f"driver's CPU; must be at most {MOST_CPU_MS:g} ms",
+            )
+            for case in figures["cases"]
+        )
+    )
+
+
+main = harness.program("scale", measure, verdict)
+
+if __name__ == "__main__":
+    sys.exit(main())
