@@ -30,11 +30,11 @@ import torch
 
 from distill_rl.bench import harness
 from distill_rl.bench.gpu.engines import draw_weights, one_rank, write_model
-from distill_rl.bench.gpu.shapes import Shape
 from distill_rl.bench.losses import peak_bytes
 from distill_rl.config.schema import Config, DataConfig, LossConfig, StudentConfig, TeacherConfig, TrainConfig
 from distill_rl.losses import StudentHidden, TeacherHidden, TopKLogprobs, kd_loss
 from distill_rl.parallel.mesh import World
+from distill_rl.scaling.shape import Shape
 from distill_rl.student.engine import StudentEngine
 from distill_rl.types import RankBatch, TokenRows
 

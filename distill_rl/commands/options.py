@@ -73,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
         _command(commands, "check", "check.check", "print the resolved configuration and derived sizes", description)
     )
 
+    _add_plan(commands)
     _add_quickstart(commands)
     _add_try(commands)
     _add_store(commands)
@@ -95,6 +96,22 @@ def _command(commands: Any, name: str, function: str, summary: str, description:
     parser = commands.add_parser(name, help=summary, description=description)
     parser.set_defaults(command=function)
     return parser.add_argument
+
+
+def _add_plan(commands: Any) -> None:
+    """Adds the command plan to the subparsers."""
+    add = _command(
+        commands,
+        "plan",
+        "plan.plan",
+        "which split of a cluster's GPUs suits a configuration",
+        "Predict step time, goodput and memory of every split of a cluster between teacher and student, and print the "
+        "settings of the best. Starts nothing.",
+    )
+    _add_config_and_overrides(add)
+    add("--gpus", type=int, required=True, metavar="N", help="GPUs of the cluster")
+    add("--card", choices=("h100", "h200"), default="h100", help="default: %(default)s")
+    add("--gpus-per-node", type=int, default=GPUS_PER_NODE, metavar="N", help="default: %(default)s")
 
 
 def _add_quickstart(commands: Any) -> None:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from distill_rl.bench.gpu.engines import one_rank
-from distill_rl.bench.gpu.shapes import Shape
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding, lay_out
 from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.losses import TopKLogprobs, reference
 from distill_rl.losses.targets import target_of
 from distill_rl.parallel.mesh import World
+from distill_rl.scaling.shape import Shape
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import IGNORE_INDEX, RankBatch
 

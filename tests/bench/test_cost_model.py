@@ -14,9 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from distill_rl.bench.gpu import cost_model as model
 from distill_rl.bench.gpu.engines import Engines, made_up_chunks, made_up_projection
-from distill_rl.bench.gpu.shapes import PAIRS, TINY_QWEN3, TINY_STUDENT, Pair, Shape
+from distill_rl.bench.gpu.shapes import PAIRS, TINY_QWEN3, TINY_STUDENT, Pair
 from distill_rl.losses import VocabularyProjection, chunk_kd_loss, kd_loss, vocab_parallel_topk
 from distill_rl.parallel.mesh import close_world, open_world
+from distill_rl.scaling import parts as costs
+from distill_rl.scaling.shape import Shape
 from distill_rl.student.chunk_rows import flat_chunks
 from distill_rl.student.optim import clip_gradients
 from tests.bench.test_shapes import make
@@ -47,8 +49,8 @@ def test_kd_and_top_k_move_the_bytes_of_the_model() -> None:
         target = vocab_parallel_topk(teacher, K, labels=labels)
     with Traffic() as kd:
         kd_loss(student, target, labels=labels, reduction="sum").loss.backward()
-    assert top_k.total / (ROWS * COLUMNS) == pytest.approx(model.TOP_K, rel=0.02)
-    assert kd.total / (ROWS * COLUMNS) == pytest.approx(model.KD, rel=0.02)
+    assert top_k.total / (ROWS * COLUMNS) == pytest.approx(costs.TOP_K, rel=0.02)
+    assert kd.total / (ROWS * COLUMNS) == pytest.approx(costs.KD, rel=0.02)
 
 
 def test_the_loss_over_chunks_moves_the_bytes_of_the_same_model() -> None:
@@ -71,7 +73,7 @@ def test_the_loss_over_chunks_moves_the_bytes_of_the_same_model() -> None:
     with Traffic() as kd:
         output = chunk_kd_loss(student, target, chunks, bridge, method="hybrid", labels=labels)
         (output.kd + output.ce).backward()
-    assert kd.total / (ROWS * COLUMNS) == pytest.approx(model.KD, rel=0.02)
+    assert kd.total / (ROWS * COLUMNS) == pytest.approx(costs.KD, rel=0.02)
 
 
 def _sides(columns: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,8 +93,8 @@ def test_fused_adamw_and_clipping_move_the_bytes_of_the_model() -> None:
         with Traffic() as update:
             optimizer.step()
     # scalars beside 65,536 numbers
-    assert clipping.total / weight.numel() == pytest.approx(model.CLIP, rel=0.001)
-    assert update.total / weight.numel() == pytest.approx(model.ADAMW, rel=0.001)
+    assert clipping.total / weight.numel() == pytest.approx(costs.CLIP, rel=0.001)
+    assert update.total / weight.numel() == pytest.approx(costs.ADAMW, rel=0.001)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -102,7 +104,7 @@ def test_layers_move_the_bytes_of_the_model(family: str) -> None:
     more = replace(shape, layers=3)
     counted = [_layer_traffic(each) for each in (shape, more)]
     for phase, backward in ((0, 0), (1, 1)):
-        (less,), (one_more,) = ([model._elementwise("", each, backward).bytes] for each in (shape, more))
+        (less,), (one_more,) = ([costs._elementwise("", each, backward).bytes] for each in (shape, more))
         assert counted[1][phase] - counted[0][phase] == pytest.approx(one_more - less, rel=0.03)
 
 

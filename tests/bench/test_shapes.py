@@ -16,8 +16,8 @@ from distill_rl.bench.gpu.shapes import (
     TINY_PAIRS,
     TINY_QWEN3,
     TINY_STUDENT,
-    Shape,
 )
+from distill_rl.scaling.shape import Shape
 
 aten = torch.ops.aten
 

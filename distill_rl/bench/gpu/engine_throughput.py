@@ -28,11 +28,12 @@ from typing import Any
 import torch
 
 from distill_rl.bench import harness
-from distill_rl.bench.gpu.cost_model import PHASES, Card, Step, measure_card, microseconds, parts
+from distill_rl.bench.gpu.cost_model import measure_card, parts
 from distill_rl.bench.gpu.engines import Engines, one_rank, phase_seconds
 from distill_rl.bench.gpu.shapes import PAIRS, TINY_PAIRS, Pair
 from distill_rl.bench.gpu.timing import synchronize
 from distill_rl.parallel.mesh import World
+from distill_rl.scaling.parts import PHASES, Card, Step, microseconds
 from distill_rl.system.gpu_memory import is_out_of_memory
 
 WARM_UP, MOST_STEPS, PROFILED = 2, 10, 2

@@ -1,92 +1,10 @@
-"""Sizes of the models that benchmarks use, with their parameters and floating-point operations. Standard library only."""
+"""Sizes of the models that benchmarks use. Standard library only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU: Llama's or Qwen3's."""
-
-    name: str
-    family: str
-    """transformers' model type: llama or qwen3"""
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    key_value_heads: int
-    head_size: int
-    columns: int
-    """of the output layer"""
-    tokens: int
-    """ids of its tokenizer; columns beyond them are padding"""
-    tied: bool
-    """the output layer is the embedding table"""
-
-    def config(self, **settings: Any) -> PretrainedConfig:
-        """transformers' configuration of this shape, without special tokens unless `settings` name them."""
-        from transformers import AutoConfig
-
-        special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        return AutoConfig.for_model(
-            self.family,
-            vocab_size=self.columns,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.key_value_heads,
-            head_dim=self.head_size,
-            tie_word_embeddings=self.tied,
-            **(special | settings),
-        )
-
-    @property
-    def query_and_key(self) -> int:
-        """Features of queries and keys together."""
-        return self.head_size * (self.heads + self.key_value_heads)
-
-    @property
-    def body_parameters(self) -> int:
-        """Number of parameters in the matrices of all layers: everything that multiplies before the output layer."""
-        attention = 2 * self.hidden * self.query_and_key  # query and output; key and value
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
-
-    @property
-    def head_parameters(self) -> int:
-        return self.hidden * self.columns
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters in all stored matrices; the norms' vectors, less than 0.1 %, are left out."""
-        return self.body_parameters + (1 if self.tied else 2) * self.head_parameters
-
-    def attention_flops(self, length: int) -> float:
-        """FLOPs per token of causal attention's forward in all layers, averaged over a row of `length` tokens.
-
-        These are two products with, on average, half of the row's positions; the projections are not included.
-        """
-        return self.layers * 2.0 * self.heads * self.head_size * length
-
-    def flops_per_token(self, length: int, *, trained: bool) -> float:
-        """FLOPs that the model needs per token: two per parameter that multiplies, and causal attention.
-
-        Looking up an embedding multiplies nothing. What a kernel or activation checkpointing computes again is not
-        counted.
-
-        Args:
-            length: tokens per row.
-            trained: count backward too, as twice the forward.
-        """
-        forward = 2.0 * (self.body_parameters + self.head_parameters) + self.attention_flops(length)
-        return forward * (3.0 if trained else 1.0)
-
+from distill_rl.scaling.shape import Shape
 
 LLAMA_1B = Shape("Llama-3.2-1B", "llama", 16, 2048, 8192, 32, 8, 64, 128_256, 128_256, tied=True)
 LLAMA_8B = Shape("Llama-3.1-8B", "llama", 32, 4096, 14_336, 32, 8, 128, 128_256, 128_256, tied=False)

@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distill_rl.bench import harness
-from distill_rl.bench.gpu.shapes import LLAMA_1B, QWEN3_4B, TINY_QWEN3, TINY_STUDENT, Shape
+from distill_rl.bench.gpu.shapes import LLAMA_1B, QWEN3_4B, TINY_QWEN3, TINY_STUDENT
 from distill_rl.bench.gpu.timing import matmul_rate
 from distill_rl.bench.material import train_tokenizer, write_texts
+from distill_rl.scaling.shape import Shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distill_rl.bench.gpu.shapes import Shape
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.gpu_check.material import (
@@ -33,6 +32,7 @@ from distill_rl.gpu_check.material import (
     write_model,
 )
 from distill_rl.parallel.mesh import World
+from distill_rl.scaling.shape import Shape
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import IGNORE_INDEX, RankBatch

@@ -1,0 +1,205 @@
+"""Which split of GPUs between teachers and student gives the most tokens that count, among those that fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from distill_rl.config.derive import sizes
+from distill_rl.config.facts import Facts, ModelFacts
+from distill_rl.config.schema import Config
+from distill_rl.scaling.cluster import Cluster
+from distill_rl.scaling.faults import Faults, best_interval, goodput
+from distill_rl.scaling.stages import Time, Work, student_time, teacher_time
+from distill_rl.scaling.steps import Stages, step_seconds
+
+TENSOR_PARALLEL = (1, 2, 4, 8)
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+MEMORY_SHARE = 0.92
+"""Of a GPU's memory that estimates may fill."""
+PER_RANK_S, DRIVER_S = 0.4e-3, 3e-3
+"""CPU seconds of the driver per rank and step, and beside them (`launch/bench.sh scale`)."""
+JITTER = 0.03
+"""Of the logarithm of a rank's time; an assumption."""
+READ_S = 2e9
+"""Bytes per second at which a rank reads weights, and writes its part of a checkpoint; an assumption."""
+RESTART_S = 90.0
+"""From a fault to processes that can load weights: noticing it, starting Python and Ray, joining; an assumption."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How the GPUs are divided."""
+
+    student_dp: int
+    student_tp: int
+    teacher_dp: int
+    teacher_tp: int
+    micro_batch: int
+    shared: bool
+    """Whether teachers and student are on the same GPUs."""
+
+    @property
+    def student_gpus(self) -> int:
+        return self.student_dp * self.student_tp
+
+    @property
+    def teacher_gpus(self) -> int:
+        return self.teacher_dp * self.teacher_tp
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The settings of this split, as on the command line."""
+        return (
+            f"student.parallel.dp={self.student_dp}",
+            f"student.parallel.tp={self.student_tp}",
+            f"teachers.0.parallel.dp={self.teacher_dp}",
+            f"teachers.0.parallel.tp={self.teacher_tp}",
+            f"train.micro_batch_size={self.micro_batch}",
+            f"ray.placement={'colocated' if self.shared else 'disaggregated'}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What is expected of a split."""
+
+    split: Split
+    teacher: Time
+    student: Time
+    driver: float
+    """Seconds of the driver's own work between two steps."""
+    step: float
+    """Seconds of a step, with the slowest rank of each stage."""
+    tokens_per_second: float
+    """Of the student's rows."""
+    faults: Faults
+    save_every: int
+    """Steps between checkpoints."""
+    goodput: float
+    memory: float
+    """The largest share of a GPU's memory that is estimated to be in use."""
+
+    @property
+    def kept(self) -> float:
+        """Tokens per second that count in the end."""
+        return self.tokens_per_second * self.goodput
+
+
+def predict(config: Config, facts: Facts, cluster: Cluster, split: Split) -> Prediction:
+    """What is expected of a split; see the modules of this folder for what is modelled.
+
+    Args:
+        config: with one teacher.
+        facts: with the sizes of both models.
+    """
+    student, teacher = _models(facts)
+    work = Work(config.train.global_batch_size, config.data.max_length, split.micro_batch, config.loss.top_k)
+    of_teacher = teacher_time(teacher, work, cluster, dp=split.teacher_dp, tp=split.teacher_tp)
+    of_student = student_time(student, work, cluster, dp=split.student_dp, tp=split.student_tp)
+    driver = DRIVER_S + PER_RANK_S * (split.student_gpus + split.teacher_gpus)
+    step = step_seconds(
+        Stages(
+            align=0.0,
+            teacher=of_teacher.total,
+            student=of_student.total,
+            between=driver,
+            depth=config.prefetch.depth,
+            shared=split.shared,
+            jitter=JITTER,
+            teacher_ranks=split.teacher_gpus,
+            student_ranks=split.student_gpus,
+        )
+    )
+    save = 12 * student.trained / split.student_gpus / READ_S
+    faults = Faults(
+        student_gpus=split.student_gpus,
+        teacher_gpus=0 if split.shared else split.teacher_gpus,
+        student_recovery=RESTART_S + 12 * student.trained / split.student_gpus / READ_S,
+        teacher_recovery=RESTART_S + teacher.bytes_on_disk / split.teacher_tp / READ_S,
+    )
+    every = best_interval(faults, step=step, save=save)
+    return Prediction(
+        split,
+        of_teacher,
+        of_student,
+        driver,
+        step,
+        work.rows * work.length / step,
+        faults,
+        every,
+        goodput(faults, step=step, save=save, every=every),
+        _memory(config, facts, split, cluster),
+    )
+
+
+def candidates(config: Config, facts: Facts, cluster: Cluster) -> Iterator[Split]:
+    """Yields the splits that use all GPUs: both models on all of them, or each on GPUs of its own."""
+    student, teacher = _models(facts)
+    rows = config.train.global_batch_size
+    for student_tp in _tensor_parallel(student, cluster):
+        for teacher_tp in _tensor_parallel(teacher, cluster):
+            for student_gpus, teacher_gpus, shared in _divisions(cluster, student_tp, teacher_tp):
+                student_dp, teacher_dp = student_gpus // student_tp, teacher_gpus // teacher_tp
+                for micro_batch in MICRO_BATCHES:
+                    if rows % (student_dp * micro_batch) == 0 and rows % teacher_dp == 0:
+                        yield Split(student_dp, student_tp, teacher_dp, teacher_tp, micro_batch, shared)
+
+
+def rank(config: Config, facts: Facts, cluster: Cluster) -> list[Prediction]:
+    """All splits that fit into memory, those with the most tokens that count first."""
+    fitting = (split for split in candidates(config, facts, cluster))
+    predicted = [predict(config, facts, cluster, split) for split in fitting if _fits(config, facts, split, cluster)]
+    return sorted(predicted, key=lambda found: -found.kept)
+
+
+def _models(facts: Facts) -> tuple[ModelFacts, ModelFacts]:
+    """The sizes of student and teacher."""
+    teacher = facts.teachers[0].model
+    assert facts.student is not None
+    assert teacher is not None
+    return facts.student, teacher
+
+
+def _tensor_parallel(model: ModelFacts, cluster: Cluster) -> list[int]:
+    """Numbers of ranks, within a node, that a model's heads can be divided over."""
+    heads = model.num_key_value_heads
+    return [tp for tp in TENSOR_PARALLEL if tp <= min(cluster.per_node, cluster.gpus) and heads % tp == 0]
+
+
+def _divisions(cluster: Cluster, student_tp: int, teacher_tp: int) -> Iterator[tuple[int, int, bool]]:
+    """Yields GPUs of the student, of the teacher, and whether they are the same ones.
+
+    Apart, each side has whole nodes, or a share of the only one.
+    """
+    gpus = cluster.gpus
+    if gpus % student_tp == 0 and gpus % teacher_tp == 0:
+        yield gpus, gpus, True
+    unit = cluster.per_node if gpus > cluster.per_node else 1
+    for of_teacher in range(unit, gpus, unit):
+        if of_teacher % teacher_tp == 0 and (gpus - of_teacher) % student_tp == 0:
+            yield gpus - of_teacher, of_teacher, False
+
+
+def _fits(config: Config, facts: Facts, split: Split, cluster: Cluster) -> bool:
+    return _memory(config, facts, split, cluster) <= MEMORY_SHARE
+
+
+def _memory(config: Config, facts: Facts, split: Split, cluster: Cluster) -> float:
+    """The largest share of a GPU's memory that the workers on it are estimated to use."""
+    divided = replace(
+        config,
+        student=replace(
+            config.student, parallel=replace(config.student.parallel, dp=split.student_dp, tp=split.student_tp)
+        ),
+        teachers=[
+            replace(
+                config.teachers[0],
+                parallel=replace(config.teachers[0].parallel, dp=split.teacher_dp, tp=split.teacher_tp),
+            )
+        ],
+        train=replace(config.train, micro_batch_size=split.micro_batch),
+    )
+    estimated = {worker.worker: worker.total for worker in sizes(divided, replace(facts, gpus=cluster.per_node)).memory}
+    student, teacher = estimated["student"], estimated[config.teachers[0].name]
+    return (student + teacher if split.shared else max(student, teacher)) / cluster.memory
