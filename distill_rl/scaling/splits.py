@@ -111,11 +111,11 @@ def predict(config: Config, facts: Facts, cluster: Cluster, split: Split) -> Pre
             student_ranks=split.student_gpus,
         )
     )
-    save = 12 * student.trained / split.student_gpus / READ_S
+    save = saving_seconds(student, split)
     faults = Faults(
         student_gpus=split.student_gpus,
         teacher_gpus=0 if split.shared else split.teacher_gpus,
-        student_recovery=RESTART_S + 12 * student.trained / split.student_gpus / READ_S,
+        student_recovery=RESTART_S + save,
         teacher_recovery=RESTART_S + teacher.bytes_on_disk / split.teacher_tp / READ_S,
     )
     every = best_interval(faults, step=step, save=save)
@@ -131,6 +131,11 @@ def predict(config: Config, facts: Facts, cluster: Cluster, split: Split) -> Pre
         goodput(faults, step=step, save=save, every=every),
         _memory(config, facts, split, cluster),
     )
+
+
+def saving_seconds(student: ModelFacts, split: Split) -> float:
+    """How long a checkpoint holds the run up: every rank writes its part of weights and optimizer state, or reads it."""
+    return 12 * student.trained / split.student_gpus / READ_S
 
 
 def candidates(config: Config, facts: Facts, cluster: Cluster) -> Iterator[Split]:
