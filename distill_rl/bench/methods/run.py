@@ -13,7 +13,7 @@ from pathlib import Path
 
 from distill_rl.bench import harness, record
 from distill_rl.bench.methods.rows import Row, run_row
-from distill_rl.bench.methods.settings import RATES, SEEDS, Overrides
+from distill_rl.bench.methods.settings import Overrides
 from distill_rl.bench.methods.tables import Record, Rows, Settings
 from distill_rl.bench.methods.trl import TrlError
 from distill_rl.errors import NumericsError, first_line
@@ -22,7 +22,6 @@ from distill_rl.system.parent import end_with
 
 ENVIRONMENT = ("commit", "dirty", "cpu", "python", "torch", "transformers")
 """What a row says of where it was trained."""
-ROWS_OF_A_SETTING = len(RATES) + len(SEEDS) - 1
 
 
 def rows_file(folder: Path, table: str) -> Path:
@@ -68,8 +67,7 @@ def complete(
         attempt: trains a row in another process, and returns its record.
     """
     environment = record.environment()
-    finished = sum(row.setting in tasks.get(row.task, ()) for row in rows.by_row)
-    progress = _Progress(finished, sum(map(len, tasks.values())) * ROWS_OF_A_SETTING)
+    began = time.monotonic()
     with _pool(processes, fresh=fresh) as pool:
         running: dict[Future[Record], Row] = {}
         while True:
@@ -84,26 +82,19 @@ def complete(
                 found = {**future.result(), **{name: environment[name] for name in ENVIRONMENT}}
                 append_json_lines(file, [found])
                 rows.add(found)
-                progress.note(found)
+                _say(found, len(running), time.monotonic() - began)
 
 
-class _Progress:
-    """Prints a line per row.
+def _say(found: Record, left: int, seconds: float) -> None:
+    """Prints a line on a finished row.
 
     Args:
-        done: rows of the table that are finished.
-        total: rows of the table.
+        left: rows that are to be trained, as far as is known.
+        seconds: since the table was begun.
     """
-
-    def __init__(self, done: int, total: int):
-        self._done, self._total, self._start = done, total, time.monotonic()
-
-    def note(self, found: Record) -> None:
-        self._done += 1
-        name = Row(found["task"], found["setting"], found["rate"], found["seed"]).name
-        minutes = (time.monotonic() - self._start) / 60
-        result = found["failed"] if "failed" in found else f"{found['measure']} {found['test']['score']:.4f}"
-        print(f"row {self._done} of at most {self._total}, {minutes:.0f} min: {name}: {result}", flush=True)
+    name = Row(found["task"], found["setting"], found["rate"], found["seed"]).name
+    result = found["failed"] if "failed" in found else f"{found['measure']} {found['test']['score']:.4f}"
+    print(f"{seconds / 60:.0f} min, at least {left} more rows: {name}: {result}", flush=True)
 
 
 @contextmanager

@@ -1,13 +1,15 @@
 """The tables: which settings are compared on which task, and what is found of each.
 
-A setting is trained with every rate of RATES on the first seed; the rate with the best score on the questions or texts of the
-selection, which are not those of the test, is used for the other seeds too. So a setting takes five trainings.
+A setting is trained with every rate of RATES on the first seed. The rate with the best score on the questions or texts of the
+selection, which are not those of the test, is trained on the other seeds too, and so is any other whose score is within a standard error
+of the best. Of these the best mean over the seeds decides. So a setting takes five to nine trainings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import sqrt
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +31,7 @@ from distill_rl.bench.methods.settings import (
 )
 from distill_rl.bench.methods.tasks.catalogue import ROWS
 from distill_rl.evals.results.statistics import paired_bootstrap
+from distill_rl.quickstart.recipe import RECIPE
 
 Record = Mapping[str, Any]
 Settings = Mapping[str, Overrides]
@@ -60,34 +63,46 @@ class Rows:
                 )
         self.by_row[Row(record["task"], record["setting"], record["rate"], record["seed"])] = record
 
-    def best_rate(self, task: str, setting: str) -> float | None:
-        """The rate with the best selection score on the first seed, of equal ones that with the fewest bits per byte.
+    def rates(self, task: str, setting: str) -> list[float]:
+        """The rates that are trained with every seed: by the first one, the best and those that selection cannot tell from it.
 
-        None while a rate is missing, or if all have failed.
+        Empty while a rate is missing, or if all have failed.
         """
         found = [record for rate in RATES if (record := self.by_row.get(Row(task, setting, rate, SEEDS[0])))]
         scored = [record for record in found if "failed" not in record]
         if len(found) < len(RATES) or not scored:
-            return None
-        best = min(scored, key=lambda record: (_cost(record, "selection"), record["selection"]["bits_per_byte"]))
-        return float(best["rate"])
+            return []
+        best = min(scored, key=_by_selection)
+        close = _cost(best, "selection") + _noise(best)
+        return [float(record["rate"]) for record in scored if record is best or _cost(record, "selection") < close]
+
+    def best_rate(self, task: str, setting: str) -> float | None:
+        """The rate with the best mean selection score over the seeds, of equal ones that with the fewest bits per byte.
+
+        None while a row of `rates` is missing, or if each of them has a seed without a student.
+        """
+        costs: dict[float, tuple[float, float]] = {}
+        for rate in self.rates(task, setting):
+            found = [self.by_row.get(Row(task, setting, rate, seed)) for seed in SEEDS]
+            records = [record for record in found if record is not None]
+            if len(records) < len(SEEDS):
+                return None
+            if not any("failed" in record for record in records):
+                scores, bits = zip(*map(_by_selection, records))
+                costs[rate] = fmean(scores), fmean(bits)
+        return min(costs, key=costs.__getitem__, default=None)
 
     def missing(self, task: str, settings: Settings) -> list[Row]:
         """The rows that can be trained next."""
         due = [Row(task, setting, rate, SEEDS[0]) for setting in settings for rate in RATES]
         for setting in settings:
-            if (rate := self.best_rate(task, setting)) is not None:
-                due += [Row(task, setting, rate, seed) for seed in SEEDS[1:]]
+            due += [Row(task, setting, rate, seed) for rate in self.rates(task, setting) for seed in SEEDS[1:]]
         return [row for row in due if row not in self.by_row]
 
     def of(self, task: str, setting: str) -> list[Record]:
         """The records of all seeds at the best rate, in the order of the seeds; empty unless all have a student."""
         rate = self.best_rate(task, setting)
-        if rate is None:
-            return []
-        found = [self.by_row.get(Row(task, setting, rate, seed)) for seed in SEEDS]
-        records = [record for record in found if record is not None and "failed" not in record]
-        return records if len(records) == len(SEEDS) else []
+        return [] if rate is None else [self.by_row[Row(task, setting, rate, seed)] for seed in SEEDS]
 
     def best(self, task: str, settings: Settings, count: int = BEST) -> dict[str, Overrides]:
         """The baseline and the `count` settings with the best mean selection score; as far as they have been trained."""
@@ -105,6 +120,19 @@ class Rows:
             record["measure"] for row, record in self.by_row.items() if row.task == task and "failed" not in record
         )
         return next(known, "")
+
+
+def _by_selection(record: Record) -> tuple[float, float]:
+    """What selection orders by, the lower the better: score, then bits per byte."""
+    return _cost(record, "selection"), float(record["selection"]["bits_per_byte"])
+
+
+def _noise(record: Record) -> float:
+    """The standard error of a share of right answers over the questions of the selection; 0 for texts."""
+    if record["measure"] in LOWER_IS_BETTER:
+        return 0.0
+    share = float(record["selection"]["score"])
+    return sqrt(share * (1 - share) / RECIPE.validation_rows)
 
 
 def _cost(record: Record, part: str) -> float:
