@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -30,9 +32,12 @@ def test_distributions_of_chunks_do_not(name, fewer_steps):
 @pytest.mark.parametrize(
     ("published", "own"), [("NeMo-RL P-KL (formula)", "xtoken, mean"), ("NeMo-RL H-KL (formula)", "hkl")]
 )
-def test_published_formulas_are_ours_where_chunks_are_single_tokens(published, own):
+@pytest.mark.parametrize("num_common", [6, 3])
+def test_published_formulas_are_ours_where_chunks_are_single_tokens(published, own, num_common):
     draw = torch.Generator().manual_seed(3)
     case = same_vocabulary(torch.randn(4, 6, generator=draw, dtype=torch.float64), 1)
+    ids = torch.arange(num_common)
+    case = replace(case, projection=replace(case.projection, student_common=ids, teacher_common=ids, _made={}))
     student = torch.randn(4, 6, generator=draw, dtype=torch.float64)
     gradients = []
     for name in (published, own):

@@ -95,7 +95,9 @@ def _by_task(name: str, rows: Rows) -> Iterator[Part]:
         file = f"{name}-{re.sub(r'[^a-z]+', '-', task)}.svg"
         body = [_line(one, with_kl, table.fresh) for one in found]
         notes = [*_failures(rows, task, settings), _effort(rows, {task: settings})]
-        yield Part(title, file, dots_svg(title, dots, measure), heading, body, notes)
+        yield Part(
+            title, file, dots_svg(title, dots, f"{measure} (dots: seeds, bar: mean; orange: CE)"), heading, body, notes
+        )
 
 
 def _failures(rows: Rows, task: str, settings: Settings) -> list[str]:
@@ -147,7 +149,9 @@ def _by_rows(rows: Rows) -> Iterator[Part]:
         return
     columns: Mapping[str, list[Finding]] = {name: [found[name] for found in by_task.values()] for name in complete}
     curves = [Curve(name, [(count, one.score) for count, one in zip(ROWS, found)]) for name, found in columns.items()]
-    svg = lines_svg(Chart(table.title, curves), x_name="training rows", y_name="exact match, mean of the seeds")
+    svg = lines_svg(
+        Chart(table.title, curves), x_name="training rows, logarithmic", y_name="exact match, mean of the seeds"
+    )
     body = [[name, *(f"{one.score:.3f}{_MARKS[one.verdict]}" for one in found)] for name, found in columns.items()]
     heading = ["setting", *(f"{count} rows" for count in ROWS)]
     yield Part(table.title, f"{BY_ROWS}.svg", svg, heading, body, [_effort(rows, tasks)])

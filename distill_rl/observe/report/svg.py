@@ -18,7 +18,7 @@ _HEIGHT = 320
 """Of a chart of lines."""
 _NARROW = 60
 """Width of the numbers beside lines."""
-_TICKS = 5
+_TICKS, _COLOURS = 5, 8
 _NO_SPAN = 1e-12
 _LEGEND_CHARACTER = 6.2
 """Width of a character of the legend, about."""
@@ -26,7 +26,7 @@ _LEGEND_CHARACTER = 6.2
 
 @dataclass(frozen=True, slots=True)
 class Dots:
-    """A row of a comparison: single values, and their mean."""
+    """A row of a comparison: single values, drawn as dots, and their mean, a bar."""
 
     name: str
     values: Sequence[float]
@@ -36,7 +36,7 @@ class Dots:
 
 
 def dots_svg(title: str, rows: Sequence[Dots], unit: str) -> str:
-    """A row per name: small dots for the values, a large one for their mean; the scale is that of all values.
+    """A row per name: dots for the values, a bar for their mean; the scale is that of all values.
 
     Args:
         rows: at least one, from top to bottom.
@@ -74,7 +74,7 @@ def lines_svg(chart: Chart, *, x_name: str, y_name: str) -> str:
     x = partial(_place, low=math.log(steps[0]), high=math.log(steps[-1]), start=_NARROW, end=WIDTH - 20)
     y = partial(_place, low=ticks[0], high=ticks[-1], start=bottom, end=_TOP)
     curves = [
-        {"color": i % 8, "points": [(x(math.log(step)), y(value)) for step, value in curve.points]}
+        {**_style(i), "points": [(x(math.log(step)), y(value)) for step, value in curve.points]}
         for i, curve in enumerate(chart.curves)
     ]
     legend, height = _legend([curve.label for curve in chart.curves])
@@ -112,6 +112,11 @@ def _place(value: float, *, low: float, high: float, start: float, end: float) -
     return round(start + share * (end - start), 1)
 
 
+def _style(i: int) -> dict[str, object]:
+    """The colour of the i-th curve; those after the last colour begin again, dashed."""
+    return {"color": i % _COLOURS, "dashed": i >= _COLOURS}
+
+
 def _legend(names: Sequence[str]) -> tuple[list[dict[str, object]], int]:
     """Places of the names, in lines below a chart, and the height that they take."""
     places: list[dict[str, object]] = []
@@ -120,7 +125,7 @@ def _legend(names: Sequence[str]) -> tuple[list[dict[str, object]], int]:
         width = 34 + _LEGEND_CHARACTER * len(name)
         if x + width > WIDTH and x > _NARROW:
             x, line = float(_NARROW), line + 1
-        places.append({"x": round(x, 1), "y": _HEIGHT + 12 + 18 * line, "color": i % 8, "text": name})
+        places.append({"x": round(x, 1), "y": _HEIGHT + 12 + 18 * line, **_style(i), "text": name})
         x += width
     return places, 12 + 18 * (line + 1)
 

@@ -35,10 +35,12 @@ def test_dots_lie_on_one_scale() -> None:
     rows = [Dots("a < b", [0.2, 0.4], 0.3), Dots("CE", [0.0, 0.1], 0.05, marked=True)]
     picture = ET.fromstring(dots_svg("Score & seed", rows, "exact match"))
     assert {"Score & seed", "a < b", "CE", "exact match"} <= set(texts(picture))
-    (first, second, mean), below = circles(picture)[:3], circles(picture)[3:]
-    assert first[1] == second[1] == mean[1] < below[0][1]
-    assert mean[0] == pytest.approx((first[0] + second[0]) / 2, abs=0.2)
-    assert below[0][0] < below[2][0] < below[1][0] < first[0]
+    first, second, *below = circles(picture)
+    bars = [bar for bar in picture.iter(f"{SVG}rect") if "x" in bar.attrib]
+    mean, lower = (float(bar.attrib["x"]) + float(bar.attrib["width"]) / 2 for bar in bars)
+    assert first[1] == second[1] < below[0][1]
+    assert mean == pytest.approx((first[0] + second[0]) / 2, abs=0.2)
+    assert below[0][0] < lower < below[1][0] < first[0]
 
 
 def test_lines_grow_upwards_over_a_logarithmic_axis() -> None:
@@ -49,3 +51,11 @@ def test_lines_grow_upwards_over_a_logarithmic_axis() -> None:
     assert places[1][0] - places[0][0] == pytest.approx(places[2][0] - places[1][0], abs=0.2)
     assert places[0][1] - places[1][1] == pytest.approx((places[1][1] - places[2][1]) / 2, abs=0.2)
     assert len(list(picture.iter(f"{SVG}polyline"))) == 2
+
+
+def test_more_curves_than_colours_are_told_apart_by_dashes() -> None:
+    chart = Chart("Score", [Curve(f"{i}", [(1, 0.1 * i), (2, 0.2)]) for i in range(10)])
+    lines = list(ET.fromstring(lines_svg(chart, x_name="rows", y_name="score")).iter(f"{SVG}polyline"))
+    styles = [(line.attrib["stroke"], line.attrib.get("stroke-dasharray")) for line in lines]
+    assert len(set(styles)) == 10
+    assert [dash is not None for _, dash in styles] == [False] * 8 + [True] * 2
