@@ -129,7 +129,7 @@ def _limit(best: Prediction) -> str:
         return f"the driver: {best.driver:.2f} s of a step are its calls; larger batches make it matter less"
     network = "; the student waits for the network" if best.student.waits_for_network else ""
     if best.split.shared:
-        return f"both models share the GPUs, so a step takes the sum of both{network}"
+        return f"both models share the GPUs, so a step takes the sum of both, of the slowest ranks{network}"
     name, idle = ("teacher", "student") if teacher > student else ("student", "teacher")
     return f"the {name}; the {idle}'s GPUs are idle for {1 - min(teacher, student) / best.step:.0%} of a step{network}"
 
