@@ -25,8 +25,9 @@ def write_timeline(path: Path, names: Mapping[str, str]) -> None:
     Ray must still run. Takes a few seconds.
 
     The trace has one row for the driver, then one per worker in the order of `names`. Every call is a box that contains
-    Ray's phases: fetching the arguments, running, storing the results. Ray keeps the newest 100,000 calls of a cluster,
-    so the trace of a long run covers its end. A failure is only logged; it does not end the run.
+    Ray's phases: fetching the arguments, running, storing the results. Ray keeps the newest 10,000 calls of a cluster
+    (`RAY_task_events_max_num_task_in_gcs`), so the trace of a long run covers its end. A failure is only logged; it does
+    not end the run.
 
     Args:
         path: written atomically.
