@@ -141,7 +141,7 @@ def _references() -> int:
 
 
 def run(root: Path, case: Case) -> dict[str, Any]:
-    """Runs a case, and returns what a step costs: medians after the warm-up."""
+    """Runs a case, and returns what a step costs: means after the warm-up."""
     config, began = configuration(root, case), time.time()
     with watching() as watch:
         found = call_in_child(config.stem, drive, config, case.per_process, deadline_s=_DEADLINE_S)
