@@ -23,6 +23,7 @@ Sizes = Mapping[str, Mapping[str, int]]
 """Default sizes by device (cuda, cpu) and name."""
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 ONE_THREAD = OFFLINE | {"OMP_NUM_THREADS": "1"}
+_BLOCK = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _LOG_LINES = 50
 """Lines of a failed run's log that are printed."""
 
@@ -136,6 +137,17 @@ def print_figures(figures: Mapping[str, Any], columns: Sequence[str] = ()) -> No
         for row in records:
             table.add_row(*(_cell(row.get(heading)) for heading in shown))
         Console(width=180).print(table)
+
+
+def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table whose columns but the first are aligned to the right."""
+    lines = [heading, ["---", *["---:"] * (len(heading) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def with_tables(page: str, make: Callable[[str], str]) -> str:
+    """A page in which what stands between `<!-- table: NAME -->` and `<!-- end -->` is replaced by `make(NAME)`."""
+    return _BLOCK.sub(lambda match: f"{match[1]}{make(match['name'])}\n{match[3]}", page)
 
 
 def _flat(record: Mapping[str, Any]) -> dict[str, Any]:

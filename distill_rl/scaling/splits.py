@@ -153,9 +153,8 @@ def candidates(config: Config, facts: Facts, cluster: Cluster) -> Iterator[Split
 
 def rank(config: Config, facts: Facts, cluster: Cluster) -> list[Prediction]:
     """All splits that fit into memory, those with the most tokens that count first."""
-    fitting = (split for split in candidates(config, facts, cluster))
-    predicted = [predict(config, facts, cluster, split) for split in fitting if _fits(config, facts, split, cluster)]
-    return sorted(predicted, key=lambda found: -found.kept)
+    predicted = (predict(config, facts, cluster, split) for split in candidates(config, facts, cluster))
+    return sorted((one for one in predicted if one.memory <= MEMORY_SHARE), key=lambda found: -found.kept)
 
 
 def _models(facts: Facts) -> tuple[ModelFacts, ModelFacts]:
@@ -184,10 +183,6 @@ def _divisions(cluster: Cluster, student_tp: int, teacher_tp: int) -> Iterator[t
     for of_teacher in range(unit, gpus, unit):
         if of_teacher % teacher_tp == 0 and (gpus - of_teacher) % student_tp == 0:
             yield gpus - of_teacher, of_teacher, False
-
-
-def _fits(config: Config, facts: Facts, split: Split, cluster: Cluster) -> bool:
-    return _memory(config, facts, split, cluster) <= MEMORY_SHARE
 
 
 def _memory(config: Config, facts: Facts, split: Split, cluster: Cluster) -> float:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from distill_rl.bench import harness
 from distill_rl.bench.methods.settings import SEEDS
 from distill_rl.bench.methods.tables import BASELINE, TABLES, Finding, Rows, Settings, findings
 from distill_rl.bench.methods.tasks.catalogue import ROWS
@@ -16,7 +17,6 @@ from distill_rl.observe.report.charts import Chart, Curve
 from distill_rl.observe.report.svg import Dots, dots_svg, lines_svg
 from distill_rl.system.files import write_atomic
 
-_BLOCK = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 BY_ROWS = "few_rows"
 """The table whose tasks differ in the number of rows alone."""
 
@@ -29,15 +29,14 @@ def write_page(page: Path, figures: Path, rows: Rows) -> None:
     """
     figures.mkdir(parents=True, exist_ok=True)
 
-    def block(match: re.Match[str]) -> str:
-        name = match["name"]
+    def tables(name: str) -> str:
         parts = [*(_by_rows(rows) if name == BY_ROWS else _by_task(name, rows))]
         for part in parts:
             write_atomic(figures / part.file, part.svg)
         text = "\n\n".join(part.markdown(figures.relative_to(page.parent)) for part in parts)
-        return f"{match[1]}{text or 'No rows yet.'}\n{match[3]}"
+        return text or "No rows yet."
 
-    write_atomic(page, _BLOCK.sub(block, page.read_text("utf-8")))
+    write_atomic(page, harness.with_tables(page.read_text("utf-8"), tables))
 
 
 class Part:
@@ -61,8 +60,7 @@ class Part:
 
     def markdown(self, figures: Path) -> str:
         """The figure, the table, and the notes."""
-        lines = [self.heading, ["---", *["---:"] * (len(self.heading) - 1)], *self.body]
-        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        table = harness.markdown_table(self.heading, self.body)
         return "\n\n".join(
             [f"**{self.title}**", f"![{self.title}]({(figures / self.file).as_posix()})", table, *self.notes]
         )

@@ -7,12 +7,12 @@ Predictions, not measurements: nothing is run. The models are an 8B student and 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from distill_rl.bench import harness
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
 from distill_rl.config.schema import Config, DataConfig, StudentConfig, TeacherConfig, TrainConfig
 from distill_rl.scaling.cluster import Cluster
@@ -23,7 +23,6 @@ from distill_rl.system.environment import ROOT
 from distill_rl.system.files import write_atomic
 
 PAGE = ROOT / "docs" / "scaling.md"
-_BLOCK = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 CLUSTER = Cluster(1024, "h100", per_node=8)
 STUDENT = ModelFacts("llama", 8_030_000_000, 4096, 14_336, 32, 32, 8, 128_256, tied=False, bytes_on_disk=16_060_000_000)
@@ -52,8 +51,7 @@ class Printed:
 
     @property
     def markdown(self) -> str:
-        lines = [self.heading, ["---", *["---:"] * (len(self.heading) - 1)], *self.rows]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return harness.markdown_table(self.heading, self.rows)
 
 
 def by_split() -> Printed:
@@ -118,7 +116,7 @@ TABLES: Mapping[str, Callable[[], Printed]] = MappingProxyType(
 
 def page(text: str) -> str:
     """The text of the page with its tables written anew."""
-    return _BLOCK.sub(lambda match: f"{match[1]}{TABLES[match['name']]().markdown}\n{match[3]}", text)
+    return harness.with_tables(text, lambda name: TABLES[name]().markdown)
 
 
 def _predicted(split: Split) -> Prediction:
