@@ -311,6 +311,11 @@ class RunPaths:
         return self.root / "metrics.jsonl"
 
     @property
+    def queue(self) -> Path:
+        """The place in the queue of a run that waits for others on its cluster; there is no file otherwise."""
+        return self.root / "queue.json"
+
+    @property
     def evals(self) -> Path:
         """The results of evaluations, in one folder per model."""
         return self.root / "evals"

@@ -63,7 +63,7 @@ def decisive(config: Config) -> dict[str, Any]:
     for section in ("prefetch", "transport", "checkpoint", "evaluate", "capture", "observe", "ray"):
         del tree[section]
     del tree["run"]["name"], tree["run"]["dir"]
-    for key in ("report_after_s", "stopped_s", "teacher_restarts", "aligner_restarts"):
+    for key in ("report_after_s", "stopped_s", "student_restarts", "teacher_restarts", "aligner_restarts"):
         del tree["faults"][key]
     for key in ("steps", "epochs", "minutes", "micro_batch_size", "deterministic"):
         del tree["train"][key]

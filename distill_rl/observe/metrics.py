@@ -25,6 +25,7 @@ class Metric:
 Metrics = Mapping[str, Metric]
 
 FAULTS = {
+    "faults/student_restarts": "student restarted",
     "faults/teacher_restarts": "teachers restarted",
     "faults/aligner_restarts": "aligners restarted",
     "faults/teachers_lost": "teachers lost",

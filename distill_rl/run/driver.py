@@ -22,13 +22,13 @@ from distill_rl.config.measured import KD, is_suite_score
 from distill_rl.data.joining import Joining
 from distill_rl.data.loader import ENDLESS, Loader, validation_batches
 from distill_rl.data.mixture import Mixture
+from distill_rl.errors import DistillError
 from distill_rl.observe.log import say
 from distill_rl.observe.metrics import Metric, merge, values
 from distill_rl.observe.sinks.sinks import Observer, open_observer
 from distill_rl.observe.timing import StepTimer
 from distill_rl.preflight import run_directory
 from distill_rl.preflight.job import Job
-from distill_rl.run.async_save import Saver
 from distill_rl.run.card import card_of
 from distill_rl.run.checkpoints import Checkpoint, CheckpointStore, SavedState
 from distill_rl.run.learning import Learning
@@ -50,32 +50,9 @@ class Driver:
 
     job: Job
     actors: RunActors
-    loader: Loader
-    observer: Observer
+    store: CheckpointStore
     timer: StepTimer
     signals: Signals
-    resumed: Checkpoint | None
-    evaluations: Evaluations
-    saver: Saver
-    store: CheckpointStore
-    _checkpoint_owed: bool = False
-    """Whether a checkpoint is due that a skipped step deferred."""
-
-    def __post_init__(self) -> None:
-        """Takes step, cursor and score from the checkpoint that is resumed from, or starts at step 0."""
-        self.config, self.student = self.job.config, self.actors.student
-        saved = self.resumed.state if self.resumed else SavedState(TrainState(), learnt=False)
-        self.state = saved.train
-        self.began = self.state.step
-        minutes = self.config.train.minutes
-        self.pace = None if minutes is None else Pace(minutes, most=self.loader.total_steps - self.began)
-        names = [teacher.name for teacher in running_teachers(self.config)]
-        self.learning = Learning(names, learnt=saved.learnt)
-        self.skipped = SkippedRows(self.job.paths.bad_rows, self.config.data.max_bad_rows)
-        self._saved_step = self.state.step if self.resumed else -1
-        self._validated_step = self._saved_step if saved.score is not None else -1
-        if saved.score is not None:  # the file of scores may be missing beside a checkpoint that was copied
-            self.store.scores.add(self.state.step, {KD: saved.score})
 
     @classmethod
     @contextmanager
@@ -93,54 +70,122 @@ class Driver:
         store = checkpoint_store(job)
         store.clean_up()
         resumed = find_checkpoint(job, store)
-        start = resumed.state.train if resumed else TrainState()
         if resumed:
             job = job.going_on(resumed.state.fingerprints)
-        train, config = job.config.train, job.config
-        loader = Loader(
-            job.train,
-            batch_size=train.global_batch_size,
-            seed=config.run.seed,
-            steps=train.steps,
-            epochs=train.epochs,
-            start=start,
-            order=job.order,
-            skip_bad_rows=config.data.bad_rows == "skip",
-            joining=Joining.of(config.data),
-        )
         timer = StepTimer(cpu_clock=time.process_time)
+        total = ENDLESS if job.config.train.minutes else loader_of(job, resumed).total_steps
         with ExitStack() as stack:
             stack.callback(store.clean_up)  # runs last, when no rank writes any more
-            minutes, limit = train.minutes, loader.total_steps
-            actors = stack.enter_context(start_actors(job, ENDLESS if minutes else limit, timer, signals, roles))
-            if resumed:
-                actors.student.collective("load", os.fspath(resumed.student), what=f"loading {resumed.path}")
-            run_directory.record_config(config, job.paths)
-            if config.checkpoint.resume:
-                store.abandon_after(start.step)
+            actors = stack.enter_context(start_actors(job, total, timer, signals, roles))
+            driver = cls(job, actors, store, timer, signals)
+            stack.callback(lambda: driver.parts.close())
+            driver.load(resumed)
+            run_directory.record_config(job.config, job.paths)
             write_targets(job.paths.prometheus)
-            observer = open_observer(
-                config,
-                job.paths,
-                total_steps=None if minutes else limit,
-                resume_step=start.step,
-                others=[GaugeSink(config.run.name)],
-            )
-            stack.enter_context(closing(observer))
-            evaluations = evaluations_of(job, actors, observer, store, signals)
-            if is_suite_score(config.checkpoint.best_by):
-                store.awaited = lambda: evaluations.unfinished
-            evaluations.recover(start.step)
-            left = "nothing left"
-            if start.step < limit:
-                left = f"for {minutes:g} minutes" if minutes else f"steps {start.step + 1} to {limit}"
-            if note := warmup_note(config.schedule, None if minutes else limit):
-                say(f"warm-up   {note}")
-            say(f"training  {left} in {job.paths.root}")
-            saver = stack.enter_context(saver_of(store, job, actors))
-            yield cls(job, actors, loader, observer, timer, signals, resumed, evaluations, saver, store)
+            driver.begin(resumed, after=resumed.state.train.step if resumed else 0)
+            yield driver
+
+    def __post_init__(self) -> None:
+        self.config, self.student = self.job.config, self.actors.student
+        self.parts = ExitStack()
+        """Ends what `begin` has opened."""
+        self.last_step: int | None = None
+        """Of a run that is limited by `train.minutes`, once it is known; the ranks are made before."""
+
+    def begin(self, resumed: Checkpoint | None, *, after: int) -> None:
+        """Makes all that depends on where the run goes on: loader, sinks, evaluations, saver and counts.
+
+        The student must be that of the checkpoint. Prints which steps are left.
+
+        Args:
+            resumed: where it goes on; None: at step 0.
+            after: what was recorded of later steps is dropped.
+        """
+        job, config = self.job, self.config
+        self.resumed = resumed
+        saved = resumed.state if resumed else SavedState(TrainState(), learnt=False)
+        self.state = saved.train
+        self.began = self.state.step
+        self.loader = loader_of(job, resumed)
+        minutes, limit = config.train.minutes, self.loader.total_steps
+        self.pace = None if minutes is None else Pace(minutes, most=limit - self.began)
+        names = [teacher.name for teacher in running_teachers(config)]
+        self.learning = Learning(names, learnt=saved.learnt)
+        self.skipped = SkippedRows(job.paths.bad_rows, config.data.max_bad_rows)
+        self._checkpoint_owed = False
+        """Whether a checkpoint is due that a skipped step deferred."""
+        self._saved_step = self.state.step if resumed else -1
+        self._validated_step = self._saved_step if saved.score is not None else -1
+        if resumed:
+            self.store.abandon_after(after)
+        if saved.score is not None:  # the file of scores may be missing beside a checkpoint that was copied
+            self.store.scores.add(self.state.step, {KD: saved.score})
+        total = None if minutes else limit
+        gauges = [GaugeSink(config.run.name)]
+        self.observer = open_observer(config, job.paths, total_steps=total, resume_step=after, others=gauges)
+        self.parts.enter_context(closing(self.observer))
+        self.evaluations = evaluations_of(job, self.actors, self.observer, self.store, self.signals)
+        if is_suite_score(config.checkpoint.best_by):
+            self.store.awaited = lambda: self.evaluations.unfinished
+        self.evaluations.recover(after)
+        left = "nothing left"
+        if self.state.step < limit:
+            left = f"for {minutes:g} minutes" if minutes else f"steps {self.state.step + 1} to {limit}"
+        if note := warmup_note(config.schedule, total):
+            say(f"warm-up   {note}")
+        say(f"training  {left} in {job.paths.root}")
+        self.saver = self.parts.enter_context(saver_of(self.store, job, self.actors))
+        self.actors.calls.interrupted = (
+            self.signals.raise_if_interrupted
+        )  # from now on a stop can wait for the step and a save
 
     def run(self) -> int:
+        """Trains to the end of the run (`train`), and goes on from the newest checkpoint if the student dies on the way.
+
+        Returns:
+            The process's exit code, as `train`.
+
+        Raises:
+            DistillError: something failed that cannot be recovered from, or `faults.student_restarts` is spent.
+        """
+        while True:
+            try:
+                return self.train()
+            except DistillError as error:
+                with self.timer.part("recovery"):
+                    self.restart(error)
+
+    def restart(self, error: DistillError) -> None:
+        """Starts the student again after `error`, and begins again at the newest checkpoint, or where this run began.
+
+        Raises:
+            DistillError: `error`, if it is not the student that died, or as `StudentRecovery.restart`.
+        """
+        self.parts.close()
+        self.actors.calls.interrupted = self.signals.raise_if_stopping  # there is nothing to save
+        while True:
+            self.actors.recovery.restart(error, f"step {self.state.step + 1}")
+            self.store.clean_up()
+            newest = self.store.newest()
+            if newest is None or newest.state.train.step < self.began:
+                newest = self.resumed
+            try:
+                self.load(newest)
+                break
+            except DistillError as failure:
+                error = failure
+        say(f"going on  from {newest.path if newest else 'step 0: there is no checkpoint yet'}")
+        self.evaluations.abandon()
+        self.begin(newest, after=newest.state.train.step if newest else -1)
+
+    def load(self, checkpoint: Checkpoint | None) -> None:
+        """Makes the student, whose ranks are new, that of a checkpoint; None: it is what the run began with."""
+        if checkpoint:
+            self.student.collective("load", os.fspath(checkpoint.student), what=f"loading {checkpoint.path}")
+        if self.last_step is not None:
+            self.student.collective("end_at", self.last_step, self.config.schedule, what="the number of steps")
+
+    def train(self) -> int:
         """Trains until the last step or a request to stop, with validation, evaluations and checkpoints when due.
 
         After the last step it ends the run (`finish`), which exports the student. On a request to stop it saves after
@@ -160,8 +205,7 @@ class Driver:
                 self.state = TrainState(step=step, cursor=batch.documents.cursor)
                 for line in self.learning.note(step, trained, batch.metrics, batch.documents.row_numbers):
                     say(line)
-                data = self.data_metrics(batch.documents)
-                self.observer.log(step, trained, batch.metrics, data, self.learning.metrics, self.timer.flush())
+                self.observer.log(step, trained, batch.metrics, *self.metrics(batch.documents))
                 # Before what is done at a last step only, or at every step but the last.
                 if self.pace is not None and (count := self.pace.last_step(step - self.began)) is not None:
                     self.end_at(self.began + count)
@@ -181,7 +225,7 @@ class Driver:
 
         config.yaml becomes that of a run with this number of steps.
         """
-        last = self.loader.end_at(step)
+        last = self.last_step = self.loader.end_at(step)
         self.config, self.pace = settled(self.config, done=self.state.step, last=last), None
         self.job = replace(self.job, config=self.config)
         self.student.collective("end_at", last, self.config.schedule, what="the number of steps")
@@ -190,8 +234,10 @@ class Driver:
         run_directory.record_config(self.config, self.job.paths)
         say(f"steps     {last:,} in all, by the speed of the first {self.state.step - self.began:,}")
 
-    def data_metrics(self, batch: DocumentBatch) -> dict[str, Metric]:
-        """Lists the rows that a batch lacks, and returns how many they are and how many documents each source gave.
+    def metrics(self, batch: DocumentBatch) -> list[Mapping[str, Metric]]:
+        """Lists the rows that a batch lacks, and returns what the driver itself measures of a step.
+
+        That is how many documents each source gave and how many rows are missing, faults, and times.
 
         Raises:
             DataError: more rows than `data.max_bad_rows` were left out.
@@ -202,10 +248,10 @@ class Driver:
         if isinstance(self.job.train, Mixture):
             counts = self.job.train.count(batch.row_numbers)
             metrics |= {f"data/documents/{name}": Metric(count, "sum") for name, count in counts.items()}
-        return metrics
+        return [metrics, self.learning.metrics, self.actors.recovery.counts(), self.timer.flush()]
 
     def measure_untrained(self) -> None:
-        """Validates and evaluates step 0, the untrained student, if `evaluate.at_start`; not when a run is resumed.
+        """Validates and evaluates step 0, the untrained student, if `evaluate.at_start`; not if a checkpoint was loaded.
 
         Queues the evaluation of the teachers, too, if `evaluate.teachers`.
         """
@@ -340,6 +386,22 @@ class Driver:
             data_fingerprint=self.job.fingerprints["data"],
             scores=measured | dict(scores or {}),
         )
+
+
+def loader_of(job: Job, resumed: Checkpoint | None) -> Loader:
+    """Returns the loader of a run's batches, from a checkpoint or from the first batch on."""
+    train, config = job.config.train, job.config
+    return Loader(
+        job.train,
+        batch_size=train.global_batch_size,
+        seed=config.run.seed,
+        steps=train.steps,
+        epochs=train.epochs,
+        start=resumed.state.train if resumed else TrainState(),
+        order=job.order,
+        skip_bad_rows=config.data.bad_rows == "skip",
+        joining=Joining.of(config.data),
+    )
 
 
 def evaluations_of(

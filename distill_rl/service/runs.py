@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -132,9 +133,11 @@ def table(of_runs: Iterable[Run]) -> list[str]:
     rows = [("run", "state", "step", "KD", "since")]
     for run in of_runs:
         step, kd = _progress(run.folder)
+        place = _place(run.folder) if run.state == "running" else None
         steps = f"{step}/{run.steps:,}" if run.steps else step
         since = datetime.fromtimestamp(run.since).isoformat(" ", "seconds") if run.since else ""
-        rows.append((run.name, run.state, steps, kd, since))
+        state = run.state if place is None else f"queued, {place}"
+        rows.append((run.name, state, steps, kd, since))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
@@ -153,6 +156,14 @@ def _progress(folder: Path) -> tuple[str, str]:
     steps = [record["step"] for record in records]
     losses = [record["train/kl_loss"] for record in records if "train/kl_loss" in record]
     return f"{max(steps):,}" if steps else "?", f"{losses[-1]:.4f}" if losses else ""
+
+
+def _place(folder: Path) -> int | None:
+    """The place of a run in the queue of its cluster; None if it does not wait, or that cannot be read on this machine."""
+    try:
+        return int(json.loads((folder / "queue.json").read_bytes())["place"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _run(job: JobDetails) -> Run | None:

@@ -43,12 +43,14 @@ from distill_rl.workers.cluster.placement import (
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor, keep_logs
 from distill_rl.workers.cluster.session import describe, nodes, ray_session
 from distill_rl.workers.cluster.timeline import write_timeline
+from distill_rl.workers.cluster.turns import tell
 from distill_rl.workers.pipeline.aligner_pool import AlignerPool
 from distill_rl.workers.pipeline.bad_rows import BadRows
 from distill_rl.workers.pipeline.capture_group import CaptureGroup
 from distill_rl.workers.pipeline.connect import Connector
 from distill_rl.workers.pipeline.pipeline import Pipeline
 from distill_rl.workers.pipeline.student_group import StudentGroup
+from distill_rl.workers.pipeline.student_recovery import StudentRecovery
 from distill_rl.workers.pipeline.sub_batch import Teachers
 from distill_rl.workers.pipeline.teacher_recovery import TeacherRecovery
 
@@ -69,6 +71,7 @@ ROLES = Roles()
 class RunActors:
     pipeline: Pipeline
     student: StudentGroup
+    recovery: StudentRecovery
     evaluator: WorkerGroup | None
     """None if the run evaluates no suites."""
     calls: Calls
@@ -105,7 +108,6 @@ def start_actors(
     with _session(job, total_steps, signals, roles, captures=False) as (job, actors, calls):
         assert actors.student is not None
         running = _connect(job, actors, actors.student, calls, timer)
-        calls.interrupted = signals.raise_if_interrupted  # from now on a stop can wait for the step and a save
         yield running
         if job.config.observe.timeline:
             ids = {worker: name for group in actors.groups for worker, name in group.worker_ids.items()}
@@ -161,9 +163,15 @@ def _session(
         make_stores(job, on_gpu=gpus > 0, captures=captures)
         calls = Calls(signals.raise_if_stopping, report_after_s=config.faults.report_after_s)
         calls.monitor = ProcessMonitor(config.faults, calls.processes, job.paths.logs)
+        job.paths.queue.unlink(missing_ok=True)  # of a start that ended in the queue
         with reserve(
-            plan, timeout_s=config.ray.placement_timeout_s, interrupted=signals.raise_if_stopping
+            plan,
+            config.ray,
+            config.run.name,
+            interrupted=signals.raise_if_stopping,
+            waiting=lambda others: tell(others, job.paths.queue),
         ) as placement:
+            job.paths.queue.unlink(missing_ok=True)
             actors = _create(job, total_steps, num_aligners, plan, placement, calls, placed, roles)
             say(f"starting  {', '.join(name for group in actors.groups for name in group.names)}")
             try:
@@ -195,7 +203,8 @@ def _connect(job: Job, actors: _Actors, readers: WorkerGroup, calls: Calls, time
     pipeline = Pipeline(_pool(job, actors.aligners, calls), actors.teachers, job.plan, rings)
     recovery = TeacherRecovery(config, actors.teachers, set(readers.names), calls, connector, pipeline)
     student = StudentGroup(readers, config, calls, timer, pipeline, recovery)
-    return RunActors(pipeline, student, actors.evaluator, calls)
+    restarts = StudentRecovery(config, readers, calls, connector, pipeline, recovery)
+    return RunActors(pipeline, student, restarts, actors.evaluator, calls)
 
 
 def _remove_torch_counters(pids: Iterable[int]) -> None:

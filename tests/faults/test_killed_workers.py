@@ -9,7 +9,7 @@ pytestmark = pytest.mark.cli
 
 SETTINGS = (
     "train.steps=100000", "aligner.workers=0", "transport=shared_memory", "prefetch.slots=2",
-    "faults.teacher_restarts=0",
+    "faults.teacher_restarts=0", "faults.student_restarts=0",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Student ranks killed or stopped (R9, R10): the run ends at once, names rank and cause, and can be resumed."""
+"""Student ranks killed or stopped (R9, R10, R28): the run goes on from the newest checkpoint, or ends at once and can be resumed."""
 
 import os
 import signal
@@ -6,18 +6,95 @@ import signal
 import pytest
 
 from tests.faults.conftest import STEPS, assert_resumes, assert_same_student
+from tests.helpers.command import series, until
 
 LENGTH = (f"train.steps={STEPS}", f"schedule.steps={STEPS}", "evaluate.every=60", "student.parallel.dp=2")
 CHECKPOINTS = ("checkpoint.every=1", "faults.stopped_s=2")
+NO_RESTART = "faults.student_restarts=0"
+STUDENTS = ("student-dp0-tp0", "student-dp1-tp0")
+CAUSES = [
+    (signal.SIGKILL, "Worker unexpectedly exits"),
+    (signal.SIGSTOP, "it was stopped (SIGSTOP) for 2 s, and killed"),
+]
 
 
-@pytest.mark.parametrize(
-    ("number", "cause"),
-    [(signal.SIGKILL, "Worker unexpectedly exits"), (signal.SIGSTOP, "it was stopped (SIGSTOP) for 2 s, and killed")],
-)
-def test_a_lost_rank_ends_the_run_with_stacks_and_it_can_be_resumed(disturb, undisturbed, number, cause):
+@pytest.mark.parametrize(("number", "cause"), CAUSES)
+def test_a_lost_rank_is_replaced_and_no_bit_changes(disturb, undisturbed, number, cause):
     expected = undisturbed(*LENGTH)
     with disturb(*LENGTH, *CHECKPOINTS) as run:
+        before = run.actors
+        run.wait_for_checkpoint()
+        os.kill(run.actors["student-dp1-tp0"], number)
+        run.wait_for_output("restarting the student (1 of faults.student_restarts=3): student-dp1-tp0 on ")
+        run.wait_for_output("going on  from ")
+        run.look_again_after(run.steps)
+        kept = {name: pid for name, pid in before.items() if name not in STUDENTS}
+        assert kept == {name: run.actors[name] for name in kept}, "teachers and aligners stay"
+        assert {f"{name}.1" for name in STUDENTS} <= run.actors.keys()
+        assert run.end() == 0, run.text
+    assert cause in run.text
+    stack = (run.run / "logs" / "latest" / "stacks" / "student-dp0-tp0.txt").read_text()
+    assert "most recent call first" in stack
+    assert series(run.run, "faults/student_restarts")[-1][1] == 1
+    assert_same_student(run.run, expected)
+
+
+def test_without_a_checkpoint_the_run_begins_again(disturb, undisturbed):
+    settings = (*LENGTH, "evaluate.at_start=true")
+    expected = undisturbed(*settings)
+    with disturb(*settings, "checkpoint.every=0") as run:
+        os.kill(run.actors["student-dp0-tp0"], signal.SIGKILL)
+        run.wait_for_output("going on  from step 0: there is no checkpoint yet")
+        assert run.end() == 0, run.text
+    assert_same_student(run.run, expected)
+
+
+def test_a_teacher_that_is_lost_at_the_same_time_is_replaced_too(disturb, undisturbed):
+    expected = undisturbed(*LENGTH)
+    with disturb(*LENGTH, *CHECKPOINTS) as run:
+        run.wait_for_checkpoint()
+        os.kill(run.process.pid, signal.SIGSTOP)
+        for name in ("student-dp1-tp0", "big/dp0-tp0"):
+            os.kill(run.actors[name], signal.SIGKILL)
+        os.kill(run.process.pid, signal.SIGCONT)
+        run.wait_for_output("restarting big/dp0-tp0 (1 of faults.teacher_restarts=3)")
+        assert run.end() == 0, run.text
+    assert "restarting the student (1 of faults.student_restarts=3)" in run.text
+    assert_same_student(run.run, expected)
+
+
+def test_a_rank_that_is_lost_during_a_save_costs_that_checkpoint_only(disturb, undisturbed):
+    expected = undisturbed(*LENGTH)
+    with disturb(*LENGTH, *CHECKPOINTS, "checkpoint.async_save=false") as run:
+        run.wait_for_checkpoint()
+        saved = run.run / "checkpoints"
+        until(lambda: list(saved.glob(".tmp-step-*")), "a save")
+        os.kill(run.actors["student-dp1-tp0"], signal.SIGKILL)
+        run.wait_for_output("going on  from ")
+        assert run.end() == 0, run.text
+    assert not list(saved.glob(".tmp-*"))
+    assert_same_student(run.run, expected)
+
+
+def test_restarts_have_a_budget_after_which_the_run_ends_and_can_be_resumed(disturb, undisturbed):
+    expected, settings = undisturbed(*LENGTH), (*LENGTH, *CHECKPOINTS, "faults.student_restarts=1")
+    with disturb(*settings) as run:
+        run.wait_for_checkpoint()
+        os.kill(run.actors["student-dp1-tp0"], signal.SIGKILL)
+        run.wait_for_output("restarting the student (1 of faults.student_restarts=1)")
+        run.look_again_after(run.steps)
+        os.kill(run.actors["student-dp0-tp0.1"], signal.SIGKILL)
+        assert run.end() == 1, run.text
+    (error,) = run.errors
+    assert "student-dp0-tp0 on " in error
+    assert_resumes(run, *settings)
+    assert_same_student(run.run, expected)
+
+
+@pytest.mark.parametrize(("number", "cause"), CAUSES)
+def test_a_lost_rank_ends_a_run_without_restarts_with_stacks_and_it_can_be_resumed(disturb, undisturbed, number, cause):
+    expected = undisturbed(*LENGTH)
+    with disturb(*LENGTH, *CHECKPOINTS, NO_RESTART) as run:
         run.wait_for_checkpoint()
         os.kill(run.actors["student-dp1-tp0"], number)
         assert run.end() == 1, run.text
@@ -33,7 +110,7 @@ def test_a_lost_rank_ends_the_run_with_stacks_and_it_can_be_resumed(disturb, und
 
 
 def test_the_error_contains_the_last_words_of_the_rank(disturb):
-    with disturb(*LENGTH) as run:
+    with disturb(*LENGTH, NO_RESTART) as run:
         os.kill(run.actors["student-dp1-tp0"], signal.SIGABRT)  # the fault handler prints the stack
         assert run.end() == 1, run.text
     (error,) = run.errors

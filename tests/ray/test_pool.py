@@ -105,7 +105,7 @@ def open_pool(ray_cluster, config, tmp_path):
         plan = BatchPlan(*shardings, LENGTH, packing=True, pad_id=2, rows_per_sub_batch=2)
         calls = Calls(interrupted=lambda: None)
         placing = place_actors(Config(student=config.student), max(size, 1), gpus=False)
-        placement = reserve(placing, timeout_s=60, interrupted=lambda: None)
+        placement = reserve(placing, config.ray, "pool", interrupted=lambda: None)
         placements.append(placement)
         group = WorkerGroup(
             Fragile,
@@ -209,6 +209,16 @@ def test_a_row_that_spoils_its_batch_is_left_out(open_pool):
     results = settled(opened, batch(0, {5: "SPOILS"}), batch(1))
     assert opened.listed.read_text().count("no batch with this row") == 1
     assert_same(results, settled(open_pool(0), batch(0, {5: "SPOILS"}), batch(1)))
+
+
+def test_batches_that_are_abandoned_leave_no_trace(open_pool, wanted):
+    opened = open_pool(2)
+    dropped = [opened.pool.submit(each) for each in (batch(7, {57: "RAISE"}), batch(8), batch(9))]
+    opened.pool.abandon()
+    assert opened.pool.queue == 0
+    assert_same(settled(opened, *(batch(index) for index in range(5))), wanted)
+    assert [pending.info for pending in dropped] == [None] * 3
+    assert not opened.listed.exists()
 
 
 def test_a_batch_that_fails_ends_the_run_after_those_before_it(open_pool):

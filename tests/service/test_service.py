@@ -82,6 +82,20 @@ def test_a_stopped_run_is_saved_and_resumed_beside_another_run(cluster, material
     until(lambda: in_use(cluster.address) == "0 8.0", "the cluster to be empty", 30)
 
 
+def test_a_run_waits_for_the_one_before_it_and_shows_its_place(cluster, material, tmp_path):
+    config, runs = material.config(tmp_path), tmp_path / "runs"
+    submit = "submit", "-c", config, "aligner.workers=4"  # more than half of the cluster
+    assert distill_rl(*submit, "train.steps=100000", "run.name=early").code == 0
+    wait_for_first_step(runs / "early", "early")
+    assert distill_rl(*submit, "train.steps=2", "run.name=late").code == 0
+    until(lambda: row("late")[1:3] == ["queued,", "1"], "the second run to wait")
+    assert "waiting   number 1 in the queue; at work: early (" in distill_rl("logs", "late").out
+    assert distill_rl("stop", "early").code == 0
+    ended = distill_rl("logs", "late", "--follow")
+    assert ended.code == 0, ended.out
+    assert row("late")[1] == "done"
+
+
 def test_a_run_stopped_by_ray_itself_is_saved_too(cluster, material, tmp_path, monkeypatch):
     from ray.job_submission import JobSubmissionClient
 

@@ -26,7 +26,7 @@ from distill_rl.bench.material import write_config
 from distill_rl.bench.runs.prefetch import write_material
 
 PROMISE_S = 30.0
-"""Most seconds from a teacher's death to the next step, or from a student's death to the end of the run."""
+"""Most seconds from a death to the next step, or to the end of a run that it ends."""
 STRIKE_AFTER = 10
 """Steps before the fault."""
 _DEADLINE_S = 600.0
@@ -34,7 +34,7 @@ _DEADLINE_S = 600.0
 
 @dataclass(frozen=True)
 class Fault:
-    """A signal for a worker; `ends_the_run`: the run stops with it, and has to be resumed."""
+    """A signal for a worker; `ends_the_run`: the run may not restart the student, and has to be resumed."""
 
     worker: str
     """Class of the actor."""
@@ -46,8 +46,9 @@ FAULTS = {
     "teacher killed": Fault("TeacherWorker", signal.SIGKILL),
     "teacher stopped": Fault("TeacherWorker", signal.SIGSTOP),
     "aligner killed": Fault("AlignerWorker", signal.SIGKILL),
-    "student killed": Fault("StudentWorker", signal.SIGKILL, ends_the_run=True),
-    "student stopped": Fault("StudentWorker", signal.SIGSTOP, ends_the_run=True),
+    "student killed": Fault("StudentWorker", signal.SIGKILL),
+    "student stopped": Fault("StudentWorker", signal.SIGSTOP),
+    "student killed, no restarts": Fault("StudentWorker", signal.SIGKILL, ends_the_run=True),
 }
 
 
@@ -68,7 +69,17 @@ def train(root: Path, name: str, steps: int, fault: Fault | None = None) -> dict
         SystemExit: the run, or the resumed one, failed, or `strike` did.
         subprocess.TimeoutExpired: the run took too long; it is killed.
     """
-    config = write_config(root, name, steps=steps, batch=16, micro_batch=16, length=128, checkpoint={"every": 5})
+    restarts = 0 if fault and fault.ends_the_run else 3
+    config = write_config(
+        root,
+        name,
+        steps=steps,
+        batch=16,
+        micro_batch=16,
+        length=128,
+        checkpoint={"every": 5},
+        faults={"student_restarts": restarts},
+    )
     folder = root / "runs" / name
     metrics = folder / "metrics.jsonl"
     figures: dict[str, Any] = {}
@@ -140,7 +151,7 @@ def measure(root: Path, *, steps: int = 60, repeats: int = 3) -> dict[str, Any]:
     expected = train(root, "undisturbed", steps)["losses"]
     faults: dict[str, Any] = {}
     for title, fault in FAULTS.items():
-        runs = [train(root, f"{title.replace(' ', '-')}-{i}", steps, fault) for i in range(repeats)]
+        runs = [train(root, f"{title.replace(', ', ' ').replace(' ', '-')}-{i}", steps, fault) for i in range(repeats)]
         faults[title] = {"same_losses": all(run.pop("losses") == expected for run in runs)}
         for name in runs[0]:
             seconds = [run[name] for run in runs]

@@ -178,6 +178,8 @@ class CheckpointConfig:
 
 @dataclass
 class FaultsConfig:
+    student_restarts: int = field(default=3, metadata=NOT_NEGATIVE)
+    """Number of times that a run may restart the student, all its ranks together, after one of them died or did not answer in time. Training goes on from the newest checkpoint (checkpoint.every), with the same losses; the teachers are kept. 0: the run ends."""
     teacher_restarts: int = field(default=3, metadata=NOT_NEGATIVE)
     """Number of times that a run may restart a teacher replica after one of its processes died. Unfinished batches are repeated, with the same losses."""
     lost_teacher: Literal["fail", "drop_and_reweight"] = "fail"
@@ -239,8 +241,8 @@ class EvaluateConfig:
 
 @dataclass
 class ObserveConfig:
-    every: int = field(default=1, metadata=POSITIVE)
-    """Optimizer steps between records in metrics.jsonl and TensorBoard."""
+    every: Optional[int] = field(default=None, metadata=POSITIVE)
+    """Optimizer steps between records in metrics.jsonl, TensorBoard and trackers; a record has the metrics of all steps since the last. null: every step in a run of up to 20,000 steps, and as often in a longer one as gives 20,000 records."""
     table_every: int = field(default=50, metadata=NOT_NEGATIVE)
     """Optimizer steps between tables in driver.log that show where the time of a step went. 0: never."""
     timeline: bool = False
@@ -262,7 +264,9 @@ class RayConfig:
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """How actors are placed on GPUs. colocated: teachers and student share GPUs by fractions, except teachers that vLLM divides over several GPUs. disaggregated: every rank has a GPU of its own, and teachers and student have nodes of their own if there are enough."""
     placement_timeout_s: float = field(default=60.0, metadata=POSITIVE)
-    """Seconds to wait for the requested resources before the run ends with a table of what was requested and what is available."""
+    """Seconds to wait for the requested resources before the run ends with a table of what was requested and what is available. Time in which other runs of this package are in the way does not count."""
+    queue_timeout_s: float = field(default=86400.0, metadata=NOT_NEGATIVE)
+    """Seconds that a run waits for others on the cluster that it joins. Whoever came first goes first; the place in the queue is printed, and shown by distill-rl status. 0: it does not wait."""
     start_timeout_s: float = field(default=300.0, metadata=POSITIVE)
     """Seconds that all workers together may take to load their models."""
     step_timeout_s: float = field(default=900.0, metadata=POSITIVE)

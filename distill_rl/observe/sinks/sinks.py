@@ -20,6 +20,8 @@ from distill_rl.system.files import write_atomic
 from distill_rl.types import RunPaths
 
 _LOSSES = (("loss", "train/loss"), ("kl", "train/kl_loss"), ("nll", "train/nll_loss"))
+MOST_RECORDS = 20_000
+"""Records of a run, unless `observe.every` asks for more: 30 MB of metrics.jsonl."""
 TOKENS, SECONDS, RATE = "train/tokens", "timing/step", "train/tokens_per_second"
 _PER_SECOND = {RATE: TOKENS, "transport/teacher_wait": "timing/wait_teachers"}
 """Derived metric → the metric that is divided by the seconds of the step."""
@@ -277,14 +279,15 @@ def open_observer(
     Args:
         total_steps: steps of the whole run, for the progress bar; None: `Observer.expect` will tell.
         resume_step: step that the run goes on from; records of later steps, written by an earlier attempt, are
-            dropped. None: a new run, and nothing is dropped.
+            dropped, at -1 all. None: a new run, and nothing is dropped.
         others: further sinks, which get the same records and are closed too.
     """
     sinks: list[Sink] = [JsonlSink(paths.metrics, resume_step=resume_step)]
     if config.observe.tensorboard:
         sinks.append(TensorBoardSink(paths.tensorboard, resume_step=resume_step))
     sinks += [*open_trackers(config, paths), *others]
-    live: list[Sink] = [ProgressSink(total_steps, start_step=resume_step or 0)]
+    live: list[Sink] = [ProgressSink(total_steps, start_step=max(resume_step or 0, 0))]
     if config.observe.table_every:
         live.append(TableSink(config.observe.table_every))
-    return Observer(sinks, config.observe.every, live=live)
+    every = config.observe.every or -(-(total_steps or 1) // MOST_RECORDS)
+    return Observer(sinks, every, live=live)

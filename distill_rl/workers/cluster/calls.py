@@ -25,6 +25,8 @@ _SEE_ESTIMATE = "see `distill-rl check` for the estimate per worker"
 _DEATH = 0
 """`_priority` of the death of an actor."""
 
+_KNOWN_WITHIN_S = 6.0
+"""Most time for the death of an actor to become known, see `Calls.lost`."""
 _FIRST_CAUSE_S = 2.0
 """When one actor dies its peers fail too, in any order: collect errors for this long, then report the death."""
 
@@ -197,6 +199,24 @@ class Calls:
         """
         deaths = {self.names.get(_actor_id(error), ""): error for error in self._deaths().values()}
         return {name: self._explain(error, name, what) for name, error in deaths.items() if name}
+
+    def lost(self, error: DistillError, among: Collection[str], what: str) -> dict[str, DistillError]:
+        """Returns the actors that are dead or overdue after a call has failed with `error`, each with the error to report.
+
+        Waits up to 6 s for one of `among` to be found so: Ray reports the actors of a lost node as dead only some seconds after
+        other actors have failed because of it.
+
+        Args:
+            what: what was being done, for the messages.
+        """
+        overdue = dict.fromkeys(error.actors, error) if isinstance(error, Overdue) else {}
+        deadline = time.monotonic() + _KNOWN_WITHIN_S
+        while True:
+            found = overdue | self.dead(what)
+            if found.keys() & set(among) or time.monotonic() > deadline:
+                return found
+            self.poll()
+            time.sleep(_POLL_S)
 
     def _deaths(self) -> dict[ray.ObjectRef, BaseException]:
         """Returns the errors of registered actors that are dead, by reference of a call made now to find out.

@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,9 +30,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from distill_rl.config.facts import gpu_share, gpus_per_rank, in_vllm, ranks_per_row, running_teachers
 from distill_rl.config.layout import evaluator_problem, evaluators
-from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
+from distill_rl.config.schema import Config, ParallelConfig, RayConfig, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.transport.choose import require_between_nodes
+from distill_rl.workers.cluster.turns import Queue, queue, ticket, waits
 
 _POLL_S = 0.25
 EVALUATOR = "evaluator"
@@ -342,32 +343,85 @@ def _take(room: Counter[str], needed: Mapping[str, float]) -> bool:
 
 
 @contextmanager
-def reserve(plan: PlacementPlan, *, timeout_s: float, interrupted: Callable[[], None]) -> Iterator[PlacementGroup]:
+def reserve(
+    plan: PlacementPlan,
+    settings: RayConfig,
+    run: str,
+    *,
+    interrupted: Callable[[], None],
+    waiting: Callable[[Queue], None] = lambda queue: None,
+) -> Iterator[PlacementGroup]:
     """Reserves all bundles at once in the cluster, for as long as the block runs. Yields Ray's placement group.
 
-    Calls `interrupted`, which may raise, at every poll of the wait.
+    On a cluster that was joined, runs that came before go first.
+
+    Args:
+        run: its name, for the others.
+        interrupted: called at every poll of the wait; may raise.
+        waiting: called when the run begins to wait for others, and whenever these change.
 
     Raises:
-        ConfigError: the cluster cannot provide them within `timeout_s` seconds; the message gives needed and available
-            amounts.
+        ConfigError: the cluster cannot provide them within `ray.placement_timeout_s` although no other run is in the way, or within
+            `ray.queue_timeout_s`; the message gives needed and available amounts, and the other runs.
     """
     labels = [{"ray.io/node-id": node} if node else {} for node in plan.nodes]
     pinned: dict[str, Any] = {"bundle_label_selector": labels} if labels else {}
-    group = placement_group([dict(bundle) for bundle in plan.bundles], strategy="PACK", **pinned)
-    try:
-        deadline = time.monotonic() + timeout_s
-        while not (ready := group.wait(_POLL_S)) and time.monotonic() < deadline:
+    holder = waits(run)
+    began = alone_since = time.monotonic()
+    group, seen = None, Queue((), ())
+    with ExitStack() as stack:
+        in_line = stack.enter_context(ExitStack())
+        if settings.address is not None:
+            in_line.enter_context(ticket(holder))
+        while True:
             interrupted()
-        if not ready:
-            raise ConfigError(
-                "placement",
-                f"the actors' resources must be free within ray.placement_timeout_s={timeout_s:g}",
-                shortage(plan, ray.cluster_resources(), ray.available_resources()),
-                "lower parallel sizes, raise ray.num_cpus, or join a larger cluster",
+            others = queue(holder) if settings.address is not None and _could_hold(plan) else Queue((), ())
+            if group is None and not others.ahead:
+                name = replace(holder, works=True).group
+                group = placement_group([dict(bundle) for bundle in plan.bundles], strategy="PACK", name=name, **pinned)
+                stack.callback(remove_placement_group, group)
+            if group is None:
+                time.sleep(_POLL_S)
+            elif group.wait(_POLL_S):
+                break
+            now = time.monotonic()
+            if others:
+                alone_since = now
+                if others != seen:
+                    seen = others
+                    waiting(others)
+            late = (
+                now - began > settings.queue_timeout_s if others else now - alone_since > settings.placement_timeout_s
             )
+            if late:
+                raise _not_placed(plan, settings, others)
+        in_line.close()
         yield group
-    finally:
-        remove_placement_group(group)
+
+
+def _could_hold(plan: PlacementPlan) -> bool:
+    """Whether the cluster has in all what the plan asks for, so that it is worth waiting for other runs."""
+    total = ray.cluster_resources()
+    return all(amount <= total.get(name, 0.0) for name, amount in _asked(plan).items())
+
+
+def _not_placed(plan: PlacementPlan, settings: RayConfig, others: Queue) -> ConfigError:
+    """Returns the error for resources that are not free in time."""
+    amounts = shortage(plan, ray.cluster_resources(), ray.available_resources())
+    if others:
+        rule = f"its turn must come within ray.queue_timeout_s={settings.queue_timeout_s:g}"
+        remedy = "raise it, wait for the others, or end one (`distill-rl stop NAME`)"
+        return ConfigError("placement", rule, f"{others}; {amounts}", remedy)
+    rule = f"the actors' resources must be free within ray.placement_timeout_s={settings.placement_timeout_s:g}"
+    return ConfigError("placement", rule, amounts, "lower parallel sizes, raise ray.num_cpus, or join a larger cluster")
+
+
+def _asked(plan: PlacementPlan) -> Counter[str]:
+    """The amount of each resource that the plan asks for."""
+    asked: Counter[str] = Counter()
+    for bundle in plan.bundles:
+        asked.update(bundle)
+    return asked
 
 
 def shortage(plan: PlacementPlan, total: Mapping[str, float], available: Mapping[str, float]) -> str:
@@ -375,9 +429,7 @@ def shortage(plan: PlacementPlan, total: Mapping[str, float], available: Mapping
 
     It ends with the nodes to which bundles are pinned, if any.
     """
-    asked: Counter[str] = Counter()
-    for bundle in plan.bundles:
-        asked.update(bundle)
+    asked = _asked(plan)
     amounts = [
         f"{name}: asked {asked[name]:g}, cluster has {total.get(name, 0):g}, free {available.get(name, 0):g}"
         for name in sorted(asked)

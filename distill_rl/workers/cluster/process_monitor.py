@@ -104,7 +104,7 @@ class ProcessMonitor:
     """
 
     def __init__(self, config: FaultsConfig, processes: Mapping[str, Process], folder: Path):
-        self._config, self._processes, self._folder = config, processes, folder
+        self._config, self._processes, self.folder = config, processes, folder
         self._local_monitor = NodeMonitor()
         self._remote_monitors: dict[str, Any] = {}
         self._num_monitors = 0
@@ -179,11 +179,11 @@ class ProcessMonitor:
         processes = dict(self._processes)
         for name, text in self._ask("stacks", processes).items():
             if text:
-                path = self._folder / "stacks" / f"{name.replace('/', '-')}.txt"
+                path = self.folder / "stacks" / f"{name.replace('/', '-')}.txt"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, "utf-8")
         if processes:
-            log.info("stacks of the workers are in %s", self._folder / "stacks")
+            log.info("stacks of the workers are in %s", self.folder / "stacks")
 
     def close(self) -> None:
         """Kills the monitors on other nodes, without waiting."""

@@ -103,6 +103,13 @@ class Evaluations:
         self._shown = 0.0
         """When counts were shown last."""
 
+    def abandon(self) -> None:
+        """Stops the evaluation that is running, if any; its folder is left for `recover`."""
+        if self._running:
+            self._running = None
+            self._replace()
+        self._waiting.clear()
+
     def recover(self, step: int) -> None:
         """Takes over from an earlier start of the run, which now resumes from `step`; call it before the first `start`.
 
@@ -149,8 +156,10 @@ class Evaluations:
         """Queues an evaluation of every teacher, without waiting. Does nothing without suites."""
         if self._group is None:
             return
-        for name in self._teachers:
-            due = _Due(0, name)
+        known = {*self._waiting, self._running.due if self._running else None}
+        for due in (_Due(0, name) for name in self._teachers):
+            if due in known:  # left over from before a restart
+                continue
             self._source(due).mkdir(parents=True, exist_ok=True)
             self._waiting.append(due)
         self.collect()

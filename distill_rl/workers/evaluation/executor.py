@@ -32,6 +32,7 @@ from distill_rl.workers.cluster.placement import (
 )
 from distill_rl.workers.cluster.process_monitor import keep_logs
 from distill_rl.workers.cluster.session import ray_session
+from distill_rl.workers.cluster.turns import tell
 
 CALLS_PER_WORKER = 2
 """Calls submitted to an actor at a time, so that it always has one in its queue and never waits for the driver."""
@@ -184,8 +185,9 @@ class RayExecutor:
         bundle = {"CPU": 1.0} | ({"GPU": gpus_each} if gpus_each else {})
         placements = {name: ActorPlacement(i, gpus_each) for i, name in enumerate(names)}
         plan = PlacementPlan(tuple(bundle for _ in names), placements)
-        timeout_s = settings.placement_timeout_s
-        placement = self._open.enter_context(reserve(plan, timeout_s=timeout_s, interrupted=self._calls.interrupted))
+        placement = self._open.enter_context(
+            reserve(plan, settings, "eval", interrupted=self._calls.interrupted, waiting=tell)
+        )
         threads = max(1, len(os.sched_getaffinity(0)) // count)
         arguments = (self._ranks, threads, self._shards.deadline_s)
         group = WorkerGroup(EvalWorker, names, plan, placement, self._calls, *arguments)

@@ -197,6 +197,12 @@ class AlignerPool:
         self._left_out.add(batch.source, pending.info)
         return pending.info
 
+    def abandon(self) -> None:
+        """Drops the batches that have not been returned yet. What aligners are working on comes to nothing."""
+        for alignment in list(self._unfinished):
+            self._close(alignment)
+        self._aligned.clear()
+
     def _hand_out(self) -> None:
         """Gives idle aligners the tasks that wait, those of earlier batches first."""
         self._tasks.sort(key=lambda task: task.batch.order)  # stable: parts of a batch stay in order

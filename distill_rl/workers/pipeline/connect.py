@@ -13,7 +13,7 @@ as a file, otherwise, with `transport: auto`, the object store. A second choice 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,8 +64,11 @@ class Connector:
         self._used: dict[str, Route] = {}
         """Routes whose probe arrived, by source."""
 
-    def connect(self) -> dict[str, Choice]:
+    def connect(self, lost: Collection[str] = ()) -> dict[str, Choice]:
         """Opens and proves all rings, with a second choice where the first fails, and prints the transports in use.
+
+        Args:
+            lost: teachers that the run goes on without.
 
         Returns:
             The proven transport of each teacher rank that publishes, by its name.
@@ -77,8 +80,10 @@ class Connector:
         routes = [
             self._route(teacher, group, replica, places)
             for teacher, group in self._teachers
+            if teacher.name not in lost
             for replica in range(teacher.parallel.dp)
         ]
+        self._used.clear()
         self._join(routes)
         chosen = {source: route.choice for source, route in self._used.items()}
         for choice in dict.fromkeys(chosen.values()):

@@ -53,7 +53,7 @@ class Pipeline:
     ):
         self._method = method
         self.aligners, self._teachers, self._plan, self._rings = aligners, list(teachers), plan, rings
-        self._ledgers = {teacher.name: SlotLedger(rings.slots[teacher.name]) for teacher, _ in self._teachers}
+        self._ledgers = self._new_ledgers()
         self._current: PendingBatch | None = None
         self._queue: list[tuple[PendingBatch, SubBatch]] = []
         """QUEUED sub-batches in the order in which their teachers will be called."""
@@ -136,6 +136,18 @@ class Pipeline:
                 sub_batch.teacher_calls[t] = []
             self._ledgers[name].give_back(sub_batch.slots.pop(name, ()))
         self.advance()
+
+    def abandon(self) -> None:
+        """Forgets all batches, which the caller has released. Every ring must be opened anew before the next `submit`.
+
+        Teachers that have been called go on, and nobody reads what they publish.
+        """
+        self.aligners.abandon()
+        self._queue, self._open, self._current, self._ledgers = [], [], None, self._new_ledgers()
+
+    def _new_ledgers(self) -> dict[str, SlotLedger]:
+        """The account of every teacher's ring with all slots free."""
+        return {teacher.name: SlotLedger(self._rings.slots[teacher.name]) for teacher, _ in self._teachers}
 
     def occupancy(self) -> dict[str, float]:
         """Returns, by teacher, the largest share (0 to 1) of its ring in use since the last call."""

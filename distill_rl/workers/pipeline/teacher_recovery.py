@@ -8,8 +8,7 @@ its targets are too.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -18,16 +17,11 @@ from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import DistillError, WorkerError
 from distill_rl.observe.log import say
 from distill_rl.observe.metrics import Metric
-from distill_rl.workers.cluster.calls import Calls, Overdue
+from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
 from distill_rl.workers.pipeline.connect import Connector
 from distill_rl.workers.pipeline.pipeline import Pipeline
 from distill_rl.workers.pipeline.sub_batch import Teachers
-
-_KNOWN_WITHIN_S = 6.0
-"""Ray reports the actors of a lost node as dead only some seconds after other actors have failed because of it."""
-_POLL_S = 0.5
-"""Interval between two polls for dead actors."""
 
 log = logging.getLogger(__name__)
 
@@ -82,22 +76,22 @@ class TeacherRecovery:
         teacher_ranks = {name for _, group in self._teachers for name in group.names}
         if error.exit_code == 2 or not teacher_ranks:  # the user has to fix the cause, or there is nothing to recover
             raise error
-        overdue = set(error.actors) if isinstance(error, Overdue) else set()
-        deadline = time.monotonic() + _KNOWN_WITHIN_S
-        deaths = self._calls.dead(what)
-        dead = set(deaths) | overdue
-        while not dead & (teacher_ranks | self._student) and time.monotonic() < deadline:
-            self._calls.poll()
-            time.sleep(_POLL_S)
-            deaths = self._calls.dead(what)
-            dead = set(deaths) | overdue
-        if not dead & teacher_ranks or dead & self._student:
+        lost = self._calls.lost(error, teacher_ranks | self._student, what)
+        if not lost.keys() & teacher_ranks or lost.keys() & self._student:
             raise error
+        self.note_dead(lost)
+
+    def note_dead(self, lost: Mapping[str, DistillError]) -> None:
+        """Ends what is left of the replicas that have a rank among `lost`, for `replace_dead` to replace them.
+
+        Args:
+            lost: why each actor is lost, by name; those of other groups are passed over.
+        """
         self._dead = [
-            (teacher, group, ranks, next((deaths[group.names[i]] for i in ranks if group.names[i] in deaths), error))
+            (teacher, group, ranks, next(lost[group.names[rank]] for rank in ranks if group.names[rank] in lost))
             for teacher, group in self._teachers
             for ranks in _replicas(teacher)
-            if dead & {group.names[rank] for rank in ranks}
+            if lost.keys() & {group.names[rank] for rank in ranks}
         ]
         for _, group, ranks, _ in self._dead:
             for rank in ranks:
@@ -131,7 +125,7 @@ class TeacherRecovery:
         while self._restarts < self._config.faults.teacher_restarts:
             self._restarts += 1
             budget = f"{self._restarts} of faults.teacher_restarts={self._config.faults.teacher_restarts}"
-            say(f"restarting {', '.join(group.names[rank] for rank in ranks)} ({budget}): {_without_remedy(cause)}")
+            say(f"restarting {', '.join(group.names[rank] for rank in ranks)} ({budget}): {without_remedy(cause)}")
             try:
                 self._start(teacher, group, ranks)
             except DistillError as failure:
@@ -169,7 +163,7 @@ class TeacherRecovery:
             if left and self._connector is not None:  # a capture needs all its teachers
                 remedy += "; or set faults.lost_teacher=drop_and_reweight to go on without it"
             rule = f"may be started again faults.teacher_restarts={self._config.faults.teacher_restarts} times"
-            raise WorkerError(f"teacher {teacher.name}", rule, _without_remedy(cause), remedy) from cause
+            raise WorkerError(f"teacher {teacher.name}", rule, without_remedy(cause), remedy) from cause
         for rank in range(len(group.names)):
             group.end(rank)
             self._calls.forget(group.actors[rank])
@@ -183,6 +177,6 @@ def _replicas(teacher: TeacherConfig) -> list[range]:
     return [range(replica * size, (replica + 1) * size) for replica in range(teacher.parallel.dp)]
 
 
-def _without_remedy(error: DistillError) -> str:
+def without_remedy(error: DistillError) -> str:
     """The error's message without its remedy."""
     return str(DistillError(error.what, error.rule, error.value))

@@ -104,6 +104,17 @@ def test_table_reads_progress_from_reachable_run_directories(tmp_path):
     assert near.split()[4].startswith("2023-11-1")
 
 
+@pytest.mark.parametrize(
+    ("written", "state"), [('{"place": 2}', "queued, 2"), ('{"place', "running"), ("[]", "running")]
+)
+def test_table_shows_the_place_of_a_run_that_waits(tmp_path, written, state):
+    (tmp_path / "queue.json").write_text(written)
+    known = [job("a", "a", folder=tmp_path), job("b", "b", folder=tmp_path, status="FAILED", driver_exit_code=1)]
+    _, waiting, ended = runs.table(runs.runs(known).values())
+    assert " ".join(waiting.split()[1:]).startswith(f"{state} ?")
+    assert ended.split()[1] == "failed"
+
+
 @pytest.mark.parametrize("name", ["a", "gsm8k-7b_v1.2", "0"])
 def test_usual_names_can_be_submitted(name):
     runs.require_usable(name)

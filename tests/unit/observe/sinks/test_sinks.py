@@ -265,3 +265,20 @@ def test_importing_sinks_imports_nothing_heavy() -> None:
 
     code = "import sys, distill_rl.observe.sinks.sinks as s; print([m for m in ('torch', 'ray', 'tensorboard', 'rich') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("total", "asked", "wanted"), [(20_000, None, 1), (50_000, None, 3), (50_000, 1, 1), (None, None, 1)]
+)
+def test_a_long_run_has_fewer_records_unless_asked_for_all(
+    tmp_path: Path, total: int | None, asked: int | None, wanted: int
+) -> None:
+    paths, config = RunPaths(tmp_path), Config()
+    config.observe.every = asked
+    observer = open_observer(config, paths, total_steps=total)
+    for step in range(1, 7):
+        observer.log(step, {"train/loss": Metric(float(step)), "train/tokens": Metric(1.0, "sum")})
+    observer.close()
+    records = read_records(paths.metrics)
+    assert [record["step"] for record in records] == list(range(wanted, 7, wanted))
+    assert sum(record["train/tokens"] for record in records) == 6

@@ -48,6 +48,9 @@ class Aligners:
         advance()
         return pending.info
 
+    def abandon(self) -> None:
+        self.aligned.clear()
+
     def finish(self, pending: PendingBatch) -> None:
         index = pending.documents.index
         pending.info = BatchInfo(index, Cursor(), 0, self.rows, 0, 0, 0, 0.0)
@@ -244,6 +247,24 @@ def test_lost_teacher_is_not_called_and_blocks_nothing():
         train(pipeline, teachers, batch)
     assert len(teachers[0].calls) == called
     assert pipeline.lost == {"t0"}
+
+
+def test_an_abandoned_pipeline_begins_anew():
+    settings = config(depth=1, teachers=({"export": "logits"},))
+    (pipeline, teachers), (other, others) = build(settings), build(settings)
+    dropped = [pipeline.submit(documents(index)) for index in (5, 6)]
+    pipeline.settle(dropped[0])
+    assert dropped[0].sub_batches[-1].state is State.QUEUED, "the ring is full"
+    for batch in dropped:
+        batch.release()
+    pipeline.abandon()
+    teachers[0].unread.clear()  # the rings are opened anew
+    before = len(teachers[0].calls)
+    for line, group in ((pipeline, teachers), (other, others)):
+        batches = [line.submit(documents(index)) for index in range(3)]
+        for batch in batches:
+            train(line, group, batch)
+    assert teachers[0].calls[before:] == others[0].calls
 
 
 @st.composite
