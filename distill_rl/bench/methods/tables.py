@@ -162,6 +162,7 @@ SPOKEN_FEW, SPOKEN_MOST = "language, few shared tokens", "language, most tokens 
 LANGUAGE_TARGETS = (
     "all logits",
     *(f"top {k}, {tail}" for k in (8, 32) for tail in ("bucket", "truncate", "renormalize")),
+    "top 64, bucket",
     "8 draws",
     "32 draws",
 )
@@ -201,7 +202,7 @@ def _language_cross(rows: Rows) -> Mapping[str, Settings]:
 
 
 def _shift(rows: Rows) -> Mapping[str, Settings]:
-    return {"shift": _contenders(rows)}
+    return {"shift": {**_contenders(rows), "top 64, bucket": TARGETS["top 64, bucket"]}}
 
 
 def _teachers(rows: Rows) -> Mapping[str, Settings]:
