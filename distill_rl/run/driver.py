@@ -29,6 +29,7 @@ from distill_rl.observe.sinks.sinks import Observer, open_observer
 from distill_rl.observe.timing import StepTimer
 from distill_rl.preflight import run_directory
 from distill_rl.preflight.job import Job
+from distill_rl.run.advice import advice
 from distill_rl.run.card import card_of
 from distill_rl.run.checkpoints import Checkpoint, CheckpointStore, SavedState
 from distill_rl.run.learning import Learning
@@ -204,6 +205,8 @@ class Driver:
                     trained = self.student.train_step(batch)
                 self.state = TrainState(step=step, cursor=batch.documents.cursor)
                 for line in self.learning.note(step, trained, batch.metrics, batch.documents.row_numbers):
+                    say(line)
+                for line in advice(self.config, trained) if step == self.began + 1 else ():
                     say(line)
                 self.observer.log(step, trained, batch.metrics, *self.metrics(batch.documents))
                 # Before what is done at a last step only, or at every step but the last.

@@ -41,6 +41,7 @@ from distill_rl.workers.cluster.placement import (
     reserve,
 )
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor, keep_logs
+from distill_rl.workers.cluster.relay import DIRECT
 from distill_rl.workers.cluster.session import describe, nodes, ray_session
 from distill_rl.workers.cluster.timeline import write_timeline
 from distill_rl.workers.cluster.turns import tell
@@ -332,6 +333,13 @@ def _start(job: Job, actors: _Actors, calls: Calls) -> None:
     for group in actors.groups:
         if group.actors:
             group.identify(timeout_s)
+    models = [(group, ranks_per_replica(teacher)) for teacher, group in actors.teachers]
+    if actors.student is not None:
+        models.append((actors.student, len(actors.student.actors)))
+    relays = job.config.ray.relays
+    if relays == "on" or (relays == "auto" and sum(len(group.actors) for group, _ in models) > DIRECT):
+        for group, size in models:
+            group.open_relays(size)
     say("loading   the models")
     started = actors.aligners.submit("start")
     for teacher, group in actors.teachers:

@@ -149,7 +149,7 @@ def test_the_best_settings_go_on_with_the_baseline():
         add_all(rows, NOISY, name, score)
     assert list(rows.best(NOISY, SAME_TOKENIZER, 2)) == ["CE", "TVD", "all logits"]
     shift = TABLES["shift"].settings(rows)["shift"]
-    assert set(shift) == {"CE", "TVD", "all logits", "reverse KL", "0.5 KD + 0.5 CE"}
+    assert set(shift) == {"CE", "TVD", "all logits", "reverse KL", "0.5 KD + 0.5 CE", "top 64, bucket"}
 
 
 @pytest.mark.parametrize(("measure", "good", "bad"), [("exact match", 0.8, 0.6), ("bits per byte", 1.5, 1.8)])

@@ -18,17 +18,17 @@ CAUSES = [
 ]
 
 
-@pytest.mark.parametrize(("number", "cause"), CAUSES)
-def test_a_lost_rank_is_replaced_and_no_bit_changes(disturb, undisturbed, number, cause):
+@pytest.mark.parametrize(("number", "cause", "relays"), [(*CAUSES[0], "off"), (*CAUSES[1], "on")])
+def test_a_lost_rank_is_replaced_and_no_bit_changes(disturb, undisturbed, number, cause, relays):
     expected = undisturbed(*LENGTH)
-    with disturb(*LENGTH, *CHECKPOINTS) as run:
+    with disturb(*LENGTH, *CHECKPOINTS, f"ray.relays={relays}") as run:
         before = run.actors
         run.wait_for_checkpoint()
         os.kill(run.actors["student-dp1-tp0"], number)
         run.wait_for_output("restarting the student (1 of faults.student_restarts=3): student-dp1-tp0 on ")
         run.wait_for_output("going on  from ")
         run.look_again_after(run.steps)
-        kept = {name: pid for name, pid in before.items() if name not in STUDENTS}
+        kept = {name: pid for name, pid in before.items() if not name.startswith(STUDENTS)}
         assert kept == {name: run.actors[name] for name in kept}, "teachers and aligners stay"
         assert {f"{name}.1" for name in STUDENTS} <= run.actors.keys()
         assert run.end() == 0, run.text

@@ -50,12 +50,13 @@ def test_a_teacher_killed_idle_or_busy_is_replaced_without_a_trace(disturb, undi
     assert last["faults/teacher_restarts"] == 2
 
 
-def test_a_dead_rank_restarts_its_replica_only(disturb, undisturbed, material):
+@pytest.mark.parametrize("relays", ["off", "on"])
+def test_a_dead_rank_restarts_its_replica_only(disturb, undisturbed, material, relays):
     teachers = two_teachers(material, ", parallel: {dp: 2, tp: 2}", ", export: hidden")
     few = ("train.steps=40", "schedule.steps=40", "evaluate.every=20")
     settings = (*few, teachers, "student.parallel.dp=2", "train.micro_batch_size=1", "transport=shared_memory")
     expected = undisturbed(*settings)
-    with disturb(*settings) as run:
+    with disturb(*settings, f"ray.relays={relays}") as run:
         before = dict(run.actors)
         run.kill_busy("big/dp1-tp1")
         run.wait_for_output("restarting big/dp1-tp0, big/dp1-tp1 (1 of")

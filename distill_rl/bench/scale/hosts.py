@@ -51,6 +51,8 @@ class HostedRank:
         self._host, self._rank, self._actor_id = host, rank, host._actor_id
 
     def __getattr__(self, name: str) -> HostedMethod:
+        if name.startswith("_"):  # asked for while it is unpickled
+            raise AttributeError(name)
         return HostedMethod(self._host, self._rank, name)
 
 

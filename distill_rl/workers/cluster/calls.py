@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,12 @@ from distill_rl.errors import DistillError, GpuMemoryError, WorkerError, first_l
 from distill_rl.system.gpu_memory import amounts, is_out_of_memory
 from distill_rl.workers.actors.rank import Process
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor
+from distill_rl.workers.cluster.relay import RankError, Together
+
+Called = str | tuple[str, ...]
+"""Name of the actor that a call is for, or of all that a relay calls for it."""
+Refs = dict[ray.ObjectRef, Called]
+"""Submitted calls, each with what was called."""
 
 _FETCH_S = 30.0
 """At least this long for results to arrive from their node once the calls have ended."""
@@ -73,7 +79,7 @@ class Calls:
 
     def gather(
         self,
-        calls: Mapping[ray.ObjectRef, str] | Sequence[ray.ObjectRef],
+        calls: Mapping[ray.ObjectRef, Called] | Sequence[ray.ObjectRef],
         *,
         what: str,
         timeout_s: float,
@@ -85,7 +91,7 @@ class Calls:
         Meanwhile polls `interrupted` and the monitor, reports a long wait in the log, and calls `meanwhile`.
 
         Args:
-            calls: references; a mapping gives the name of the actor that was called for each.
+            calls: references; a mapping gives what was called for each.
             what: what is waited for, for messages (`step 12`).
             timeout_s: for all calls together, in seconds; time spent in `meanwhile` does not count.
             meanwhile: called at every poll; an exception from it ends the wait.
@@ -98,13 +104,15 @@ class Calls:
                 of GPU memory. Of several errors the likeliest cause is raised: a death, even of an actor that was not
                 called.
         """
-        names = calls if isinstance(calls, Mapping) else dict.fromkeys(calls, "")
+        names: Mapping[ray.ObjectRef, Called] = calls if isinstance(calls, Mapping) else dict.fromkeys(calls, "")
         for done, pending in self._until_done(names, what, timeout_s, meanwhile, also):
             if errors := _errors_of(done):
                 raise self._blame(errors | self._errors_within_grace(pending), names, what)
-        return ray.get(list(names), timeout=max(timeout_s, _FETCH_S))
+        return each(ray.get(list(names), timeout=max(timeout_s, _FETCH_S)))
 
-    def outcomes(self, calls: Mapping[ray.ObjectRef, str], *, what: str, timeout_s: float) -> dict[ray.ObjectRef, Any]:
+    def outcomes(
+        self, calls: Mapping[ray.ObjectRef, Called], *, what: str, timeout_s: float
+    ) -> dict[ray.ObjectRef, Any]:
         """Waits until all calls have ended, in whatever way, and returns each one's result or Ray's error (not raised).
 
         Raises:
@@ -117,7 +125,7 @@ class Calls:
 
     def _until_done(
         self,
-        names: Mapping[ray.ObjectRef, str],
+        names: Mapping[ray.ObjectRef, Called],
         what: str,
         timeout_s: float,
         meanwhile: Callable[[], object] | None = None,
@@ -142,7 +150,8 @@ class Calls:
             yield done, pending
             if not pending:
                 return
-            now, waited_for = time.monotonic(), {names[ref] or "an actor" for ref in pending}
+            now = time.monotonic()
+            waited_for = {name or "an actor" for ref in pending for name in _names(names[ref])}
             if now - start > timeout_s:
                 raise self.late(waited_for, what, timeout_s)
             if meanwhile is not None:
@@ -226,9 +235,10 @@ class Calls:
         calls = [actor.identify.remote() for actor in self.actors.values()]
         return {ref: error for ref, error in self._errors_within_grace(calls).items() if _priority(error) == _DEATH}
 
-    def late(self, actors: Collection[str], what: str, timeout_s: float) -> Overdue:
+    def late(self, called: Iterable[Called], what: str, timeout_s: float) -> Overdue:
         """Returns (does not raise) the error for actors that have not finished `what` within `timeout_s` seconds."""
-        rule, names = f"{what} must end within {timeout_s:g} s", sorted(actors)
+        names = sorted({name for one in called for name in _names(one)})
+        rule = f"{what} must end within {timeout_s:g} s"
         return Overdue(", ".join(map(self._where, names)), rule, "no answer", self.when_late, names)
 
     def _errors_within_grace(self, pending: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseException]:
@@ -239,7 +249,7 @@ class Calls:
         return _errors_of(done)
 
     def _blame(
-        self, errors: Mapping[ray.ObjectRef, BaseException], names: Mapping[ray.ObjectRef, str], what: str
+        self, errors: Mapping[ray.ObjectRef, BaseException], names: Mapping[ray.ObjectRef, Called], what: str
     ) -> DistillError:
         """Returns the one error to report of those that calls raised: a death if there is one.
 
@@ -253,7 +263,7 @@ class Calls:
         if all(_priority(error) != _DEATH for error in errors.values()):
             errors = {**errors, **self._deaths()}
         ref, error = min(errors.items(), key=lambda item: _priority(item[1]))
-        actor = self.names.get(_actor_id(error), "") or names.get(ref, "") or "a worker"
+        actor = self.names.get(_actor_id(error), "") or _names(names.get(ref, ""))[0] or "a worker"
         explained = self._explain(error, actor, what)
         explained.add_note(re.sub(r"\x1b\[[0-9;]*m", "", str(error)))  # Ray's text and traceback, without colours
         return explained
@@ -267,8 +277,10 @@ class Calls:
         Args:
             name: of the actor.
         """
-        actor = self._where(name)
         cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, RankError):
+            name, cause = cause.name, cause.cause
+        actor = self._where(name)
         if isinstance(cause, DistillError) and cause.exit_code == 2:  # the user has to fix it, wherever it was found
             return cause
         if isinstance(cause, GpuMemoryError):
@@ -297,8 +309,20 @@ def _errors_of(refs: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseExcepti
         try:
             ray.get(ref, timeout=60)
         except RayError as error:
-            errors[ref] = error
+            # A relay passes on the death of a rank.
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            errors[ref] = cause if isinstance(cause, RayError) else error
     return errors
+
+
+def each(results: Iterable[Any]) -> list[Any]:
+    """The results of calls, those that a relay returns together one by one."""
+    return [one for result in results for one in (result if isinstance(result, Together) else [result])]
+
+
+def _names(called: Called) -> tuple[str, ...]:
+    """The names of all actors that a call is for."""
+    return (called,) if isinstance(called, str) else called
 
 
 def _priority(error: BaseException) -> int:
@@ -308,7 +332,8 @@ def _priority(error: BaseException) -> int:
     before foreign ones (2), then all others (3).
     """
     if isinstance(error, RayTaskError):
-        return 1 if isinstance(error.cause, DistillError) else 2
+        cause = error.cause.cause if isinstance(error.cause, RankError) else error.cause
+        return 1 if isinstance(cause, DistillError) else 2
     return _DEATH if isinstance(error, ActorDiedError | OutOfMemoryError) else 3
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
+from itertools import groupby, islice
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from distill_rl.errors import DistillError
 from distill_rl.workers.actors.rank import Process
-from distill_rl.workers.cluster.calls import Calls
+from distill_rl.workers.cluster.calls import Calls, Refs
 from distill_rl.workers.cluster.placement import PlacementPlan
+from distill_rl.workers.cluster.relay import MOST_RANKS, Relay
 
 _STOP_TIMEOUT_S = 15.0
 
@@ -49,6 +51,9 @@ class WorkerGroup:
         self._replaced: list[tuple[str, Process]] = []
         """Processes that replacements have taken over from."""
         self._renewals = 0
+        self._together = 0
+        self._relays: dict[int, tuple[Any, range]] = {}
+        """By first rank: a relay and the ranks that it calls."""
         self.actors: list[Any] = [self._make(rank) for rank in range(len(self.names))]
 
     def _make(self, rank: int, suffix: str = "") -> Any:
@@ -75,7 +80,7 @@ class WorkerGroup:
         self._calls.register(name, actor)
         return actor
 
-    def submit(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> dict[ray.ObjectRef, str]:
+    def submit(self, method: str, *arguments: Any, ranks: Sequence[int] | None = None) -> Refs:
         """Calls a method with the same arguments on all ranks, or on `ranks`, without waiting.
 
         Returns:
@@ -85,6 +90,75 @@ class WorkerGroup:
             getattr(self.actors[rank], method).remote(*arguments): self.names[rank]
             for rank in (range(len(self.actors)) if ranks is None else ranks)
         }
+
+    def open_relays(self, size: int) -> None:
+        """Gives ranks that are neighbours on a node a relay, through which `submit_each` calls them from now on.
+
+        Args:
+            size: ranks of a process group; those of two groups do not share a relay, because they fail apart.
+        """
+        self._together = size
+        self._make_relays(range(len(self.actors)))
+
+    def _make_relays(self, ranks: Sequence[int]) -> None:
+        """Makes the relays of these ranks, which are whole process groups and run; does nothing if the group has none."""
+        if not self._together:
+            return
+        for _, members in groupby(ranks, lambda rank: (rank // self._together, self._processes[rank].node_id)):
+            while some := list(islice(members, MOST_RANKS)):
+                if len(some) > 1:
+                    self._make_relay(range(some[0], some[-1] + 1))
+
+    def _make_relay(self, ranks: range) -> None:
+        """Creates a relay on the node of its ranks; an error of it counts as one of the first of them."""
+        strategy = NodeAffinitySchedulingStrategy(self._processes[ranks[0]].node_id, soft=False)
+        remote: Any = ray.remote(Relay)
+        relay = remote.options(
+            name=f"{self.names[ranks[0]]}.relay.{self._renewals}",
+            num_cpus=0,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=strategy,
+        ).remote([(self.names[rank], self.actors[rank]) for rank in ranks])
+        self._calls.register(self.names[ranks[0]], relay)
+        self._relays[ranks[0]] = relay, ranks
+
+    def _end_relays(self, ranks: Sequence[int]) -> None:
+        """Kills the relays that call any of these ranks; never raises."""
+        for first, (relay, members) in list(self._relays.items()):
+            if set(members) & set(ranks):
+                self._calls.forget(relay)
+                with contextlib.suppress(Exception):
+                    ray.kill(relay, no_restart=True)
+                del self._relays[first]
+
+    def submit_each(
+        self, method: str, rows: Sequence[Any], *arguments: Any, ranks: Sequence[int], only_first: bool = False
+    ) -> Refs:
+        """Calls a method on neighbouring ranks without waiting, through relays if there are any.
+
+        Args:
+            rows: the first argument of each rank's call.
+            arguments: the others, the same for all.
+            only_first: of the ranks that share a relay, only the first one's result is wanted.
+
+        Returns:
+            References with what they call, in the order of the ranks; `Calls.gather` returns a result for each rank, but for those that
+            are not wanted.
+        """
+        calls: Refs = {}
+        waiting = dict(zip(ranks, rows, strict=True))
+        while waiting:
+            rank = next(iter(waiting))
+            relay, members = self._relays.get(rank, (None, range(rank, rank + 1)))
+            if relay is None:
+                call = getattr(self.actors[rank], method).remote(waiting[rank], *arguments)
+            else:
+                call = relay.call.remote(method, only_first, [waiting[member] for member in members], *arguments)
+            calls[call] = self.names[rank] if relay is None else tuple(self.names[member] for member in members)
+            for member in members:
+                del waiting[member]
+        return calls
 
     def call(self, method: str, *arguments: Any, what: str, timeout_s: float) -> list[Any]:
         """Calls a method with the same arguments on all ranks, and returns their results in rank order.
@@ -121,6 +195,7 @@ class WorkerGroup:
             WorkerError: a new actor does not come up within `timeout_s` seconds.
         """
         self._renewals += 1
+        self._end_relays(ranks)
         for rank in ranks:
             self._calls.forget(self.actors[rank])
             self.end(rank)
@@ -131,6 +206,7 @@ class WorkerGroup:
         processes = self._calls.gather(self.submit("identify", ranks=ranks), what=what, timeout_s=timeout_s)
         for rank, process in zip(ranks, processes):
             self._processes[rank] = self._calls.processes[self.names[rank]] = process
+        self._make_relays(ranks)
 
     def replace(self, rank: int, timeout_s: float) -> None:
         """Kills a rank that belongs to no process group, puts a new actor in its place, and starts it.
@@ -153,7 +229,7 @@ class WorkerGroup:
         """Actor names by Ray worker id."""
         return {process.worker_id: name for process, name in zip(self._processes, self.names)}
 
-    def start(self, *, size: int, timeout_s: float, ranks: Sequence[int] | None = None) -> dict[ray.ObjectRef, str]:
+    def start(self, *, size: int, timeout_s: float, ranks: Sequence[int] | None = None) -> Refs:
         """Makes all ranks, or `ranks`, join process groups and load their models; does not wait for the models.
 
         A process group is `size` consecutive ranks, which meet through a store that the first of them serves; that is
@@ -169,7 +245,7 @@ class WorkerGroup:
         leaders = [rank for rank in members if rank % size == 0]
         stores = self.submit("serve_store", size, ranks=leaders)
         addresses = dict(zip(leaders, self._calls.gather(stores, what="rendezvous", timeout_s=timeout_s)))
-        calls: dict[ray.ObjectRef, str] = {}
+        calls: Refs = {}
         for rank in members:
             host, port = addresses[rank - rank % size]
             gpu_memory = self._plan.placements[self.names[rank]].gpu_memory
@@ -178,6 +254,7 @@ class WorkerGroup:
 
     def kill(self) -> None:
         """Kills every rank."""
+        self._end_relays(range(len(self.actors)))
         for rank in range(len(self.actors)):
             self.end(rank)
 

@@ -25,7 +25,7 @@ from distill_rl.observe.log import say
 from distill_rl.preflight.suites import evaluation_options
 from distill_rl.types import RunPaths
 from distill_rl.workers.actors.evaluator import Evaluated
-from distill_rl.workers.cluster.calls import Calls
+from distill_rl.workers.cluster.calls import Calls, Refs
 from distill_rl.workers.cluster.group import WorkerGroup
 from distill_rl.workers.evaluation.executor import join
 
@@ -61,7 +61,7 @@ class _Due:
 @dataclass(frozen=True, slots=True)
 class _Running:
     due: _Due
-    call: dict[ray.ObjectRef, str]
+    call: Refs
     deadline: float
 
 
@@ -262,7 +262,7 @@ class Evaluations:
             self._shown = now
             say(f"evaluating {title} on {counts}")
 
-    def _submit(self, model: Model, *, final: bool = False) -> dict[ray.ObjectRef, str]:
+    def _submit(self, model: Model, *, final: bool = False) -> Refs:
         """Calls the evaluator on `model` without waiting. Returns the calls of its ranks, whose first result is an
         `Evaluated`.
 

@@ -21,7 +21,7 @@ from distill_rl.evals.backends.base import BackendName, Output, Settings
 from distill_rl.evals.executor import Task, chunks
 from distill_rl.evals.suites.base import Item
 from distill_rl.workers.actors.evaluator import EvalWorker
-from distill_rl.workers.cluster.calls import Calls
+from distill_rl.workers.cluster.calls import Calls, Refs
 from distill_rl.workers.cluster.group import WorkerGroup, stop
 from distill_rl.workers.cluster.placement import (
     EVALUATOR,
@@ -59,7 +59,7 @@ class _Running(NamedTuple):
     copy: int
     chunk: list[int]
     """Indices of its items."""
-    calls: dict[ray.ObjectRef, str]
+    calls: Refs
     """The calls of all ranks of the copy; the first one returns the outputs."""
     deadline: float
 

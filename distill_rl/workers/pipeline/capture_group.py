@@ -10,9 +10,9 @@ from distill_rl.config.schema import Config
 from distill_rl.errors import DistillError
 from distill_rl.types import BatchInfo
 from distill_rl.workers.actors.teacher import TeacherStats
-from distill_rl.workers.cluster.calls import Calls
+from distill_rl.workers.cluster.calls import Calls, Refs
 from distill_rl.workers.pipeline.pipeline import Pipeline
-from distill_rl.workers.pipeline.sub_batch import PendingBatch, Refs, State, SubBatch, Teachers
+from distill_rl.workers.pipeline.sub_batch import PendingBatch, State, SubBatch, Teachers
 from distill_rl.workers.pipeline.teacher_recovery import TeacherRecovery
 
 

@@ -28,9 +28,9 @@ from distill_rl.transport.choose import Choice, choose
 from distill_rl.transport.place import Place
 from distill_rl.transport.segment import Backing
 from distill_rl.workers.actors.rank import Problem
-from distill_rl.workers.cluster.calls import Calls
+from distill_rl.workers.cluster.calls import Calls, Refs
 from distill_rl.workers.cluster.group import WorkerGroup
-from distill_rl.workers.pipeline.sub_batch import Refs, Teachers
+from distill_rl.workers.pipeline.sub_batch import Teachers
 
 FALLBACK = "object_store"
 

@@ -27,9 +27,10 @@ from distill_rl.config.facts import ranks_per_replica
 from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.transport.base import Slot
 from distill_rl.types import BatchInfo, DocumentBatch
+from distill_rl.workers.cluster.calls import Refs
 from distill_rl.workers.pipeline.aligner_pool import AlignerPool
 from distill_rl.workers.pipeline.slots import SlotLedger
-from distill_rl.workers.pipeline.sub_batch import PendingBatch, Refs, State, SubBatch, Teachers
+from distill_rl.workers.pipeline.sub_batch import PendingBatch, State, SubBatch, Teachers
 
 
 class Pipeline:
@@ -205,7 +206,8 @@ class Pipeline:
         teacher, group = self._teachers[t]
         size = ranks_per_replica(teacher)
         ranks = range(replica * size, (replica + 1) * size)
-        return group.submit(self._method, sub_batch.teachers[t][replica], sub_batch.index, slots, ranks=ranks)
+        rows = [sub_batch.teachers[t][replica]] * size
+        return group.submit_each(self._method, rows, sub_batch.index, slots, ranks=ranks, only_first=True)
 
     def _index(self, name: str) -> int:
         return [teacher.name for teacher, _ in self._teachers].index(name)

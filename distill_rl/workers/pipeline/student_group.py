@@ -13,11 +13,11 @@ from distill_rl.observe.metrics import Metric, merge
 from distill_rl.observe.timing import StepTimer
 from distill_rl.workers.actors.student import Retryable
 from distill_rl.workers.actors.teacher import TeacherStats
-from distill_rl.workers.cluster.calls import Calls
+from distill_rl.workers.cluster.calls import Calls, Refs, each
 from distill_rl.workers.cluster.group import WorkerGroup
 from distill_rl.workers.pipeline.pipeline import Pipeline
 from distill_rl.workers.pipeline.step_metrics import describe_alignment, describe_transport
-from distill_rl.workers.pipeline.sub_batch import PendingBatch, Refs, State, SubBatch
+from distill_rl.workers.pipeline.sub_batch import PendingBatch, State, SubBatch
 from distill_rl.workers.pipeline.teacher_recovery import TeacherRecovery
 
 
@@ -118,10 +118,9 @@ class StudentGroup:
         per_row, published = ranks_per_row(self._config.student.parallel), sub_batch.published
         sizes = [len(teacher) for teacher in published]
         targets = [ref for teacher in published for ref in teacher]
-        calls: Refs = {}
-        for rank in range(len(self._group.actors)):
-            rows, is_last = sub_batch.student[rank // per_row], sub_batch is progress.last
-            calls |= self._group.submit(progress.method, rows, sub_batch.index, is_last, sizes, *targets, ranks=[rank])
+        ranks, is_last = range(len(self._group.actors)), sub_batch is progress.last
+        rows = [sub_batch.student[rank // per_row] for rank in ranks]
+        calls = self._group.submit_each(progress.method, rows, sub_batch.index, is_last, sizes, *targets, ranks=ranks)
         sub_batch.call_student(calls)
 
     def _finish_first(self, progress: _Progress) -> None:
@@ -192,7 +191,7 @@ class StudentGroup:
         Raises:
             DistillError: `error`, for anything in between: a half-applied sub-batch cannot be repeated.
         """
-        published = {ref: "a teacher" for teacher in sub_batch.published for ref in teacher}
+        published: Refs = {ref: "a teacher" for teacher in sub_batch.published for ref in teacher}
         if any(isinstance(outcome, BaseException) for outcome in self._outcomes(published, progress.what)):
             return False  # Ray does not run a call whose arguments failed
         outcomes = self._outcomes(sub_batch.student_calls, progress.what)
@@ -203,7 +202,7 @@ class StudentGroup:
     def _outcomes(self, calls: Refs, what: str) -> list[Any]:
         """Waits until all calls have ended, and returns each one's result or Ray's error (not raised), in order."""
         timeout_s = self._config.ray.step_timeout_s
-        return list(self._calls.outcomes(calls, what=what, timeout_s=timeout_s).values())
+        return each(self._calls.outcomes(calls, what=what, timeout_s=timeout_s).values())
 
     def _gather(self, calls: Refs, what: str) -> list[Any]:
         """Waits for calls while the pipeline goes on with later batches, and returns their results in order."""

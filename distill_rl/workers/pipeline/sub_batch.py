@@ -14,10 +14,9 @@ from distill_rl.errors import DistillError
 from distill_rl.observe.metrics import Metric
 from distill_rl.transport.base import Slot
 from distill_rl.types import BatchInfo, DocumentBatch
+from distill_rl.workers.cluster.calls import Refs
 from distill_rl.workers.cluster.group import WorkerGroup
 
-Refs = dict[ray.ObjectRef, str]
-"""Submitted calls, each with the name of the actor that was called."""
 Teachers = Sequence[tuple[TeacherConfig, WorkerGroup]]
 """The running teachers, each with its ranks."""
 
@@ -51,7 +50,7 @@ class SubBatch:
     slots: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
     """Slots held, by teacher; every replica uses the same ones in its own ring."""
     teacher_calls: list[list[Refs]] = field(default_factory=list)
-    """Per teacher and replica, the calls of its ranks; the first rank publishes. A lost teacher has no replicas."""
+    """Per teacher and replica, the calls of its ranks; the first one returns what is published. A lost teacher has no replicas."""
     student_calls: Refs = field(default_factory=dict)
 
     def call_teachers(self, slots: dict[str, tuple[Slot, ...]], calls: list[list[Refs]]) -> None:

@@ -65,9 +65,12 @@ class Teacher:
     unread: dict[tuple[int, int], str] = field(default_factory=dict)
     """Parts that the student has not finished reading, by (first rank of the replica, slot)."""
 
-    def submit(self, method: str, *arguments: Any, ranks: range) -> dict[str, str]:
-        assert method == "forward"
-        rows, sub_batch, slots = arguments
+    def submit_each(
+        self, method: str, rows_of_ranks: Sequence[str], *arguments: Any, ranks: range, only_first: bool
+    ) -> dict[str, str]:
+        assert (method, only_first) == ("forward", True)
+        (rows,) = set(rows_of_ranks)
+        sub_batch, slots = arguments
         part = _part(rows, sub_batch)
         self.calls.append((part, slots))
         for slot in slots:

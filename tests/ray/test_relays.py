@@ -1,0 +1,130 @@
+"""Ranks that are called through relays: the same results and errors as without, and the same names in them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distill_rl.config.schema import RayConfig
+from distill_rl.errors import ConfigError, WorkerError
+from distill_rl.workers.actors.rank import Worker
+from distill_rl.workers.cluster.calls import Calls, Overdue
+from distill_rl.workers.cluster.group import WorkerGroup
+from distill_rl.workers.cluster.placement import ActorPlacement, PlacementPlan, reserve
+from tests.helpers.command import until
+
+pytestmark = pytest.mark.ray
+
+NAMES = tuple(f"rank-{i}" for i in range(5))
+
+
+class Rank(Worker):
+    def __init__(self, rank: int):
+        self._rank = rank
+
+    def add(self, row: int, *numbers: int) -> tuple[int, int]:
+        return self._rank, row + sum(numbers)
+
+    def fail(self, row: str, *_: object) -> str:
+        """Does what its row says."""
+        if row == "raise":
+            raise ValueError("this row is bad")
+        if row == "refuse":
+            raise ConfigError("data.path", "must be better")
+        if row == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if row == "hang":
+            threading.Event().wait()
+        return row
+
+
+@pytest.fixture(params=[0, 2, 5], ids=["no relays", "pairs and one", "one relay"])
+def group(request, ray_cluster) -> Iterator[WorkerGroup]:
+    calls = Calls(interrupted=lambda: None)
+    placements = {name: ActorPlacement(i, 0.0) for i, name in enumerate(NAMES)}
+    plan = PlacementPlan(tuple({"CPU": 1.0} for _ in NAMES), placements)
+    with reserve(plan, RayConfig(), "relays", interrupted=lambda: None) as placement:
+        group = WorkerGroup(Rank, NAMES, plan, placement, calls)
+        group.identify(60)
+        if request.param:
+            group.open_relays(request.param)
+        yield group
+        group.kill()
+
+
+def gather(
+    group: WorkerGroup, method: str, rows: list[Any], *more: Any, timeout_s: float = 60.0, **options: Any
+) -> list[Any]:
+    calls = group.submit_each(method, rows, *more, ranks=range(len(NAMES)), **options)
+    return group._calls.gather(calls, what="adding", timeout_s=timeout_s)
+
+
+def test_every_rank_gets_its_row_and_results_keep_their_order(ray_cluster, group):
+    rows = [ray_cluster.put(10 * i) for i in range(5)]
+    assert gather(group, "add", rows, 1, ray_cluster.put(2)) == [(i, 10 * i + 3) for i in range(5)]
+    assert gather(group, "add", [7] * 5)[3] == (3, 7)
+    first = gather(group, "add", rows, 1, only_first=True)
+    assert first[0] == (0, 1)
+    assert len(first) == len(group.submit_each("add", rows, ranks=range(5)))
+
+
+def test_the_rank_that_raises_is_named_while_others_still_work(group):
+    with pytest.raises(WorkerError, match="rank-2: adding failed; got ValueError: this row is bad") as caught:
+        gather(group, "fail", ["hang", "a", "raise", "a", "a"])
+    assert "this row is bad" in "".join(caught.value.__notes__)
+
+
+def test_an_error_that_the_user_has_to_fix_arrives_as_it_is(group):
+    with pytest.raises(ConfigError, match=r"data\.path: must be better"):
+        gather(group, "fail", ["a", "refuse", "a", "a", "a"])
+
+
+def test_the_rank_that_dies_is_named_while_others_hang(group):
+    with pytest.raises(WorkerError, match=r"rank-3: its process died during adding"):
+        gather(group, "fail", ["hang", "hang", "a", "die", "hang"])
+    assert set(group._calls.dead()) == {"rank-3"}
+
+
+def test_a_failed_argument_is_the_error_of_the_one_who_failed(group):
+    (failed,) = group.submit("fail", "raise", ranks=[4])
+    with pytest.raises(WorkerError, match="ValueError: this row is bad"):
+        gather(group, "add", [1] * 5, failed)
+    assert gather(group, "add", [1] * 5) == [(i, 1) for i in range(5)]
+
+
+def test_everybody_that_is_late_is_named(group):
+    with pytest.raises(Overdue) as caught:
+        gather(group, "fail", ["hang", "a", "a", "a", "a"], timeout_s=2.0)
+    assert "rank-0" in caught.value.actors
+
+
+def test_ranks_that_were_replaced_are_called(group):
+    before = [process.pid for _, process in group.processes]
+    group.renew(range(4, 5) if group._together != 5 else range(5), 60)
+    assert gather(group, "add", [1] * 5) == [(i, 1) for i in range(5)]
+    assert group.processes[4][1].pid not in before
+
+
+def test_a_relay_that_dies_counts_as_its_first_rank(ray_cluster, group):
+    if not group._relays:
+        pytest.skip("there are none")
+    relay, _ = group._relays[0]
+    os.kill(ray_cluster.get(relay.identify.remote()).pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="rank-0: its process died"):
+        gather(group, "add", [1] * 5)
+    assert set(group._calls.dead()) == {"rank-0"}
+    group.renew(range(2) if group._together == 2 else range(5), 60)
+    assert gather(group, "add", [1] * 5) == [(i, 1) for i in range(5)]
+
+
+def test_relays_end_with_their_group(ray_cluster, group):
+    processes = [ray_cluster.get(relay.identify.remote()) for relay, _ in group._relays.values()]
+    group.kill()
+    for process in processes:
+        until(lambda pid=process.pid: not Path(f"/proc/{pid}").exists(), "the relay to end", 60)
