@@ -6,7 +6,7 @@ The page is written by hand, but for what stands between `<!-- table: NAME -->` 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from distill_rl.bench import harness
@@ -75,23 +75,9 @@ def _by_task(name: str, rows: Rows) -> Iterator[Part]:
             continue
         measure, title = rows.measure(task), table.title if len(tasks) == 1 else f"{table.title}: {task}"
         dots = [Dots(one.setting, one.seeds, one.score, one.setting == BASELINE) for one in found]
-        with_kl = any(one.kl is not None for one in found)
-        heading = [
-            "setting",
-            measure,
-            *(f"seed {seed}" for seed in SEEDS),
-            "difference to CE",
-            "",
-            "to the best",
-            "bits per byte",
-        ]
-        heading += [
-            *(["KL to the teacher"] if with_kl else []),
-            "rate",
-            *(["tokens/s", "peak MiB"] if table.fresh else []),
-        ]
+        columns = _columns(measure, found, with_cost=table.fresh)
         file = f"{name}-{re.sub(r'[^a-z]+', '-', task)}.svg"
-        body = [_line(one, with_kl, table.fresh) for one in found]
+        heading, body = list(columns), [[cell(one) for cell in columns.values()] for one in found]
         notes = [*_failures(rows, task, settings), _effort(rows, {task: settings})]
         yield Part(
             title, file, dots_svg(title, dots, f"{measure} (dots: seeds, bar: mean; orange: CE)"), heading, body, notes
@@ -115,24 +101,33 @@ def _effort(rows: Rows, tasks: Mapping[str, Settings]) -> str:
     return f"{len(trained)} trainings; their steps took {seconds / 3600:.1f} hours of a core."
 
 
-def _line(one: Finding, with_kl: bool, with_cost: bool) -> list[str]:
-    low, high = one.interval
-    difference = ["", ""] if one.setting == BASELINE else [f"{low:+.3f} to {high:+.3f}", one.verdict]
-    kl = ["–" if one.kl is None else f"{one.kl:.3f}"] if with_kl else []
-    seeds = [f"{score:.3f}" for score in one.seeds]
-    cost = [f"{one.tokens_per_second:,.0f}", f"{one.peak_mib:,.0f}"] if with_cost else []
-    bits = f"{one.bits_per_byte:.3f}"
-    return [
-        one.setting,
-        f"**{one.score:.3f}**",
-        *seeds,
-        *difference,
-        one.against_best,
-        bits,
-        *kl,
-        f"{one.rate:g}",
-        *cost,
-    ]
+def _columns(measure: str, found: Sequence[Finding], *, with_cost: bool) -> dict[str, Callable[[Finding], str]]:
+    """The columns of a task's table: heading → cell.
+
+    Args:
+        with_cost: with speed and memory, which can be compared.
+    """
+    columns: dict[str, Callable[[Finding], str]] = {
+        "setting": lambda one: one.setting,
+        measure: lambda one: f"**{one.score:.3f}**",
+        **{f"seed {seed}": _of_seed(i) for i, seed in enumerate(SEEDS)},
+        "difference to CE": lambda one: "" if one.setting == BASELINE else "{:+.3f} to {:+.3f}".format(*one.interval),
+        "to CE": lambda one: one.verdict,
+        "to the best": lambda one: one.against_best,
+    }
+    if measure != "bits per byte":
+        columns["bits per byte"] = lambda one: f"{one.bits_per_byte:.3f}"
+    if any(one.kl is not None for one in found):
+        columns["KL to the teacher"] = lambda one: "–" if one.kl is None else f"{one.kl:.3f}"
+    columns["rate"] = lambda one: f"{one.rate:g}"
+    if with_cost:
+        columns["tokens/s"] = lambda one: f"{one.tokens_per_second:,.0f}"
+        columns["peak MiB"] = lambda one: f"{one.peak_mib:,.0f}"
+    return columns
+
+
+def _of_seed(i: int) -> Callable[[Finding], str]:
+    return lambda one: f"{one.seeds[i]:.3f}"
 
 
 def _by_rows(rows: Rows) -> Iterator[Part]:
