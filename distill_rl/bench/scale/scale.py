@@ -155,9 +155,14 @@ def run(root: Path, case: Case) -> dict[str, Any]:
         "start_s": round(first["time"] - began, 1),
         "driver_cpu_ms": round(1000 * fmean(cpu), 2),
         "step_ms": round(1000 * fmean(after["time"] - before["time"] for before, after in pairwise(records)), 1),
-        **watch.per_step({record["time"]: record["step"] for record in records}),
+        **watch.per_step(steps_by_time(records)),
         **found,
     }
+
+
+def steps_by_time(records: Sequence[Mapping[str, Any]]) -> dict[float, int]:
+    """Finished steps by Unix time, from the records of a run."""
+    return {record["time"]: record["step"] for record in records}
 
 
 def measure(

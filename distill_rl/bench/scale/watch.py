@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 import psutil
 
 HEAD = "gcs_server"
+ROLES = ("driver", "head", "workers")
+_WORKER, _IDLE = "ray::", "IDLE"
+"""Parts of the names of Ray's worker processes."""
 _EVERY_S = 1.0
 _SOCKETS = ("ss", "--tcp", "--info", "--numeric", "--processes", "--no-header", "--oneline")
 _BYTES = re.compile(r"\bbytes_(?:sent|received):(\d+)")
@@ -25,7 +28,7 @@ class Watch:
     times: list[float] = field(default_factory=list)
     """Unix time."""
     resident: dict[str, list[float]] = field(default_factory=dict)
-    """MiB by role (driver, head), a value per sample."""
+    """MiB by role, without what processes share, a value per sample."""
     head_bytes: list[float] = field(default_factory=list)
     """All that the head has sent and received so far; empty where the system has no `ss`."""
     _by_socket: dict[str, int] = field(default_factory=dict)
@@ -33,14 +36,15 @@ class Watch:
     def sample(self) -> None:
         """Adds a sample, if the run has a driver and a head already."""
         found = _processes()
-        if set(found) != {"driver", "head"}:
+        if not {"driver", "head"} <= set(found):
             return
         with suppress(psutil.NoSuchProcess):
-            memory = {role: process.memory_info().rss / 2**20 for role, process in found.items()}
-            self._count(found["head"].pid)
+            # What processes share is not theirs: the pages of libraries come and go.
+            memory = {role: sum(map(_own_mib, processes)) for role, processes in found.items()}
+            self._count(found["head"][0].pid)
             self.times.append(time.time())
-            for role, mib in memory.items():
-                self.resident.setdefault(role, []).append(mib)
+            for role in ROLES:
+                self.resident.setdefault(role, []).append(memory.get(role, 0.0))
 
     def _count(self, pid: int) -> None:
         """Adds up the bytes of the head's sockets, those that are closed included."""
@@ -55,18 +59,20 @@ class Watch:
                 self._by_socket[name] = sum(map(int, _BYTES.findall(line)))
         self.head_bytes.append(float(sum(self._by_socket.values())))
 
-    def per_step(self, steps: Mapping[float, int]) -> dict[str, float | None]:
+    def per_step(self, steps: Mapping[float, int], first: int = 0) -> dict[str, float | None]:
         """What grows with each step: the slope of a line through the samples.
 
         Args:
             steps: finished steps by Unix time.
+            first: step from which on the samples count.
 
         Returns:
             KiB of resident memory by role, and of the head's traffic; None where too little is known.
         """
         series = {f"{role}_resident": [mib * 1024 for mib in values] for role, values in self.resident.items()}
         series["head_traffic"] = [count / 1024 for count in self.head_bytes]
-        return {f"{name}_kib_per_step": _slope(self.times, values, steps) for name, values in series.items()}
+        late = {when: step for when, step in steps.items() if step >= first}
+        return {f"{name}_kib_per_step": _slope(self.times, values, late) for name, values in series.items()}
 
 
 @contextmanager
@@ -87,16 +93,25 @@ def watching() -> Iterator[Watch]:
         thread.join()
 
 
-def _processes() -> dict[str, psutil.Process]:
-    """The driver and Ray's head among the descendants of this process, by role."""
-    found: dict[str, psutil.Process] = {}
+def _processes() -> dict[str, list[psutil.Process]]:
+    """The processes of a run among the descendants of this one, by role."""
+    found: dict[str, list[psutil.Process]] = {}
     with suppress(psutil.NoSuchProcess):
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                if process.name() == HEAD:
-                    found["head"] = process
-                    found["driver"] = process.parent() or process
+                name = process.name()
+                if name == HEAD:
+                    found["head"] = [process]
+                    found["driver"] = [process.parent() or process]
+                elif name.startswith(_WORKER) and _IDLE not in name:
+                    found.setdefault("workers", []).append(process)
     return found
+
+
+def _own_mib(process: psutil.Process) -> float:
+    """MiB of a process without what it shares."""
+    memory = process.memory_info()
+    return float(memory.rss - memory.shared) / 2**20
 
 
 def _slope(times: list[float], values: list[float], steps: Mapping[float, int]) -> float | None:

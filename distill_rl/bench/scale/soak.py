@@ -1,0 +1,92 @@
+"""What a long run holds: whether the memory of driver, head and workers still grows in its second half.
+
+Two runs: one of ranks that compute nothing, for its number of steps, and one of the command line with tiny models. In the first half caches fill: Ray's
+record of calls, allocators, the aligners' tokenizers.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from distill_rl.bench import harness
+from distill_rl.bench.material import write_config
+from distill_rl.bench.runs.prefetch import write_material as write_models
+from distill_rl.bench.scale import scale
+from distill_rl.bench.scale.watch import ROLES, Watch, watching
+from distill_rl.system.child_process import call_in_child
+
+STEPS = 20_000
+"""Of ranks that compute nothing."""
+REAL_STEPS = 2_000
+MOST_GROWTH = 0.01
+"""Share by which the memory of a role may grow in the second half."""
+_DEADLINE_S = 7200.0
+
+
+def measure(folder: Path, *, steps: int = STEPS, real_steps: int = REAL_STEPS) -> dict[str, Any]:
+    """Runs both.
+
+    Args:
+        steps: of the ranks that compute nothing.
+        real_steps: of the run with models.
+    """
+    return {"runs": {"stubs": _stubs(folder / "stubs", steps), "models": _models(folder / "models", real_steps)}}
+
+
+def _stubs(folder: Path, steps: int) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    scale.write_material(folder, rows=4096)
+    config = scale.configuration(folder, scale.Case(4, steps=steps))
+    with watching() as watch:
+        call_in_child(config.stem, scale.drive, config, 1, deadline_s=_DEADLINE_S)
+    return _growth(watch, folder / "runs" / config.stem, steps)
+
+
+def _models(folder: Path, steps: int) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_models(folder, rows=64, words_per_row=60, length=64)
+    config = write_config(
+        folder, "models", steps=steps, batch=4, micro_batch=4, length=64, checkpoint={"every": steps // 20}
+    )
+    with watching() as watch:
+        ended = subprocess.run(harness.train_command(config), capture_output=True, timeout=_DEADLINE_S, check=False)
+    if ended.returncode:
+        raise SystemExit(f"exit code {ended.returncode}; {harness.failure(folder / 'runs' / 'models')}")
+    return _growth(watch, folder / "runs" / "models", steps)
+
+
+def _growth(watch: Watch, run: Path, steps: int) -> dict[str, Any]:
+    """MiB of every role in the last tenth of a run, the share by which it grew over the second half, and the bytes of metrics.jsonl."""
+    by_time = scale.steps_by_time(harness.step_records(run / "metrics.jsonl"))
+    slopes = watch.per_step(by_time, first=steps // 2)
+    figures: dict[str, Any] = {"steps": steps, "metrics_mib": round((run / "metrics.jsonl").stat().st_size / 2**20, 1)}
+    for role in ROLES:
+        held = fmean(watch.resident[role][-len(watch.times) // 10 :])
+        grown = (slopes[f"{role}_resident_kib_per_step"] or 0.0) * steps / 2 / 1024
+        figures[role] = {"mib": round(held, 1), "growth": round(grown / held, 4)}
+    return figures
+
+
+def verdict(figures: Mapping[str, Any]) -> list[str]:
+    """Missed targets, one line each."""
+    return harness.missed(
+        *(
+            (
+                run[role]["growth"] > MOST_GROWTH,
+                f"{name}: the memory of the {role} grows by {run[role]['growth']:.1%} in the second half; must be at most {MOST_GROWTH:.0%}",
+            )
+            for name, run in figures["runs"].items()
+            for role in ROLES
+        )
+    )
+
+
+main = harness.program("soak", measure, verdict)
+
+if __name__ == "__main__":
+    sys.exit(main())
