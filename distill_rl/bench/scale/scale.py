@@ -8,6 +8,7 @@ say little.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,10 @@ PROCESSES = 16
 WIDTH = 4
 """Ranks of a teacher's replica, tensor parallel."""
 STEPS, WARM_UP = 200, 10
+AFTER_DEATH = 3
+"""Steps after the death of a teacher, which are not among those whose cost is measured."""
+VICTIM = "teacher/dp0-tp0"
+"""It dies with all ranks of its process: whole replicas."""
 MOST_CPU_MS, WITHIN = 20.0, 64
 """The target: CPU milliseconds of the driver per step, and the ranks up to which it holds."""
 FAR = 2000
@@ -115,7 +120,12 @@ def drive(config_path: Path, per_process: int) -> dict[str, Any]:
     from distill_rl.workers.start import Roles
 
     class LoopAlone(Driver):
-        """A driver whose run ends with its last step: there is nothing to export."""
+        """A driver whose run ends with its last step, because there is nothing to export; near the end it loses a teacher."""
+
+        def evaluate(self) -> None:
+            super().evaluate()
+            if self.state.step == self.loader.total_steps - AFTER_DEATH:
+                self.actors.calls.processes[VICTIM].kill()
 
         def finish(self) -> int:
             return 0
@@ -137,6 +147,7 @@ def _references() -> int:
     """References to objects that this process holds."""
     from ray._private.worker import global_worker
 
+    gc.collect()  # the errors of a death refer to each other
     return len(global_worker.core_worker.get_all_reference_counts())  # type: ignore[attr-defined]
 
 
@@ -146,7 +157,8 @@ def run(root: Path, case: Case) -> dict[str, Any]:
     with watching() as watch:
         found = call_in_child(config.stem, drive, config, case.per_process, deadline_s=_DEADLINE_S)
     first, *records = harness.step_records(root / "runs" / config.stem / "metrics.jsonl")
-    records = records[WARM_UP:]
+    replaced = sum(record.get("timing/recovery", 0.0) for record in records[-AFTER_DEATH:])
+    records = records[WARM_UP:-AFTER_DEATH]
     cpu = [record["timing/driver/cpu"] for record in records]
     return {
         "ranks": case.ranks,
@@ -154,6 +166,7 @@ def run(root: Path, case: Case) -> dict[str, Any]:
         "ranks_per_process": case.per_process,
         "start_s": round(first["time"] - began, 1),
         "driver_cpu_ms": round(1000 * fmean(cpu), 2),
+        "replace_teacher_s": round(replaced, 1),
         "step_ms": round(1000 * fmean(after["time"] - before["time"] for before, after in pairwise(records)), 1),
         **watch.per_step(steps_by_time(records)),
         **found,
