@@ -136,9 +136,8 @@ class Driver:
             say(f"warm-up   {note}")
         say(f"training  {left} in {job.paths.root}")
         self.saver = self.parts.enter_context(saver_of(self.store, job, self.actors))
-        self.actors.calls.interrupted = (
-            self.signals.raise_if_interrupted
-        )  # from now on a stop can wait for the step and a save
+        # From now on a stop can wait for the step and a save.
+        self.actors.calls.interrupted = self.signals.raise_if_interrupted
 
     def run(self) -> int:
         """Trains to the end of the run (`train`), and goes on from the newest checkpoint if the student dies on the way.
