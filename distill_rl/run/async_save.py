@@ -74,11 +74,13 @@ class Saver:
         """
         save, self._in_flight = self._in_flight, None
         if save is not None:
+            was_told = save.error is not None  # by its thread
             try:
                 save.complete(self._dead)
             finally:
                 save.end()
-            log.warning("%s, when the run ended: %s", save.what, save.error or "completed")
+            if not was_told:
+                log.warning("%s, when training stopped: %s", save.what, save.error or "completed")
 
     def save(self, state: SavedState, *, at_once: bool = False) -> None:
         """Saves a checkpoint of the student in its present state, in the background unless configured otherwise.
@@ -239,7 +241,7 @@ class _BackgroundSave:
             self.error = CheckpointError(f"{type(error).__name__}: {error}")
             self.error = self._store.explain(self.draft, error)
             if not self._cancelled.is_set():
-                log.warning("%s failed, which ends the run at its next save: %s", self.what, self.error)
+                log.warning("%s failed; unless the student is restarted, the run ends at its next save: %s", self.what, self.error)
         finally:
             self._store.drop(self.draft)
 
