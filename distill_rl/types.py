@@ -294,6 +294,10 @@ class BatchInfo:
     """Positions that the student computes, padding included."""
 
 
+QUEUE = "queue.json"
+"""Name of `RunPaths.queue`."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunPaths:
     """The run directory, the only place to which a run writes."""
@@ -313,7 +317,7 @@ class RunPaths:
     @property
     def queue(self) -> Path:
         """The place in the queue of a run that waits for others on its cluster; there is no file otherwise."""
-        return self.root / "queue.json"
+        return self.root / QUEUE
 
     @property
     def evals(self) -> Path:

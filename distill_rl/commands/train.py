@@ -15,6 +15,7 @@ from distill_rl.errors import ConfigError, DistillError
 from distill_rl.observe.log import log_file, say, setup_console, status
 from distill_rl.preflight import gather, run_directory
 from distill_rl.run import stop
+from distill_rl.run.checkpoints import newest_step
 from distill_rl.system.files import write_atomic
 from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
 from distill_rl.types import RunPaths
@@ -73,7 +74,8 @@ def run_config(config: Config, signals: Signals, facts: Facts, *, clean: bool, c
             return _run(config, paths, signals, facts, command)
         except Preempted:
             say("stopped outside of training")
-            say(f"go on     {stop.again_with(command, 'auto')}")
+            resume = stop.mode(newest_step(paths.checkpoints), config.checkpoint.resume, new=False)
+            say(f"go on     {stop.again_with(command, resume)}")
             return EXIT_PREEMPTED
         except OSError as error:
             log.info("the run failed", exc_info=True)

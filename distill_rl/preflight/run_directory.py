@@ -15,14 +15,14 @@ from distill_rl.config.save import save_config
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, problem
 from distill_rl.system import ownership
-from distill_rl.types import RunPaths
+from distill_rl.types import QUEUE, RunPaths
 
 _LOCK = ".lock"
 SUBMISSION = ("submit.yaml", "submit.sbatch")
 """Files that `train --dry-run` writes to a run directory. With only these in it, the directory is not in use."""
 WAYS_ON = "go on with --resume, start over with --clean"
 """How to use a run directory with an earlier run, in the words of the command line."""
-_OF_A_START = ("config.yaml", "logs", "bad_rows.jsonl")
+_OF_A_START = ("config.yaml", "logs", "bad_rows.jsonl", QUEUE)
 """What a run writes before its first step, and a later one replaces or continues."""
 _OF_STEPS = ("metrics.jsonl", "checkpoints", "evals")
 """What a run makes before its first step and fills afterwards."""
@@ -141,6 +141,7 @@ def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         paths = replace(paths, attempt=_attempt(paths.root / "logs"))
         paths.logs.mkdir(parents=True, exist_ok=True)
+        paths.queue.unlink(missing_ok=True)  # of a start that was killed in the queue
         if paths.bad_rows.exists() and not in_use(paths.root):
             paths.bad_rows.replace(paths.logs / f"earlier_{paths.bad_rows.name}")
         _point_latest_at(paths.logs)

@@ -14,16 +14,16 @@ teaches (docs/results.md)."""
 def advice(config: Config, trained: Metrics) -> list[str]:
     """Returns the lines to print after the first step, from the student's metrics of it.
 
-    Draws are suggested in place of a top k with too little of the first teacher's probability, where they can be: for forward KL and
-    with one tokenizer.
+    Draws are suggested in place of a top k with too little of the first teacher's probability, where they are possible: for forward KL,
+    with one tokenizer, and of a teacher that this run computes itself.
     """
     mass, teachers = trained.get("train/teacher_mass"), running_teachers(config)
-    if mass is None or not teachers or teachers[0].export != "topk" or config.loss.divergence != "forward_kl":
+    if not teachers or mass is None or mass.weight == 0 or mass.value >= LEAST_MASS:
         return []
-    if mass.weight == 0 or mass.value >= LEAST_MASS:
+    first = teachers[0]
+    if (first.export, first.backend, first.cache, config.loss.divergence) != ("topk", "hf", None, "forward_kl"):
         return []
-    first = teachers[0].name
     return [
-        f"hint      the top {config.loss.top_k} of teacher {first} hold {mass.value:.0%} of its probability; draws from all of it teach more of "
+        f"hint      the top {config.loss.top_k} of teacher {first.name} hold {mass.value:.0%} of its probability; draws from all of it teach more of "
         f"the rest: teachers.0.export=sampled loss.draws={config.loss.top_k} (docs/losses.md, Sampled targets)"
     ]

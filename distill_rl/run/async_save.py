@@ -241,7 +241,11 @@ class _BackgroundSave:
             self.error = CheckpointError(f"{type(error).__name__}: {error}")
             self.error = self._store.explain(self.draft, error)
             if not self._cancelled.is_set():
-                log.warning("%s failed; unless the student is restarted, the run ends at its next save: %s", self.what, self.error)
+                log.warning(
+                    "%s failed; unless the student is restarted, the run ends at its next save: %s",
+                    self.what,
+                    self.error,
+                )
         finally:
             self._store.drop(self.draft)
 

@@ -1,6 +1,7 @@
 """The driver: one CPU process that moves references, never tensors.
 
-`Driver.open` starts everything that a run needs and ends it again. `Driver.run` is the training loop: a look-ahead
+`Driver.open` starts everything that a run needs and ends it again. `Driver.run` trains, and goes on after the death of the student.
+`Driver.train` is the training loop: a look-ahead
 submits batches to the aligners and teachers, the student trains on them in order, and validation, evaluations and
 checkpoints follow between two steps.
 """
@@ -47,7 +48,7 @@ from distill_rl.workers.start import ROLES, Roles, RunActors, start_actors
 
 @dataclass
 class Driver:
-    """A run with all its parts, made by `open`; `run` is its training loop."""
+    """A run with all its parts, made by `open`."""
 
     job: Job
     actors: RunActors
@@ -79,7 +80,7 @@ class Driver:
             stack.callback(store.clean_up)  # runs last, when no rank writes any more
             actors = stack.enter_context(start_actors(job, total, timer, signals, roles))
             driver = cls(job, actors, store, timer, signals)
-            stack.callback(lambda: driver.parts.close())
+            stack.callback(driver.parts.close)
             driver.load(resumed)
             run_directory.record_config(job.config, job.paths)
             write_targets(job.paths.prometheus)
@@ -90,6 +91,7 @@ class Driver:
         self.config, self.student = self.job.config, self.actors.student
         self.parts = ExitStack()
         """Ends what `begin` has opened."""
+        self.learning = Learning([teacher.name for teacher in running_teachers(self.config)])
         self.last_step: int | None = None
         """Of a run that is limited by `train.minutes`, once it is known; the ranks are made before."""
 
@@ -110,15 +112,13 @@ class Driver:
         self.loader = loader_of(job, resumed)
         minutes, limit = config.train.minutes, self.loader.total_steps
         self.pace = None if minutes is None else Pace(minutes, most=limit - self.began)
-        names = [teacher.name for teacher in running_teachers(config)]
-        self.learning = Learning(names, learnt=saved.learnt)
+        self.learning.begin(learnt=saved.learnt)
         self.skipped = SkippedRows(job.paths.bad_rows, config.data.max_bad_rows)
         self._checkpoint_owed = False
         """Whether a checkpoint is due that a skipped step deferred."""
         self._saved_step = self.state.step if resumed else -1
         self._validated_step = self._saved_step if saved.score is not None else -1
-        if resumed:
-            self.store.abandon_after(after)
+        self.store.abandon_after(after)
         if saved.score is not None:  # the file of scores may be missing beside a checkpoint that was copied
             self.store.scores.add(self.state.step, {KD: saved.score})
         total = None if minutes else limit
@@ -152,6 +152,8 @@ class Driver:
             try:
                 return self.train()
             except DistillError as error:
+                self.parts.close()
+                self.timer.flush()  # of a step that will be done again
                 with self.timer.part("recovery"):
                     self.restart(error)
 
@@ -159,24 +161,28 @@ class Driver:
         """Starts the student again after `error`, and begins again at the newest checkpoint, or where this run began.
 
         Raises:
-            DistillError: `error`, if it is not the student that died, or as `StudentRecovery.restart`.
+            DistillError: `error`, if it is not the student that died, or as `StudentRecovery`.
         """
-        self.parts.close()
+        recovery = self.actors.recovery
+        lost = recovery.lost(error, f"the work after step {self.state.step}")
         self.actors.calls.interrupted = self.signals.raise_if_stopping  # there is nothing to save
-        while True:
-            self.actors.recovery.restart(error, f"step {self.state.step + 1}")
-            self.store.clean_up()
-            newest = self.store.newest()
-            if newest is None or newest.state.train.step < self.began:
-                newest = self.resumed
-            try:
-                self.load(newest)
-                break
-            except DistillError as failure:
-                error = failure
+        newest = recovery.restart(lost, self.go_back)
         say(f"going on  from {newest.path if newest else 'step 0: there is no checkpoint yet'}")
         self.evaluations.abandon()
         self.begin(newest, after=newest.state.train.step if newest else -1)
+
+    def go_back(self) -> Checkpoint | None:
+        """Makes the student, whose ranks are new, that of the newest checkpoint of this run, or what the run began with.
+
+        Returns:
+            The checkpoint; None if the run began with none.
+        """
+        self.store.clean_up()
+        newest = self.store.newest()
+        if newest is None or newest.state.train.step <= self.began:
+            newest = self.resumed
+        self.load(newest)
+        return newest
 
     def load(self, checkpoint: Checkpoint | None) -> None:
         """Makes the student, whose ranks are new, that of a checkpoint; None: it is what the run began with."""
@@ -205,7 +211,7 @@ class Driver:
                 self.state = TrainState(step=step, cursor=batch.documents.cursor)
                 for line in self.learning.note(step, trained, batch.metrics, batch.documents.row_numbers):
                     say(line)
-                for line in advice(self.config, trained) if step == self.began + 1 else ():
+                for line in advice(self.config, trained) if self.learning.steps == 1 else ():
                     say(line)
                 self.observer.log(step, trained, batch.metrics, *self.metrics(batch.documents))
                 # Before what is done at a last step only, or at every step but the last.
@@ -230,11 +236,12 @@ class Driver:
         last = self.last_step = self.loader.end_at(step)
         self.config, self.pace = settled(self.config, done=self.state.step, last=last), None
         self.job = replace(self.job, config=self.config)
-        self.student.collective("end_at", last, self.config.schedule, what="the number of steps")
         self.store.about = about(self.job)
         self.observer.expect(last)
         run_directory.record_config(self.config, self.job.paths)
         say(f"steps     {last:,} in all, by the speed of the first {self.state.step - self.began:,}")
+        # Last: if a rank dies now, `load` says it to the next ones.
+        self.student.collective("end_at", last, self.config.schedule, what="the number of steps")
 
     def metrics(self, batch: DocumentBatch) -> list[Mapping[str, Metric]]:
         """Lists the rows that a batch lacks, and returns what the driver itself measures of a step.

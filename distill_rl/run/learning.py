@@ -33,6 +33,10 @@ class Learning:
     blamed: set[str] = field(default_factory=set)
     """Teachers whose targets were not finite."""
 
+    def begin(self, *, learnt: bool) -> None:
+        """Goes on from a checkpoint, in or before which a step has `learnt` something; the counts stay."""
+        self.learnt, self.last_skipped = learnt, False
+
     def note(self, step: int, trained: Metrics, aligned: Metrics, rows: Sequence[int]) -> list[str]:
         """Counts a step by its metrics, and returns the lines to print about it.
 
@@ -68,7 +72,7 @@ class Learning:
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """Numbers of steps skipped and without labels since this process started, as metrics; those of 0 are absent."""
+        """Numbers of steps skipped and without labels since this start of the run, as metrics; those of 0 are absent."""
         counts = {"faults/skipped_steps": self.skipped, "faults/unlabelled_steps": self.unlabelled}
         return {name: Metric(float(count), "last") for name, count in counts.items() if count}
 

@@ -35,11 +35,11 @@ def lines(
         text = f"no step was trained, {lost}"
     else:
         text = f"no checkpoint is saved, {lost}; checkpoint.every saves on the way, and SIGTERM saves before it stops"
-    again = again_with(command, _mode(saved, resume, new=trained is None or trained == 0))
+    again = again_with(command, mode(saved, resume, new=trained is None or trained == 0))
     return [f"stopped   {text}", f"go on     {again}"]
 
 
-def _mode(saved: int | None, resume: str | None, *, new: bool) -> str | None:
+def mode(saved: int | None, resume: str | None, *, new: bool) -> str | None:
     """The `checkpoint.resume` that continues a run; None where the command starts it as if for the first time.
 
     Args:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from distill_rl.errors import ConfigError
 from distill_rl.system.signals import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from distill_rl.types import QUEUE
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails
@@ -161,7 +162,7 @@ def _progress(folder: Path) -> tuple[str, str]:
 def _place(folder: Path) -> int | None:
     """The place of a run in the queue of its cluster; None if it does not wait, or that cannot be read on this machine."""
     try:
-        return int(json.loads((folder / "queue.json").read_bytes())["place"])
+        return int(json.loads((folder / QUEUE).read_bytes())["place"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

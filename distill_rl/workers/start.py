@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -164,15 +164,7 @@ def _session(
         make_stores(job, on_gpu=gpus > 0, captures=captures)
         calls = Calls(signals.raise_if_stopping, report_after_s=config.faults.report_after_s)
         calls.monitor = ProcessMonitor(config.faults, calls.processes, job.paths.logs)
-        job.paths.queue.unlink(missing_ok=True)  # of a start that ended in the queue
-        with reserve(
-            plan,
-            config.ray,
-            config.run.name,
-            interrupted=signals.raise_if_stopping,
-            waiting=lambda others: tell(others, job.paths.queue),
-        ) as placement:
-            job.paths.queue.unlink(missing_ok=True)
+        with _reserved(job, plan, signals) as placement:
             actors = _create(job, total_steps, num_aligners, plan, placement, calls, placed, roles)
             say(f"starting  {', '.join(name for group in actors.groups for name in group.names)}")
             try:
@@ -189,6 +181,26 @@ def _session(
                     group.kill()
                 calls.monitor.close()
                 _remove_torch_counters(process.pid for process in processes if process.node_id == this_node)
+
+
+@contextmanager
+def _reserved(job: Job, plan: PlacementPlan, signals: Signals) -> Iterator[PlacementGroup]:
+    """Reserves the places of all actors while the block runs; meanwhile a file tells the place in the queue, if there is one."""
+    config, file = job.config, job.paths.queue
+    with ExitStack() as stack:
+        in_line = stack.enter_context(ExitStack())
+        in_line.callback(file.unlink, missing_ok=True)
+        placement = stack.enter_context(
+            reserve(
+                plan,
+                config.ray,
+                config.run.name,
+                interrupted=signals.raise_if_stopping,
+                waiting=lambda others: tell(others, file),
+            )
+        )
+        in_line.close()
+        yield placement
 
 
 def _connect(job: Job, actors: _Actors, readers: WorkerGroup, calls: Calls, timer: StepTimer) -> RunActors:

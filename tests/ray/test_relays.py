@@ -26,10 +26,20 @@ NAMES = tuple(f"rank-{i}" for i in range(5))
 
 class Rank(Worker):
     def __init__(self, rank: int):
-        self._rank = rank
+        self._rank, self._notes = rank, list[str]()
 
     def add(self, row: int, *numbers: int) -> tuple[int, int]:
         return self._rank, row + sum(numbers)
+
+    def slow(self) -> int:
+        threading.Event().wait(1.0)
+        return 0
+
+    def note(self, row: str, *_: object) -> None:
+        self._notes.append(row)
+
+    def notes(self) -> list[str]:
+        return self._notes
 
     def fail(self, row: str, *_: object) -> str:
         """Does what its row says."""
@@ -69,9 +79,8 @@ def test_every_rank_gets_its_row_and_results_keep_their_order(ray_cluster, group
     rows = [ray_cluster.put(10 * i) for i in range(5)]
     assert gather(group, "add", rows, 1, ray_cluster.put(2)) == [(i, 10 * i + 3) for i in range(5)]
     assert gather(group, "add", [7] * 5)[3] == (3, 7)
-    first = gather(group, "add", rows, 1, only_first=True)
-    assert first[0] == (0, 1)
-    assert len(first) == len(group.submit_each("add", rows, ranks=range(5)))
+    firsts = {0: range(5), 2: (0, 2, 4), 5: (0,)}[group._together]
+    assert gather(group, "add", rows, 1, only_first=True) == [(i, 10 * i + 1) for i in firsts]
 
 
 def test_the_rank_that_raises_is_named_while_others_still_work(group):
@@ -106,15 +115,25 @@ def test_everybody_that_is_late_is_named(group):
 
 def test_ranks_that_were_replaced_are_called(group):
     before = [process.pid for _, process in group.processes]
-    group.renew(range(4, 5) if group._together != 5 else range(5), 60)
+    group.renew(range(2) if group._together == 2 else range(5), 60)
     assert gather(group, "add", [1] * 5) == [(i, 1) for i in range(5)]
-    assert group.processes[4][1].pid not in before
+    assert group.processes[0][1].pid not in before
+
+
+def test_calls_keep_their_order_though_their_arguments_arrive_in_another(ray_cluster, group):
+    """The first call waits for an argument that is there only when the second one's is."""
+    (late,) = group.submit("slow", ranks=[4])
+    calls = group.submit_each("note", ["first"] * 5, late, ranks=range(5))
+    calls |= group.submit_each("note", ["second"] * 5, ranks=range(5))
+    group._calls.gather(calls, what="noting", timeout_s=60)
+    group.settle(60)
+    assert group._calls.gather(group.submit("notes"), what="notes", timeout_s=60) == [["first", "second"]] * 5
 
 
 def test_a_relay_that_dies_counts_as_its_first_rank(ray_cluster, group):
     if not group._relays:
         pytest.skip("there are none")
-    relay, _ = group._relays[0]
+    relay = group._relays[0].actor
     os.kill(ray_cluster.get(relay.identify.remote()).pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match="rank-0: its process died"):
         gather(group, "add", [1] * 5)
@@ -124,7 +143,7 @@ def test_a_relay_that_dies_counts_as_its_first_rank(ray_cluster, group):
 
 
 def test_relays_end_with_their_group(ray_cluster, group):
-    processes = [ray_cluster.get(relay.identify.remote()) for relay, _ in group._relays.values()]
+    processes = [ray_cluster.get(relay.actor.identify.remote()) for relay in group._relays.values()]
     group.kill()
     for process in processes:
         until(lambda pid=process.pid: not Path(f"/proc/{pid}").exists(), "the relay to end", 60)

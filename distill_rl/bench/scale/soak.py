@@ -67,8 +67,9 @@ def _growth(watch: Watch, run: Path, steps: int) -> dict[str, Any]:
     figures: dict[str, Any] = {"steps": steps, "metrics_mib": round((run / "metrics.jsonl").stat().st_size / 2**20, 1)}
     for role in ROLES:
         held = fmean(watch.resident[role][-len(watch.times) // 10 :])
-        grown = (slopes[f"{role}_resident_kib_per_step"] or 0.0) * steps / 2 / 1024
-        figures[role] = {"mib": round(held, 1), "growth": round(grown / held, 4)}
+        if (slope := slopes[f"{role}_resident_kib_per_step"]) is None:
+            raise SystemExit(f"{run}: too short to tell how the memory of the {role} grows; ask for more steps")
+        figures[role] = {"mib": round(held, 1), "growth": round(slope * steps / 2 / 1024 / held, 4)}
     return figures
 
 

@@ -179,7 +179,7 @@ class CheckpointConfig:
 @dataclass
 class FaultsConfig:
     student_restarts: int = field(default=3, metadata=NOT_NEGATIVE)
-    """Number of times that a run may restart the student, all its ranks together, after one of them died or did not answer in time. Training goes on from the newest checkpoint (checkpoint.every), with the same losses; the teachers are kept. 0: the run ends."""
+    """Number of times that a run may restart the student, all its ranks together, after one of them died or did not answer in time. The time of train.minutes then begins anew, unless the last step has been chosen. Training goes on from the newest checkpoint (checkpoint.every), with the same losses; the teachers are kept. 0: the run ends."""
     teacher_restarts: int = field(default=3, metadata=NOT_NEGATIVE)
     """Number of times that a run may restart a teacher replica after one of its processes died. Unfinished batches are repeated, with the same losses."""
     lost_teacher: Literal["fail", "drop_and_reweight"] = "fail"
@@ -242,7 +242,7 @@ class EvaluateConfig:
 @dataclass
 class ObserveConfig:
     every: Optional[int] = field(default=None, metadata=POSITIVE)
-    """Optimizer steps between records in metrics.jsonl, TensorBoard and trackers; a record has the metrics of all steps since the last. null: every step in a run of up to 20,000 steps, and as often in a longer one as gives 20,000 records."""
+    """Optimizer steps between records in metrics.jsonl, TensorBoard and trackers; a record has the metrics of all steps since the last. null: every step, or in a run of more than 20,000 steps every n-th, so that there are at most 20,000 records."""
     table_every: int = field(default=50, metadata=NOT_NEGATIVE)
     """Optimizer steps between tables in driver.log that show where the time of a step went. 0: never."""
     timeline: bool = False

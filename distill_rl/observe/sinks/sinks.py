@@ -21,7 +21,7 @@ from distill_rl.types import RunPaths
 
 _LOSSES = (("loss", "train/loss"), ("kl", "train/kl_loss"), ("nll", "train/nll_loss"))
 MOST_RECORDS = 20_000
-"""Records of a run, unless `observe.every` asks for more: 30 MB of metrics.jsonl."""
+"""Most records of steps, unless `observe.every` asks for more: about 30 MB of metrics.jsonl."""
 TOKENS, SECONDS, RATE = "train/tokens", "timing/step", "train/tokens_per_second"
 _PER_SECOND = {RATE: TOKENS, "transport/teacher_wait": "timing/wait_teachers"}
 """Derived metric → the metric that is divided by the seconds of the step."""
@@ -43,12 +43,13 @@ class Observer:
     Args:
         sinks: get one record whenever the step is a multiple of `every`. Each metric is reduced over the steps since
             the last record with its own reduction, so nothing logged in between is lost.
-        every: steps per record.
+        every: steps per record; None: every step, until `expect` tells of more than `MOST_RECORDS`.
         live: sinks that get every single step, such as the progress bar.
     """
 
-    def __init__(self, sinks: Sequence[Sink], every: int, *, live: Sequence[Sink] = ()):
-        self._sinks, self._every, self._live = tuple(sinks), every, tuple(live)
+    def __init__(self, sinks: Sequence[Sink], every: int | None, *, live: Sequence[Sink] = ()):
+        self._sinks, self._asked, self._live = tuple(sinks), every, tuple(live)
+        self._every = every or 1
         self._step = 0
         self._pending: dict[str, Metric] = {}
 
@@ -75,7 +76,8 @@ class Observer:
             self.flush()
 
     def expect(self, total_steps: int) -> None:
-        """Tells the steps of the whole run, once they are known, to what shows the progress."""
+        """Takes note of the steps of the whole run, once they are known: for records and for what shows the progress."""
+        self._every = self._asked or -(-total_steps // MOST_RECORDS)
         for sink in self._live:
             if isinstance(sink, ProgressSink):
                 sink.expect(total_steps)
@@ -289,5 +291,7 @@ def open_observer(
     live: list[Sink] = [ProgressSink(total_steps, start_step=max(resume_step or 0, 0))]
     if config.observe.table_every:
         live.append(TableSink(config.observe.table_every))
-    every = config.observe.every or -(-(total_steps or 1) // MOST_RECORDS)
-    return Observer(sinks, every, live=live)
+    observer = Observer(sinks, config.observe.every, live=live)
+    if total_steps is not None:
+        observer.expect(total_steps)
+    return observer

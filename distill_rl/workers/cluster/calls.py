@@ -206,8 +206,7 @@ class Calls:
         Args:
             what: what they were doing, for the messages.
         """
-        deaths = {self.names.get(_actor_id(error), ""): error for error in self._deaths().values()}
-        return {name: self._explain(error, name, what) for name, error in deaths.items() if name}
+        return {name: self._explain(error, name, what) for name, error in self._deaths().values()}
 
     def lost(self, error: DistillError, among: Collection[str], what: str) -> dict[str, DistillError]:
         """Returns the actors that are dead or overdue after a call has failed with `error`, each with the error to report.
@@ -227,13 +226,14 @@ class Calls:
             self.poll()
             time.sleep(_POLL_S)
 
-    def _deaths(self) -> dict[ray.ObjectRef, BaseException]:
-        """Returns the errors of registered actors that are dead, by reference of a call made now to find out.
+    def _deaths(self) -> dict[ray.ObjectRef, tuple[str, BaseException]]:
+        """Returns names and errors of registered actors that are dead, by reference of a call made now to find out.
 
         The error of an earlier call may name an actor that could not fetch an object, not the one that died with it.
         """
-        calls = [actor.identify.remote() for actor in self.actors.values()]
-        return {ref: error for ref, error in self._errors_within_grace(calls).items() if _priority(error) == _DEATH}
+        calls = {actor.identify.remote(): self.names[key] for key, actor in self.actors.items()}
+        errors = self._errors_within_grace(list(calls))
+        return {ref: (calls[ref], error) for ref, error in errors.items() if _priority(error) == _DEATH}
 
     def late(self, called: Iterable[Called], what: str, timeout_s: float) -> Overdue:
         """Returns (does not raise) the error for actors that have not finished `what` within `timeout_s` seconds."""
@@ -261,7 +261,9 @@ class Calls:
             what: what the actors were doing, for the message.
         """
         if all(_priority(error) != _DEATH for error in errors.values()):
-            errors = {**errors, **self._deaths()}
+            deaths = self._deaths()
+            errors = {**errors, **{ref: error for ref, (_, error) in deaths.items()}}
+            names = {**names, **{ref: name for ref, (name, _) in deaths.items()}}
         ref, error = min(errors.items(), key=lambda item: _priority(item[1]))
         actor = self.names.get(_actor_id(error), "") or _names(names.get(ref, ""))[0] or "a worker"
         explained = self._explain(error, actor, what)
@@ -280,6 +282,7 @@ class Calls:
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(cause, RankError):
             name, cause = cause.name, cause.cause
+            error = cause if isinstance(cause, RayError) else error
         actor = self._where(name)
         if isinstance(cause, DistillError) and cause.exit_code == 2:  # the user has to fix it, wherever it was found
             return cause
@@ -331,10 +334,13 @@ def _priority(error: BaseException) -> int:
     Deaths are 0, because other errors are mostly their consequences; then come errors that an actor raised, our own (1)
     before foreign ones (2), then all others (3).
     """
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    cause = cause.cause if isinstance(cause, RankError) else cause
+    if isinstance(cause, ActorDiedError | OutOfMemoryError):
+        return _DEATH
     if isinstance(error, RayTaskError):
-        cause = error.cause.cause if isinstance(error.cause, RankError) else error.cause
         return 1 if isinstance(cause, DistillError) else 2
-    return _DEATH if isinstance(error, ActorDiedError | OutOfMemoryError) else 3
+    return 3
 
 
 def _actor_id(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any
 
@@ -52,8 +53,8 @@ class WorkerGroup:
         """Processes that replacements have taken over from."""
         self._renewals = 0
         self._together = 0
-        self._relays: dict[int, tuple[Any, range]] = {}
-        """By first rank: a relay and the ranks that it calls."""
+        self._relays: dict[int, _Relay] = {}
+        """By the first of the ranks that it calls."""
         self.actors: list[Any] = [self._make(rank) for rank in range(len(self.names))]
 
     def _make(self, rank: int, suffix: str = "") -> Any:
@@ -121,15 +122,15 @@ class WorkerGroup:
             scheduling_strategy=strategy,
         ).remote([(self.names[rank], self.actors[rank]) for rank in ranks])
         self._calls.register(self.names[ranks[0]], relay)
-        self._relays[ranks[0]] = relay, ranks
+        self._relays[ranks[0]] = _Relay(relay, ranks)
 
     def _end_relays(self, ranks: Sequence[int]) -> None:
         """Kills the relays that call any of these ranks; never raises."""
-        for first, (relay, members) in list(self._relays.items()):
-            if set(members) & set(ranks):
-                self._calls.forget(relay)
+        for first, relay in list(self._relays.items()):
+            if set(relay.ranks) & set(ranks):
+                self._calls.forget(relay.actor)
                 with contextlib.suppress(Exception):
-                    ray.kill(relay, no_restart=True)
+                    ray.kill(relay.actor, no_restart=True)
                 del self._relays[first]
 
     def submit_each(
@@ -147,18 +148,30 @@ class WorkerGroup:
             are not wanted.
         """
         calls: Refs = {}
-        waiting = dict(zip(ranks, rows, strict=True))
-        while waiting:
-            rank = next(iter(waiting))
-            relay, members = self._relays.get(rank, (None, range(rank, rank + 1)))
-            if relay is None:
-                call = getattr(self.actors[rank], method).remote(waiting[rank], *arguments)
+        own = dict(zip(ranks, rows, strict=True))
+        for rank in ranks:
+            if rank not in own:  # its relay has been called
+                continue
+            if relay := self._relays.get(rank):
+                some = [own.pop(member) for member in relay.ranks]
+                call = relay.actor.call.remote(relay.calls, method, only_first, some, arguments)
+                relay.calls += 1
+                calls[call] = tuple(self.names[member] for member in relay.ranks)
             else:
-                call = relay.call.remote(method, only_first, [waiting[member] for member in members], *arguments)
-            calls[call] = self.names[rank] if relay is None else tuple(self.names[member] for member in members)
-            for member in members:
-                del waiting[member]
+                calls[getattr(self.actors[rank], method).remote(own.pop(rank), *arguments)] = self.names[rank]
         return calls
+
+    def settle(self, timeout_s: float) -> None:
+        """Waits until all ranks have ended the calls that were made so far.
+
+        Raises:
+            DistillError: as for `Calls.gather`.
+        """
+        passed_on: Refs = {
+            relay.actor.settle.remote(relay.calls): self.names[first] for first, relay in self._relays.items()
+        }
+        self._calls.gather(passed_on, what="earlier calls", timeout_s=timeout_s)
+        self.call("identify", what="earlier calls", timeout_s=timeout_s)
 
     def call(self, method: str, *arguments: Any, what: str, timeout_s: float) -> list[Any]:
         """Calls a method with the same arguments on all ranks, and returns their results in rank order.
@@ -269,6 +282,15 @@ class WorkerGroup:
                 process.kill()
         with contextlib.suppress(Exception):
             ray.kill(self.actors[rank], no_restart=True)
+
+
+@dataclass
+class _Relay:
+    actor: Any
+    ranks: range
+    """Those that it calls."""
+    calls: int = 0
+    """Made of it so far, in the order of their numbers."""
 
 
 def stop(groups: Sequence[WorkerGroup]) -> None:

@@ -35,7 +35,8 @@ from distill_rl.errors import ConfigError
 from distill_rl.transport.choose import require_between_nodes
 from distill_rl.workers.cluster.turns import Queue, queue, ticket, waits
 
-_POLL_S = 0.25
+_POLL_S, _QUEUE_POLL_S = 0.25, 1.0
+"""Seconds between two looks at what was asked for: alone, and in a queue, where every look asks the head for all groups."""
 EVALUATOR = "evaluator"
 
 
@@ -368,21 +369,24 @@ def reserve(
     pinned: dict[str, Any] = {"bundle_label_selector": labels} if labels else {}
     holder = waits(run)
     began = alone_since = time.monotonic()
-    group, seen = None, Queue((), ())
+    group, nobody = None, Queue((), ())
+    seen = nobody
+    takes_turns = settings.address is not None and _could_hold(plan)
     with ExitStack() as stack:
         in_line = stack.enter_context(ExitStack())
         if settings.address is not None:
             in_line.enter_context(ticket(holder))
         while True:
             interrupted()
-            others = queue(holder) if settings.address is not None and _could_hold(plan) else Queue((), ())
+            others = queue(holder) if takes_turns else nobody
             if group is None and not others.ahead:
                 name = replace(holder, works=True).group
                 group = placement_group([dict(bundle) for bundle in plan.bundles], strategy="PACK", name=name, **pinned)
                 stack.callback(remove_placement_group, group)
+            poll_s = _QUEUE_POLL_S if others else _POLL_S
             if group is None:
-                time.sleep(_POLL_S)
-            elif group.wait(_POLL_S):
+                time.sleep(poll_s)
+            elif group.wait(poll_s):
                 break
             now = time.monotonic()
             if others:
@@ -390,19 +394,26 @@ def reserve(
                 if others != seen:
                     seen = others
                     waiting(others)
-            late = (
-                now - began > settings.queue_timeout_s if others else now - alone_since > settings.placement_timeout_s
+            since, limit_s = (
+                (began, settings.queue_timeout_s) if others else (alone_since, settings.placement_timeout_s)
             )
-            if late:
+            if now - since > limit_s:
                 raise _not_placed(plan, settings, others)
         in_line.close()
         yield group
 
 
 def _could_hold(plan: PlacementPlan) -> bool:
-    """Whether the cluster has in all what the plan asks for, so that it is worth waiting for other runs."""
-    total = ray.cluster_resources()
-    return all(amount <= total.get(name, 0.0) for name, amount in _asked(plan).items())
+    """Whether the cluster has what the plan asks for, so that it is worth waiting for other runs.
+
+    That is in all, and for each bundle on some node.
+    """
+    total, nodes = ray.cluster_resources(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return _has(total, _asked(plan)) and all(any(_has(node, bundle) for node in nodes) for bundle in plan.bundles)
+
+
+def _has(resources: Mapping[str, float], asked: Mapping[str, float]) -> bool:
+    return all(resources.get(name, 0.0) >= amount for name, amount in asked.items())
 
 
 def _not_placed(plan: PlacementPlan, settings: RayConfig, others: Queue) -> ConfigError:

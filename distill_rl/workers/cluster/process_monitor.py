@@ -172,11 +172,15 @@ class ProcessMonitor:
         text = self._ask("tails", {name: process}).get(name, "") if process else ""
         return " | ".join(printable(line.strip())[:200] for line in text.splitlines()[-lines:])
 
-    def dump_stacks(self) -> None:
+    def dump_stacks(self, names: Collection[str] | None = None) -> None:
         """Writes the stacks of all workers that can still report them to `stacks/<worker>.txt` (`/` becomes `-`).
 
-        Takes seconds."""
-        processes = dict(self._processes)
+        Takes seconds.
+
+        Args:
+            names: of the only workers to ask; None: all.
+        """
+        processes = {name: of for name, of in self._processes.items() if names is None or name in names}
         for name, text in self._ask("stacks", processes).items():
             if text:
                 path = self.folder / "stacks" / f"{name.replace('/', '-')}.txt"

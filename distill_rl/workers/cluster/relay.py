@@ -1,9 +1,9 @@
 """Calls some ranks of a node in place of the driver, which then makes one call and not one for each of them.
 
-A call of an actor takes the driver half a millisecond, so with a thousand ranks a step would take it half a second. In a large run each
-group of neighbouring ranks of a process group therefore has a relay, a process on their node that computes nothing: it calls them all at the same time, and
-answers when all have, or as soon as one has failed. References to rows pass through it unopened; what teachers publish, some hundred
-bytes, does not.
+A call of an actor takes the driver half a millisecond, so with a thousand ranks a step would take it half a second. In a large
+run neighbouring ranks of a process group therefore have a relay, a process on their node that computes nothing: it calls them
+all at the same time, and answers when all have, or as soon as one has failed. References to arguments pass through it
+unopened, so that a rank waits for them as if the driver had called it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from distill_rl.workers.actors.rank import Worker
 
@@ -27,7 +27,7 @@ class Together(list[Any]):
 
 
 class RankError(Exception):
-    """What a rank has raised when a relay called it.
+    """What the call of a rank by a relay has raised, unless the rank died.
 
     Args:
         name: of the rank.
@@ -46,37 +46,59 @@ class RankError(Exception):
 class Relay(Worker):
     """The actor that calls neighbouring ranks.
 
+    Its calls are numbered, because Ray may start those of an actor with `async` methods in any order, and the order of the calls of
+    a rank counts.
+
     Args:
         ranks: name and handle of each, in their order.
     """
 
     def __init__(self, ranks: Sequence[tuple[str, Any]]):
         self._ranks = ranks
+        self._next = 0
+        """Number of the call whose turn it is."""
+        self._turn = asyncio.Condition()
 
-    async def call(self, method: str, only_first: bool, rows: Sequence[Any], *arguments: Any) -> Any:
+    async def call(
+        self, number: int, method: str, only_first: bool, rows: Sequence[Any], arguments: Sequence[Any]
+    ) -> Any:
         """Calls a method of every rank.
 
         Args:
+            number: of this call, from 0.
             only_first: return the result of the first rank, as it is, and not those of all.
             rows: the first argument of each rank's call; references are passed on.
-            arguments: the others, the same for all.
+            arguments: the others, the same for all; references are passed on.
 
         Raises:
-            RankError: a rank has raised; the others go on.
-            RayError: a rank has died, or an argument could not be fetched.
+            RankError: a rank has raised, or an argument could not be had; the others go on.
+            RayActorError: a rank has died.
         """
-        calls = [
-            self._answer(name, getattr(rank, method).remote(own, *arguments))
-            for (name, rank), own in zip(self._ranks, rows, strict=True)
-        ]
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._next == number)
+            calls = [
+                self._answer(name, getattr(rank, method).remote(own, *arguments))
+                for (name, rank), own in zip(self._ranks, rows, strict=True)
+            ]
+            self._next += 1
+            self._turn.notify_all()
         results = await asyncio.gather(*calls)
         return results[0] if only_first else Together(results)
+
+    async def settle(self, number: int) -> None:
+        """Waits until all calls before `number` have been passed on."""
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._next == number)
 
     async def _answer(self, name: str, call: Awaitable[Any]) -> Any:
         """Waits for the call of a rank; what it raises carries the rank's name."""
         try:
             return await call
+        except RayActorError:
+            raise
         except RayTaskError as error:
-            if isinstance(error.cause, RayError):
+            if isinstance(error.cause, RayActorError):
                 raise
             raise RankError(name, error.cause, str(error)) from None
+        except Exception as error:
+            raise RankError(name, error, str(error)) from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from distill_rl.observe.log import say
 from distill_rl.system.files import write_json
 
 _PREFIX = "distill_rl:"
+_HELD = ("CREATED", "RESCHEDULING")
+"""States of a placement group whose run works, or has lost a node."""
 _TICKET = {"node:__internal_head__": 0.001}
 """What a ticket reserves: next to nothing of something that every cluster has and no run asks for."""
 
@@ -78,14 +81,18 @@ class Queue:
 
 def waits(run: str) -> Holder:
     """The holder of this process's ticket for a run."""
-    return Holder(time.time_ns(), getpass.getuser(), run)
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in some containers
+        user = f"user {os.getuid()}"
+    return Holder(time.time_ns(), user, run)
 
 
 def queue(holder: Holder) -> Queue:
     """Who is in the way of a run that waits."""
     found = [(of, group["state"]) for group in placement_group_table().values() if (of := Holder.of(group["name"]))]
     # What a run asks for when its turn has come is no more than its ticket until it is there.
-    working = [of for of, state in found if of.works and state == "CREATED" and of.since != holder.since]
+    working = [of for of, state in found if of.works and state in _HELD and of.since != holder.since]
     ahead = [of for of, state in found if not of.works and state != "REMOVED" and of < holder]
     return Queue(tuple(sorted(ahead)), tuple(sorted(working)))
 

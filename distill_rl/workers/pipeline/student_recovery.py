@@ -1,16 +1,18 @@
 """Starts the student again after one of its ranks has died or hangs, within a budget.
 
 All ranks are replaced together, because they form one process group. The teachers are kept, and so are the aligners and the
-evaluator. What the new ranks know is that of the models' files: the caller loads a checkpoint next, and submits again what comes
+evaluator. The new ranks have the weights of the model's files until a checkpoint is loaded; the caller then submits again what comes
 after it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from distill_rl.config.schema import Config
-from distill_rl.errors import DistillError
+from distill_rl.errors import DistillError, WorkerError
 from distill_rl.observe.log import say
 from distill_rl.observe.metrics import Metric
 from distill_rl.workers.cluster.calls import Calls
@@ -19,6 +21,8 @@ from distill_rl.workers.cluster.process_monitor import keep_logs
 from distill_rl.workers.pipeline.connect import Connector
 from distill_rl.workers.pipeline.pipeline import Pipeline
 from distill_rl.workers.pipeline.teacher_recovery import TeacherRecovery, without_remedy
+
+Loaded = TypeVar("Loaded")
 
 
 @dataclass
@@ -37,50 +41,64 @@ class StudentRecovery:
         """Returns the metric of restarts since this start of the run; empty if there were none."""
         return {"faults/student_restarts": Metric(float(self._restarts), "last")} if self._restarts else {}
 
-    def restart(self, error: DistillError, what: str) -> None:
-        """Starts the student again after a call has failed with `error`, and opens all rings anew.
-
-        The caller must have released all batches. Teachers that are dead, too, are replaced. Prints each restart; one that fails is
-        repeated while the budget lasts.
+    def lost(self, error: DistillError, what: str) -> dict[str, DistillError]:
+        """Returns which actors are lost after a call has failed with `error`, ranks of the student among them.
 
         Args:
             what: what was being done, for messages.
 
         Raises:
-            DistillError: `error`, if no rank of the student is dead or late, or the budget `faults.student_restarts` is spent;
-                otherwise what a restart failed with, if the user has to fix it or a teacher cannot be replaced.
+            DistillError: `error`, if no rank of the student is dead or late, or none may be restarted any more.
         """
-        names = set(self._group.names)
-        budget = self._config.faults.student_restarts
-        while error.exit_code != 2 and self._restarts < budget:
-            lost = self._calls.lost(error, names, what)
-            if not lost.keys() & names:
-                raise error
-            cause = next(lost[name] for name in self._group.names if name in lost)
-            self._restarts += 1
-            say(
-                f"restarting the student ({self._restarts} of faults.student_restarts={budget}): {without_remedy(cause)}"
-            )
-            try:
-                return self._start()
-            except DistillError as failure:
-                error = failure
-        raise error
+        if not isinstance(error, WorkerError) or self._restarts >= self._config.faults.student_restarts:
+            raise error
+        lost = self._calls.lost(error, self._group.names, what)
+        if not lost.keys() & set(self._group.names):
+            raise error
+        return lost
 
-    def _start(self) -> None:
-        """Replaces all ranks, and dead teachers, and waits until they have loaded their models and opened the rings.
+    def restart(self, lost: Mapping[str, DistillError], load: Callable[[], Loaded]) -> Loaded:
+        """Starts the student again, opens all rings anew, and returns what `load` does.
+
+        The caller must have released all batches. Teachers that are lost, too, are replaced. Prints each restart; one that fails
+        because an actor died or did not answer is repeated while the budget lasts.
+
+        Args:
+            lost: why each lost actor is lost, by name.
+            load: makes the new ranks those of a checkpoint.
 
         Raises:
-            DistillError: any of this fails, or takes longer than `ray.start_timeout_s`.
+            DistillError: what a restart failed with, if it may not be repeated.
         """
-        timeout_s, size = self._config.ray.start_timeout_s, len(self._group.actors)
+        budget = self._config.faults.student_restarts
+        while True:
+            self._restarts += 1
+            names = [name for name in self._group.names if name in lost] or sorted(lost)
+            cause = without_remedy(lost[names[0]])
+            say(f"restarting the student ({self._restarts} of faults.student_restarts={budget}): {cause}")
+            try:
+                self._start(lost)
+                return load()
+            except WorkerError as failure:
+                lost = self._calls.lost(failure, self._calls.names.values(), "the restart")
+                if not lost or self._restarts >= budget:
+                    raise
+
+    def _start(self, lost: Mapping[str, DistillError]) -> None:
+        """Replaces all ranks and the lost teachers, and waits until they have loaded their models and opened the rings.
+
+        Raises:
+            DistillError: any of this fails or takes too long.
+        """
+        ray, size = self._config.ray, len(self._group.actors)
         self._pipeline.abandon()
         if self._calls.monitor is not None:
-            self._calls.monitor.dump_stacks()
+            self._calls.monitor.dump_stacks(self._group.names)
             keep_logs(self._group.processes, self._calls.monitor.folder)
-        self._group.renew(range(size), timeout_s)
-        started = self._group.start(size=size, timeout_s=timeout_s)
-        self._calls.gather(started, what="loading the student again", timeout_s=timeout_s)
-        self._teachers.note_dead(self._calls.dead())
+        self._group.renew(range(size), ray.start_timeout_s)
+        started = self._group.start(size=size, timeout_s=ray.start_timeout_s)
+        self._calls.gather(started, what="loading the student again", timeout_s=ray.start_timeout_s)
+        self._teachers.note_dead({**lost, **self._calls.dead()})
         self._teachers.replace_dead()
+        self._teachers.settle(ray.step_timeout_s)
         self._connector.connect(self._pipeline.lost)

@@ -111,6 +111,16 @@ class TeacherRecovery:
             if teacher.name not in self._pipeline.lost:
                 self._replace(teacher, group, ranks, cause)
 
+    def settle(self, timeout_s: float) -> None:
+        """Waits until the teachers have ended all calls that were made so far.
+
+        Raises:
+            DistillError: one dies, or takes longer than `timeout_s` seconds.
+        """
+        for teacher, group in self._teachers:
+            if teacher.name not in self._pipeline.lost:
+                group.settle(timeout_s)
+
     def _replace(self, teacher: TeacherConfig, group: WorkerGroup, ranks: range, cause: DistillError) -> None:
         """Starts a replica again and resubmits its calls; gives its teacher up if the budget of restarts is spent.
 
@@ -164,9 +174,9 @@ class TeacherRecovery:
                 remedy += "; or set faults.lost_teacher=drop_and_reweight to go on without it"
             rule = f"may be started again faults.teacher_restarts={self._config.faults.teacher_restarts} times"
             raise WorkerError(f"teacher {teacher.name}", rule, without_remedy(cause), remedy) from cause
-        for rank in range(len(group.names)):
-            group.end(rank)
-            self._calls.forget(group.actors[rank])
+        group.kill()
+        for actor in group.actors:
+            self._calls.forget(actor)
         self._pipeline.lose(teacher.name)
         say(f"lost      teacher {teacher.name}; going on with {', '.join(left)}, whose weights are scaled up")
 

@@ -58,8 +58,10 @@ def test_a_start_without_a_step_leaves_the_directory_free(config):
         paths.checkpoints.mkdir()
         (paths.logs / "driver.log").write_text("refused")
         paths.bad_rows.write_text("{}\n")
+        paths.queue.write_text('{"place": 1}')
     assert run_directory.problems(config, clean=False) == []
     with run_directory.occupy(config, clean=False) as again:
+        assert not again.queue.exists()
         assert (paths.logs / "driver.log").read_text() == "refused"
         assert (again.logs / "earlier_bad_rows.jsonl").exists(), "they do not count against the new run"
         assert not again.bad_rows.exists()

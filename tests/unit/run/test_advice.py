@@ -7,8 +7,8 @@ from distill_rl.observe.metrics import Metric
 from distill_rl.run.advice import advice
 
 
-def configured(export: str = "topk", divergence: str = "forward_kl") -> Config:
-    config = Config(teachers=[TeacherConfig(name="big", export=export)])
+def configured(export: str = "topk", divergence: str = "forward_kl", **teacher: str) -> Config:
+    config = Config(teachers=[TeacherConfig(name="big", export=export, **teacher)])
     config.loss.top_k, config.loss.divergence = 32, divergence
     return config
 
@@ -27,6 +27,9 @@ def test_a_top_k_with_little_of_the_probability_is_pointed_out():
         (configured(), None),
         (configured("sampled"), Metric(0.5, "mean", 10)),
         (configured("logits"), Metric(1.0, "mean", 10)),
+        (configured(backend="vllm"), Metric(0.5, "mean", 10)),
+        (configured(backend="endpoint"), Metric(0.5, "mean", 10)),
+        (configured(cache="targets"), Metric(0.5, "mean", 10)),
         (configured(divergence="reverse_kl"), Metric(0.5, "mean", 10)),
         (Config(), Metric(0.0, "mean", 10)),
     ],
