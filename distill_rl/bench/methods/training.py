@@ -20,6 +20,7 @@ from distill_rl.data.loader import Loader
 from distill_rl.errors import ConfigError
 from distill_rl.losses.targets import target_of
 from distill_rl.models.hub import tokenizer_of
+from distill_rl.observe.metrics import Metrics, merge
 from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.preflight.batches import open_builder
 from distill_rl.preflight.job import Job, prepare
@@ -28,6 +29,8 @@ from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.backends.base import TeacherBackend
 from distill_rl.teacher.build import build_teacher
 from distill_rl.types import RankBatch, Row, TrainState, row_of
+
+MASS = "train/teacher_mass"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class Trained:
     """Share of the chunks that are one token on either side; None with one tokenizer."""
     peak_mib: float
     """Of the resident memory of the process that trained, since its start."""
+    teacher_mass: float | None = None
+    """Mean probability of the columns that the first teacher sent; None without a teacher of the student's tokenizer."""
 
 
 def train(config: Config, export: Path) -> Trained:
@@ -79,6 +84,7 @@ def _train(job: Job, world: World, export: Path) -> Trained:
     )
     aligned: dict[Row, AlignedDocuments] = {}  # a document comes again in every epoch
     skipped, labels, chunks, one_to_one = 0, 0, 0, 0
+    masses: list[Metrics] = []
     began = time.perf_counter()
     for batch in loader:
         for document in batch.documents:
@@ -89,7 +95,8 @@ def _train(job: Job, world: World, export: Path) -> Trained:
         theirs = [of_rank for (of_rank,) in of_teachers]
         for i, rows in enumerate(sub_batches):
             targets = _Targets(config.loss.temperature, teachers, [of_rank[i] for of_rank in theirs])
-            student.forward_backward(rows, targets, last=i == len(sub_batches) - 1)
+            metrics = student.forward_backward(rows, targets, last=i == len(sub_batches) - 1)
+            masses.append({name: metric for name, metric in metrics.items() if name == MASS})
         skipped += int(student.optim_step()["train/skipped"].value)
         labels += info.num_labels
         chunks += sum(alignment.num_chunks for alignment in info.alignments)
@@ -97,7 +104,10 @@ def _train(job: Job, world: World, export: Path) -> Trained:
     seconds = time.perf_counter() - began
     student.export(export, tokenizer_of(config.student))
     share = one_to_one / chunks if chunks else None
-    return Trained(student.step, skipped, labels, seconds, share, peak_bytes() / 2**20)
+    mass = merge(masses).get(MASS)
+    return Trained(
+        student.step, skipped, labels, seconds, share, peak_bytes() / 2**20, None if mass is None else mass.value
+    )
 
 
 def loader_of(job: Job) -> Loader:
