@@ -84,6 +84,12 @@ ACROSS_TOKENIZERS: Mapping[str, Overrides] = MappingProxyType(
     {"CE": CE, **_METHODS, **{f"{name} + CE": (*method, *_HALF_CE) for name, method in _METHODS.items()}}
 )
 
+_WIDE = _method("hybrid", *_LOGITS, "loss.top_k=512")
+WIDE: Mapping[str, Overrides] = MappingProxyType(
+    {"hybrid, top 512": _WIDE, "hybrid, top 512 + CE": (*_WIDE, *_HALF_CE)}
+)
+"""Whether `hybrid` lacks what stands outside its top k, on text where that is much."""
+
 
 def _trl(trainer: str, *options: str) -> Overrides:
     """One of TRL's trainers, off-policy; everything else as its documentation has it."""

@@ -27,6 +27,7 @@ from distill_rl.bench.methods.settings import (
     SAME_TOKENIZER,
     SEEDS,
     TARGETS,
+    WIDE,
     Overrides,
 )
 from distill_rl.bench.methods.tasks.catalogue import ROWS
@@ -198,7 +199,8 @@ def _language(rows: Rows) -> Mapping[str, Settings]:
 
 
 def _language_cross(rows: Rows) -> Mapping[str, Settings]:
-    return {SPOKEN_FEW: rows.best(FEW, ACROSS_TOKENIZERS), SPOKEN_MOST: rows.best(MOST, ACROSS_TOKENIZERS)}
+    best = {SPOKEN_FEW: rows.best(FEW, ACROSS_TOKENIZERS), SPOKEN_MOST: rows.best(MOST, ACROSS_TOKENIZERS)}
+    return {task: {**settings, **WIDE} for task, settings in best.items()}
 
 
 def _shift(rows: Rows) -> Mapping[str, Settings]:
