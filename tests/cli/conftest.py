@@ -24,7 +24,7 @@ loss: {{top_k: 16, kd_weight: 1.0, ce_weight: 0.5}}
 optimizer: {{lr: 0.01}}
 schedule: {{warmup_steps: 2, steps: 8}}
 train: {{steps: 8, global_batch_size: 8, micro_batch_size: 2}}
-observe: {{tensorboard: false}}
+observe: {{tensorboard: false, every: 1}}
 run: {{dir: {runs}, seed: 3}}
 """
 

@@ -116,8 +116,8 @@ def test_a_cancelled_job_is_not_restarted_but_can_be_resumed(submit):
     assert [path.name for path in (job.run / "checkpoints").glob("step-*")] == [f"step-{last}"]
 
 
-def test_a_killed_rank_fails_the_job_and_is_named(submit):
-    job = submit(*ENDLESS)
+def test_a_killed_rank_that_may_not_be_restarted_fails_the_job_and_is_named(submit):
+    job = submit(*ENDLESS, "faults.student_restarts=0")
     job.until_it_trains()
     job.actor("StudentWorker").send_signal(signal.SIGKILL)
     assert job.until_it_ends() == 1, job.log
