@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from distill_rl.config.facts import (
 from distill_rl.config.paths import described_by
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan, pad_id
+from distill_rl.data.joining import Joining
+from distill_rl.data.loader import Loader, validation_batches
 from distill_rl.data.mixture import Interleaved, Mixture
 from distill_rl.data.order import Order
 from distill_rl.data.reading.source import Source
@@ -36,7 +38,7 @@ from distill_rl.preflight.lora import trained_weights, with_adapters
 from distill_rl.preflight.shared_vocabulary import SharedVocabulary, shared_vocabulary
 from distill_rl.store.manifest import read_manifest, served_identity
 from distill_rl.system.files import sha256
-from distill_rl.types import CrossTokenizerSpec, RunPaths
+from distill_rl.types import CrossTokenizerSpec, DocumentBatch, RunPaths, TrainState
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,34 @@ class Job:
         """The global order of the training documents."""
         windowed = self.fingerprints[_ORDER] != _order_name(self.config, windowed=False)
         return self.train.order(self.config.run.seed, windowed=windowed)
+
+    def loader(self, start: TrainState | None = None) -> Loader:
+        """The training batches, from `start` on; None: from the first."""
+        train, data = self.config.train, self.config.data
+        return Loader(
+            self.train,
+            batch_size=train.global_batch_size,
+            seed=self.config.run.seed,
+            steps=train.steps,
+            epochs=train.epochs,
+            start=start or TrainState(),
+            order=self.order,
+            skip_bad_rows=data.bad_rows == "skip",
+            joining=Joining.of(data),
+        )
+
+    def validation_batches(self) -> Iterator[DocumentBatch]:
+        """The batches of held-out documents; none without validation data."""
+        if self.validation is None:
+            return iter(())
+        data = self.config.data
+        return validation_batches(
+            self.validation,
+            self.config.train.global_batch_size,
+            data.validation.max_documents,
+            skip_bad_rows=data.bad_rows == "skip",
+            joining=Joining.of(data),
+        )
 
 
 _ORDER = "order of the data"

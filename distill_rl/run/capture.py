@@ -8,15 +8,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 
-from distill_rl.data.joining import Joining
-from distill_rl.data.loader import Loader, validation_batches
 from distill_rl.observe.log import say
 from distill_rl.observe.terminal import ProgressBar
 from distill_rl.preflight.job import Job
 from distill_rl.run.prefetch import Lookahead
 from distill_rl.run.skipped_rows import SkippedRows
 from distill_rl.system.signals import EXIT_PREEMPTED, Signals
-from distill_rl.types import DocumentBatch, TrainState
+from distill_rl.types import DocumentBatch
 from distill_rl.workers.pipeline.sub_batch import PendingBatch
 from distill_rl.workers.start import CaptureActors, start_capture
 
@@ -102,23 +100,9 @@ def _go_through(job: Job, actors: CaptureActors, signals: Signals, progress: Pro
 
 def _batches(job: Job) -> tuple[Iterator[DocumentBatch], int]:
     """The batches of the training documents, in the order of a run, then those held out; and their number."""
-    config = job.config
-    joining, skip = Joining.of(config.data), config.data.bad_rows == "skip"
-    size = config.train.global_batch_size
-    training = Loader(
-        job.train,
-        batch_size=size,
-        seed=config.run.seed,
-        steps=config.train.steps,
-        epochs=config.train.epochs,
-        start=TrainState(),
-        order=job.order,
-        skip_bad_rows=skip,
-        joining=joining,
-    )
+    training = job.loader()
     if job.validation is None:
         return iter(training), training.total_steps
-    most = config.data.validation.max_documents
-    held_out = validation_batches(job.validation, size, most, skip_bad_rows=skip, joining=joining)
+    most, size = job.config.data.validation.max_documents, job.config.train.global_batch_size
     count = -(-min(len(job.validation), most) // size)
-    return chain(training, held_out), training.total_steps + count
+    return chain(training, job.validation_batches()), training.total_steps + count

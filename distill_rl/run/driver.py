@@ -13,20 +13,18 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Self
 
 from distill_rl.config.derive import warmup_note
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.layout import suites_every
 from distill_rl.config.measured import KD, is_suite_score
-from distill_rl.data.joining import Joining
-from distill_rl.data.loader import ENDLESS, Loader, validation_batches
+from distill_rl.data.loader import ENDLESS
 from distill_rl.data.mixture import Mixture
 from distill_rl.errors import DistillError
 from distill_rl.observe.log import say
 from distill_rl.observe.metrics import Metric, merge, values
-from distill_rl.observe.sinks.sinks import Observer, open_observer
+from distill_rl.observe.sinks.sinks import open_observer
 from distill_rl.observe.timing import StepTimer
 from distill_rl.preflight import run_directory
 from distill_rl.preflight.job import Job
@@ -37,11 +35,11 @@ from distill_rl.run.learning import Learning
 from distill_rl.run.pace import Pace, settled
 from distill_rl.run.prefetch import Lookahead
 from distill_rl.run.run_checkpoints import about, checkpoint_store, find_checkpoint, saver_of
+from distill_rl.run.run_evaluations import evaluations_of
 from distill_rl.run.skipped_rows import SkippedRows
 from distill_rl.system.signals import EXIT_PREEMPTED, Signals
 from distill_rl.types import DocumentBatch, TrainState
 from distill_rl.workers.cluster.gauges import GaugeSink, write_targets
-from distill_rl.workers.evaluation.evaluations import Evaluations
 from distill_rl.workers.pipeline.sub_batch import PendingBatch
 from distill_rl.workers.start import ROLES, Roles, RunActors, start_actors
 
@@ -75,7 +73,8 @@ class Driver:
         if resumed:
             job = job.going_on(resumed.state.fingerprints)
         timer = StepTimer(cpu_clock=time.process_time)
-        total = ENDLESS if job.config.train.minutes else loader_of(job, resumed).total_steps
+        start = resumed.state.train if resumed else TrainState()
+        total = ENDLESS if job.config.train.minutes else job.loader(start).total_steps
         with ExitStack() as stack:
             stack.callback(store.clean_up)  # runs last, when no rank writes any more
             actors = stack.enter_context(start_actors(job, total, timer, signals, roles))
@@ -84,7 +83,7 @@ class Driver:
             driver.load(resumed)
             run_directory.record_config(job.config, job.paths)
             write_targets(job.paths.prometheus)
-            driver.begin(resumed, after=resumed.state.train.step if resumed else 0)
+            driver.begin(resumed, after=start.step)
             yield driver
 
     def __post_init__(self) -> None:
@@ -109,7 +108,7 @@ class Driver:
         saved = resumed.state if resumed else SavedState(TrainState(), learnt=False)
         self.state = saved.train
         self.began = self.state.step
-        self.loader = loader_of(job, resumed)
+        self.loader = job.loader(self.state)
         minutes, limit = config.train.minutes, self.loader.total_steps
         self.pace = None if minutes is None else Pace(minutes, most=limit - self.began)
         self.learning.begin(learnt=saved.learnt)
@@ -300,15 +299,8 @@ class Driver:
         """
         if self.job.validation is None or self._validated_step == self.state.step:
             return
-        batches = validation_batches(
-            self.job.validation,
-            self.config.train.global_batch_size,
-            self.config.data.validation.max_documents,
-            skip_bad_rows=self.config.data.bad_rows == "skip",
-            joining=Joining.of(self.config.data),
-        )
         parts: list[dict[str, Metric]] = []
-        for batch in batches:
+        for batch in self.job.validation_batches():
             self.skipped.add(batch)
             pending = self.actors.pipeline.submit(batch)
             with pending.lease():
@@ -395,45 +387,3 @@ class Driver:
             data_fingerprint=self.job.fingerprints["data"],
             scores=measured | dict(scores or {}),
         )
-
-
-def loader_of(job: Job, resumed: Checkpoint | None) -> Loader:
-    """Returns the loader of a run's batches, from a checkpoint or from the first batch on."""
-    train, config = job.config.train, job.config
-    return Loader(
-        job.train,
-        batch_size=train.global_batch_size,
-        seed=config.run.seed,
-        steps=train.steps,
-        epochs=train.epochs,
-        start=resumed.state.train if resumed else TrainState(),
-        order=job.order,
-        skip_bad_rows=config.data.bad_rows == "skip",
-        joining=Joining.of(config.data),
-    )
-
-
-def evaluations_of(
-    job: Job, actors: RunActors, observer: Observer, store: CheckpointStore, signals: Signals
-) -> Evaluations:
-    """Returns the evaluations of a run, which keep files in its folder `evals` and record scores to `observer`.
-
-    Scores of steps during training go to `store`, too.
-
-    They evaluate copies of the student's weights, and do nothing if the run has no evaluator.
-    """
-
-    def copy(folder: Path) -> str | None:
-        problems = actors.student.collective("copy", os.fspath(folder), what=f"copying the weights to {folder}")
-        return next((problem for problem in problems if problem is not None), None)
-
-    return Evaluations(
-        actors.evaluator,
-        job.config,
-        actors.calls,
-        job.paths,
-        copy=copy,
-        record=observer.record,
-        compare=store.scores.add,
-        stopping=lambda: signals.preempted,
-    )

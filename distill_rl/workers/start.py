@@ -38,10 +38,10 @@ from distill_rl.workers.cluster.placement import (
     actor_names,
     evaluator_names,
     place_actors,
-    reserve,
 )
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor, keep_logs
 from distill_rl.workers.cluster.relay import DIRECT
+from distill_rl.workers.cluster.reservation import reserve
 from distill_rl.workers.cluster.session import describe, nodes, ray_session
 from distill_rl.workers.cluster.timeline import write_timeline
 from distill_rl.workers.cluster.turns import tell

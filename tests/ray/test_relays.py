@@ -16,7 +16,8 @@ from distill_rl.errors import ConfigError, WorkerError
 from distill_rl.workers.actors.rank import Worker
 from distill_rl.workers.cluster.calls import Calls, Overdue
 from distill_rl.workers.cluster.group import WorkerGroup
-from distill_rl.workers.cluster.placement import ActorPlacement, PlacementPlan, reserve
+from distill_rl.workers.cluster.placement import ActorPlacement, PlacementPlan
+from distill_rl.workers.cluster.reservation import reserve
 from tests.helpers.command import until
 
 pytestmark = pytest.mark.ray
@@ -144,6 +145,8 @@ def test_a_relay_that_dies_counts_as_its_first_rank(ray_cluster, group):
 
 def test_relays_end_with_their_group(ray_cluster, group):
     processes = [ray_cluster.get(relay.actor.identify.remote()) for relay in group._relays.values()]
+    assert len(processes) == {0: 0, 2: 2, 5: 1}[group._together]
     group.kill()
+    assert group._relays == {}
     for process in processes:
         until(lambda pid=process.pid: not Path(f"/proc/{pid}").exists(), "the relay to end", 60)

@@ -11,7 +11,8 @@ import pytest
 
 from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError
-from distill_rl.workers.cluster.placement import PlacementPlan, reserve
+from distill_rl.workers.cluster.placement import PlacementPlan
+from distill_rl.workers.cluster.reservation import reserve
 from distill_rl.workers.cluster.turns import Holder, Queue
 from tests.helpers.command import until
 
@@ -69,13 +70,24 @@ def start(ray_cluster) -> Iterator[Callable[..., Run]]:
         run.end()
 
 
-def test_a_small_run_does_not_overtake_a_large_one(start):
-    first = start("first", 6)
-    assert first.placed.wait(60)
-    large = start("large", 6)
-    until(lambda: large.told, "the large run to wait")
-    small = start("small", 1)
-    until(lambda: small.told, "the small run to wait")
+@pytest.fixture
+def line_up(start) -> Callable[[int, int], tuple[Run, Run, Run]]:
+    """A run at work that leaves two CPUs free, and two that wait: a large one, then a small one, of so many CPUs."""
+
+    def line_up(large_cpus: int, small_cpus: int) -> tuple[Run, Run, Run]:
+        first = start("first", 6)
+        assert first.placed.wait(60)
+        large = start("large", large_cpus)
+        until(lambda: large.told, "the large run to wait")
+        small = start("small", small_cpus)
+        until(lambda: small.told, "the small run to wait")
+        return first, large, small
+
+    return line_up
+
+
+def test_a_small_run_does_not_overtake_a_large_one(line_up):
+    first, large, small = line_up(6, 1)
     assert large.behind == ([], ["first"])
     assert small.behind == (["large"], ["first"])
     assert not small.placed.is_set(), "two CPUs are free, but it is not its turn"
@@ -86,13 +98,8 @@ def test_a_small_run_does_not_overtake_a_large_one(start):
     assert str(small.told[0]).startswith("number 2 in the queue; before it: large (")
 
 
-def test_a_run_that_gives_up_lets_the_next_one_through(start):
-    first = start("first", 6)
-    assert first.placed.wait(60)
-    large = start("large", 8)
-    until(lambda: large.told, "the large run to wait")
-    small = start("small", 2)
-    until(lambda: small.told, "the small run to wait")
+def test_a_run_that_gives_up_lets_the_next_one_through(line_up):
+    _, large, small = line_up(8, 2)
     large.end()
     assert small.placed.wait(60)
     assert not large.placed.is_set()
@@ -120,7 +127,7 @@ OTHER_DRIVER = """
 import sys, time
 import ray
 from tests.ray.test_turns import SETTINGS, plan
-from distill_rl.workers.cluster.placement import reserve
+from distill_rl.workers.cluster.reservation import reserve
 ray.init(address=sys.argv[1], namespace="other", logging_level="ERROR", log_to_driver=False)
 with reserve(plan(8), SETTINGS, "other", interrupted=lambda: None):
     print("placed", flush=True)

@@ -16,7 +16,6 @@ from distill_rl.bench.record import peak_bytes
 from distill_rl.config.rules.validate import problems
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.document_aligner import AlignedDocuments
-from distill_rl.data.loader import Loader
 from distill_rl.errors import ConfigError
 from distill_rl.losses.targets import target_of
 from distill_rl.models.hub import tokenizer_of
@@ -28,7 +27,7 @@ from distill_rl.preflight.run_directory import paths_of
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.backends.base import TeacherBackend
 from distill_rl.teacher.build import build_teacher
-from distill_rl.types import RankBatch, Row, TrainState, row_of
+from distill_rl.types import RankBatch, Row, row_of
 
 MASS = "train/teacher_mass"
 
@@ -70,7 +69,7 @@ def train(config: Config, export: Path) -> Trained:
 def _train(job: Job, world: World, export: Path) -> Trained:
     config = job.config
     builder = open_builder(config, job.data_format, job.plan, [spec is not None for spec in job.cross_tokenizer_specs])
-    loader = loader_of(job)
+    loader = job.loader()
     teachers = [
         build_teacher(config, teacher, world, vocabulary_size=known.vocabulary_size or 0)
         for teacher, known in job.facts.by_teacher(config)
@@ -107,19 +106,6 @@ def _train(job: Job, world: World, export: Path) -> Trained:
     mass = merge(masses).get(MASS)
     return Trained(
         student.step, skipped, labels, seconds, share, peak_bytes() / 2**20, None if mass is None else mass.value
-    )
-
-
-def loader_of(job: Job) -> Loader:
-    config = job.config
-    return Loader(
-        job.train,
-        batch_size=config.train.global_batch_size,
-        seed=config.run.seed,
-        steps=config.train.steps,
-        epochs=config.train.epochs,
-        start=TrainState(),
-        order=job.order,
     )
 
 

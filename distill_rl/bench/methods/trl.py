@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.bench.harness import ONE_THREAD, Refused
-from distill_rl.bench.methods.training import Trained, loader_of
+from distill_rl.bench.methods.training import Trained
 from distill_rl.config.derive import warmup_steps
 from distill_rl.config.schema import Config
 from distill_rl.models.hub import tokenizer_of
@@ -81,7 +81,7 @@ def train(config: Config, overrides: Sequence[str], export: Path) -> Trained:
     if trainer == "gold":
         options["teacher_tokenizer_name_or_path"] = config.teachers[0].model
     job = prepare(config, paths_of(config))
-    loader = loader_of(job)
+    loader = job.loader()
     with tempfile.TemporaryDirectory() as folder:
         rows, settings = Path(folder) / "rows.jsonl", Path(folder) / "settings.json"
         with rows.open("w", encoding="utf-8") as lines:

@@ -155,7 +155,6 @@ def _in_a_process(function: Any, *arguments: Any) -> float:
 
 def _batches(config: Any) -> tuple[Any, list[Any], list[Any]]:
     """The job of a configuration, and for every step the student's and the teacher's rows."""
-    from distill_rl.bench.methods.training import loader_of
     from distill_rl.preflight.batches import open_builder
     from distill_rl.preflight.job import prepare
     from distill_rl.preflight.run_directory import paths_of
@@ -163,7 +162,7 @@ def _batches(config: Any) -> tuple[Any, list[Any], list[Any]]:
     job = prepare(config, paths_of(config))
     builder = open_builder(config, job.data_format, job.plan, [False])
     student, teacher = [], []
-    for batch in loader_of(job):
+    for batch in job.loader():
         _, ours, (theirs,) = builder.build(batch)
         student.append(ours[0])
         teacher.append(theirs[0])

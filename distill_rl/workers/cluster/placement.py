@@ -18,25 +18,16 @@ A bundle is a set of resources on one node. `place_actors` decides in four steps
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from distill_rl.config.facts import gpu_share, gpus_per_rank, in_vllm, ranks_per_row, running_teachers
 from distill_rl.config.layout import evaluator_problem, evaluators
-from distill_rl.config.schema import Config, ParallelConfig, RayConfig, TeacherConfig
+from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.transport.choose import require_between_nodes
-from distill_rl.workers.cluster.turns import Queue, queue, ticket, waits
 
-_POLL_S, _QUEUE_POLL_S = 0.25, 1.0
-"""Seconds between two looks at what was asked for: alone, and in a queue, where every look asks the head for all groups."""
 EVALUATOR = "evaluator"
 
 
@@ -122,7 +113,7 @@ def place_actors(
             `evaluate.parallel.tp`, or the transport works only within a node.
     """
     student, teachers, aligners = actor_names(config, num_aligners)
-    running = running_teachers(config)
+    running, bundles, placements = running_teachers(config), list[dict[str, float]](), dict[str, ActorPlacement]()
     readers = [name for t in running if not gpus_per_rank(t) for name in teachers.pop(t.name)]
     engines = {name: t for t in running if t.backend == "vllm" for name in teachers[t.name]}
     split = [name for t in running if gpus_per_rank(t) > 1 for name in teachers.pop(t.name)]
@@ -136,12 +127,9 @@ def place_actors(
     gpus_used = len(ranks_by_bundle) + sum(num_gpus_split.values())
     evaluator_guests, other_evaluators = _place_evaluators(config, gpus, len(ranks_by_bundle), gpus_used)
 
-    bundles: list[dict[str, float]] = []
-    placements: dict[str, ActorPlacement] = {}
     for i, all_ranks in enumerate(ranks_by_bundle):
-        guests: dict[str, float] = {}
-        if aligner_share:
-            guests = dict.fromkeys(aligners[i :: len(ranks_by_bundle)], aligner_share)
+        own_aligners = aligners[i :: len(ranks_by_bundle)] if aligner_share else []
+        guests = dict.fromkeys(own_aligners, aligner_share)
         if evaluates := i < len(evaluator_guests):
             guests[evaluator_guests[i]] = config.evaluate.gpu_share
         placements |= _place_in_bundle(i, all_ranks, guests, engines, needs, gpus=gpus, evaluates=evaluates)
@@ -157,9 +145,8 @@ def place_actors(
         bundles.append(_bundle(1, num_gpus))
 
     pinned = _pinned_nodes(config, bundles[:num_rank_bundles], len(student), nodes)
-    if not pinned:
-        return PlacementPlan(tuple(bundles), placements)
-    return PlacementPlan(tuple(bundles), placements, (*pinned, *[None] * (len(bundles) - len(pinned))))
+    by_bundle = (*pinned, *[None] * (len(bundles) - len(pinned))) if pinned else ()
+    return PlacementPlan(tuple(bundles), placements, by_bundle)
 
 
 def _place_in_bundle(
@@ -341,109 +328,3 @@ def _take(room: Counter[str], needed: Mapping[str, float]) -> bool:
         return False
     room.subtract(needed)  # type: ignore[arg-type]
     return True
-
-
-@contextmanager
-def reserve(
-    plan: PlacementPlan,
-    settings: RayConfig,
-    run: str,
-    *,
-    interrupted: Callable[[], None],
-    waiting: Callable[[Queue], None] = lambda queue: None,
-) -> Iterator[PlacementGroup]:
-    """Reserves all bundles at once in the cluster, for as long as the block runs. Yields Ray's placement group.
-
-    On a cluster that was joined, runs that came before go first.
-
-    Args:
-        run: its name, for the others.
-        interrupted: called at every poll of the wait; may raise.
-        waiting: called when the run begins to wait for others, and whenever these change.
-
-    Raises:
-        ConfigError: the cluster cannot provide them within `ray.placement_timeout_s` although no other run is in the way, or within
-            `ray.queue_timeout_s`; the message gives needed and available amounts, and the other runs.
-    """
-    labels = [{"ray.io/node-id": node} if node else {} for node in plan.nodes]
-    pinned: dict[str, Any] = {"bundle_label_selector": labels} if labels else {}
-    holder = waits(run)
-    began = alone_since = time.monotonic()
-    group, nobody = None, Queue((), ())
-    seen = nobody
-    takes_turns = settings.address is not None and _could_hold(plan)
-    with ExitStack() as stack:
-        in_line = stack.enter_context(ExitStack())
-        if settings.address is not None:
-            in_line.enter_context(ticket(holder))
-        while True:
-            interrupted()
-            others = queue(holder) if takes_turns else nobody
-            if group is None and not others.ahead:
-                name = replace(holder, works=True).group
-                group = placement_group([dict(bundle) for bundle in plan.bundles], strategy="PACK", name=name, **pinned)
-                stack.callback(remove_placement_group, group)
-            poll_s = _QUEUE_POLL_S if others else _POLL_S
-            if group is None:
-                time.sleep(poll_s)
-            elif group.wait(poll_s):
-                break
-            now = time.monotonic()
-            if others:
-                alone_since = now
-                if others != seen:
-                    seen = others
-                    waiting(others)
-            since, limit_s = (
-                (began, settings.queue_timeout_s) if others else (alone_since, settings.placement_timeout_s)
-            )
-            if now - since > limit_s:
-                raise _not_placed(plan, settings, others)
-        in_line.close()
-        yield group
-
-
-def _could_hold(plan: PlacementPlan) -> bool:
-    """Whether the cluster has what the plan asks for, so that it is worth waiting for other runs.
-
-    That is in all, and for each bundle on some node.
-    """
-    total, nodes = ray.cluster_resources(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return _has(total, _asked(plan)) and all(any(_has(node, bundle) for node in nodes) for bundle in plan.bundles)
-
-
-def _has(resources: Mapping[str, float], asked: Mapping[str, float]) -> bool:
-    return all(resources.get(name, 0.0) >= amount for name, amount in asked.items())
-
-
-def _not_placed(plan: PlacementPlan, settings: RayConfig, others: Queue) -> ConfigError:
-    """Returns the error for resources that are not free in time."""
-    amounts = shortage(plan, ray.cluster_resources(), ray.available_resources())
-    if others:
-        rule = f"its turn must come within ray.queue_timeout_s={settings.queue_timeout_s:g}"
-        remedy = "raise it, wait for the others, or end one (`distill-rl stop NAME`)"
-        return ConfigError("placement", rule, f"{others}; {amounts}", remedy)
-    rule = f"the actors' resources must be free within ray.placement_timeout_s={settings.placement_timeout_s:g}"
-    return ConfigError("placement", rule, amounts, "lower parallel sizes, raise ray.num_cpus, or join a larger cluster")
-
-
-def _asked(plan: PlacementPlan) -> Counter[str]:
-    """The amount of each resource that the plan asks for."""
-    asked: Counter[str] = Counter()
-    for bundle in plan.bundles:
-        asked.update(bundle)
-    return asked
-
-
-def shortage(plan: PlacementPlan, total: Mapping[str, float], available: Mapping[str, float]) -> str:
-    """Returns one line with the amount of each resource that the plan asks for, the cluster has, and is free.
-
-    It ends with the nodes to which bundles are pinned, if any.
-    """
-    asked = _asked(plan)
-    amounts = [
-        f"{name}: asked {asked[name]:g}, cluster has {total.get(name, 0):g}, free {available.get(name, 0):g}"
-        for name in sorted(asked)
-    ]
-    pinned = sorted({node for node in plan.nodes if node})
-    return ", ".join(amounts) + (f", on the nodes {', '.join(pinned)}" if pinned else "")

@@ -28,9 +28,9 @@ from distill_rl.workers.cluster.placement import (
     ActorPlacement,
     PlacementPlan,
     evaluator_names,
-    reserve,
 )
 from distill_rl.workers.cluster.process_monitor import keep_logs
+from distill_rl.workers.cluster.reservation import reserve
 from distill_rl.workers.cluster.session import ray_session
 from distill_rl.workers.cluster.turns import tell
 

@@ -117,7 +117,7 @@ def test_table_shows_the_place_of_a_run_that_waits(tmp_path, written, state):
 
 @pytest.mark.parametrize("name", ["a", "gsm8k-7b_v1.2", "0"])
 def test_usual_names_can_be_submitted(name):
-    runs.require_usable(name)
+    assert runs.require_usable(name) is None, "it raises for a name that cannot"
 
 
 @pytest.mark.parametrize("name", ["a b", "a;rm", "ü", "-rf", ".x", "a/b", "$(x)", "a" * 200, "", "a\nb"])
