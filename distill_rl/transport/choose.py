@@ -92,6 +92,7 @@ def make(
     source: str = "",
     device: str = "cpu",
     backing: Backing = "memfd",
+    earlier: Transport | None = None,
 ) -> Transport:
     """Returns this process's side of a transport, which writes `ring` or, without one, reads.
 
@@ -105,12 +106,23 @@ def make(
         source: name of the ring, the same for every writer that replaces it.
         device: of this process's model.
         backing: of the memory of shared_memory.
+        earlier: the side of the same name that this process has had so far, whose readers have ended or closed it. It is
+            closed; a ring of cuda_ipc may take over its memory.
 
     Raises:
         ConfigError: an unknown name, or `auto`.
         TransportError: the ring cannot be allocated, or cuda_ipc has no GPU that it can use.
         GpuMemoryError: the GPU has too little memory for a ring of cuda_ipc.
     """
+    if name == "cuda_ipc":
+        from distill_rl.transport.cuda_ipc import CudaIpcTransport
+
+        kept = earlier if isinstance(earlier, CudaIpcTransport) else None
+        return CudaIpcTransport(
+            ring, source=source, node_id=node_id, device=device, deadline_s=deadline_s, earlier=kept
+        )
+    if earlier is not None:
+        earlier.close()
     if name == "local":
         from distill_rl.transport.local import LocalTransport
 
@@ -123,10 +135,6 @@ def make(
         from distill_rl.transport.shared_memory import SharedMemoryTransport
 
         return SharedMemoryTransport(ring, source=source, node_id=node_id, backing=backing)
-    if name == "cuda_ipc":
-        from distill_rl.transport.cuda_ipc import CudaIpcTransport
-
-        return CudaIpcTransport(ring, source=source, node_id=node_id, device=device, deadline_s=deadline_s)
     raise ConfigError("transport", "must be one of auto, local, object_store, shared_memory, cuda_ipc", name)
 
 

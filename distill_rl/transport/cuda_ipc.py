@@ -13,7 +13,8 @@ The writer's CPU never waits. A reader's CPU waits at both ends of its block, as
 than a deadline (`wait_for`). Before the block, so that no kernels are queued behind a copy that a dead writer's GPU
 will never make. After it, so that the writer is known to have lived until the reader's kernels were done.
 
-A ring is one allocation, exported once per reader and imported once (`cuda_sharing.py`).
+A ring is one allocation, exported once per reader and imported once (`cuda_sharing.py`). Torch never frees it if a reader was
+killed, so that a ring with new readers takes the memory of the one before.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot
 from distill_rl.transport.cuda_sharing import (
     ALIVE,
     allocate,
+    buffer_bytes,
     export_buffer,
     has_ended,
     import_buffer,
@@ -112,6 +114,8 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         node_id: node of this process; offers from other nodes are refused.
         device: the GPU of this process's model. Fetched views are on the writer's.
         deadline_s: seconds that a fetch may wait for the GPU, before its block and again after it.
+        earlier: the ring that this process has written so far. It is closed, and its memory is used again if its size is right;
+            its readers must have ended or closed it.
 
     Raises:
         TransportError: there is no GPU, its allocator's memory cannot be shared, or there is too little shared memory
@@ -129,13 +133,15 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         node_id: str = "",
         device: str = "cuda",
         deadline_s: float,
+        earlier: CudaIpcTransport | None = None,
     ):
         _check_device(torch.device(device))
         self._deadline_s = deadline_s
         index = torch.device(device).index
         index = torch.cuda.current_device() if index is None else index
         self._device = torch.device("cuda", index)
-        written = None if ring is None else _make_ring(ring, self._device)
+        memory = None if earlier is None else earlier._give_up()
+        written = None if ring is None else _make_ring(ring, self._device, memory)
         super().__init__(written, source, node_id, gpu_uuid(index))
 
     def open(self, offer: Offer) -> Receipt:
@@ -215,6 +221,12 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         super().close()
         torch.cuda.ipc_collect()
 
+    def _give_up(self) -> tuple[torch.cuda.MemPool, Tensor] | None:
+        """Closes this side and returns the memory of the ring that it wrote; None if there is none."""
+        written = self._written
+        self.close()
+        return None if written is None else (written.pool, written.buffer)
+
     def _payload(self, written: _Written) -> _Exported:
         """Returns what one reader needs to open the ring: the address of its words, its sizes and IPC handles.
 
@@ -259,10 +271,13 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
             written.written[index].record(stream)
 
 
-def _make_ring(ring: Ring, device: torch.device) -> _Written:
+def _make_ring(ring: Ring, device: torch.device, memory: tuple[torch.cuda.MemPool, Tensor] | None) -> _Written:
     """Allocates the words of a ring in shared memory and its slots on the GPU, and creates its `written` events.
 
     If it fails, the words are freed again.
+
+    Args:
+        memory: of an earlier ring, which is taken for the slots if it has their size.
 
     Raises:
         TransportError: expandable segments are on, there is too little shared memory, or the slots would share an
@@ -278,7 +293,10 @@ def _make_ring(ring: Ring, device: torch.device) -> _Written:
     with ExitStack() as undo:
         control = Segment.create(state_bytes(ring))
         undo.callback(control.close)
-        pool, buffer = allocate(ring.num_slots * slot_stride(ring), device)
+        size = buffer_bytes(ring.num_slots * slot_stride(ring))
+        if memory is None or memory[1].nbytes != size or memory[1].device != device:
+            memory = allocate(size, device)
+        pool, buffer = memory
         written = _Written(
             ring=ring,
             nonce=control.address.nonce,

@@ -29,13 +29,20 @@ _DEVICE, _HANDLE, _OFFSET = 6, 7, 9
 """Positions of the device, the memory's handle and the offset among the arguments that torch rebuilds a tensor from."""
 
 
+def buffer_bytes(size: int) -> int:
+    """The size of a buffer for `size` bytes, which the allocator takes exactly: a multiple of 2 MiB, and at least 10 MiB."""
+    return max(round_up(size, _STEP), _LEAST)
+
+
 @gpu_phase("transport ring")
 def allocate(size: int, device: torch.device) -> tuple[torch.cuda.MemPool, Tensor]:
     """Allocates a uint8 buffer in a new memory pool, and returns the pool and the buffer.
 
-    The buffer has `size` bytes, rounded up to a multiple of 2 MiB and at least 10 MiB. Readers map its whole
-    allocation, so nothing else may be in it; for that, the caller must keep the pool as long as the buffer. Empties the
-    allocator's cache first.
+    Readers map its whole allocation, so nothing else may be in it; for that, the caller must keep the pool as long as the
+    buffer. Empties the allocator's cache first.
+
+    Args:
+        size: in bytes, from `buffer_bytes`.
 
     Raises:
         TransportError: the buffer is not a whole allocation.
@@ -45,7 +52,7 @@ def allocate(size: int, device: torch.device) -> tuple[torch.cuda.MemPool, Tenso
     with torch.inference_mode(False), torch.cuda.device(device):
         pool = torch.cuda.MemPool()
         with torch.cuda.use_mem_pool(pool, device):
-            buffer = torch.empty(max(round_up(size, _STEP), _LEAST), dtype=torch.uint8, device=device)
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
     check_alone(torch.cuda.memory_snapshot(), buffer.data_ptr())
     return pool, buffer
 

@@ -52,6 +52,8 @@ class Side:
 
             self._transports[number] = SharedMemoryTransport(**arguments, backing="file")
         else:
+            earlier = self._transports.pop(arguments.get("earlier"), None)
+            arguments = {**arguments, "earlier": earlier}
             self._transports[number] = make(name, deadline_s=DEADLINE_S, device=device, **arguments)
 
     def call(self, number: int, method: str, *arguments: Any) -> Any:
@@ -107,6 +109,10 @@ class Side:
         before = torch.cuda.memory_allocated()
         with self._transports[number].fetch(handle):
             return torch.cuda.memory_allocated() - before
+
+    def reserved_gpu_memory(self, number: int) -> int:
+        """Bytes of GPU memory that torch has taken in this process."""
+        return torch.cuda.memory_reserved()
 
     def hold_gpu_memory(self, num_bytes: int) -> None:
         """Takes a block of the allocator's, and leaves the rest of what that is cut from to others."""
@@ -344,8 +350,20 @@ class Stage:
         self.name, self.sides, self._device, self._backing = name, sides, device, backing
         self._peers: list[Peer] = []
 
-    def writer(self, ring: Ring, *, source: str = "teacher/dp0-tp0", node_id: str = "node", side: Any = None) -> Peer:
-        return self._make(side or self.sides[0], {"ring": ring, "source": source, "node_id": node_id})
+    def writer(
+        self,
+        ring: Ring,
+        *,
+        source: str = "teacher/dp0-tp0",
+        node_id: str = "node",
+        side: Any = None,
+        earlier: Peer | None = None,
+    ) -> Peer:
+        """`earlier` is the writer of the same side whose place it takes."""
+        arguments = {"ring": ring, "source": source, "node_id": node_id}
+        if earlier is not None:
+            arguments["earlier"] = earlier.number
+        return self._make(side or self.sides[0], arguments)
 
     def reader(self, *, node_id: str = "node", side: Any = None) -> Peer:
         return self._make(side or self.sides[-1], {"node_id": node_id})

@@ -121,7 +121,7 @@ class TeacherWorker(RankWorker):
             An Offer for each reader, in the order of `readers`, with which it opens the ring; a Problem if the ring
             cannot be made.
         """
-        self.close_others(())
+        self.close_others([transport])
         divisor = width_divisor(self._config)
         width = row_width(teacher_length(self._config, self._teacher), on_gpu=self._on_gpu, divisor=divisor)
         positions = self._engine.micro_batch_size * width
