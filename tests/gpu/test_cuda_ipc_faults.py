@@ -51,4 +51,4 @@ def test_a_ring_for_new_readers_takes_the_memory_of_the_one_before(sides):
         content = {"x": torch.full((4,), turn)}
         assert reader.read(writer.publish(Slot(0, 2), content, LAYOUT))["x"].tolist() == [turn] * 4
         side.kill()
-    assert taken[0] == taken[1] >= 128 << 20
+    assert taken[0] >= 128 << 20 > taken[1] - taken[0]

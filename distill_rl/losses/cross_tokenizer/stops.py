@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from distill_rl.losses.core.streaming import RowPlan, chunks, floor_of
+from distill_rl.losses.core.streaming import chunks, floor_of
 from distill_rl.losses.cross_tokenizer.chunks import Pairing, Side
 from distill_rl.losses.cross_tokenizer.hybrid import cross_entropies
 from distill_rl.losses.cross_tokenizer.rows import Bernoulli, Terms
@@ -91,7 +91,7 @@ def _own_tokens(task: ChunkTask) -> Tensor:
     Args:
         task: one whose logits and labels are those of the stop chunks' rows.
     """
-    labelled = LabelledRows(task, None, RowPlan.of(len(task.labels), task.piece).pieces, 0)
+    labelled = LabelledRows(task, None, None, 0)
     return cross_entropies(labelled)[1]
 
 

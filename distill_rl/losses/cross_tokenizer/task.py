@@ -116,7 +116,7 @@ class ChunkTask:
         count = self.label_rows.shape[0]
         if first is None:
             whole = count == self.student.num_rows
-            return LabelledRows(self, None if whole else self.label_rows, RowPlan.of(count, self.piece).pieces, 0)
+            return LabelledRows(self, None if whole else self.label_rows, None, 0)
         waiting = torch.zeros(self.student.num_rows, dtype=torch.bool, device=first.device)
         waiting[self.label_rows] = True
         order = torch.cat([first, waiting.index_fill_(0, first, False).nonzero()[:, 0]])
@@ -136,7 +136,8 @@ class LabelledRows:
     task: ChunkTask
     order: Tensor | None
     """int64 [M]; None: all rows as they stand"""
-    pieces: tuple[slice, ...]
+    pieces: tuple[slice, ...] | None
+    """None: of as many rows as suit a row function that compares a few columns per row"""
     num_first: int
     """How many rows belong to compared chunks. They come before those that only have a cross-entropy."""
 
@@ -164,7 +165,13 @@ class LabelledRows:
         Args:
             parameters: of the function.
         """
-        return self.task.student.stream(function, RowPlan(self.pieces, self.order), *parameters)
+        task = self.task
+        if self.pieces is not None:
+            plan = RowPlan(self.pieces, self.order)
+        else:
+            size = task.student.default_chunk(task.shard.widest, dense=False, function=function)
+            plan = RowPlan.of(len(self.labels), task.options.chunk_size or size, order=self.order)
+        return task.student.stream(function, plan, *parameters)
 
     def of_student_side(self, values: Tensor) -> Tensor:
         """Selects from values [M] in the order those of the student's rows of all chunks, chunk by chunk, [n]."""
