@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 import torch
 
 from distill_rl.bench.gpu import engine_throughput as bench
+from distill_rl.bench.gpu import engines as engines_module
 from distill_rl.bench.gpu.engines import Engines, made_up_chunks, made_up_projection, phase_seconds, write_model
 from distill_rl.bench.gpu.shapes import PAIRS, TINY_LLAMA, TINY_PAIRS, Pair
 from distill_rl.bench.gpu.timing import Clock
+from distill_rl.config.schema import Config
 from distill_rl.losses.cross_tokenizer.chunks import pair as pair_chunks
 from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.scaling.parts import PHASES, Step
@@ -76,9 +79,12 @@ def test_the_figures_are_json_and_the_report_shows_them(measured: dict[str, Any]
     assert all(rows.count(phase) == 2 for phase in PHASES)
 
 
+@pytest.mark.parametrize("fused", ["on", "off"])
 def test_phases_are_marked_in_the_order_of_the_work(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, fused: str
 ) -> None:
+    plain = engines_module._config
+    monkeypatch.setattr(engines_module, "_config", lambda *arguments: with_loss(plain(*arguments), fused))
     step, marks = Step(rows=6, micro_batch=2, length=16, top_k=4), []
     mark = Clock.mark
 
@@ -89,11 +95,15 @@ def test_phases_are_marked_in_the_order_of_the_work(
     monkeypatch.setattr(Clock, "mark", listed)
     engines = Engines(TINY_PAIRS["qwen3-4b"], step, world, tmp_path, 4)
     phase_seconds(engines, CPU, steps=1)
-    # The loss is marked twice: its value, and the gradient of the logits.
+    # The loss is marked twice: its value, and the gradient of the hidden states.
     expected = ["start", *[BODY, HEAD] * 3, *[FORWARD, LOSS, LOSS, BACKWARD] * 3, OPTIMIZER]
     assert marks == expected
     engines.step()
     assert marks == expected, "the hooks are gone"
+
+
+def with_loss(config: Config, fused: str) -> Config:
+    return replace(config, loss=replace(config.loss, fused=fused))
 
 
 def test_models_are_loaded_without_files_of_their_size(tmp_path: Path, world: World) -> None:

@@ -24,6 +24,7 @@ from distill_rl.bench.gpu.shapes import LLAMA_1B, QWEN3_4B, Pair
 from distill_rl.bench.gpu.timing import Clock
 from distill_rl.config.schema import Config, DataConfig, LossConfig, StudentConfig, TeacherConfig, TrainConfig
 from distill_rl.losses import TopKLogprobs, VocabularyProjection
+from distill_rl.models.forward import inner_model
 from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.parallel.shards import local_part
 from distill_rl.scaling.parts import PHASES, Step
@@ -124,11 +125,11 @@ def phase_seconds(engines: Engines, device: torch.device, steps: int) -> dict[st
 def _marked(engines: Engines, clock: Clock) -> Iterator[None]:
     """Inside the block, hooks on the modules mark the ends of the phases that lie within the engines' calls.
 
-    These are the teacher's body, the student's forward, the loss, and the backward of every micro-batch that another
-    one follows. The caller marks the teacher's head, the last backward of a step and the optimizer. The loss ends twice
-    in a micro-batch: after its forward, and when the gradient of the logits is complete.
+    These are the teacher's body, the student's body forward, head and loss, and the backward of every micro-batch that
+    another one follows. The caller marks the teacher's head, the last backward of a step and the optimizer. Head and loss end
+    twice in a micro-batch: after their forward, and when the gradient of the hidden states is complete.
     """
-    student = engines.student.model
+    student = inner_model(engines.student.model)
 
     def before_student(*_: object) -> None:
         if clock.last == LOSS:  # the micro-batch before has ended with its backward
@@ -136,7 +137,7 @@ def _marked(engines: Engines, clock: Clock) -> Iterator[None]:
 
     def after_student(_: object, __: object, output: Any) -> None:
         clock.mark(FORWARD)
-        output.logits.register_hook(lambda _: clock.mark(LOSS))
+        output.last_hidden_state.register_hook(lambda _: clock.mark(LOSS))
 
     handles = [
         engines.teacher.model.base_model.register_forward_hook(lambda *_: clock.mark(BODY)),

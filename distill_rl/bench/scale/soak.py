@@ -28,32 +28,38 @@ MOST_GROWTH = 0.01
 _DEADLINE_S = 7200.0
 
 
-def measure(folder: Path, *, steps: int = STEPS, real_steps: int = REAL_STEPS) -> dict[str, Any]:
+def measure(folder: Path, *, steps: int = STEPS, real_steps: int = REAL_STEPS, every: float = 1.0) -> dict[str, Any]:
     """Runs both.
 
     Args:
         steps: of the ranks that compute nothing.
         real_steps: of the run with models.
+        every: seconds from one look at the processes to the next.
     """
-    return {"runs": {"stubs": _stubs(folder / "stubs", steps), "models": _models(folder / "models", real_steps)}}
+    return {
+        "runs": {
+            "stubs": _stubs(folder / "stubs", steps, every),
+            "models": _models(folder / "models", real_steps, every),
+        }
+    }
 
 
-def _stubs(folder: Path, steps: int) -> dict[str, Any]:
+def _stubs(folder: Path, steps: int, every: float) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     scale.write_material(folder, rows=4096)
     config = scale.configuration(folder, scale.Case(4, steps=steps))
-    with watching() as watch:
+    with watching(every) as watch:
         call_in_child(config.stem, scale.drive, config, 1, deadline_s=_DEADLINE_S)
     return _growth(watch, folder / "runs" / config.stem, steps)
 
 
-def _models(folder: Path, steps: int) -> dict[str, Any]:
+def _models(folder: Path, steps: int, every: float) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     write_models(folder, rows=64, words_per_row=60, length=64)
     config = write_config(
         folder, "models", steps=steps, batch=4, micro_batch=4, length=64, checkpoint={"every": steps // 20}
     )
-    with watching() as watch:
+    with watching(every) as watch:
         ended = subprocess.run(harness.train_command(config), capture_output=True, timeout=_DEADLINE_S, check=False)
     if ended.returncode:
         raise SystemExit(f"exit code {ended.returncode}; {harness.failure(folder / 'runs' / 'models')}")

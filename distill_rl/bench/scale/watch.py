@@ -16,14 +16,13 @@ HEAD = "gcs_server"
 ROLES = ("driver", "head", "workers")
 _WORKER, _IDLE = "ray::", "IDLE"
 """Parts of the names of Ray's worker processes."""
-_EVERY_S = 1.0
 _SOCKETS = ("ss", "--tcp", "--info", "--numeric", "--processes", "--no-header", "--oneline")
 _BYTES = re.compile(r"\bbytes_(?:sent|received):(\d+)")
 
 
 @dataclass
 class Watch:
-    """Samples of a run, one per second."""
+    """Samples of a run."""
 
     times: list[float] = field(default_factory=list)
     """Unix time."""
@@ -76,12 +75,12 @@ class Watch:
 
 
 @contextmanager
-def watching() -> Iterator[Watch]:
-    """Watches the run that a child process of this one drives, while the block runs."""
+def watching(every_s: float = 1.0) -> Iterator[Watch]:
+    """Watches the run that a child process of this one drives, while the block runs, with a sample every `every_s` seconds."""
     watch, done = Watch(), threading.Event()
 
     def go_on() -> None:
-        while not done.wait(_EVERY_S):
+        while not done.wait(every_s):
             watch.sample()
 
     thread = threading.Thread(target=go_on, daemon=True)
