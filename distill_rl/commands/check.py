@@ -15,6 +15,7 @@ from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import printable, status
 from distill_rl.preflight import gather
+from distill_rl.scaling.advice import suggestions
 from distill_rl.transport.choose import expected
 
 
@@ -95,6 +96,7 @@ def summary(config: Config, facts: Facts) -> list[str]:
         lines.append(
             f"disk       about {_bytes(derived.checkpoint_bytes)} per checkpoint, {config.checkpoint.keep_last} kept"
         )
+    lines += [f"suggested  {line}" for line in suggestions(config, facts)]
     return lines + [f"note       {printable(note)}" for note in notes(config, facts)]
 
 
