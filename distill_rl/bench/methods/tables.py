@@ -158,6 +158,7 @@ NOISY, FEW, MOST = "noisy", "noisy, few shared tokens", "noisy, most tokens shar
 SAME_TEMPLATE, BESIDE = "noisy, same template", "noisy, beside TRL"
 TRAINED, TRAINED_FEW = "noisy, trained student", "noisy, few shared tokens, trained student"
 SPOKEN_FEW, SPOKEN_MOST = "language, few shared tokens", "language, most tokens shared"
+SPOKEN_TRAINED = "language, most tokens shared, trained student"
 
 
 LANGUAGE_TARGETS = (
@@ -168,6 +169,16 @@ LANGUAGE_TARGETS = (
     "32 draws",
 )
 """Targets that are compared on real text too, where many tokens are likely."""
+ACROSS_ON_TEXT = (
+    BASELINE,
+    "hybrid",
+    "hybrid + CE",
+    "alm",
+    "xtoken, chain",
+    "xtoken, chain + CE",
+    "xtoken, chain, learnt projection + CE",
+)
+"""Methods that are compared on real text too, with a student that has read it before."""
 
 
 def _same(rows: Rows) -> Mapping[str, Settings]:
@@ -181,7 +192,8 @@ def _cross(rows: Rows) -> Mapping[str, Settings]:
 def _trained(rows: Rows) -> Mapping[str, Settings]:
     alike = {BASELINE: CE, "all logits": SAME_TOKENIZER["all logits"], **DIVERGENCES}
     across = {name: of for name, of in ACROSS_TOKENIZERS.items() if "+" not in name}
-    return {TRAINED: alike, TRAINED_FEW: across}
+    spoken = {name: ACROSS_TOKENIZERS[name] for name in ACROSS_ON_TEXT}
+    return {TRAINED: alike, TRAINED_FEW: across, SPOKEN_TRAINED: spoken}
 
 
 def _few_rows(rows: Rows) -> Mapping[str, Settings]:

@@ -1,7 +1,7 @@
 """All tasks.
 
 - `noisy`: the quickstart as it is; 30 % of the training answers are wrong. Others are the same with a teacher of another tokenizer,
-  or with a student that has learnt from the rows alone before.
+  or with a student that has learnt from the rows alone before, as there is of `language`.
 - `clean`: the same questions with right answers, and few rows.
 - `language`: the next tokens of real text, with one teacher or two. `shift`: the student sees one domain of it, and is measured
   on the other.
@@ -38,6 +38,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             Language("language"),
             Language("language, most tokens shared", ("4k",)),
             Language("language, few shared tokens", ("1k, spaces apart",)),
+            Language("language, most tokens shared, trained student", ("4k",), pretrained=True),
             Language("language, two teachers", ("4k", "1k, spaces apart")),
             Language("language, two alike", ("2k", "2k")),
             Language("shift", train=(REFERENCE,), measured=(LIBRARY,)),

@@ -27,7 +27,8 @@ SMALL = Shape(hidden=64, intermediate=192, layers=2, heads=4)
 """The student of the language tasks: 0.4M parameters with 2,048 tokens."""
 LARGE = Shape(hidden=128, intermediate=384, layers=3, heads=4)
 """Its teachers: 1.2M parameters with 2,048 tokens."""
-TEACHER_STEPS, TEACHER_RATE = 1000, 3e-3
+TEACHER_STEPS, STUDENT_STEPS, RATE = 1000, 400, 3e-3
+"""Of the training on the texts alone that a teacher, and a pretrained student, has had."""
 END = "<|end|>"
 
 
@@ -57,6 +58,8 @@ class Language(Task):
     """Domains that the student sees; its teachers have seen all."""
     measured: tuple[str, ...] = DOMAINS
     """Domains that the student is measured on."""
+    pretrained: bool = False
+    """Whether the student has been trained on the texts alone (CE) before."""
 
     def prepare(self, root: Path, seed: int) -> Prepared:
         student = _language_model(root, seed, "2k", SMALL)
@@ -80,6 +83,8 @@ class Language(Task):
             }
             write_atomic(folder / "config.yaml", json.dumps(config, indent=2))
 
+        if self.pretrained:
+            student = _trained(root, seed, student, STUDENT_STEPS)
         known = fingerprint(student.name, *(path.name for path in teachers), *self.train, *self.measured)
         data = made_once(root, f"{re.sub(r'[^a-z0-9]+', '-', self.name)}-{seed}-{known[:12]}", make)
         return Prepared(
@@ -118,7 +123,18 @@ def _language_model(root: Path, seed: int, kind: str, shape: Shape, copy: int = 
 
 def _language_teacher(root: Path, seed: int, kind: str, copy: int = 0) -> Path:
     """The folder of a model that was trained on all domains, as a student without a teacher is."""
-    untrained = _language_model(root, seed, kind, LARGE, copy)
+    return _trained(
+        root,
+        seed,
+        _language_model(root, seed, kind, LARGE, copy),
+        TEACHER_STEPS,
+        "train.global_batch_size=16",
+        "train.micro_batch_size=16",
+    )
+
+
+def _trained(root: Path, seed: int, untrained: Path, steps: int, *overrides: str) -> Path:
+    """The folder of a model after `steps` steps on the texts of all domains alone."""
 
     def make(folder: Path) -> None:
         train_file = folder.with_name(f"{folder.name}.jsonl")
@@ -128,16 +144,15 @@ def _language_teacher(root: Path, seed: int, kind: str, copy: int = 0) -> Path:
             f"run.seed={seed}",
             f"student.model={untrained}",
             f"data.path={train_file}",
-            f"train.steps={TEACHER_STEPS}",
-            "train.global_batch_size=16",
-            "train.micro_batch_size=16",
-            f"optimizer.lr={TEACHER_RATE}",
+            f"train.steps={steps}",
+            f"optimizer.lr={RATE}",
             "teachers=[]",
+            *overrides,
         ]
         train(load_config(CONFIG, settings), folder)
         train_file.unlink()
 
-    known = fingerprint(untrained.name, CONFIG.read_text("utf-8"), str(TEACHER_STEPS), str(TEACHER_RATE))
+    known = fingerprint(untrained.name, CONFIG.read_text("utf-8"), str(steps), str(RATE))
     return made_once(root, f"{untrained.name}-trained-{known[:12]}", make)
 
 
