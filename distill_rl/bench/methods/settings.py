@@ -84,10 +84,14 @@ ACROSS_TOKENIZERS: Mapping[str, Overrides] = MappingProxyType(
     {"CE": CE, **_METHODS, **{f"{name} + CE": (*method, *_HALF_CE) for name, method in _METHODS.items()}}
 )
 
-_WIDE = _method("hybrid", *_LOGITS, "loss.top_k=512")
-WIDE: Mapping[str, Overrides] = MappingProxyType(
-    {"hybrid, top 512": _WIDE, "hybrid, top 512 + CE": (*_WIDE, *_HALF_CE)}
-)
+
+def _likelihoods(tau: int) -> Mapping[str, Overrides]:
+    return MappingProxyType({f"{name}, τ = {tau}": _method(name, f"loss.alm_tau={tau}") for name in ("hybrid", "alm")})
+
+
+AS_THEY_ARE, BY_LOGARITHM = _likelihoods(1), _likelihoods(100)
+"""How the likelihoods of chunks are compared. The quickstart across tokenizers has τ = 1, everything else 100."""
+WIDE: Mapping[str, Overrides] = MappingProxyType({"hybrid, top 512": _method("hybrid", *_LOGITS, "loss.top_k=512")})
 """Whether `hybrid` lacks what stands outside its top k, on text where that is much."""
 
 

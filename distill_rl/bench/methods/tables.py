@@ -20,6 +20,8 @@ from distill_rl.bench.methods.rows import Row
 from distill_rl.bench.methods.scores import LOWER_IS_BETTER, items_of
 from distill_rl.bench.methods.settings import (
     ACROSS_TOKENIZERS,
+    AS_THEY_ARE,
+    BY_LOGARITHM,
     CE,
     DIVERGENCES,
     PEERS,
@@ -186,7 +188,8 @@ def _same(rows: Rows) -> Mapping[str, Settings]:
 
 
 def _cross(rows: Rows) -> Mapping[str, Settings]:
-    return {FEW: ACROSS_TOKENIZERS, MOST: ACROSS_TOKENIZERS}
+    settings = {**ACROSS_TOKENIZERS, **BY_LOGARITHM}
+    return {FEW: settings, MOST: settings}
 
 
 def _trained(rows: Rows) -> Mapping[str, Settings]:
@@ -212,7 +215,7 @@ def _language(rows: Rows) -> Mapping[str, Settings]:
 
 def _language_cross(rows: Rows) -> Mapping[str, Settings]:
     best = {SPOKEN_FEW: rows.best(FEW, ACROSS_TOKENIZERS), SPOKEN_MOST: rows.best(MOST, ACROSS_TOKENIZERS)}
-    return {task: {**settings, **WIDE} for task, settings in best.items()}
+    return {task: {**settings, **AS_THEY_ARE, **WIDE} for task, settings in best.items()}
 
 
 def _shift(rows: Rows) -> Mapping[str, Settings]:

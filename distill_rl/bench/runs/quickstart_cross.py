@@ -1,11 +1,9 @@
-"""The scores of the cross-tokenizer quickstart over several seeds: with `hybrid`, with 1:1 chunks only, and no teacher.
+"""The scores of the cross-tokenizer quickstart over several seeds: with `hybrid`, and no teacher.
 
-For each seed, four students are trained with the same steps, data and order:
+For each seed, three students are trained with the same steps, data and order:
 
 1. and 2. The two runs of the quickstart with `--cross`: `hybrid`, and the control without a teacher.
-3. `hybrid` with only 1:1 chunks: `loss.alm_tau` is so high that the likelihoods of all longer chunks are almost 1, and
-   the gradient of these chunks is a millionth of what it would be.
-4. `hybrid` with a teacher that uses different stop tokens for turns and for texts.
+3. `hybrid` with a teacher that uses different stop tokens for turns and for texts.
 """
 
 from __future__ import annotations
@@ -18,14 +16,12 @@ from typing import Any
 
 from distill_rl.bench import harness, record
 from distill_rl.quickstart.material import make_material
-from distill_rl.quickstart.recipe import CROSS, TURNS
+from distill_rl.quickstart.recipe import TURNS
 
 SEEDS = (0, 1, 2)
-ONLY_ONE_TO_ONE = "loss.alm_tau=1e6"
 CONFIG = record.ROOT / "configs" / "quickstart-cross.yaml"
 COLUMNS = {
     "hybrid": "student_after",
-    "one_to_one_only": "one_to_one_only",
     "two_stops": "two_stops",
     "control": "ce_only",
     "teacher": "teacher",
@@ -34,7 +30,7 @@ COLUMNS = {
 
 
 def measure_seed(seed: int, root: Path) -> dict[str, Any]:
-    """Runs the quickstart for a seed and trains the two other students; returns its summary with their figures added.
+    """Runs the quickstart for a seed and trains the other student; returns its summary with their figures added.
 
     These are exact match and its interval. `truncated` is the number of answers without a stop token, by student except
     the control. The summary's `tasks` are left out.
@@ -43,14 +39,13 @@ def measure_seed(seed: int, root: Path) -> dict[str, Any]:
     options = ["--cross", "--seed", str(seed), "--runs", str(runs), "--material", str(material)]
     subprocess.run([sys.executable, "-m", "distill_rl", "quickstart", *options], check=True)
     summary = json.loads((runs / "quickstart-cross" / "summary.json").read_text())
-    one_to_one, two_stops = (make_material(material, seed, recipe).root for recipe in (CROSS, TURNS))
+    two_stops = make_material(material, seed, TURNS).root
     scored = {
         "hybrid": _scores(runs / "quickstart-cross", "student_after"),
-        "one_to_one_only": train("one_to_one_only", one_to_one, seed, runs, ONLY_ONE_TO_ONE),
         "two_stops": train("two_stops", two_stops, seed, runs),
     }
-    for name in ("one_to_one_only", "two_stops"):
-        summary[name], summary["intervals"][name] = scored[name]["score"], scored[name]["interval"]
+    own = scored["two_stops"]
+    summary["two_stops"], summary["intervals"]["two_stops"] = own["score"], own["interval"]
     summary["truncated"] = {name: score["truncated"] for name, score in scored.items()}
     return {key: value for key, value in summary.items() if key != "tasks"}
 

@@ -1,10 +1,14 @@
 """The methods `hybrid` and `alm`, which need no dense teacher: its top k and its label log-probabilities suffice.
 
-    alm      every chunk: T²·D(coin(Q^(1/τ)), coin(P^(1/τ))) with log Q = Σ log q(label) over the student's rows of the
+    alm      every chunk: τ·T²·D(coin(Q^(1/τ)), coin(P^(1/τ))) with log Q = Σ log q(label) over the student's rows of the
              chunk and log P the same for the teacher's. A coin of probability x has the outcomes x and 1 − x
-             (arXiv 2503.20083).
+             (arXiv 2503.20083, where the factor τ is left out).
     hybrid   chunks of one token on both sides: T²·D over S and one more outcome for all else, where S are the teacher's
              top k tokens that have a counterpart in the common vocabulary. All other chunks: as alm.
+
+The gradient of forward KL is (Q − P)/(1 − Q) by log Q with τ = 1, which is next to nothing for text that both sides find unlikely, and
+log P / log Q − 1 with a large τ, as much as that of cross-entropy for text that the student alone finds unlikely. The factor τ keeps it
+in proportion to that of 1:1 chunks.
 
 Both come out of one `TopKRows` over all labelled rows: rows of 1:1 chunks carry the teacher's top k, translated into
 the student's ids; all other rows carry their label as the only entry, because only its log-probability is needed.
@@ -30,7 +34,7 @@ from distill_rl.losses.topk import vocab_parallel_topk
 
 
 def alm(task: ChunkTask) -> Terms:
-    """The terms of `alm`: per chunk T²·D between coins, and the cross-entropy per row. No masses.
+    """The terms of `alm`: per chunk τ·T²·D between coins, and the cross-entropy per row. No masses.
 
     A coin has the probability that a side gives to the chunk's text, to the power 1/τ.
     """
@@ -81,14 +85,15 @@ def _rows(task: ChunkTask, labelled: LabelledRows, teacher: TopKLogprobs, places
 
 
 def _chunk_likelihoods(task: ChunkTask, labelled: LabelledRows, label_logprobs: Tensor) -> Tensor:
-    """[count], T²·D between coins: the probabilities that either side gives to a chunk's text, to the power 1/τ.
+    """[count], τ·T²·D between coins: the probabilities that either side gives to a chunk's text, to the power 1/τ.
 
     Args:
         label_logprobs: [M], the student's at T, in the order of `labelled`.
     """
-    student = task.pairing.student.sum(labelled.of_student_side(label_logprobs)) / task.options.tau
-    teacher = task.pairing.teacher.sum(task.teacher_label) / task.options.tau
-    return task.temperature**2 * Bernoulli.apply(student, teacher, task.divergence)
+    tau = task.options.tau
+    student = task.pairing.student.sum(labelled.of_student_side(label_logprobs)) / tau
+    teacher = task.pairing.teacher.sum(task.teacher_label) / tau
+    return tau * task.temperature**2 * Bernoulli.apply(student, teacher, task.divergence)
 
 
 @torch.no_grad()

@@ -211,9 +211,9 @@ def _stops(method: str, log_q: Tensor, teacher: TopKLogprobs | DenseLogits, sett
 
 
 def _coins(x: Tensor, y: Tensor, settings: _Settings) -> Tensor:
-    """D between two coins that show heads with probability exp(x/τ) (student) and exp(y/τ) (teacher); scalars."""
+    """τ·D between two coins that show heads with probability exp(x/τ) (student) and exp(y/τ) (teacher); scalars."""
     q, p = (x / settings.tau).exp(), (y / settings.tau).exp()
-    return settings.compare(torch.stack([p, 1 - p]), torch.stack([q, 1 - q]))
+    return settings.tau * settings.compare(torch.stack([p, 1 - p]), torch.stack([q, 1 - q]))
 
 
 def _common_top_k(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:

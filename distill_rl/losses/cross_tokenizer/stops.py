@@ -98,7 +98,7 @@ def _own_tokens(task: ChunkTask) -> Tensor:
 def _coins(task: ChunkTask, method: str, ours: Tensor, theirs: Tensor) -> Tensor:
     """D between the two coins of each stop chunk, [n], in the method's own terms, without the factor T².
 
-    `strict` is reverse KL, `uld` is L1 (twice the total variation of two coins), `alm` applies 1/τ.
+    `strict` is reverse KL, `uld` is L1 (twice the total variation of two coins), `alm` applies τ.
 
     Args:
         ours, theirs: [n], log-probabilities at T that student and teacher stop.
@@ -108,7 +108,7 @@ def _coins(task: ChunkTask, method: str, ours: Tensor, theirs: Tensor) -> Tensor
     if method == "uld":
         return 2 * Bernoulli.apply(ours, theirs, resolve("tvd", 0.0))
     tau = task.options.tau if method == "alm" else 1.0
-    return Bernoulli.apply(ours / tau, theirs / tau, task.divergence)
+    return tau * Bernoulli.apply(ours / tau, theirs / tau, task.divergence)
 
 
 @torch.no_grad()

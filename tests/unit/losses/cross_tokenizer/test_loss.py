@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -70,6 +71,26 @@ def test_value_and_gradient_equal_the_oracle_for_every_setting(method: str, dtyp
             assert_gradient(student.grad, gradient, bound)
         except AssertionError as error:
             raise AssertionError(f"{kind} {keywords}: {error}") from None
+
+
+@pytest.mark.parametrize("divergence", reference.DIVERGENCES)
+@pytest.mark.parametrize("tau", [1.0, 100.0, 1e4])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-9), (torch.float32, 2e-5)])
+@pytest.mark.parametrize("method", ["alm", "hybrid"])
+def test_likelihoods_may_be_compared_near_their_logarithms(
+    method: str, tau: float, divergence: str, dtype: torch.dtype, bound: float
+) -> None:
+    data, bound = (
+        documents(),
+        bound * max(1, tau / 100),
+    )  # what is compared are differences of coins that nearly always show heads
+    keywords = {"method": method, "tau": tau, "divergence": divergence}
+    expected, gradient = oracle(data, data.target("dense"), **keywords)
+    student = data.student.to(dtype, copy=True).requires_grad_()
+    output = chunk_kd_loss(student, data.target("dense"), data.chunks, data.bridge, labels=data.labels, **keywords)
+    (output.kd + output.ce).backward()
+    assert_sums(output, expected, bound)
+    assert_gradient(student.grad, gradient, bound)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -383,3 +404,26 @@ def test_the_oracle_is_where_a_method_is_defined_to_be_a_plain_sum() -> None:
     by_hand = y.exp() * (y - x) + (1 - y.exp()) * ((1 - y.exp()).log() - (1 - x.exp()).log())
     output = chunk_kd_loss(data.student, target, data.chunks, data.bridge, method="alm", labels=data.labels)
     torch.testing.assert_close(output.kd, by_hand)
+
+
+def test_unlikely_text_teaches_as_much_as_cross_entropy_does_if_tau_is_large() -> None:
+    """A chunk of two tokens, of probability 1e-3 for the teacher and 1e-6 for the student: the slope of forward KL by log Q."""
+    logits = torch.zeros(2, 2, dtype=torch.float64)
+    logits[:, 0] = torch.tensor(1e-3, dtype=torch.float64).logit()
+    labels, numbers = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    one = VocabularyProjection.from_arrays(
+        [0, 1, 2], [0, 1], [1.0, 1.0], num_teacher=2, student_common=[0, 1], teacher_common=[0, 1]
+    )
+    log_p = torch.full((2,), 1e-3, dtype=torch.float64).log() / 2
+    slopes = {}
+    for tau in (1.0, 100.0, 1e6):
+        student = logits.clone().requires_grad_()
+        teacher = DenseLogits(torch.zeros(2, 2, dtype=torch.float64), log_p)
+        chunk_kd_loss(
+            student, teacher, Chunks(numbers, numbers, 1), one, method="alm", labels=labels, tau=tau
+        ).kd.backward()
+        assert student.grad is not None
+        slopes[tau] = float(student.grad[0, 0]) / (1 - 1e-3)
+    assert slopes[1.0] == pytest.approx(-1e-3, rel=0.01)
+    assert slopes[1e6] == pytest.approx(math.log(1e-3) / math.log(1e-6) - 1, rel=1e-4)
+    assert slopes[100.0] == pytest.approx(slopes[1e6], rel=0.1)
