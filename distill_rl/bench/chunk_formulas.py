@@ -31,6 +31,8 @@ WORDS = [*PIECES, *(first + second for first in PIECES for second in PIECES)]
 SURE = 0.97
 """The probability that a teacher gives to the right piece; the others share the rest."""
 TOP_K = 8192
+TAU = 100.0
+"""`loss.alm_tau` of a run."""
 EPS = 1e-10
 STEPS, RATE = 2000, 0.05
 
@@ -67,6 +69,7 @@ def ours(method: str, chunk_average: str = "mean") -> Loss:
             labels=case.labels,
             chunk_average=chunk_average,
             top_k=top_k,
+            tau=TAU,
         )
         return output.kd / case.chunks.count
 
@@ -233,6 +236,16 @@ def case_of(words: list[str]) -> Case:
     )
 
 
+def fork() -> Case:
+    """Two chunks, `ab` and `c`, which are equally likely after the same text."""
+    case = case_of(["ab", "c"])
+    first = torch.full((len(PIECES),), (1 - SURE) / 2, dtype=torch.float64)
+    first[[PIECES.index("a"), PIECES.index("c")]] = SURE / 2
+    teacher = case.teacher.clone()
+    teacher[[0, 2]] = first.log()
+    return replace(case, teacher=teacher)
+
+
 def same_vocabulary(logits: Tensor, tokens_per_chunk: int) -> Case:
     """Both sides have one vocabulary and the same tokens, as many per chunk as given."""
     rows, columns = logits.shape
@@ -245,15 +258,20 @@ def same_vocabulary(logits: Tensor, tokens_per_chunk: int) -> Case:
     return Case(logits, Chunks(numbers, numbers, rows // tokens_per_chunk), projection, labels, labels)
 
 
-def learnt(case: Case, loss: Loss) -> float:
-    """The probability of the right token of the first chunk, once its logits have been trained on the loss alone."""
-    student = torch.zeros(len(case.labels), case.projection.num_student, dtype=torch.float64, requires_grad=True)
+def learnt(case: Case, loss: Loss, *, same_text: bool = False) -> Tensor:
+    """fp64 [V_s]: the student's distribution in the first chunk, once its logits have been trained on the loss alone.
+
+    Args:
+        same_text: whether all rows come after the same text, so that the student gives the same logits in all.
+    """
+    rows = 1 if same_text else len(case.labels)
+    student = torch.zeros(rows, case.projection.num_student, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.Adam([student], lr=RATE)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss(case, student).backward()
+        loss(case, student.expand(len(case.labels), -1)).backward()
         optimizer.step()
-    return float(student.detach().softmax(1)[0, case.labels[0]])
+    return student.detach().softmax(1)[0]
 
 
 def slope(case: Case, loss: Loss, student: Tensor) -> float:
@@ -280,14 +298,16 @@ def properties(loss: Loss) -> dict[str, float]:
     narrow = partial(loss, top_k=2) if "top_k" in signature(loss).parameters else loss
     apart = (narrow(first, student[:1]) + narrow(rest, student[1:])) / 2
     drawn = torch.randn(2, len(WORDS), generator=draw, dtype=torch.float64)
+    either = learnt(fork(), loss, same_text=True)
     return {
         "value: a word of one piece": float(loss(case_of(["c"]), drawn[:1])),
         "value: a word of two pieces": float(loss(first, drawn[1:])),
         "slope at the teacher, one token": slope(single, loss, logits),
         "slope at the teacher, two tokens": slope(double, loss, logits),
         "slope at the teacher, half in common": slope(replace(single, projection=half), loss, logits),
-        "learnt: a word of one piece": learnt(case_of(["c"]), loss),
-        "learnt: a word of two pieces": learnt(first, loss),
+        "learnt: a word of one piece": float(learnt(case_of(["c"]), loss)[WORDS.index("c")]),
+        "learnt: a word of two pieces": float(learnt(first, loss)[WORDS.index("ab")]),
+        **{f"learnt: {word} of two words": float(either[WORDS.index(word)]) for word in ("ab", "c", "a")},
         "changed by another micro-batch": float((narrow(both, student) - apart).abs()),
     }
 

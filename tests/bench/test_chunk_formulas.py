@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distill_rl.bench import chunk_formulas
-from distill_rl.bench.chunk_formulas import LOSSES, case_of, learnt, p_kl, properties, same_vocabulary
+from distill_rl.bench.chunk_formulas import LOSSES, WORDS, case_of, fork, learnt, p_kl, properties, same_vocabulary
 
 
 @pytest.fixture
@@ -19,14 +19,26 @@ def fewer_steps(monkeypatch):
 
 @pytest.mark.parametrize("name", ["hybrid", "alm"])
 def test_likelihoods_of_chunks_teach_words_that_the_teacher_divides(name, fewer_steps):
-    assert learnt(case_of(["ab"]), LOSSES[name]) == pytest.approx(chunk_formulas.SURE**2, abs=0.01)
+    found = learnt(case_of(["ab"]), LOSSES[name])[WORDS.index("ab")]
+    assert float(found) == pytest.approx(chunk_formulas.SURE**2, abs=0.01)
+
+
+def test_only_likelihoods_teach_nothing_of_pieces_that_the_student_does_not_write(fewer_steps):
+    """After the same text either `ab` or `c` comes, which are tokens of the student, as `a` is."""
+    right = chunk_formulas.SURE**2 / 2
+    found = {name: learnt(fork(), LOSSES[name], same_text=True) for name in ("alm", "hybrid")}
+    ab, a = WORDS.index("ab"), WORDS.index("a")
+    assert float(found["alm"][ab]) == pytest.approx(right, abs=0.01)
+    assert found["alm"][a] < 0.01
+    assert found["hybrid"][ab] < right - 0.1
+    assert found["hybrid"][a] > 0.3
 
 
 @pytest.mark.parametrize(
     "name", ["xtoken, mean", "xtoken, chain", "NeMo-RL P-KL (formula)", "TRL GOLD, hybrid, β = 0 (formula)"]
 )
 def test_distributions_of_chunks_do_not(name, fewer_steps):
-    assert learnt(case_of(["ab"]), LOSSES[name]) < 0.2
+    assert learnt(case_of(["ab"]), LOSSES[name])[WORDS.index("ab")] < 0.2
 
 
 @pytest.mark.parametrize(
