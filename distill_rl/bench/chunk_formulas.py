@@ -236,7 +236,7 @@ def case_of(words: list[str]) -> Case:
     )
 
 
-def fork() -> Case:
+def ambiguous() -> Case:
     """Two chunks, `ab` and `c`, which are equally likely after the same text."""
     case = case_of(["ab", "c"])
     first = torch.full((len(PIECES),), (1 - SURE) / 2, dtype=torch.float64)
@@ -298,7 +298,7 @@ def properties(loss: Loss) -> dict[str, float]:
     narrow = partial(loss, top_k=2) if "top_k" in signature(loss).parameters else loss
     apart = (narrow(first, student[:1]) + narrow(rest, student[1:])) / 2
     drawn = torch.randn(2, len(WORDS), generator=draw, dtype=torch.float64)
-    either = learnt(fork(), loss, same_text=True)
+    either = learnt(ambiguous(), loss, same_text=True)
     return {
         "value: a word of one piece": float(loss(case_of(["c"]), drawn[:1])),
         "value: a word of two pieces": float(loss(first, drawn[1:])),
@@ -307,7 +307,7 @@ def properties(loss: Loss) -> dict[str, float]:
         "slope at the teacher, half in common": slope(replace(single, projection=half), loss, logits),
         "learnt: a word of one piece": float(learnt(case_of(["c"]), loss)[WORDS.index("c")]),
         "learnt: a word of two pieces": float(learnt(first, loss)[WORDS.index("ab")]),
-        **{f"learnt: {word} of two words": float(either[WORDS.index(word)]) for word in ("ab", "c", "a")},
+        **{f"learnt, `ab` or `c`: {word}": float(either[WORDS.index(word)]) for word in ("ab", "c", "a")},
         "changed by another micro-batch": float((narrow(both, student) - apart).abs()),
     }
 

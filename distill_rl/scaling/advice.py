@@ -8,30 +8,30 @@ from distill_rl.config.facts import Facts, running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.scaling.cluster import Cluster
 from distill_rl.scaling.faults import goodput
-from distill_rl.scaling.splits import Prediction, Split, predict, saving_seconds
+from distill_rl.scaling.splits import Prediction, Split, predict
 
-LEAST_RANKS = 8
-"""Fewer ranks meet so few faults that no setting matters."""
+LEAST_GPUS = 8
+"""With fewer, faults are too rare for the interval between checkpoints to matter."""
 WORTH = 0.01
-"""Share of the speed from which on a setting is suggested."""
+"""Smallest gain in speed, as a share, for which a setting is suggested."""
 _LONG_RUN = 10_000
 """Steps of a run whose length is not known."""
 
 
 def suggestions(config: Config, facts: Facts) -> list[str]:
-    """Lines with a setting and what it is predicted to gain; empty if nothing is worth it, or the prediction does not apply.
+    """Returns lines with a setting and what it is predicted to gain; empty if nothing is worth it, or nothing is predicted.
 
-    It applies to a run on GPUs, of this machine or of a cluster that it joins, with one teacher in torch, without sequence
-    parallelism, and with models whose sizes are known. H100s are assumed.
+    That needs GPUs, of this machine or of a cluster that the run joins, one teacher in torch, no sequence parallelism, and models
+    whose sizes are known. H100s are assumed.
     """
     split = _split(config)
     if split is None or facts.student is None or not facts.teachers or facts.teachers[0].model is None:
         return []
-    cluster = Cluster(split.student_gpus if split.shared else split.student_gpus + split.teacher_gpus)
-    if cluster.gpus < LEAST_RANKS or not (facts.gpus or config.ray.address):
+    if not (facts.gpus or config.ray.address):
         return []
+    cluster = Cluster(split.student_gpus if split.shared else split.student_gpus + split.teacher_gpus)
     found = predict(config, facts, cluster, split)
-    lines = _interval(config, facts, found), _look_ahead(config, facts, cluster, found)
+    lines = _interval(config, cluster, found), _look_ahead(config, facts, cluster, found)
     return [line for line in lines if line]
 
 
@@ -47,26 +47,27 @@ def _split(config: Config) -> Split | None:
     return Split(student.dp, student.tp, teacher.dp, teacher.tp, config.train.micro_batch_size, shared)
 
 
-def _interval(config: Config, facts: Facts, found: Prediction) -> str:
-    """Another interval between checkpoints; empty if that makes no difference."""
-    assert facts.student is not None
-    steps = config.train.steps or _LONG_RUN
-    every = min(config.checkpoint.every or steps, steps)
-    save = saving_seconds(facts.student, found.split)
-    now = goodput(found.faults, step=found.step, save=save, every=every)
-    if found.save_every >= steps or found.goodput < now + WORTH:
+def _interval(config: Config, cluster: Cluster, found: Prediction) -> str:
+    """A line with a better interval between checkpoints; empty if the present one is as good."""
+    if cluster.gpus < LEAST_GPUS:
         return ""
+    steps = config.train.steps or _LONG_RUN
+    every, best = (min(each or steps, steps) for each in (config.checkpoint.every, found.save_every))
+    now, kept = (goodput(found.faults, step=found.step, save=found.save, every=each) for each in (every, best))
+    if kept < now + WORTH:
+        return ""
+    present = f"checkpoint.every={config.checkpoint.every}" if config.checkpoint.every else "none before the end"
     return (
-        f"checkpoint.every={found.save_every}: at the rate of faults of Llama 3's cluster {found.goodput:.1%} of the time goes into "
-        f"steps that count, {now:.1%} with {config.checkpoint.every}"
+        f"checkpoint.every={best}: {kept:.1%} of the time is predicted to be kept, {now:.1%} with {present} "
+        "(H100s that fail as often as Llama 3's)"
     )
 
 
 def _look_ahead(config: Config, facts: Facts, cluster: Cluster, found: Prediction) -> str:
-    """Look-ahead, if there is none and it makes steps shorter."""
+    """A line that asks for look-ahead, if there is none and it makes steps shorter."""
     if config.prefetch.depth:
         return ""
     ahead = predict(replace(config, prefetch=replace(config.prefetch, depth=1)), facts, cluster, found.split)
     if ahead.step > (1 - WORTH) * found.step:
         return ""
-    return f"prefetch.depth=1: a step takes {ahead.step:.2f} s, as predicted for H100s, and {found.step:.2f} s without look-ahead"
+    return f"prefetch.depth=1: a step is predicted to take {ahead.step:.2f} s, and {found.step:.2f} s without look-ahead (H100s)"

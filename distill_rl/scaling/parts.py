@@ -95,7 +95,7 @@ class Step:
 
 
 PHASES = ("teacher body", "teacher head, top-k", "student forward", "loss", "student backward", "optimizer")
-"""What a program can time from outside, in the order of a step. The loss includes its gradient."""
+"""What a program can time from outside, in the order of a step. The loss includes the output layer, and the gradients of both."""
 KINDS = ("GEMM", "attention", "elementwise", "KD", "top-k", "copies", "accumulation", "optimizer")
 
 
@@ -143,7 +143,6 @@ def student_parts(shape: Shape, step: Step, card: Card) -> list[Part]:
     What happens once per step or per micro-batch is divided by its tokens.
     """
     forward, loss, backward, optimizer = PHASES[2:]
-    multiplied = shape.body_parameters + shape.head_parameters
     per_step = shape.parameters / step.tokens
     more = step.micro_batches - 1
     # The gradient of a single micro-batch goes into the flat buffer as it is, 6, and there is no sum.
@@ -151,15 +150,16 @@ def student_parts(shape: Shape, step: Step, card: Card) -> list[Part]:
     # Each micro-batch writes the table's whole gradient; where it is tied, that of the output layer is added: 6.
     table = (8 if shape.tied else 2) * shape.head_parameters / (step.micro_batch * step.length)
     return [
-        Part(forward, "GEMM", "2 · parameters that multiply", flops=2.0 * multiplied),
+        Part(forward, "GEMM", "2 · body parameters", flops=2.0 * shape.body_parameters),
         Part(forward, "attention", "layers · 2 · heads · head size · S, causal", shape.attention_flops(step.length),
              card.attention[0]),
         _elementwise(forward, shape, 0),
         Part(forward, "copies", f"weights to bf16: {GATHER} bytes · parameters / tokens per step; ideal 6",
              bytes=GATHER * per_step, ideal_bytes=6 * per_step),
+        Part(loss, "GEMM", "6 · head parameters", flops=6.0 * shape.head_parameters),
         Part(loss, "KD", f"{KD} bytes · columns; ideal {FUSED_KD}",
              bytes=KD * shape.columns, ideal_bytes=FUSED_KD * shape.columns),
-        Part(backward, "GEMM", "4 · parameters that multiply", flops=4.0 * multiplied),
+        Part(backward, "GEMM", "4 · body parameters", flops=4.0 * shape.body_parameters),
         Part(backward, "attention", "2.5 · forward: the scores are computed again", 2.5 * shape.attention_flops(step.length),
              card.attention[1]),
         _elementwise(backward, shape, 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import ceil
 
 from distill_rl.config.derive import sizes
 from distill_rl.config.facts import Facts, ModelFacts
@@ -21,8 +22,9 @@ PER_RANK_S, DRIVER_S = 0.7e-3, 6e-3
 """CPU seconds of the driver per rank and step, and beside them (`launch/bench.sh scale`)."""
 JITTER = 0.03
 """Of the logarithm of a rank's time; an assumption."""
-READ_S = 2e9
-"""Bytes per second at which a rank reads weights, and writes its part of a checkpoint; an assumption."""
+READ_S, COPY_S = 2e9, 20e9
+"""Bytes per second at which a rank reads weights or writes its part of a checkpoint, and at which it copies that part to host memory, so
+that it is written beside the training (`checkpoint.async_save`); assumptions."""
 RESTART_S = 90.0
 """From a fault to processes that can load weights: noticing it, starting Python and Ray, joining; an assumption."""
 
@@ -74,6 +76,8 @@ class Prediction:
     tokens_per_second: float
     """Of the student's rows."""
     faults: Faults
+    save: float
+    """Seconds that a checkpoint holds the run up."""
     save_every: int
     """Steps between checkpoints."""
     goodput: float
@@ -111,14 +115,16 @@ def predict(config: Config, facts: Facts, cluster: Cluster, split: Split) -> Pre
             student_ranks=split.student_gpus,
         )
     )
-    save = saving_seconds(student, split)
+    part = 12 * student.trained / split.student_gpus
+    written = part / READ_S
+    save = part / COPY_S if config.checkpoint.async_save else written
     faults = Faults(
         student_gpus=split.student_gpus,
         teacher_gpus=0 if split.shared else split.teacher_gpus,
-        student_recovery=RESTART_S + save,
+        student_recovery=RESTART_S + written,
         teacher_recovery=RESTART_S + teacher.bytes_on_disk / split.teacher_tp / READ_S,
     )
-    every = best_interval(faults, step=step, save=save)
+    every = max(best_interval(faults, step=step, save=save), ceil(written / step))
     return Prediction(
         split,
         of_teacher,
@@ -127,15 +133,11 @@ def predict(config: Config, facts: Facts, cluster: Cluster, split: Split) -> Pre
         step,
         work.rows * work.length / step,
         faults,
+        save,
         every,
         goodput(faults, step=step, save=save, every=every),
         _memory(config, facts, split, cluster),
     )
-
-
-def saving_seconds(student: ModelFacts, split: Split) -> float:
-    """How long a checkpoint holds the run up: every rank writes its part of weights and optimizer state, or reads it."""
-    return 12 * student.trained / split.student_gpus / READ_S
 
 
 def candidates(config: Config, facts: Facts, cluster: Cluster) -> Iterator[Split]:

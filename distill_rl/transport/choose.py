@@ -117,9 +117,9 @@ def make(
     if name == "cuda_ipc":
         from distill_rl.transport.cuda_ipc import CudaIpcTransport
 
-        kept = earlier if isinstance(earlier, CudaIpcTransport) else None
+        assert earlier is None or isinstance(earlier, CudaIpcTransport), "it has the same name"
         return CudaIpcTransport(
-            ring, source=source, node_id=node_id, device=device, deadline_s=deadline_s, earlier=kept
+            ring, source=source, node_id=node_id, device=device, deadline_s=deadline_s, earlier=earlier
         )
     if earlier is not None:
         earlier.close()

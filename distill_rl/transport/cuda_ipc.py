@@ -13,8 +13,8 @@ The writer's CPU never waits. A reader's CPU waits at both ends of its block, as
 than a deadline (`wait_for`). Before the block, so that no kernels are queued behind a copy that a dead writer's GPU
 will never make. After it, so that the writer is known to have lived until the reader's kernels were done.
 
-A ring is one allocation, exported once per reader and imported once (`cuda_sharing.py`). Torch never frees it if a reader was
-killed, so that a ring with new readers takes the memory of the one before.
+A ring is one allocation, exported once per reader and imported once (`cuda_sharing.py`). Torch never frees
+that allocation once a reader has been killed, so the ring for new readers reuses the memory of the one before.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ from distill_rl.transport.ring import (
     unwritten,
 )
 from distill_rl.transport.segment import Address, Segment
+
+_Memory = tuple[torch.cuda.MemPool, Tensor]
+"""A buffer, and the pool that holds nothing else."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +138,12 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         deadline_s: float,
         earlier: CudaIpcTransport | None = None,
     ):
+        memory = None if earlier is None else earlier._release_memory(ring)
         _check_device(torch.device(device))
         self._deadline_s = deadline_s
         index = torch.device(device).index
         index = torch.cuda.current_device() if index is None else index
         self._device = torch.device("cuda", index)
-        memory = None if earlier is None else earlier._give_up()
         written = None if ring is None else _make_ring(ring, self._device, memory)
         super().__init__(written, source, node_id, gpu_uuid(index))
 
@@ -221,11 +224,15 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
         super().close()
         torch.cuda.ipc_collect()
 
-    def _give_up(self) -> tuple[torch.cuda.MemPool, Tensor] | None:
-        """Closes this side and returns the memory of the ring that it wrote; None if there is none."""
-        written = self._written
+    def _release_memory(self, ring: Ring | None) -> _Memory | None:
+        """Closes this side, and returns the memory of the ring that it wrote if it has the size of `ring`; other memory is let go."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.control.close()
         self.close()
-        return None if written is None else (written.pool, written.buffer)
+        if written is None or ring is None or written.buffer.nbytes != _buffer_bytes(ring):
+            return None
+        return written.pool, written.buffer
 
     def _payload(self, written: _Written) -> _Exported:
         """Returns what one reader needs to open the ring: the address of its words, its sizes and IPC handles.
@@ -271,13 +278,18 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
             written.written[index].record(stream)
 
 
-def _make_ring(ring: Ring, device: torch.device, memory: tuple[torch.cuda.MemPool, Tensor] | None) -> _Written:
+def _buffer_bytes(ring: Ring) -> int:
+    """Bytes of GPU memory that the slots of a ring take."""
+    return buffer_bytes(ring.num_slots * slot_stride(ring))
+
+
+def _make_ring(ring: Ring, device: torch.device, memory: _Memory | None) -> _Written:
     """Allocates the words of a ring in shared memory and its slots on the GPU, and creates its `written` events.
 
     If it fails, the words are freed again.
 
     Args:
-        memory: of an earlier ring, which is taken for the slots if it has their size.
+        memory: of an earlier ring, for the slots; None: it is allocated.
 
     Raises:
         TransportError: expandable segments are on, there is too little shared memory, or the slots would share an
@@ -293,10 +305,7 @@ def _make_ring(ring: Ring, device: torch.device, memory: tuple[torch.cuda.MemPoo
     with ExitStack() as undo:
         control = Segment.create(state_bytes(ring))
         undo.callback(control.close)
-        size = buffer_bytes(ring.num_slots * slot_stride(ring))
-        if memory is None or memory[1].nbytes != size or memory[1].device != device:
-            memory = allocate(size, device)
-        pool, buffer = memory
+        pool, buffer = memory or allocate(_buffer_bytes(ring), device)
         written = _Written(
             ring=ring,
             nonce=control.address.nonce,

@@ -89,8 +89,8 @@ def _likelihoods(tau: int) -> Mapping[str, Overrides]:
     return MappingProxyType({f"{name}, τ = {tau}": _method(name, f"loss.alm_tau={tau}") for name in ("hybrid", "alm")})
 
 
-AS_THEY_ARE, BY_LOGARITHM = _likelihoods(1), _likelihoods(100)
-"""How the likelihoods of chunks are compared. The quickstart across tokenizers has τ = 1, everything else 100."""
+TAU_1, TAU_100 = _likelihoods(1), _likelihoods(100)
+"""With the τ that the task's configuration does not have: questions have 1, as the quickstart, and texts 100."""
 WIDE: Mapping[str, Overrides] = MappingProxyType({"hybrid, top 512": _method("hybrid", *_LOGITS, "loss.top_k=512")})
 """Whether `hybrid` lacks what stands outside its top k, on text where that is much."""
 

@@ -20,8 +20,6 @@ from distill_rl.bench.methods.rows import Row
 from distill_rl.bench.methods.scores import LOWER_IS_BETTER, items_of
 from distill_rl.bench.methods.settings import (
     ACROSS_TOKENIZERS,
-    AS_THEY_ARE,
-    BY_LOGARITHM,
     CE,
     DIVERGENCES,
     PEERS,
@@ -29,6 +27,8 @@ from distill_rl.bench.methods.settings import (
     SAME_TOKENIZER,
     SEEDS,
     TARGETS,
+    TAU_1,
+    TAU_100,
     WIDE,
     Overrides,
 )
@@ -188,7 +188,7 @@ def _same(rows: Rows) -> Mapping[str, Settings]:
 
 
 def _cross(rows: Rows) -> Mapping[str, Settings]:
-    settings = {**ACROSS_TOKENIZERS, **BY_LOGARITHM}
+    settings = {**ACROSS_TOKENIZERS, **TAU_100}
     return {FEW: settings, MOST: settings}
 
 
@@ -215,7 +215,7 @@ def _language(rows: Rows) -> Mapping[str, Settings]:
 
 def _language_cross(rows: Rows) -> Mapping[str, Settings]:
     best = {SPOKEN_FEW: rows.best(FEW, ACROSS_TOKENIZERS), SPOKEN_MOST: rows.best(MOST, ACROSS_TOKENIZERS)}
-    return {task: {**settings, **AS_THEY_ARE, **WIDE} for task, settings in best.items()}
+    return {task: {**settings, **TAU_1, **WIDE} for task, settings in best.items()}
 
 
 def _shift(rows: Rows) -> Mapping[str, Settings]:

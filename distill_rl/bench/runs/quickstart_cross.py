@@ -1,4 +1,4 @@
-"""The scores of the cross-tokenizer quickstart over several seeds: with `hybrid`, and no teacher.
+"""The scores of the cross-tokenizer quickstart over several seeds: with `hybrid`, the same with a teacher that has two stop tokens, and without a teacher.
 
 For each seed, three students are trained with the same steps, data and order:
 

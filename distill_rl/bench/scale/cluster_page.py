@@ -17,7 +17,7 @@ from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
 from distill_rl.config.schema import Config, DataConfig, StudentConfig, TeacherConfig, TrainConfig
 from distill_rl.scaling.cluster import Cluster
 from distill_rl.scaling.faults import goodput
-from distill_rl.scaling.splits import JITTER, Prediction, Split, predict, saving_seconds
+from distill_rl.scaling.splits import JITTER, Prediction, Split, predict
 from distill_rl.scaling.steps import Stages, step_seconds
 from distill_rl.system.environment import ROOT
 from distill_rl.system.files import write_atomic
@@ -76,12 +76,11 @@ def by_split() -> Printed:
 def by_interval() -> Printed:
     """Goodput by the time between two checkpoints, and by how long the student's recovery takes."""
     found = _best()
-    save = saving_seconds(STUDENT, found.split)
     rows = []
     for minutes in (1, 5, 15, 60, 240):
         every = max(1, round(60 * minutes / found.step))
         shares = [
-            goodput(replace(found.faults, student_recovery=seconds), step=found.step, save=save, every=every)
+            goodput(replace(found.faults, student_recovery=seconds), step=found.step, save=found.save, every=every)
             for seconds in (30.0, 120.0, 600.0)
         ]
         rows.append([f"{minutes} min", *(f"{share:.2%}" for share in shares)])

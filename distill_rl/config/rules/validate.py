@@ -215,7 +215,11 @@ def _unit(config: Config) -> int | None:
 _LOSS_RANGES = {
     "temperature": (0.01, 100, "beyond that the loss, which is multiplied by its square, is rounding of fp32"),
     "draws": (1, 32767, "beyond that their counts do not fit into 16 bits, in which they are sent"),
-    "alm_tau": (0.01, 1e6, "below that all chunks are impossible on both sides, above it nothing changes"),
+    "alm_tau": (
+        0.01,
+        1e6,
+        "below that all chunks are impossible on both sides, above it what is compared is rounding of fp32",
+    ),
 }
 """Setting of `loss` → its smallest and largest value, and why. What is not positive has its own rule."""
 

@@ -68,7 +68,7 @@ class LossConfig:
     gold_relaxed: bool = False
     """Also accept vocabulary matches with a weight of at least 0.6 in `gold` and `hkl`."""
     alm_tau: float = field(default=100.0, metadata=POSITIVE)
-    """Temperature τ of the likelihoods of chunks that `alm` compares, and `hybrid` where a chunk is not one token on both sides: τ · D of the likelihoods to the power 1 / τ. With 1, text that the teacher finds unlikely teaches next to nothing; the larger τ, the more it is the logarithms that are compared (docs/losses.md)."""
+    """Temperature τ of the likelihoods P and Q of whole chunks, which `alm` compares, and `hybrid` for chunks that are not one token on both sides. The loss is τ · D(P^(1/τ), Q^(1/τ)). 100: text that the teacher finds unlikely is taught, too. 1: it teaches next to nothing, which is better if many labels are wrong (docs/losses.md)."""
     fused: Literal["auto", "on", "off"] = "auto"
     """Compute the student's logits a few rows at a time, inside the loss, so that they never exist as a whole. The result is the same but for rounding. auto: if the logits of a micro-batch would take more than 256 MiB on a rank. With n teachers the output layer is computed n times."""
     backend: Literal["auto", "eager", "triton"] = "auto"

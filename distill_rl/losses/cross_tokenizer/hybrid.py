@@ -6,9 +6,9 @@
     hybrid   chunks of one token on both sides: T²·D over S and one more outcome for all else, where S are the teacher's
              top k tokens that have a counterpart in the common vocabulary. All other chunks: as alm.
 
-The gradient of forward KL is (Q − P)/(1 − Q) by log Q with τ = 1, which is next to nothing for text that both sides find unlikely, and
-log P / log Q − 1 with a large τ, as much as that of cross-entropy for text that the student alone finds unlikely. The factor τ keeps it
-in proportion to that of 1:1 chunks.
+By log Q, forward KL has the slope (Q − P)/(1 − Q) at τ = 1: next to nothing for text that both sides find unlikely. For large τ the
+slope of τ·D approaches log P / log Q − 1: that of cross-entropy, −1, for text that only the student finds unlikely. Without the
+factor τ it would vanish as τ grows.
 
 Both come out of one `TopKRows` over all labelled rows: rows of 1:1 chunks carry the teacher's top k, translated into
 the student's ids; all other rows carry their label as the only entry, because only its log-probability is needed.

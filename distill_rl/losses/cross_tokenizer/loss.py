@@ -87,7 +87,8 @@ def chunk_kd_loss(
             one more outcome.
         uncommon_top_k: how many of the sorted probabilities `gold`, `hkl` and `uld` compare.
         relaxed: `gold` and `hkl` also take for common what W sends mostly into one token.
-        tau: `alm` compares probabilities to the power 1/tau, and multiplies their D by tau. Runs set 100 (`loss.alm_tau`).
+        tau: `alm`, and `hybrid` for chunks that are not 1:1, compare likelihoods to the power 1/tau, and multiply D by tau. A run's
+            default is 100 (`loss.alm_tau`).
         reduction: sum, or none: one number per chunk, and per row for the cross-entropy.
         chunk_size: rows of logits worked on at once, rounded to whole chunks of text where a method needs it.
         validate: look at ids, labels and chunk numbers; None means on CPU tensors only.

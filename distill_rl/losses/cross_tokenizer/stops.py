@@ -91,14 +91,14 @@ def _own_tokens(task: ChunkTask) -> Tensor:
     Args:
         task: one whose logits and labels are those of the stop chunks' rows.
     """
-    labelled = LabelledRows(task, None, None, 0)
+    labelled = LabelledRows(task)
     return cross_entropies(labelled)[1]
 
 
 def _coins(task: ChunkTask, method: str, ours: Tensor, theirs: Tensor) -> Tensor:
     """D between the two coins of each stop chunk, [n], in the method's own terms, without the factor T².
 
-    `strict` is reverse KL, `uld` is L1 (twice the total variation of two coins), `alm` applies τ.
+    `strict` is reverse KL, `uld` is L1 (twice the total variation of two coins), `alm` has τ here too, `hybrid` has not.
 
     Args:
         ours, theirs: [n], log-probabilities at T that student and teacher stop.

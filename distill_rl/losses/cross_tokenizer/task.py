@@ -116,7 +116,7 @@ class ChunkTask:
         count = self.label_rows.shape[0]
         if first is None:
             whole = count == self.student.num_rows
-            return LabelledRows(self, None if whole else self.label_rows, None, 0)
+            return LabelledRows(self, None if whole else self.label_rows)
         waiting = torch.zeros(self.student.num_rows, dtype=torch.bool, device=first.device)
         waiting[self.label_rows] = True
         order = torch.cat([first, waiting.index_fill_(0, first, False).nonzero()[:, 0]])
@@ -134,11 +134,11 @@ class LabelledRows:
     """The M labelled rows in the order in which they are streamed."""
 
     task: ChunkTask
-    order: Tensor | None
+    order: Tensor | None = None
     """int64 [M]; None: all rows as they stand"""
-    pieces: tuple[slice, ...] | None
-    """None: of as many rows as suit a row function that compares a few columns per row"""
-    num_first: int
+    pieces: tuple[slice, ...] | None = None
+    """Chunks in which the rows are streamed. None: as suits the row function that is run, which compares few columns per row"""
+    num_first: int = 0
     """How many rows belong to compared chunks. They come before those that only have a cross-entropy."""
 
     @cached_property
@@ -165,13 +165,13 @@ class LabelledRows:
         Args:
             parameters: of the function.
         """
-        task = self.task
-        if self.pieces is not None:
-            plan = RowPlan(self.pieces, self.order)
-        else:
-            size = task.student.default_chunk(task.shard.widest, dense=False, function=function)
-            plan = RowPlan.of(len(self.labels), task.options.chunk_size or size, order=self.order)
-        return task.student.stream(function, plan, *parameters)
+        task, pieces = self.task, self.pieces
+        if pieces is None:
+            size = task.options.chunk_size or task.student.default_chunk(
+                task.shard.widest, dense=False, function=function
+            )
+            pieces = tuple(chunks(len(self.labels), size))
+        return task.student.stream(function, RowPlan(pieces, self.order), *parameters)
 
     def of_student_side(self, values: Tensor) -> Tensor:
         """Selects from values [M] in the order those of the student's rows of all chunks, chunk by chunk, [n]."""

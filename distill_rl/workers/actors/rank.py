@@ -139,7 +139,7 @@ class RankWorker(GroupMember):
     def _open_transport(
         self, name: str, ring: Ring | None = None, source: str = "", backing: Backing = "memfd"
     ) -> Transport:
-        """Creates this process's side of a transport, keeps it under its name in place of an earlier one, and returns it.
+        """Creates this process's side of a transport in place of an earlier one of that name, keeps it, and returns it.
 
         Args:
             ring: the slots to write to, for a teacher rank; None for a reader.

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from distill_rl.commands.check import summary
 from distill_rl.scaling.advice import suggestions
 from tests.unit.scaling.conftest import FACTS
 
@@ -22,7 +23,7 @@ def cluster(config):
         teachers=[replace(config.teachers[0], parallel=parallel)],
         train=replace(config.train, steps=100_000, micro_batch_size=1),
         ray=replace(config.ray, placement="disaggregated", address="auto"),
-        checkpoint=replace(config.checkpoint, every=200),
+        checkpoint=replace(config.checkpoint, every=400, async_save=False),
     )
 
 
@@ -37,14 +38,14 @@ def test_another_interval_is_suggested_where_it_keeps_more(cluster, every):
     name, _, steps = setting.partition("=")
     assert name == "checkpoint.every"
     assert 1 < int(steps) < 20_000
-    assert reason.endswith(f"with {every}")
+    assert f"with {f'checkpoint.every={every}' if every else 'none before the end'}" in reason
     improved = replace(cluster, checkpoint=replace(cluster.checkpoint, every=int(steps)))
     assert suggestions(improved, FACTS) == []
 
 
 def test_look_ahead_is_suggested_where_there_is_none(cluster):
     (line,) = suggestions(replace(cluster, prefetch=replace(cluster.prefetch, depth=0)), FACTS)
-    assert line.startswith("prefetch.depth=1: a step takes ")
+    assert line.startswith("prefetch.depth=1: a step is predicted to take ")
 
 
 def test_nothing_is_said_of_what_is_not_modelled(cluster):
@@ -63,3 +64,22 @@ def test_nothing_is_said_of_few_ranks_or_cpus(cluster, config):
     assert suggestions(on_cpus, FACTS) == []
     assert suggestions(on_cpus, ON_GPUS)
     assert suggestions(replace(config, checkpoint=hasty.checkpoint), ON_GPUS) == []
+
+
+def test_saving_beside_the_training_costs_less(cluster):
+    often = replace(cluster, checkpoint=replace(cluster.checkpoint, every=1))
+    assert suggestions(often, FACTS)
+    assert suggestions(replace(often, checkpoint=replace(often.checkpoint, async_save=True)), FACTS) == []
+
+
+def test_a_short_run_is_not_saved_at_every_step(cluster):
+    short = replace(cluster, train=replace(cluster.train, steps=100), checkpoint=replace(cluster.checkpoint, every=1))
+    (line,) = suggestions(short, FACTS)
+    assert line.startswith("checkpoint.every=")
+    assert not line.startswith("checkpoint.every=1:")
+
+
+def test_check_prints_them(cluster):
+    hasty = replace(cluster, checkpoint=replace(cluster.checkpoint, every=1))
+    (line,) = suggestions(hasty, FACTS)
+    assert f"suggested  {line}" in summary(hasty, FACTS)

@@ -111,6 +111,17 @@ def test_transport_is_made_by_name(name):
     transport.close()
 
 
+@pytest.mark.parametrize("name", ["local", "shared_memory", "object_store"])
+def test_a_side_closes_the_one_whose_place_it_takes(monkeypatch, name):
+    arguments = {"deadline_s": 1, "node_id": "node", "ring": Ring(1, 4096), "source": "teacher"}
+    earlier, closed = make(name, **arguments), []
+    close = type(earlier).close
+    monkeypatch.setattr(type(earlier), "close", lambda side: (closed.append(side), close(side)))
+    later = make(name, **arguments, earlier=earlier)
+    assert closed == [earlier]
+    later.close()
+
+
 def test_unknown_name_lists_all_names():
     with pytest.raises(ConfigError, match="local, object_store, shared_memory, cuda_ipc"):
         make("pigeon", deadline_s=1)

@@ -28,7 +28,7 @@ SMALL = Shape(hidden=64, intermediate=192, layers=2, heads=4)
 LARGE = Shape(hidden=128, intermediate=384, layers=3, heads=4)
 """Its teachers: 1.2M parameters with 2,048 tokens."""
 TEACHER_STEPS, STUDENT_STEPS, RATE = 1000, 400, 3e-3
-"""Of the training on the texts alone that a teacher, and a pretrained student, has had."""
+"""Steps on the texts alone that a teacher, and a student that is pretrained, has had, and their peak learning rate."""
 END = "<|end|>"
 
 
@@ -63,6 +63,8 @@ class Language(Task):
 
     def prepare(self, root: Path, seed: int) -> Prepared:
         student = _language_model(root, seed, "2k", SMALL)
+        if self.pretrained:
+            student = _trained(root, seed, student, STUDENT_STEPS)
         teachers = [
             _language_teacher(root, seed, kind, self.teachers[:i].count(kind)) for i, kind in enumerate(self.teachers)
         ]
@@ -83,8 +85,6 @@ class Language(Task):
             }
             write_atomic(folder / "config.yaml", json.dumps(config, indent=2))
 
-        if self.pretrained:
-            student = _trained(root, seed, student, STUDENT_STEPS)
         known = fingerprint(student.name, *(path.name for path in teachers), *self.train, *self.measured)
         data = made_once(root, f"{re.sub(r'[^a-z0-9]+', '-', self.name)}-{seed}-{known[:12]}", make)
         return Prepared(
@@ -123,18 +123,15 @@ def _language_model(root: Path, seed: int, kind: str, shape: Shape, copy: int = 
 
 def _language_teacher(root: Path, seed: int, kind: str, copy: int = 0) -> Path:
     """The folder of a model that was trained on all domains, as a student without a teacher is."""
-    return _trained(
-        root,
-        seed,
-        _language_model(root, seed, kind, LARGE, copy),
-        TEACHER_STEPS,
-        "train.global_batch_size=16",
-        "train.micro_batch_size=16",
-    )
+    return _trained(root, seed, _language_model(root, seed, kind, LARGE, copy), TEACHER_STEPS, batch=16)
 
 
-def _trained(root: Path, seed: int, untrained: Path, steps: int, *overrides: str) -> Path:
-    """The folder of a model after `steps` steps on the texts of all domains alone."""
+def _trained(root: Path, seed: int, untrained: Path, steps: int, batch: int = 8) -> Path:
+    """The folder of a model after `steps` steps on the texts of all domains alone.
+
+    Args:
+        batch: documents of a step; one number for each shape, because the folder is not named after it.
+    """
 
     def make(folder: Path) -> None:
         train_file = folder.with_name(f"{folder.name}.jsonl")
@@ -146,8 +143,9 @@ def _trained(root: Path, seed: int, untrained: Path, steps: int, *overrides: str
             f"data.path={train_file}",
             f"train.steps={steps}",
             f"optimizer.lr={RATE}",
+            f"train.global_batch_size={batch}",
+            f"train.micro_batch_size={batch}",
             "teachers=[]",
-            *overrides,
         ]
         train(load_config(CONFIG, settings), folder)
         train_file.unlink()

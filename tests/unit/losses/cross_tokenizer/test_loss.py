@@ -25,6 +25,7 @@ from distill_rl.losses import (
     vocab_parallel_topk,
 )
 from distill_rl.losses.core.shards import VocabularyShard
+from distill_rl.losses.core.sparse import TopKRows
 from distill_rl.losses.core.streaming import padded_width
 from distill_rl.losses.cross_tokenizer import hybrid
 from distill_rl.losses.cross_tokenizer.projection import ColumnProduct
@@ -80,10 +81,8 @@ def test_value_and_gradient_equal_the_oracle_for_every_setting(method: str, dtyp
 def test_likelihoods_may_be_compared_near_their_logarithms(
     method: str, tau: float, divergence: str, dtype: torch.dtype, bound: float
 ) -> None:
-    data, bound = (
-        documents(),
-        bound * max(1, tau / 100),
-    )  # what is compared are differences of coins that nearly always show heads
+    data = documents()
+    bound *= max(1, tau / 100)  # 1 − coin loses digits as tau grows
     keywords = {"method": method, "tau": tau, "divergence": divergence}
     expected, gradient = oracle(data, data.target("dense"), **keywords)
     student = data.student.to(dtype, copy=True).requires_grad_()
@@ -114,6 +113,22 @@ def test_logits_that_are_computed_on_the_way_give_the_oracles_gradients(method: 
             assert_gradient(weight.grad, gradient.T @ data.student, 1e-10)
         except AssertionError as error:
             raise AssertionError(f"{kind} {keywords}: {error}") from None
+
+
+@pytest.mark.parametrize("method", ["hybrid", "alm"])
+def test_no_more_rows_than_asked_for_have_logits_at_once(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, sizes = documents(), []
+    collect = TopKRows.collect
+    monkeypatch.setattr(
+        TopKRows,
+        "collect",
+        lambda rows, part, *others: (sizes.append(part.stop - part.start), collect(rows, part, *others)),
+    )
+    student = StudentHidden(data.student, torch.eye(53).double())
+    chunk_kd_loss(
+        student, data.target("dense"), data.chunks, data.bridge, method=method, labels=data.labels, chunk_size=3
+    )
+    assert max(sizes) == 3
 
 
 @pytest.mark.parametrize("sizes", [(71, 53), (40, 200), (200, 40)])
@@ -406,7 +421,7 @@ def test_the_oracle_is_where_a_method_is_defined_to_be_a_plain_sum() -> None:
     torch.testing.assert_close(output.kd, by_hand)
 
 
-def test_unlikely_text_teaches_as_much_as_cross_entropy_does_if_tau_is_large() -> None:
+def test_large_tau_teaches_unlikely_text() -> None:
     """A chunk of two tokens, of probability 1e-3 for the teacher and 1e-6 for the student: the slope of forward KL by log Q."""
     logits = torch.zeros(2, 2, dtype=torch.float64)
     logits[:, 0] = torch.tensor(1e-3, dtype=torch.float64).logit()
