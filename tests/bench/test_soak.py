@@ -10,9 +10,9 @@ from distill_rl.bench.scale.watch import ROLES, Watch
 
 def test_both_runs_are_watched(tmp_path):
     out = tmp_path / "soak.json"
-    assert soak.main(["--steps", "400", "--real-steps", "200", "--every", "0.1", "--out", str(out)]) in (0, 1)
+    assert soak.main(["--steps", "200", "--real-steps", "200", "--every", "0.1", "--out", str(out)]) in (0, 1)
     found = json.loads(out.read_text())["runs"]
-    for name, steps in (("stubs", 400), ("models", 200)):
+    for name, steps in (("stubs", 200), ("models", 200)):
         assert found[name]["steps"] == steps
         assert all(found[name][role]["mib"] > 5 for role in ROLES), found[name]
 
