@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distill_rl.align.projection import cached_projection, load_projection
-from distill_rl.config.schema import AlignerConfig
+from distill_rl.config.schema import AlignerConfig, LossConfig
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
@@ -177,7 +177,7 @@ def references(folders) -> dict[tuple[str, str, int], dict[str, torch.Tensor]]:
                     target = DenseLogits(logits.flatten(0, 1), topk["label_logprob"])
                 output = reference_chunks.chunk_kd_loss(
                     student, target, flat_chunks(shared, torch.device("cpu")), bridge_of(folders[f"projection{i}"]),
-                    method=method, labels=labels, top_k=TOP, **loss,
+                    method=method, labels=labels, top_k=TOP, tau=LossConfig().alm_tau, **loss,
                 )  # fmt: skip
                 compared = shared.num_one_to_one if method == "strict" else shared.num_chunks
                 losses.append(output.kd / compared + CE_WEIGHT * output.ce / ours.num_labels)

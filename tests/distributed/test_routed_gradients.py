@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distill_rl.align.projection import cached_projection
-from distill_rl.config.schema import AlignerConfig
+from distill_rl.config.schema import AlignerConfig, LossConfig
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
@@ -149,7 +149,7 @@ def references(folders) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
             (_, shared) = ours.chunks
             output = reference_chunks.chunk_kd_loss(
                 logits, sent, flat_chunks(shared, torch.device("cpu")), bridge_of(folders["projection"]), method=method,
-                labels=torch.tensor(ours.rows.labels, dtype=torch.int64), top_k=TOP,
+                labels=torch.tensor(ours.rows.labels, dtype=torch.int64), top_k=TOP, tau=LossConfig().alm_tau,
             )  # fmt: skip
             kd_sums[1] = kd_sums[1] + weights[1] * output.kd
             chunks += weights[1] * shared.num_chunks

@@ -155,7 +155,14 @@ def test_gradient_by_chunks_is_that_of_the_parts(data: st.DataObject):
             whole, student=np.where(kept[:, None], numbers[0], -1), teacher=np.where(kept[:, None], numbers[1], -1)
         )
         output = reference_chunks.chunk_kd_loss(
-            exact, sent, flat_chunks(part, exact.device), identity, method=method, labels=labels, top_k=TOP
+            exact,
+            sent,
+            flat_chunks(part, exact.device),
+            identity,
+            method=method,
+            labels=labels,
+            top_k=TOP,
+            tau=LossConfig().alm_tau,
         )
         kd = kd + weight * output.kd
         compared += weight * int(kept.sum()) * (1 if method == "strict" else 3)
