@@ -37,7 +37,9 @@ def advise(one_to_one_share: float, num_chunks: int, num_common: int) -> Advice:
         return Advice("alm", "no token of the two vocabularies spells the same, so only whole chunks can be compared")
     share = f"{one_to_one_share:.1%} of the chunks are 1:1"
     if one_to_one_share < FEW_SINGLES:
-        return Advice("alm", f"only {share}, so whole chunks say more than single tokens")
+        return Advice(
+            "alm", f"only {share}, so whole chunks say more than single tokens; xtoken beside labels may teach more"
+        )
     return Advice(
         "hybrid", f"{share} and compare {num_common:,} common tokens; the others are compared as whole chunks"
     )
