@@ -149,8 +149,6 @@ def prepare(config: Config, paths: RunPaths, checked: Facts | None = None) -> Jo
     crossing = [
         (t.name, other, spec) for t, other, spec in zip(teachers, teacher_tokenizers, specs) if spec is not None
     ]
-    chat_tokenizers = {"chat template": tokenizer}
-    chat_tokenizers |= {f"chat template of teacher {name}": other for name, other, _ in crossing}
     return Job(
         config,
         paths,
@@ -168,16 +166,7 @@ def prepare(config: Config, paths: RunPaths, checked: Facts | None = None) -> Jo
                 for of_teacher in zip(teachers, teacher_tokenizers, specs, token_by_token)
             ),
         ),
-        fingerprints={
-            "data": train.fingerprint,
-            _ORDER: _order_name(config, windowed=train.windowed),
-            "tokenizer": tokenizer_hash(tokenizer),
-            "trained weights": trained_weights(config),
-            **({} if limit is None else {"compared ids": str(limit)}),
-            **_template_fingerprints(train, chat_tokenizers),
-            **models,
-            **_pair_fingerprints(config, crossing),
-        },
+        fingerprints=_fingerprints(config, train, tokenizer, crossing, limit, models),
     )
 
 
@@ -252,6 +241,36 @@ def _columns(teacher: TeacherConfig, tokenizer: Any) -> int:
     if teacher.backend == "endpoint" or not (resolve(path, revision) / "config.json").is_file():
         return vocabulary_size(tokenizer)
     return read_config(path, revision, quantized=may_be_quantized(teacher)).vocab_size
+
+
+def _fingerprints(
+    config: Config,
+    train: Source | Mixture,
+    tokenizer: Any,
+    crossing: Sequence[tuple[str, Any, CrossTokenizerSpec]],
+    limit: int | None,
+    models: Mapping[str, str],
+) -> dict[str, str]:
+    """What must be unchanged when a run goes on, by name.
+
+    Args:
+        tokenizer: the student's.
+        crossing: name, tokenizer and comparison of each teacher that is compared over chunks of text.
+        limit: ids that are compared; None: all of the student's.
+        models: the part that `_model_fingerprints` gives.
+    """
+    templates = {"chat template": tokenizer}
+    templates |= {f"chat template of teacher {name}": other for name, other, _ in crossing}
+    return {
+        "data": train.fingerprint,
+        _ORDER: _order_name(config, windowed=train.windowed),
+        "tokenizer": tokenizer_hash(tokenizer),
+        "trained weights": trained_weights(config),
+        **({} if limit is None else {"compared ids": str(limit)}),
+        **_template_fingerprints(train, templates),
+        **models,
+        **_pair_fingerprints(config, crossing),
+    }
 
 
 def _pair_fingerprints(config: Config, crossing: Sequence[tuple[str, Any, CrossTokenizerSpec]]) -> dict[str, str]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from distill_rl.config.facts import Facts, running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.scaling.cluster import Cluster
-from distill_rl.scaling.faults import goodput
 from distill_rl.scaling.splits import Prediction, Split, predict
 
 LEAST_GPUS = 8
@@ -29,9 +28,9 @@ def suggestions(config: Config, facts: Facts) -> list[str]:
         return []
     if not (facts.gpus or config.ray.address):
         return []
-    cluster = Cluster(split.student_gpus if split.shared else split.student_gpus + split.teacher_gpus)
+    cluster = Cluster(split.gpus)
     found = predict(config, facts, cluster, split)
-    lines = _interval(config, cluster, found), _look_ahead(config, facts, cluster, found)
+    lines = _interval(config, found), _look_ahead(config, facts, cluster, found)
     return [line for line in lines if line]
 
 
@@ -47,13 +46,13 @@ def _split(config: Config) -> Split | None:
     return Split(student.dp, student.tp, teacher.dp, teacher.tp, config.train.micro_batch_size, shared)
 
 
-def _interval(config: Config, cluster: Cluster, found: Prediction) -> str:
+def _interval(config: Config, found: Prediction) -> str:
     """A line with a better interval between checkpoints; empty if the present one is as good."""
-    if cluster.gpus < LEAST_GPUS:
+    if found.split.gpus < LEAST_GPUS:
         return ""
     steps = config.train.steps or _LONG_RUN
     every, best = (min(each or steps, steps) for each in (config.checkpoint.every, found.save_every))
-    now, kept = (goodput(found.faults, step=found.step, save=found.save, every=each) for each in (every, best))
+    now, kept = found.goodput_at(every), found.goodput_at(best)
     if kept < now + WORTH:
         return ""
     present = f"checkpoint.every={config.checkpoint.every}" if config.checkpoint.every else "none before the end"

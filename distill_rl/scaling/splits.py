@@ -50,6 +50,11 @@ class Split:
         return self.teacher_dp * self.teacher_tp
 
     @property
+    def gpus(self) -> int:
+        """Of both."""
+        return self.student_gpus if self.shared else self.student_gpus + self.teacher_gpus
+
+    @property
     def overrides(self) -> tuple[str, ...]:
         """The settings of this split, as on the command line."""
         return (
@@ -80,9 +85,17 @@ class Prediction:
     """Seconds that a checkpoint holds the run up."""
     save_every: int
     """Steps between checkpoints."""
-    goodput: float
     memory: float
     """The largest share of a GPU's memory that is estimated to be in use."""
+
+    def goodput_at(self, every: int) -> float:
+        """The share of the time that goes into steps which count, with a checkpoint every `every` steps."""
+        return goodput(self.faults, step=self.step, save=self.save, every=every)
+
+    @property
+    def goodput(self) -> float:
+        """That of the best interval, `save_every`."""
+        return self.goodput_at(self.save_every)
 
     @property
     def kept(self) -> float:
@@ -135,7 +148,6 @@ def predict(config: Config, facts: Facts, cluster: Cluster, split: Split) -> Pre
         faults,
         save,
         every,
-        goodput(faults, step=step, save=save, every=every),
         _memory(config, facts, split, cluster),
     )
 

@@ -226,9 +226,7 @@ class CudaIpcTransport(RingTransport[_Written, _Opened]):
 
     def _release_memory(self, ring: Ring | None) -> _Memory | None:
         """Closes this side, and returns the memory of the ring that it wrote if it has the size of `ring`; other memory is let go."""
-        written, self._written = self._written, None
-        if written is not None:
-            written.control.close()
+        written = self._written
         self.close()
         if written is None or ring is None or written.buffer.nbytes != _buffer_bytes(ring):
             return None

@@ -9,12 +9,17 @@ import torch
 
 from distill_rl.bench import chunk_formulas
 from distill_rl.bench.chunk_formulas import LOSSES, WORDS, ambiguous, case_of, learnt, p_kl, properties, same_vocabulary
+from distill_rl.config.schema import LossConfig
 
 
 @pytest.fixture
 def fewer_steps(monkeypatch):
     monkeypatch.setattr(chunk_formulas, "STEPS", 300)
     monkeypatch.setattr(chunk_formulas, "RATE", 0.2)
+
+
+def test_tau_is_that_of_a_run():
+    assert LossConfig().alm_tau == chunk_formulas.TAU
 
 
 @pytest.mark.parametrize("name", ["hybrid", "alm"])

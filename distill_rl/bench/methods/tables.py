@@ -159,8 +159,8 @@ class Table:
 NOISY, FEW, MOST = "noisy", "noisy, few shared tokens", "noisy, most tokens shared"
 SAME_TEMPLATE, BESIDE = "noisy, same template", "noisy, beside TRL"
 TRAINED, TRAINED_FEW = "noisy, trained student", "noisy, few shared tokens, trained student"
-SPOKEN_FEW, SPOKEN_MOST = "language, few shared tokens", "language, most tokens shared"
-SPOKEN_TRAINED = "language, most tokens shared, trained student"
+TEXT_FEW, TEXT_MOST = "language, few shared tokens", "language, most tokens shared"
+TEXT_TRAINED = "language, most tokens shared, trained student"
 
 
 LANGUAGE_TARGETS = (
@@ -195,8 +195,8 @@ def _cross(rows: Rows) -> Mapping[str, Settings]:
 def _trained(rows: Rows) -> Mapping[str, Settings]:
     alike = {BASELINE: CE, "all logits": SAME_TOKENIZER["all logits"], **DIVERGENCES}
     across = {name: of for name, of in ACROSS_TOKENIZERS.items() if "+" not in name}
-    spoken = {name: ACROSS_TOKENIZERS[name] for name in ACROSS_ON_TEXT}
-    return {TRAINED: alike, TRAINED_FEW: across, SPOKEN_TRAINED: spoken}
+    on_text = {name: ACROSS_TOKENIZERS[name] for name in ACROSS_ON_TEXT}
+    return {TRAINED: alike, TRAINED_FEW: across, TEXT_TRAINED: on_text}
 
 
 def _few_rows(rows: Rows) -> Mapping[str, Settings]:
@@ -214,7 +214,7 @@ def _language(rows: Rows) -> Mapping[str, Settings]:
 
 
 def _language_cross(rows: Rows) -> Mapping[str, Settings]:
-    best = {SPOKEN_FEW: rows.best(FEW, ACROSS_TOKENIZERS), SPOKEN_MOST: rows.best(MOST, ACROSS_TOKENIZERS)}
+    best = {TEXT_FEW: rows.best(FEW, ACROSS_TOKENIZERS), TEXT_MOST: rows.best(MOST, ACROSS_TOKENIZERS)}
     return {task: {**settings, **TAU_1, **WIDE} for task, settings in best.items()}
 
 
@@ -225,7 +225,7 @@ def _shift(rows: Rows) -> Mapping[str, Settings]:
 def _teachers(rows: Rows) -> Mapping[str, Settings]:
     across = {BASELINE: CE, "hybrid": ACROSS_TOKENIZERS["hybrid"]}
     alike = {BASELINE: CE, "top 32, bucket": SAME_TOKENIZER["top 32, bucket"]}
-    tasks = dict.fromkeys((SPOKEN_MOST, SPOKEN_FEW, "language, two teachers"), across)
+    tasks = dict.fromkeys((TEXT_MOST, TEXT_FEW, "language, two teachers"), across)
     return {**tasks, "language": alike, "language, two alike": alike}
 
 

@@ -40,13 +40,9 @@ def measure_seed(seed: int, root: Path) -> dict[str, Any]:
     subprocess.run([sys.executable, "-m", "distill_rl", "quickstart", *options], check=True)
     summary = json.loads((runs / "quickstart-cross" / "summary.json").read_text())
     two_stops = make_material(material, seed, TURNS).root
-    scored = {
-        "hybrid": _scores(runs / "quickstart-cross", "student_after"),
-        "two_stops": train("two_stops", two_stops, seed, runs),
-    }
-    own = scored["two_stops"]
-    summary["two_stops"], summary["intervals"]["two_stops"] = own["score"], own["interval"]
-    summary["truncated"] = {name: score["truncated"] for name, score in scored.items()}
+    hybrid, other = _scores(runs / "quickstart-cross", "student_after"), train("two_stops", two_stops, seed, runs)
+    summary["two_stops"], summary["intervals"]["two_stops"] = other["score"], other["interval"]
+    summary["truncated"] = {"hybrid": hybrid["truncated"], "two_stops": other["truncated"]}
     return {key: value for key, value in summary.items() if key != "tasks"}
 
 

@@ -16,7 +16,6 @@ from distill_rl.bench import harness
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
 from distill_rl.config.schema import Config, DataConfig, StudentConfig, TeacherConfig, TrainConfig
 from distill_rl.scaling.cluster import Cluster
-from distill_rl.scaling.faults import goodput
 from distill_rl.scaling.splits import JITTER, Prediction, Split, predict
 from distill_rl.scaling.steps import Stages, step_seconds
 from distill_rl.system.environment import ROOT
@@ -80,7 +79,7 @@ def by_interval() -> Printed:
     for minutes in (1, 5, 15, 60, 240):
         every = max(1, round(60 * minutes / found.step))
         shares = [
-            goodput(replace(found.faults, student_recovery=seconds), step=found.step, save=found.save, every=every)
+            replace(found, faults=replace(found.faults, student_recovery=seconds)).goodput_at(every)
             for seconds in (30.0, 120.0, 600.0)
         ]
         rows.append([f"{minutes} min", *(f"{share:.2%}" for share in shares)])
