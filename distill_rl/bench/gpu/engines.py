@@ -125,9 +125,9 @@ def phase_seconds(engines: Engines, device: torch.device, steps: int) -> dict[st
 def _marked(engines: Engines, clock: Clock) -> Iterator[None]:
     """Inside the block, hooks on the modules mark the ends of the phases that lie within the engines' calls.
 
-    These are the teacher's body, the student's body forward, head and loss, and the backward of every micro-batch that
-    another one follows. The caller marks the teacher's head, the last backward of a step and the optimizer. Head and loss end
-    twice in a micro-batch: after their forward, and when the gradient of the hidden states is complete.
+    These are the teacher's body; the forward pass of the student's body; its output layer and loss; and the backward pass of every
+    micro-batch that another one follows. The caller marks the teacher's head, the last backward pass of a step and the optimizer.
+    Output layer and loss end twice in a micro-batch: after their forward, and when the gradient of the hidden states is complete.
     """
     student = inner_model(engines.student.model)
 
