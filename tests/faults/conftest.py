@@ -15,7 +15,16 @@ import psutil
 import pytest
 
 from tests.cli.conftest import Material, material
-from tests.helpers.command import distill_rl, leftovers, running, series, shared_memory, survivors, temporary, until
+from tests.helpers.command import (
+    abandoned_shared_memory,
+    distill_rl,
+    leftovers,
+    running,
+    series,
+    survivors,
+    temporary,
+    until,
+)
 from tests.helpers.ray_state import actors
 from tests.ray.conftest import one_ray
 
@@ -106,7 +115,7 @@ def disturb(material: Material, tmp_path: Path) -> Callable[..., object]:
 
     @contextmanager
     def disturbed(*settings: str, folder: Path = tmp_path) -> Iterator[Disturbed]:
-        before, log = shared_memory(), folder / "log"
+        before, log = abandoned_shared_memory(), folder / "log"
         config = material.config(folder)
         with running("train", "-c", config, *settings, log=log) as process:
             run = folder / "runs" / "tiny"
@@ -118,7 +127,7 @@ def disturb(material: Material, tmp_path: Path) -> Callable[..., object]:
             yield training
             family |= leftovers(process.pid) if process.is_running() and process.poll() is None else {}
         assert not survivors(family.values())
-        until(lambda: shared_memory() <= before, "shared memory given back")
+        until(lambda: abandoned_shared_memory() <= before, "shared memory given back")
         assert not temporary(process.pid)
 
     return disturbed

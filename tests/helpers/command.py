@@ -155,7 +155,26 @@ def actor_pid(root: int, name: str) -> int:
 
 
 def shared_memory() -> set[str]:
+    """The names in /dev/shm, those of other tests included."""
     return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[str]:
+    """The names in /dev/shm that these processes have mapped or opened."""
+    names: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # ended meanwhile, or of another user
+            process = Path("/proc", str(pid))
+            maps = [line.partition(" /dev/shm/")[2] for line in (process / "maps").read_text().splitlines()]
+            links = [str(link.readlink()).partition("/dev/shm/")[2] for link in (process / "fd").iterdir()]
+            names |= {name for name in maps + links if name}
+    return names
+
+
+def abandoned_shared_memory() -> set[str]:
+    """The names in /dev/shm that no process uses, so what a process has left behind; not those of a test beside this one."""
+    names = shared_memory()
+    return names - shared_memory_of(psutil.pids()) if names else names
 
 
 def temporary(pid: int) -> list[Path]:
