@@ -159,12 +159,15 @@ def _session(
         num_aligners = local_aligners
         if config.ray.address is not None:
             num_aligners = aligner_workers(placed, gpus=gpus, cpus=cpus)
-        plan = place_actors(placed, num_aligners, gpus=gpus, nodes=nodes(), needs=_memory_needs(job, int(gpus)))
         job = replace(job, plan=job.plan.for_device(on_gpu=gpus > 0))
         make_stores(job, on_gpu=gpus > 0, captures=captures)
         calls = Calls(signals.raise_if_stopping, report_after_s=config.faults.report_after_s)
         calls.monitor = ProcessMonitor(config.faults, calls.processes, job.paths.logs)
-        with _reserved(job, plan, signals) as placement:
+
+        def make_plan() -> PlacementPlan:
+            return place_actors(placed, num_aligners, gpus=gpus, nodes=nodes(), needs=_memory_needs(job, int(gpus)))
+
+        with _reserved(job, make_plan, signals) as (plan, placement):
             actors = _create(job, total_steps, num_aligners, plan, placement, calls, placed, roles)
             say(f"starting  {', '.join(name for group in actors.groups for name in group.names)}")
             try:
@@ -184,15 +187,17 @@ def _session(
 
 
 @contextmanager
-def _reserved(job: Job, plan: PlacementPlan, signals: Signals) -> Iterator[PlacementGroup]:
-    """Reserves the places of all actors while the block runs; meanwhile a file tells the place in the queue, if there is one."""
+def _reserved(
+    job: Job, make_plan: Callable[[], PlacementPlan], signals: Signals
+) -> Iterator[tuple[PlacementPlan, PlacementGroup]]:
+    """Reserves the places of all actors while the block runs; before that, a file tells the place in the queue, if there is one."""
     config, file = job.config, job.paths.queue
     with ExitStack() as stack:
         in_line = stack.enter_context(ExitStack())
         in_line.callback(file.unlink, missing_ok=True)
-        placement = stack.enter_context(
+        reserved = stack.enter_context(
             reserve(
-                plan,
+                make_plan,
                 config.ray,
                 config.run.name,
                 interrupted=signals.raise_if_stopping,
@@ -200,7 +205,7 @@ def _reserved(job: Job, plan: PlacementPlan, signals: Signals) -> Iterator[Place
             )
         )
         in_line.close()
-        yield placement
+        yield reserved
 
 
 def _connect(job: Job, actors: _Actors, readers: WorkerGroup, calls: Calls, timer: StepTimer) -> RunActors:

@@ -9,18 +9,24 @@ import pytest
 from distill_rl.bench.scale import scale
 
 
-def test_a_run_of_ranks_that_share_processes(tmp_path, monkeypatch):
+def test_a_run_of_ranks_that_share_processes_on_two_nodes(tmp_path, monkeypatch):
     monkeypatch.setattr(scale, "PROCESSES", 2)
     monkeypatch.setattr(scale, "AMONG", 4)
     assert scale.Case(4).per_process == 2
     out = tmp_path / "scale.json"
-    assert scale.main(["--ranks", "4", "--micro-batches", "1", "--steps", "20", "--out", str(out)]) in (0, 1)
+    sizes = ["--ranks", "4", "--micro-batches", "1", "--steps", "20", "--nodes", "2"]
+    assert scale.main([*sizes, "--out", str(out)]) in (0, 1)
     (case,) = json.loads(out.read_text())["cases"]
-    assert (case["ranks"], case["micro_batches"], case["ranks_per_process"]) == (4, 1, 2)
+    assert (case["ranks"], case["micro_batches"], case["ranks_per_process"], case["nodes"]) == (4, 1, 2, 2)
     assert case["driver_cpu_ms"] > 0
     assert 0 < case["step_ms"] / 1000 < case["start_s"]
     assert case["replace_teacher_s"] > 0
     assert case["objects"] == 0, "the driver has let go of everything"
+
+
+def test_more_nodes_than_fit_on_a_machine_are_refused(tmp_path, capsys):
+    assert scale.main(["--ranks", "4", "--nodes", "11", "--out", str(tmp_path / "out.json")]) == 2
+    assert "--nodes: must be at most 10" in capsys.readouterr().err
 
 
 def test_the_fit_finds_the_cost_of_ranks_and_micro_batches():

@@ -1,6 +1,7 @@
 """Student ranks killed or stopped (R9, R10, R28): the run goes on from the newest checkpoint, or ends at once and can be resumed."""
 
 import os
+import re
 import signal
 
 import pytest
@@ -74,6 +75,46 @@ def test_a_rank_that_is_lost_during_a_save_costs_that_checkpoint_only(disturb, u
         assert run.end() == 0, run.text
     assert not list(saved.glob(".tmp-*"))
     assert_same_student(run.run, expected)
+
+
+def test_a_rank_that_is_lost_during_validation_validates_again(disturb, undisturbed):
+    """Most of the rows are held out, so that validation takes longer than a step."""
+    settings = (*LENGTH, "train.steps=20", "schedule.steps=20", "evaluate.every=1", "data.validation.fraction=0.8")
+    expected = undisturbed(*settings)
+    with disturb(*settings, *CHECKPOINTS) as run:
+        run.wait_for_checkpoint()
+        step = run.steps + 2
+        until(lambda: run.steps >= step, f"step {step}", every_s=0.001)
+        os.kill(run.actors["student-dp1-tp0"], signal.SIGKILL)
+        run.wait_for_output("restarting the student (1 of faults.student_restarts=3)")
+        assert series(run.run, "validation/kl_loss")[-1][0] < run.steps, "it must have died before the validation's end"
+        assert run.end() == 0, run.text
+    assert_same_student(run.run, expected)
+
+
+def test_a_rank_that_is_lost_during_the_export_exports_again(disturb, undisturbed):
+    settings = (*LENGTH, "train.steps=20", "schedule.steps=20")
+    expected = undisturbed(*settings)
+    with disturb(*settings, *CHECKPOINTS) as run:
+        until(lambda: list(run.run.glob(".export.tmp-*")), "the export", every_s=0.001)
+        os.kill(run.actors["student-dp0-tp0"], signal.SIGKILL)
+        assert not (run.run / "export").exists(), "it must have died before the export's end"
+        run.wait_for_output("restarting the student (1 of faults.student_restarts=3)")
+        assert run.end() == 0, run.text
+    assert not list(run.run.glob(".export.tmp-*"))
+    assert_same_student(run.run, expected)
+
+
+def test_a_rank_that_is_lost_when_the_last_step_is_chosen_trains_to_that_step(disturb):
+    with disturb(*LENGTH, "train.steps=null", "schedule.steps=null", "train.minutes=0.5", *CHECKPOINTS) as run:
+        until(lambda: " in all, by the speed of " in run.text, "the choice of the last step", every_s=0.001)
+        os.kill(run.actors["student-dp1-tp0"], signal.SIGKILL)
+        run.wait_for_output("restarting the student (1 of faults.student_restarts=3)")
+        assert run.end() == 0, run.text
+    (last,) = re.findall(r"^steps +([\d,]+) in all", run.text, re.MULTILINE)
+    assert run.steps == int(last.replace(",", ""))
+    rates = dict(series(run.run, "train/lr"))
+    assert rates[run.steps] < rates[run.steps // 2], "the schedule ends with the run"
 
 
 def test_restarts_have_a_budget_after_which_the_run_ends_and_can_be_resumed(disturb, undisturbed):

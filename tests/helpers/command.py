@@ -93,13 +93,13 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def until(condition: Callable[[], object], what: str, deadline_s: float = 120.0) -> None:
-    """Waits until the condition holds; fails at the deadline with `what` was waited for."""
+def until(condition: Callable[[], object], what: str, deadline_s: float = 120.0, every_s: float = 0.05) -> None:
+    """Waits until the condition holds, which is looked at every few milliseconds; fails at the deadline with `what` was waited for."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > deadline:
             raise AssertionError(f"{what}: not within {deadline_s:g} s")
-        time.sleep(0.05)
+        time.sleep(every_s)
 
 
 def records(run: Path) -> list[dict]:

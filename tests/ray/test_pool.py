@@ -106,13 +106,13 @@ def open_pool(ray_cluster, config, tmp_path):
         plan = BatchPlan(*shardings, LENGTH, packing=True, pad_id=2, rows_per_sub_batch=2)
         calls = Calls(interrupted=lambda: None)
         placing = place_actors(Config(student=config.student), max(size, 1), gpus=False)
-        placement = reserve(placing, config.ray, "pool", interrupted=lambda: None)
+        placement = reserve(lambda: placing, config.ray, "pool", interrupted=lambda: None)
         placements.append(placement)
         group = WorkerGroup(
             Fragile,
             [f"aligner-{i}" for i in range(size)],
             placing,
-            placement.__enter__(),
+            placement.__enter__()[1],
             calls,
             config,
             data_format,

@@ -60,7 +60,7 @@ def group(request, ray_cluster) -> Iterator[WorkerGroup]:
     calls = Calls(interrupted=lambda: None)
     placements = {name: ActorPlacement(i, 0.0) for i, name in enumerate(NAMES)}
     plan = PlacementPlan(tuple({"CPU": 1.0} for _ in NAMES), placements)
-    with reserve(plan, RayConfig(), "relays", interrupted=lambda: None) as placement:
+    with reserve(lambda: plan, RayConfig(), "relays", interrupted=lambda: None) as (_, placement):
         group = WorkerGroup(Rank, NAMES, plan, placement, calls)
         group.identify(60)
         if request.param:

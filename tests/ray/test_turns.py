@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -28,15 +29,18 @@ def plan(cpus: int) -> PlacementPlan:
 class Run:
     """A run that wants some CPUs, in a thread; it leaves when it is told to."""
 
-    def __init__(self, name: str, cpus: int, settings: RayConfig = SETTINGS):
+    def __init__(self, name: str, cpus: int, settings: RayConfig = SETTINGS, nodes: tuple[str, ...] = ()):
         self.name, self.told, self.error = name, [], None
+        self.plan = replace(plan(cpus), nodes=nodes)
         self.placed, self.leave = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._work, args=(cpus, settings), daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(settings,), daemon=True)
         self._thread.start()
 
-    def _work(self, cpus: int, settings: RayConfig) -> None:
+    def _work(self, settings: RayConfig) -> None:
         try:
-            with reserve(plan(cpus), settings, self.name, interrupted=self._interrupted, waiting=self.told.append):
+            with reserve(
+                lambda: self.plan, settings, self.name, interrupted=self._interrupted, waiting=self.told.append
+            ):
                 self.placed.set()
                 self.leave.wait()
         except ConfigError as error:
@@ -123,13 +127,24 @@ def test_what_the_cluster_does_not_have_is_not_waited_for(start):
     assert "placement_timeout_s=0.5" in str(huge.error)
 
 
+def test_a_run_that_waits_follows_the_nodes(start):
+    """It has asked for a node that is lost; what it plans then is what it gets."""
+    first = start("first", 8)
+    assert first.placed.wait(60)
+    run = start("run", 1, SETTINGS, ("f" * 56,))
+    until(lambda: run.told, "the run to wait")
+    first.end()
+    run.plan = replace(run.plan, nodes=())
+    assert run.placed.wait(60)
+
+
 OTHER_DRIVER = """
 import sys, time
 import ray
 from tests.ray.test_turns import SETTINGS, plan
 from distill_rl.workers.cluster.reservation import reserve
 ray.init(address=sys.argv[1], namespace="other", logging_level="ERROR", log_to_driver=False)
-with reserve(plan(8), SETTINGS, "other", interrupted=lambda: None):
+with reserve(lambda: plan(8), SETTINGS, "other", interrupted=lambda: None):
     print("placed", flush=True)
     time.sleep(600)
 """

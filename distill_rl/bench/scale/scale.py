@@ -1,7 +1,7 @@
 """What a step costs the driver, by number of ranks and of micro-batches, with ranks that compute nothing.
 
 The loop, pipeline, aligners, transports and recovery are those of a run; only the models are missing (`stubs`). A case is a driver in a
-process of its own on a Ray of its own. With many ranks several of them share a process (`hosts`), which changes neither the driver's
+process of its own on a Ray of its own, of one node or of several that share this machine (`nodes`). With many ranks several of them share a process (`hosts`), which changes neither the driver's
 calls nor its references. The driver's CPU time is that of its process, all threads included; on a machine whose cores the ranks fill, wall times
 say little.
 """
@@ -12,15 +12,18 @@ import gc
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from tempfile import mkdtemp
 from typing import Any
 
 from distill_rl.bench import harness
 from distill_rl.bench.material import train_tokenizer, write_config, write_llama, write_texts
+from distill_rl.bench.scale.nodes import ray_nodes
 from distill_rl.bench.scale.watch import watching
 from distill_rl.system.child_process import call_in_child
 
@@ -53,6 +56,8 @@ class Case:
     micro_batches: int = 1
     """Of a student rank and step."""
     steps: int = STEPS
+    nodes: int = 1
+    """Of the Ray cluster."""
 
     @property
     def student(self) -> int:
@@ -78,8 +83,12 @@ def write_material(root: Path, rows: int) -> None:
         write_llama(root / name, tokenizer, hidden_size=16, intermediate_size=32, num_hidden_layers=1)
 
 
-def configuration(root: Path, case: Case) -> Path:
-    """Writes the configuration of a case and returns its path."""
+def configuration(root: Path, case: Case, address: str | None = None) -> Path:
+    """Writes the configuration of a case and returns its path.
+
+    Args:
+        address: of the Ray cluster that it joins; None: it starts Ray.
+    """
     return write_config(
         root,
         f"ranks-{case.ranks}-micro-batches-{case.micro_batches}",
@@ -96,9 +105,9 @@ def configuration(root: Path, case: Case) -> Path:
                 "parallel": {"dp": case.student // case.tp, "tp": case.tp},
             }
         ],
-        ray={"dashboard": False, "start_timeout_s": 600},
+        ray={"dashboard": False, "start_timeout_s": 600} | ({"address": address} if address else {}),
         checkpoint={"every": 0},
-        transport="shared_memory",
+        transport="object_store" if address else "shared_memory",
     )
 
 
@@ -153,8 +162,13 @@ def _references() -> int:
 
 def run(root: Path, case: Case) -> dict[str, Any]:
     """Runs a case, and returns what a step costs: means after the warm-up."""
-    config, began = configuration(root, case), time.time()
-    with watching() as watch:
+    with ExitStack() as stack:
+        address = None
+        if case.nodes > 1:
+            cpus = -(-2 * case.ranks // case.nodes)
+            address = stack.enter_context(ray_nodes(Path(mkdtemp(dir=root)), case.nodes, cpus))
+        config, began = configuration(root, case, address), time.time()
+        watch = stack.enter_context(watching())
         found = call_in_child(config.stem, drive, config, case.per_process, deadline_s=_DEADLINE_S)
     first, *records = harness.step_records(root / "runs" / config.stem / "metrics.jsonl")
     replaced = sum(record.get("timing/recovery", 0.0) for record in records[-AFTER_DEATH:])
@@ -164,6 +178,7 @@ def run(root: Path, case: Case) -> dict[str, Any]:
         "ranks": case.ranks,
         "micro_batches": case.micro_batches,
         "ranks_per_process": case.per_process,
+        "nodes": case.nodes,
         "start_s": round(first["time"] - began, 1),
         "driver_cpu_ms": round(1000 * fmean(cpu), 2),
         "replace_teacher_s": round(replaced, 1),
@@ -179,7 +194,12 @@ def steps_by_time(records: Sequence[Mapping[str, Any]]) -> dict[float, int]:
 
 
 def measure(
-    folder: Path, *, ranks: tuple[int, ...] = RANKS, micro_batches: tuple[int, ...] = MICRO_BATCHES, steps: int = STEPS
+    folder: Path,
+    *,
+    ranks: tuple[int, ...] = RANKS,
+    micro_batches: tuple[int, ...] = MICRO_BATCHES,
+    steps: int = STEPS,
+    nodes: int = 1,
 ) -> dict[str, Any]:
     """Runs all cases.
 
@@ -187,10 +207,11 @@ def measure(
         ranks: numbers of ranks, with a micro-batch each.
         micro_batches: numbers of micro-batches, with 16 ranks.
         steps: of each case.
+        nodes: of the Ray cluster; several of them share this machine, and targets take the transport between nodes.
     """
     write_material(folder, rows=4096)
-    cases = [Case(count, steps=steps) for count in ranks]
-    cases += [Case(AMONG, count, steps) for count in micro_batches if Case(AMONG, count, steps) not in cases]
+    sizes = [(count, 1) for count in ranks] + [(AMONG, count) for count in micro_batches]
+    cases = [Case(*size, steps, nodes) for size in dict.fromkeys(sizes)]
     found = [run(folder, case) for case in cases]
     return {"cases": found, "fit": fit(found)}
 

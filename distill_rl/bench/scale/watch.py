@@ -16,6 +16,8 @@ HEAD = "gcs_server"
 ROLES = ("driver", "head", "workers")
 _WORKER, _IDLE = "ray::", "IDLE"
 """Parts of the names of Ray's worker processes."""
+_TRACKER = "resource_tracker"
+"""Part of the command line of a child that Python starts before another one."""
 _SOCKETS = ("ss", "--tcp", "--info", "--numeric", "--processes", "--no-header", "--oneline")
 _BYTES = re.compile(r"\bbytes_(?:sent|received):(\d+)")
 
@@ -31,10 +33,12 @@ class Watch:
     head_bytes: list[float] = field(default_factory=list)
     """All that the head has sent and received so far; empty where the system has no `ss`."""
     _by_socket: dict[str, int] = field(default_factory=dict)
+    _others: set[psutil.Process] = field(default_factory=lambda: set(psutil.Process().children()))
+    """Children of this process that are not the driver."""
 
     def sample(self) -> None:
         """Adds a sample, if the run has a driver and a head already."""
-        found = _processes()
+        found = _processes(self._others)
         if not {"driver", "head"} <= set(found):
             return
         with suppress(psutil.NoSuchProcess):
@@ -92,16 +96,22 @@ def watching(every_s: float = 1.0) -> Iterator[Watch]:
         thread.join()
 
 
-def _processes() -> dict[str, list[psutil.Process]]:
-    """The processes of a run among the descendants of this one, by role."""
+def _processes(others: set[psutil.Process]) -> dict[str, list[psutil.Process]]:
+    """The processes of a run among the descendants of this one, by role.
+
+    Args:
+        others: children that were there before the driver.
+    """
     found: dict[str, list[psutil.Process]] = {}
     with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process().children():
+            if process not in others and _TRACKER not in " ".join(process.cmdline()):
+                found["driver"] = [process]
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 name = process.name()
                 if name == HEAD:
                     found["head"] = [process]
-                    found["driver"] = [process.parent() or process]
                 elif name.startswith(_WORKER) and _IDLE not in name:
                     found.setdefault("workers", []).append(process)
     return found

@@ -23,18 +23,19 @@ _POLL_S, _QUEUE_POLL_S = 0.25, 1.0
 
 @contextmanager
 def reserve(
-    plan: PlacementPlan,
+    make_plan: Callable[[], PlacementPlan],
     settings: RayConfig,
     run: str,
     *,
     interrupted: Callable[[], None],
     waiting: Callable[[Queue], None] = lambda queue: None,
-) -> Iterator[PlacementGroup]:
-    """Reserves all bundles at once in the cluster, for as long as the block runs. Yields Ray's placement group.
+) -> Iterator[tuple[PlacementPlan, PlacementGroup]]:
+    """Reserves all bundles at once in the cluster, for as long as the block runs. Yields the plan and Ray's placement group.
 
     On a cluster that was joined, runs that came before go first.
 
     Args:
+        make_plan: plans for the nodes of the present; called again while it waits for other runs, because nodes may come and go.
         run: its name, for the others.
         interrupted: called at every poll of the wait; may raise.
         waiting: called when the run begins to wait for others, and whenever these change.
@@ -43,8 +44,7 @@ def reserve(
         ConfigError: the cluster cannot provide them within `ray.placement_timeout_s` although no other run is in the way, or within
             `ray.queue_timeout_s`; the message gives needed and available amounts, and the other runs.
     """
-    labels = [{"ray.io/node-id": node} if node else {} for node in plan.nodes]
-    pinned: dict[str, Any] = {"bundle_label_selector": labels} if labels else {}
+    plan = make_plan()
     holder = waits(run)
     began = alone_since = time.monotonic()
     group, nobody = None, Queue((), ())
@@ -57,10 +57,13 @@ def reserve(
         while True:
             interrupted()
             others = queue(holder) if takes_turns else nobody
-            if group is None and not others.ahead:
-                name = replace(holder, works=True).group
-                group = placement_group([dict(bundle) for bundle in plan.bundles], strategy="PACK", name=name, **pinned)
-                stack.callback(remove_placement_group, group)
+            if not others.ahead:
+                present = make_plan() if seen else plan
+                if group is None or present != plan:
+                    if group is not None:
+                        remove_placement_group(group)
+                    plan, group = present, _ask(present, replace(holder, works=True).group)
+                    stack.callback(remove_placement_group, group)
             poll_s = _QUEUE_POLL_S if others else _POLL_S
             if group is None:
                 time.sleep(poll_s)
@@ -78,7 +81,14 @@ def reserve(
             if now - since > limit_s:
                 raise _not_placed(plan, settings, others)
         in_line.close()
-        yield group
+        yield plan, group
+
+
+def _ask(plan: PlacementPlan, name: str) -> PlacementGroup:
+    """Asks Ray for all bundles of a plan, without waiting for them."""
+    labels = [{"ray.io/node-id": node} if node else {} for node in plan.nodes]
+    pinned: dict[str, Any] = {"bundle_label_selector": labels} if labels else {}
+    return placement_group([dict(bundle) for bundle in plan.bundles], strategy="PACK", name=name, **pinned)
 
 
 def _could_hold(plan: PlacementPlan) -> bool:

@@ -184,9 +184,9 @@ class RayExecutor:
         names = [name for i in range(self._shards.count) for name in evaluator_names(f"{EVALUATOR}-{i}", self._ranks)]
         bundle = {"CPU": 1.0} | ({"GPU": gpus_each} if gpus_each else {})
         placements = {name: ActorPlacement(i, gpus_each) for i, name in enumerate(names)}
-        plan = PlacementPlan(tuple(bundle for _ in names), placements)
-        placement = self._open.enter_context(
-            reserve(plan, settings, "eval", interrupted=self._calls.interrupted, waiting=tell)
+        fixed = PlacementPlan(tuple(bundle for _ in names), placements)
+        plan, placement = self._open.enter_context(
+            reserve(lambda: fixed, settings, "eval", interrupted=self._calls.interrupted, waiting=tell)
         )
         threads = max(1, len(os.sched_getaffinity(0)) // count)
         arguments = (self._ranks, threads, self._shards.deadline_s)
