@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from distill_rl.align.alignment import Alignment, Tokenized
-from distill_rl.align.chat import Message, content_spans, render
+from distill_rl.align.chats.rendering import Message, content_spans, render
+from distill_rl.align.chats.stops import pair_stops
 from distill_rl.align.dp.window import WindowSolver
 from distill_rl.align.ids import IdAligner
 from distill_rl.align.pairing import Pairing, make_alignment
 from distill_rl.align.place import encode
 from distill_rl.align.read_ids import read_ids
 from distill_rl.align.side import Side
-from distill_rl.align.stops import pair_stops
 from distill_rl.align.tokenizer.encoder import Encoder
 from distill_rl.align.tokenizer.vocabulary import compose, read_vocabulary
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distill_rl.align.chat import CharSpan
+from distill_rl.align.chats.rendering import CharSpan
 from distill_rl.align.spans import chunk_bounds, keep_chunks, no_token_pairs
 
 COUNTS = ("1:1", "1:n", "n:1", "m:n")

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from distill_rl.align.alignment import Alignment, Tokenized, outside_of_chunks
+from distill_rl.align.chats.stops import StopPairs, pair_stops, pair_stops_of_spans
 from distill_rl.align.dp.window import IdPair
 from distill_rl.align.ids import IdAligner, IdAlignment
 from distill_rl.align.place import encode, equal_spans, keep_same_place, place_by_bytes, place_by_offsets, strips_spans
 from distill_rl.align.side import Side
 from distill_rl.align.spans import Chunks, TokenPositions, chunks_by_spans, chunks_of_places
-from distill_rl.align.stops import StopPairs, pair_stops, pair_stops_of_spans
 from distill_rl.align.tokenizer.encoder import Encoder
 from distill_rl.align.tokenizer.vocabulary import Vocabulary
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from distill_rl.align import CoverageReport, TokenAligner
-    from distill_rl.align.chat import Chat
-    from distill_rl.align.endings import Endings
+    from distill_rl.align.chats.endings import Endings
+    from distill_rl.align.chats.rendering import Chat
     from distill_rl.config.schema import DataConfig
     from distill_rl.verify import Check
 
@@ -51,7 +51,7 @@ class Pair:
             ConfigError: a tokenizer that is missing or slow.
         """
         from distill_rl.align import TokenAligner
-        from distill_rl.models.hub import configured_stops, read_tokenizer
+        from distill_rl.models.files.hub import configured_stops, read_tokenizer
 
         tokenizers = read_tokenizer(student), read_tokenizer(teacher)
         stops = configured_stops(student), configured_stops(teacher)
@@ -96,7 +96,7 @@ def align(
     from rich.markup import escape
 
     from distill_rl.align import audit
-    from distill_rl.align.endings import endings
+    from distill_rl.align.chats.endings import endings
     from distill_rl.config.schema import DataConfig
 
     if limit < 1:
@@ -138,8 +138,8 @@ def read_rows(data: DataConfig, limit: int) -> Rows:
     Raises:
         DataError: the data are missing or damaged, or no row that was read has text.
     """
-    from distill_rl.align.chat import Chat
-    from distill_rl.align.chat_form import texts_of
+    from distill_rl.align.chats.form import texts_of
+    from distill_rl.align.chats.rendering import Chat
     from distill_rl.data.reading.cache import Cache
     from distill_rl.data.reading.layouts import template_options
     from distill_rl.data.reading.sources import open_source
@@ -199,7 +199,7 @@ def verify_pair(pair: Pair, rows: Rows) -> list[Check]:
     Raises:
         ValueError: no text with a chunk.
     """
-    from distill_rl.align.endings import align_training_rows
+    from distill_rl.align.chats.endings import align_training_rows
     from distill_rl.align.projection import build_projection
     from distill_rl.verify import check_alignment, check_chats, check_losses, check_stops
 

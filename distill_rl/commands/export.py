@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from distill_rl.errors import CheckpointError, ConfigError
 from distill_rl.observe.log import say
-from distill_rl.run import checkpoints
+from distill_rl.run.checkpoints import store as checkpoints
 from distill_rl.types import RunPaths
 
 if TYPE_CHECKING:
     from distill_rl.config.schema import Config
-    from distill_rl.run.checkpoints import Checkpoint
+    from distill_rl.run.checkpoints.store import Checkpoint
 
 _UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
@@ -112,7 +112,7 @@ def _write(wanted: _Export, source: Checkpoint) -> int:
     import torch
 
     from distill_rl.config.schema import ParallelConfig
-    from distill_rl.models.hub import tokenizer_of, vocabulary_size
+    from distill_rl.models.files.hub import tokenizer_of, vocabulary_size
     from distill_rl.parallel.mesh import close_world, open_world
     from distill_rl.student.engine import StudentEngine
 

@@ -15,7 +15,7 @@ from distill_rl.errors import ConfigError, DistillError
 from distill_rl.observe.log import log_file, say, setup_console, status
 from distill_rl.preflight import gather, run_directory
 from distill_rl.run import stop
-from distill_rl.run.checkpoints import newest_step
+from distill_rl.run.checkpoints.store import newest_step
 from distill_rl.system.files import write_atomic
 from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
 from distill_rl.types import RunPaths

@@ -102,7 +102,7 @@ def _is_quantized(settings: TeacherConfig) -> bool:
 
 def _quantized(config: Config, facts: Facts) -> Iterator[tuple[TeacherConfig, object, int]]:
     """Yields every teacher to compare, the tokenizer whose ids it reads in the run, and how many of these count."""
-    from distill_rl.models.hub import tokenizer_of, vocabulary_size
+    from distill_rl.models.files.hub import tokenizer_of, vocabulary_size
 
     for settings, known in facts.by_teacher(config):
         if _is_quantized(settings):

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distill_rl.system.files import write_atomic
-from distill_rl.system.parent import end_with
+from distill_rl.system.processes.parent import end_with
 
 _STACKS_BEFORE_END_S = 2.0
 _MARGIN_S = 15.0

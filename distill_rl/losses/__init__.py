@@ -5,7 +5,7 @@ A library of its own: it needs torch and nothing else of this package. See docs/
 
 from distill_rl.losses import reference
 from distill_rl.losses.agreement import Agreement, token_agreement
-from distill_rl.losses.core.student import StudentHidden
+from distill_rl.losses.core.logits.student import StudentHidden
 from distill_rl.losses.core.task import KDOutput
 from distill_rl.losses.cross_tokenizer import METHODS, chunk_kd_loss
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks

@@ -22,7 +22,8 @@ from torch.distributed import ProcessGroup
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.autograd import untraced
 from distill_rl.losses.core.dense import TeacherChunks
-from distill_rl.losses.core.head import TeacherLogits
+from distill_rl.losses.core.logits.head import TeacherLogits
+from distill_rl.losses.core.logits.student import Student, StudentHidden, student_of
 from distill_rl.losses.core.row_function import Pass, RowFunction
 from distill_rl.losses.core.shards import VocabularyShard
 from distill_rl.losses.core.sparse import TopKRows
@@ -36,7 +37,6 @@ from distill_rl.losses.core.streaming import (
     default_chunk,
     row_sum,
 )
-from distill_rl.losses.core.student import Student, StudentHidden, student_of
 from distill_rl.losses.core.task import Batch, local_teacher, make_task
 from distill_rl.losses.divergence import resolve
 from distill_rl.losses.options import KDOptions

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from distill_rl.losses.core.logits.student import StudentHidden
 from distill_rl.losses.core.reduce import ReductionName
-from distill_rl.losses.core.student import StudentHidden
 from distill_rl.losses.core.task import KDOutput
 from distill_rl.losses.kd import kd_loss
 from distill_rl.losses.logprobs import vocab_parallel_logprobs
@@ -53,7 +53,7 @@ def fused_linear_kd_loss(
         inplace_backward: no effect, since there are no logits to overwrite.
 
     All other arguments, the result and errors are those of `kd_loss`; but ignored rows are dropped whatever `validate`
-    says, and the default `chunk_size` is that of `losses.core.linear.default_chunk`.
+    says, and the default `chunk_size` is that of `losses.core.logits.linear.default_chunk`.
 
     Raises:
         ValueError: naming the argument, the rule and the value; also for a sharded DTensor weight of which nothing says

@@ -7,9 +7,9 @@ from torch.distributed import ProcessGroup
 
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.autograd import untraced
+from distill_rl.losses.core.logits.student import Student, StudentHidden, student_of
 from distill_rl.losses.core.reduce import ReductionName
 from distill_rl.losses.core.streaming import RowPlan
-from distill_rl.losses.core.student import Student, StudentHidden, student_of
 from distill_rl.losses.core.task import Batch, KDOutput, local_teacher, make_task, spread
 from distill_rl.losses.kernels import kernels_of
 from distill_rl.losses.options import Backend, KDOptions, Tail

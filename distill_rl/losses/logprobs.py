@@ -8,8 +8,8 @@ from torch.distributed import ProcessGroup
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.autograd import untraced
 from distill_rl.losses.core.labels import LabelRows
+from distill_rl.losses.core.logits.student import Student, student_of
 from distill_rl.losses.core.streaming import RowPlan
-from distill_rl.losses.core.student import Student, student_of
 from distill_rl.losses.kernels import kernels_of
 from distill_rl.losses.options import Backend
 

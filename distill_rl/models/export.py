@@ -17,7 +17,7 @@ from torch import Tensor
 from distill_rl.errors import DistillError
 from distill_rl.models.conversion import Fused, Match, restore
 from distill_rl.models.files.headers import holds_several
-from distill_rl.models.hub import read_config, resolve
+from distill_rl.models.files.hub import read_config, resolve
 from distill_rl.models.load import skeleton
 from distill_rl.models.lora import folder as adapter_folder
 from distill_rl.models.lora.adapters import Adapter, gather, injected_in

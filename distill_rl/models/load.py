@@ -35,7 +35,7 @@ from distill_rl.models.checks.plan import check_plan
 from distill_rl.models.checks.probe import probe
 from distill_rl.models.conversion import TABLE, Match
 from distill_rl.models.files.headers import holds_several
-from distill_rl.models.hub import read_config, resolve
+from distill_rl.models.files.hub import read_config, resolve
 from distill_rl.models.lora import adapters
 from distill_rl.models.parallelize import parallelize, tie_again
 from distill_rl.models.quantization.apply import Taken, weight_bytes

@@ -22,10 +22,8 @@ from distill_rl.data.reading.cache import Cache
 from distill_rl.errors import ConfigError, problem
 from distill_rl.models.files.facts import gpu_bytes, visible_gpus
 from distill_rl.preflight import run_directory
-from distill_rl.preflight.attention import attention_problems, class_problems, packing_notes, width_problems
 from distill_rl.preflight.data import data_facts
 from distill_rl.preflight.endpoints import check_endpoints
-from distill_rl.preflight.lora import look_at_adapters
 from distill_rl.preflight.machine import (
     backend_problems,
     extra_problems,
@@ -36,9 +34,11 @@ from distill_rl.preflight.machine import (
     space_problems,
 )
 from distill_rl.preflight.memory import compare_memory
-from distill_rl.preflight.opened import Findings, Opened, open_models
-from distill_rl.preflight.pairs import compared_ids, projection_problems, teacher_facts, vocabulary_problems
-from distill_rl.preflight.quantization import stored_problems
+from distill_rl.preflight.models.attention import attention_problems, class_problems, packing_notes, width_problems
+from distill_rl.preflight.models.lora import look_at_adapters
+from distill_rl.preflight.models.opened import Findings, Opened, open_models
+from distill_rl.preflight.models.pairs import compared_ids, projection_problems, teacher_facts, vocabulary_problems
+from distill_rl.preflight.models.quantization import stored_problems
 from distill_rl.preflight.stores.check import cache_problems, room_problems, stored_ids_problems
 from distill_rl.preflight.suites import check_suites
 from distill_rl.transport.room import total_bytes

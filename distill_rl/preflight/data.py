@@ -14,12 +14,12 @@ from distill_rl.config.rules.data import concatenation_problem
 from distill_rl.config.schema import Config, DataConfig
 from distill_rl.errors import problem
 from distill_rl.models.files.facts import visible_gpus
-from distill_rl.preflight.chats import check_chats
-from distill_rl.preflight.expected import expect, source_facts
-from distill_rl.preflight.labels import check_labels
-from distill_rl.preflight.opened import Findings, Opened
-from distill_rl.preflight.pairs import check_alignment, template_problems
-from distill_rl.preflight.routing import routing_notes
+from distill_rl.preflight.models.opened import Findings, Opened
+from distill_rl.preflight.models.pairs import check_alignment, template_problems
+from distill_rl.preflight.rows.chats import check_chats
+from distill_rl.preflight.rows.expected import expect, source_facts
+from distill_rl.preflight.rows.labels import check_labels
+from distill_rl.preflight.rows.routing import routing_notes
 from distill_rl.preflight.stores.documents import compare_documents
 
 if TYPE_CHECKING:

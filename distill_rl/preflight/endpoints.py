@@ -10,7 +10,7 @@ from distill_rl.config.facts import teacher_length
 from distill_rl.config.rules.endpoints import endpoint_problems
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import first_line, problem
-from distill_rl.preflight.opened import Findings, Opened
+from distill_rl.preflight.models.opened import Findings, Opened
 from distill_rl.system.redact import in_text
 
 if TYPE_CHECKING:

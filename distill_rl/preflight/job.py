@@ -33,9 +33,9 @@ from distill_rl.data.reading.sources import open_source, split_validation
 from distill_rl.data.routing import Routing
 from distill_rl.errors import ConfigError
 from distill_rl.models.files.facts import read_model_facts, teacher_identity
-from distill_rl.models.hub import read_config, resolve, stops_of, tokenizer_hash, tokenizer_of, vocabulary_size
-from distill_rl.preflight.lora import trained_weights, with_adapters
-from distill_rl.preflight.shared_vocabulary import SharedVocabulary, shared_vocabulary
+from distill_rl.models.files.hub import read_config, resolve, stops_of, tokenizer_hash, tokenizer_of, vocabulary_size
+from distill_rl.preflight.models.lora import trained_weights, with_adapters
+from distill_rl.preflight.models.shared_vocabulary import SharedVocabulary, shared_vocabulary
 from distill_rl.store.manifest import read_manifest, served_identity
 from distill_rl.system.files import sha256
 from distill_rl.types import CrossTokenizerSpec, DocumentBatch, RunPaths, TrainState

@@ -22,10 +22,10 @@ from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import problem, problems_of
 from distill_rl.models.attention.choice import installed
-from distill_rl.models.vllm_engine import cpu_head_sizes
-from distill_rl.preflight.opened import Opened
-from distill_rl.system.child_process import call_in_child
+from distill_rl.models.vllm.engine import cpu_head_sizes
+from distill_rl.preflight.models.opened import Opened
 from distill_rl.system.install import install_extra
+from distill_rl.system.processes.child import call_in_child
 from distill_rl.transport.choose import expected
 
 _VLLM_DEADLINE_S = 600.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from distill_rl.config.measured import best_metrics, is_suite_score
 from distill_rl.config.schema import Config
 from distill_rl.errors import DistillError, problem
-from distill_rl.preflight.opened import Findings, Opened
+from distill_rl.preflight.models.opened import Findings, Opened
 
 if TYPE_CHECKING:
     from distill_rl.evals.options import Options

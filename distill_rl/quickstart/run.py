@@ -26,7 +26,7 @@ from distill_rl.quickstart.recipe import RECIPES
 from distill_rl.quickstart.table import print_table
 from distill_rl.system.files import write_json
 from distill_rl.system.install import CONFIGS
-from distill_rl.system.own_command import run_cli
+from distill_rl.system.processes.own_command import run_cli
 from distill_rl.types import RunPaths
 
 NAME, CROSS_NAME = RECIPES

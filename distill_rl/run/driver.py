@@ -30,11 +30,11 @@ from distill_rl.preflight import run_directory
 from distill_rl.preflight.job import Job
 from distill_rl.run.advice import advice
 from distill_rl.run.card import card_of
-from distill_rl.run.checkpoints import Checkpoint, CheckpointStore, SavedState
+from distill_rl.run.checkpoints.of_run import about, checkpoint_store, find_checkpoint, saver_of
+from distill_rl.run.checkpoints.store import Checkpoint, CheckpointStore, SavedState
 from distill_rl.run.learning import Learning
 from distill_rl.run.pace import Pace, settled
 from distill_rl.run.prefetch import Lookahead
-from distill_rl.run.run_checkpoints import about, checkpoint_store, find_checkpoint, saver_of
 from distill_rl.run.run_evaluations import evaluations_of
 from distill_rl.run.skipped_rows import SkippedRows
 from distill_rl.system.signals import EXIT_PREEMPTED, Signals

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from distill_rl.observe.sinks.sinks import Observer
 from distill_rl.preflight.job import Job
-from distill_rl.run.checkpoints import CheckpointStore
+from distill_rl.run.checkpoints.store import CheckpointStore
 from distill_rl.system.signals import Signals
 from distill_rl.workers.evaluation.evaluations import Evaluations
 from distill_rl.workers.start import RunActors

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distill_rl.run.checkpoints import newest_step
+from distill_rl.run.checkpoints.store import newest_step
 
 _RESUME = "checkpoint.resume="
 

@@ -44,7 +44,7 @@ class Manifest:
     """Of the teacher: sha256 over config and weights, and how they were quantised (`models.files.facts.teacher_identity`), or
     `served_identity`."""
     tokenizer: str
-    """sha256 over what determines a text's ids (`models.hub.tokenizer_hash`)."""
+    """sha256 over what determines a text's ids (`models.files.hub.tokenizer_hash`)."""
     vocabulary_size: int
     """Ids with a probability; further columns of the teacher's output layer are padding."""
     mass: float | None = None

@@ -42,16 +42,16 @@ from distill_rl.models.parallelize import GradientReduction, reshard
 from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World, data_mesh
 from distill_rl.student import checkpoint
-from distill_rl.student.asked_tokens import AskedCounts, asked_sizes
 from distill_rl.student.forward_pass import ForwardPass
 from distill_rl.student.loss_sums import LossSums
 from distill_rl.student.objective import Blend, Objective, Target
 from distill_rl.student.optim import Schedule, build_optimizer, clip_gradients
-from distill_rl.student.projections import complete_gradient, open_projections, save_learned
 from distill_rl.student.router_balance import RouterBalance
 from distill_rl.student.step_guard import StepGuard
 from distill_rl.student.step_losses import StepLosses, ce_over_kd
-from distill_rl.student.teacher_heads import open_heads
+from distill_rl.student.teachers.asked_tokens import AskedCounts, asked_sizes
+from distill_rl.student.teachers.heads import open_heads
+from distill_rl.student.teachers.projections import complete_gradient, open_projections, save_learned
 from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.types import IGNORE_INDEX, CrossTokenizerSpec, RankBatch
 

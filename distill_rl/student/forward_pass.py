@@ -20,8 +20,8 @@ from distill_rl.models.inputs import tensor_to_device, to_device
 from distill_rl.parallel.mesh import World
 from distill_rl.parallel.sequence import own_positions, part_of_rows
 from distill_rl.parallel.shards import mask_padded_columns
-from distill_rl.student.asked_tokens import AskedTokens
 from distill_rl.student.objective import Blend, Objective, ObjectiveOutput, Target
+from distill_rl.student.teachers.asked_tokens import AskedTokens
 from distill_rl.types import IGNORE_INDEX, ChunkRows, TokenRows, TokenWeights
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World
-from distill_rl.student.asked_tokens import AskedCounts
 from distill_rl.student.objective import Blend, Objective, ObjectiveOutput
+from distill_rl.student.teachers.asked_tokens import AskedCounts
 
 
 class LossSums:

@@ -28,14 +28,14 @@ from torch import Tensor, nn
 
 from distill_rl.config.schema import LossConfig, TeacherConfig
 from distill_rl.losses import DenseLogits, HiddenStates
-from distill_rl.losses.core.student import Student
+from distill_rl.losses.core.logits.student import Student
 from distill_rl.losses.core.trees import as_tree
 from distill_rl.losses.targets import Teacher, Wire
-from distill_rl.student.agreement import agreement_of_chunks, agreement_of_tokens
-from distill_rl.student.asked_tokens import AskedTokens
-from distill_rl.student.projections import CrossTokenizerLoss
-from distill_rl.student.teacher_heads import TeacherHead
-from distill_rl.student.teacher_terms import (
+from distill_rl.student.teachers.agreement import agreement_of_chunks, agreement_of_tokens
+from distill_rl.student.teachers.asked_tokens import AskedTokens
+from distill_rl.student.teachers.heads import TeacherHead
+from distill_rl.student.teachers.projections import CrossTokenizerLoss
+from distill_rl.student.teachers.terms import (
     TINY,
     MicroBatch,
     Term,

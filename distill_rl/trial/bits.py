@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill_rl.align.chat_form import text_of
+from distill_rl.align.chats.form import text_of
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.models import forward

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.align.chat_form import text_of
+from distill_rl.align.chats.form import text_of
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import DataError, GpuMemoryError, WorkerError, first_line
 from distill_rl.evals.suites.base import Item
@@ -90,7 +90,7 @@ def measure(config: Config, subjects: Sequence[Subject], reading: Reading, paren
     Raises:
         DistillError: a model or the text cannot be read, or memory is too small.
     """
-    from distill_rl.system.parent import end_with
+    from distill_rl.system.processes.parent import end_with
 
     end_with(parent)
     return find(config, subjects, reading)
@@ -98,7 +98,7 @@ def measure(config: Config, subjects: Sequence[Subject], reading: Reading, paren
 
 def find(config: Config, subjects: Sequence[Subject], reading: Reading) -> Findings:
     """As `measure`, in this process."""
-    from distill_rl.models.hub import tokenizer_of
+    from distill_rl.models.files.hub import tokenizer_of
 
     readers = [tokenizer_of(config.student)]
     if not reading.same:

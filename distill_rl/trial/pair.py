@@ -15,14 +15,14 @@ from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, problem
 from distill_rl.models.attention.choice import installed
 from distill_rl.models.files.facts import gpu_bytes, read_model_facts
-from distill_rl.models.hub import read_config as read_model_config
-from distill_rl.models.hub import resolve
+from distill_rl.models.files.hub import read_config as read_model_config
+from distill_rl.models.files.hub import resolve
 from distill_rl.observe.log import say
 from distill_rl.preflight import Checked, gather
-from distill_rl.preflight.lora import with_adapters
 from distill_rl.preflight.machine import size_text
 from distill_rl.preflight.memory import compare_memory
-from distill_rl.preflight.opened import Findings
+from distill_rl.preflight.models.lora import with_adapters
+from distill_rl.preflight.models.opened import Findings
 from distill_rl.system.install import install_extra
 from distill_rl.transport.room import total_bytes
 from distill_rl.trial import choose, files

@@ -26,9 +26,9 @@ from distill_rl.evals.results.compare import of_run
 from distill_rl.observe.log import say, status
 from distill_rl.observe.report.report import write_report
 from distill_rl.observe.sinks.sinks import SECONDS, read_records
-from distill_rl.system.child_process import call_in_child
 from distill_rl.system.files import write_json
-from distill_rl.system.own_command import run_cli
+from distill_rl.system.processes.child import call_in_child
+from distill_rl.system.processes.own_command import run_cli
 from distill_rl.system.signals import PREEMPT
 from distill_rl.trial import compare, files
 from distill_rl.trial.choose import WITHOUT_TEACHER

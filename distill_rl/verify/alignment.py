@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from distill_rl.align import Alignment, TokenAligner, Vocabulary
-from distill_rl.align.chat import Chat, Message
+from distill_rl.align.chats.rendering import Chat, Message
 from distill_rl.verify.check import Check, check_each
 
 _PAD_LEFT, _PAD_RIGHT = 3, 5

@@ -32,19 +32,19 @@ from distill_rl.workers.actors.student import StudentWorker
 from distill_rl.workers.actors.teacher import TeacherWorker
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup, stop
-from distill_rl.workers.cluster.placement import (
+from distill_rl.workers.cluster.places.placement import (
     EVALUATOR,
     PlacementPlan,
     actor_names,
     evaluator_names,
     place_actors,
 )
+from distill_rl.workers.cluster.places.reservation import reserve
+from distill_rl.workers.cluster.places.turns import tell
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor, keep_logs
 from distill_rl.workers.cluster.relay import DIRECT
-from distill_rl.workers.cluster.reservation import reserve
 from distill_rl.workers.cluster.session import describe, nodes, ray_session
 from distill_rl.workers.cluster.timeline import write_timeline
-from distill_rl.workers.cluster.turns import tell
 from distill_rl.workers.pipeline.aligner_pool import AlignerPool
 from distill_rl.workers.pipeline.bad_rows import BadRows
 from distill_rl.workers.pipeline.capture_group import CaptureGroup

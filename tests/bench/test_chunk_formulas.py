@@ -7,8 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distill_rl.bench import chunk_formulas
-from distill_rl.bench.chunk_formulas import LOSSES, WORDS, ambiguous, case_of, learnt, p_kl, properties, same_vocabulary
+from distill_rl.bench.losses import chunk_formulas
+from distill_rl.bench.losses.chunk_formulas import (
+    LOSSES,
+    WORDS,
+    ambiguous,
+    case_of,
+    learnt,
+    p_kl,
+    properties,
+    same_vocabulary,
+)
 from distill_rl.config.schema import LossConfig
 
 

@@ -19,8 +19,8 @@ from distill_rl.losses import VocabularyProjection, chunk_kd_loss, kd_loss, voca
 from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.scaling import parts as costs
 from distill_rl.scaling.shape import Shape
-from distill_rl.student.chunk_rows import flat_chunks
 from distill_rl.student.optim import clip_gradients
+from distill_rl.student.teachers.chunk_rows import flat_chunks
 from tests.bench.test_shapes import make
 from tests.helpers.traffic import Traffic
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill_rl.bench import losses, peers
+from distill_rl.bench.losses import losses, peers
 from distill_rl.losses import DenseLogits, kd_loss, vocab_parallel_logprobs, vocab_parallel_topk
 
 

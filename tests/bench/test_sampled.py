@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from distill_rl.bench import sampled
+from distill_rl.bench.losses import sampled
 from distill_rl.losses import SampledTokens
 
 

@@ -17,8 +17,8 @@ from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.losses import DenseLogits, TopKLogprobs, VocabularyProjection
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks
 from distill_rl.parallel.mesh import World, open_world
-from distill_rl.student.chunk_rows import flat_chunks
 from distill_rl.student.engine import StudentEngine
+from distill_rl.student.teachers.chunk_rows import flat_chunks
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import IGNORE_INDEX, CrossTokenizerSpec, Cursor, DocumentBatch, RankBatch, TokenRows
 from tests.helpers import ranks

@@ -17,8 +17,8 @@ from distill_rl.data.routing import WEIGHTS
 from distill_rl.losses import DenseLogits, TopKLogprobs
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks
 from distill_rl.parallel.mesh import open_world
-from distill_rl.student.chunk_rows import flat_chunks
 from distill_rl.student.engine import StudentEngine
+from distill_rl.student.teachers.chunk_rows import flat_chunks
 from distill_rl.teacher.backends.routed import RoutedTeacher
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import CrossTokenizerSpec, Cursor, DocumentBatch, RankBatch

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,6 +63,10 @@ def distill_rl_in_process(*arguments: str | Path) -> Ended:
         except SystemExit as ended:  # what argparse does for `--help`, `--list` and the like
             code = ended.code
     return Ended(code, out.getvalue(), err.getvalue())
+
+
+_MAPPED = re.compile(r" (\d+) +/dev/shm/")
+"""In /proc/PID/maps: the inode of a mapped file."""
 
 
 def command_lines() -> list[str]:
@@ -159,22 +164,26 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
-def shared_memory_of(pids: Iterable[int]) -> set[str]:
-    """The names in /dev/shm that these processes have mapped or opened."""
-    names: set[str] = set()
+def shared_memory_of(pids: Iterable[int]) -> set[int]:
+    """The inodes of the files in /dev/shm that these processes have mapped or opened.
+
+    Names would not do: a semaphore is mapped under another name than it has later.
+    """
+    inodes: set[int] = set()
     for pid in pids:
         with contextlib.suppress(OSError):  # ended meanwhile, or of another user
             process = Path("/proc", str(pid))
-            maps = [line.partition(" /dev/shm/")[2] for line in (process / "maps").read_text().splitlines()]
-            links = [str(link.readlink()).partition("/dev/shm/")[2] for link in (process / "fd").iterdir()]
-            names |= {name for name in maps + links if name}
-    return names
+            inodes |= {int(inode) for inode in _MAPPED.findall((process / "maps").read_text())}
+            opened = [link for link in (process / "fd").iterdir() if str(link.readlink()).startswith("/dev/shm/")]
+            inodes |= {link.stat().st_ino for link in opened}
+    return inodes
 
 
 def abandoned_shared_memory() -> set[str]:
     """The names in /dev/shm that no process uses, so what a process has left behind; not those of a test beside this one."""
-    names = shared_memory()
-    return names - shared_memory_of(psutil.pids()) if names else names
+    files = {path.name: path.stat().st_ino for path in Path("/dev/shm").iterdir()}
+    used = shared_memory_of(psutil.pids()) if files else set()
+    return {name for name, inode in files.items() if inode not in used}
 
 
 def temporary(pid: int) -> list[Path]:

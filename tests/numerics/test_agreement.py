@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distill_rl.bench.losses import peak_bytes
+from distill_rl.bench.losses.losses import peak_bytes
 from distill_rl.losses import (
     DenseLogits,
     StudentHidden,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distill_rl.align import TokenAligner
-from distill_rl.align.chat import Chat
+from distill_rl.align.chats.rendering import Chat
 from distill_rl.align.projection import build_projection
 from distill_rl.losses import METHODS
 from distill_rl.verify import check_alignment, check_chats, check_losses

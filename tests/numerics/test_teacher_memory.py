@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from distill_rl.bench.losses import peak_bytes
+from distill_rl.bench.losses.losses import peak_bytes
 from distill_rl.losses import SampledTokens
 from distill_rl.teacher.targets import TargetHead, hidden_targets, logits_targets, sampled_targets, topk_targets
 

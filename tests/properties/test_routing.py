@@ -15,10 +15,10 @@ from distill_rl.config.schema import LossConfig, TeacherConfig
 from distill_rl.losses import DenseLogits, TopKLogprobs, VocabularyProjection
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks
 from distill_rl.observe.metrics import Metric, merge
-from distill_rl.student.asked_tokens import AskedCounts, AskedTokens
-from distill_rl.student.chunk_rows import flat_chunks
 from distill_rl.student.loss_sums import LossSums
 from distill_rl.student.objective import Objective
+from distill_rl.student.teachers.asked_tokens import AskedCounts, AskedTokens
+from distill_rl.student.teachers.chunk_rows import flat_chunks
 from distill_rl.types import IGNORE_INDEX, ChunkRows, TokenWeights
 from tests.helpers.engines import plain_losses
 

@@ -22,8 +22,8 @@ from distill_rl.types import BadRow, Cursor, DocumentBatch
 from distill_rl.workers.actors.aligner import AlignerWorker
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
-from distill_rl.workers.cluster.placement import place_actors
-from distill_rl.workers.cluster.reservation import reserve
+from distill_rl.workers.cluster.places.placement import place_actors
+from distill_rl.workers.cluster.places.reservation import reserve
 from distill_rl.workers.pipeline.aligner_pool import AlignerPool
 from distill_rl.workers.pipeline.bad_rows import BadRows
 from tests.helpers.corpus import corpus_rows

@@ -12,9 +12,9 @@ import pytest
 
 from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError
-from distill_rl.workers.cluster.placement import PlacementPlan
-from distill_rl.workers.cluster.reservation import reserve
-from distill_rl.workers.cluster.turns import Holder, Queue
+from distill_rl.workers.cluster.places.placement import PlacementPlan
+from distill_rl.workers.cluster.places.reservation import reserve
+from distill_rl.workers.cluster.places.turns import Holder, Queue
 from tests.helpers.command import until
 
 pytestmark = pytest.mark.ray
@@ -142,7 +142,7 @@ OTHER_DRIVER = """
 import sys, time
 import ray
 from tests.ray.test_turns import SETTINGS, plan
-from distill_rl.workers.cluster.reservation import reserve
+from distill_rl.workers.cluster.places.reservation import reserve
 ray.init(address=sys.argv[1], namespace="other", logging_level="ERROR", log_to_driver=False)
 with reserve(lambda: plan(8), SETTINGS, "other", interrupted=lambda: None):
     print("placed", flush=True)

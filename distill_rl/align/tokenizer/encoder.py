@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from distill_rl.align.chat import CharSpan
+from distill_rl.align.chats.rendering import CharSpan
 from distill_rl.align.tokenizer.families import WHITE_SPACE, Description
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from distill_rl.align.chat import render
+from distill_rl.align.chats.rendering import render
 from distill_rl.align.tokenizer.encoder import Encoder
 
 # Texts that some tokenizers change: case, composition, compatibility forms, white space, control characters.

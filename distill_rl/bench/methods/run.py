@@ -18,7 +18,7 @@ from distill_rl.bench.methods.tables import Record, Rows, Settings
 from distill_rl.bench.methods.trl import TrlError
 from distill_rl.errors import NumericsError, first_line
 from distill_rl.system.files import append_json_lines, read_json_lines
-from distill_rl.system.parent import end_with
+from distill_rl.system.processes.parent import end_with
 
 ENVIRONMENT = ("commit", "dirty", "cpu", "python", "torch", "transformers")
 """What a row says of where it was trained."""

@@ -18,7 +18,7 @@ from distill_rl.config.schema import Config
 from distill_rl.data.batch.document_aligner import AlignedDocuments
 from distill_rl.errors import ConfigError
 from distill_rl.losses.targets import target_of
-from distill_rl.models.hub import tokenizer_of
+from distill_rl.models.files.hub import tokenizer_of
 from distill_rl.observe.metrics import Metrics, merge
 from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.preflight.batches import open_builder

@@ -15,7 +15,7 @@ from distill_rl.bench.harness import ONE_THREAD, Refused
 from distill_rl.bench.methods.training import Trained
 from distill_rl.config.derive import warmup_steps
 from distill_rl.config.schema import Config
-from distill_rl.models.hub import tokenizer_of
+from distill_rl.models.files.hub import tokenizer_of
 from distill_rl.preflight.job import prepare
 from distill_rl.preflight.run_directory import paths_of
 

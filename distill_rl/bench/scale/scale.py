@@ -25,7 +25,7 @@ from distill_rl.bench import harness
 from distill_rl.bench.material import train_tokenizer, write_config, write_llama, write_texts
 from distill_rl.bench.scale.nodes import ray_nodes
 from distill_rl.bench.scale.watch import watching
-from distill_rl.system.child_process import call_in_child
+from distill_rl.system.processes.child import call_in_child
 
 RANKS = (4, 8, 16, 32, 64, 128)
 MICRO_BATCHES = (1, 2, 4, 8)

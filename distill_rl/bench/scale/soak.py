@@ -18,7 +18,7 @@ from distill_rl.bench.material import write_config
 from distill_rl.bench.runs.prefetch import write_material as write_models
 from distill_rl.bench.scale import scale
 from distill_rl.bench.scale.watch import ROLES, Watch, watching
-from distill_rl.system.child_process import call_in_child
+from distill_rl.system.processes.child import call_in_child
 
 STEPS = 20_000
 """Of ranks that compute nothing."""

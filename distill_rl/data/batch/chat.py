@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from os.path import commonprefix
 from typing import Any
 
-from distill_rl.align.chat import CharSpan, Message, message_spans, render
-from distill_rl.align.chat_form import text_of
+from distill_rl.align.chats.form import text_of
+from distill_rl.align.chats.rendering import CharSpan, Message, message_spans, render
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.errors import DataError
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from distill_rl.align.chat import CharSpan
+from distill_rl.align.chats.rendering import CharSpan
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.batch.chat import render_document, roles_to_train_on
 from distill_rl.data.batch.naming import name_of

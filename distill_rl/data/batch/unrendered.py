@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from distill_rl.align.chat import Message, render
-from distill_rl.align.chat_form import REASONING_KEYS
+from distill_rl.align.chats.form import REASONING_KEYS
+from distill_rl.align.chats.rendering import Message, render
 from distill_rl.data.reading.convert import SHAREGPT_ROLES
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.errors import DataError

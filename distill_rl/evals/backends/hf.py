@@ -17,8 +17,8 @@ from distill_rl.evals.backends.prefix_sharing import SharedPrefix, cache_support
 from distill_rl.evals.suites.base import Item
 from distill_rl.models.determinism import start_vector_math
 from distill_rl.models.files.headers import holds_several
+from distill_rl.models.files.hub import read_config
 from distill_rl.models.files.tower import TOWER_NAMES
-from distill_rl.models.hub import read_config
 
 if TYPE_CHECKING:
     from distill_rl.parallel.mesh import World

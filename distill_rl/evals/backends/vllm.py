@@ -13,7 +13,7 @@ from distill_rl.evals.backends.base import Output, Settings
 from distill_rl.evals.backends.encode import Encoder, model_folder
 from distill_rl.evals.suites.base import Item
 from distill_rl.models.files.headers import weight_files
-from distill_rl.models.vllm_engine import EngineSettings, VllmEngine
+from distill_rl.models.vllm.engine import EngineSettings, VllmEngine
 
 _DEFAULT = Settings()
 _REMEDY = "lower evaluate.gpu_share (of `distill-rl eval`: raise --gpus-per-shard, or lower --shards)"

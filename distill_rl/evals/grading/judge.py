@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from distill_rl.evals.suites.base import Item, Suite
 from distill_rl.evals.suites.registry import find
-from distill_rl.system.parent import end_with
+from distill_rl.system.processes.parent import end_with
 
 MAX_ERROR_CHARACTERS = 300
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.dense import DenseRows, LogitChunks, TeacherChunks
-from distill_rl.losses.core.head import Head, HiddenChunks
 from distill_rl.losses.core.labels import LabelRows, LabelTerm
+from distill_rl.losses.core.logits.head import Head, HiddenChunks
 from distill_rl.losses.core.reduce import Reduction
 from distill_rl.losses.core.row_function import RowFunction
 from distill_rl.losses.core.sampled import SampledRows

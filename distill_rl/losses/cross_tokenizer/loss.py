@@ -8,15 +8,15 @@ from torch.distributed import ProcessGroup
 
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.autograd import untraced
-from distill_rl.losses.core.student import Student, student_of
+from distill_rl.losses.core.logits.student import Student, student_of
 from distill_rl.losses.cross_tokenizer.chunks import ChunkOutput, Chunks
-from distill_rl.losses.cross_tokenizer.gold import gold, hkl, uld
-from distill_rl.losses.cross_tokenizer.hybrid import alm, hybrid
+from distill_rl.losses.cross_tokenizer.methods.gold import gold, hkl, uld
+from distill_rl.losses.cross_tokenizer.methods.hybrid import alm, hybrid
+from distill_rl.losses.cross_tokenizer.methods.strict import strict
+from distill_rl.losses.cross_tokenizer.methods.xtoken import xtoken
 from distill_rl.losses.cross_tokenizer.projection import VocabularyProjection
 from distill_rl.losses.cross_tokenizer.stops import with_stops
-from distill_rl.losses.cross_tokenizer.strict import strict
 from distill_rl.losses.cross_tokenizer.task import Method, make_task
-from distill_rl.losses.cross_tokenizer.xtoken import xtoken
 from distill_rl.losses.kernels import kernels_of
 from distill_rl.losses.options import Backend, CrossTokenizerOptions, Tail
 from distill_rl.losses.targets import Teacher

@@ -21,7 +21,7 @@ from torch.nn.functional import logsigmoid
 
 from distill_rl.losses.core.streaming import chunks, floor_of
 from distill_rl.losses.cross_tokenizer.chunks import Pairing, Side
-from distill_rl.losses.cross_tokenizer.hybrid import cross_entropies
+from distill_rl.losses.cross_tokenizer.methods.hybrid import cross_entropies
 from distill_rl.losses.cross_tokenizer.rows import Bernoulli, Terms
 from distill_rl.losses.cross_tokenizer.task import ChunkTask, LabelledRows
 from distill_rl.losses.divergence import resolve

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.core import checks
-from distill_rl.losses.core.given import GivenLogits
-from distill_rl.losses.core.head import TeacherLogits
+from distill_rl.losses.core.logits.given import GivenLogits
+from distill_rl.losses.core.logits.head import TeacherLogits
 from distill_rl.losses.core.row_function import RowFunction, StudentLogits
 from distill_rl.losses.core.shards import VocabularyShard
 from distill_rl.losses.core.streaming import RowPlan, chunks

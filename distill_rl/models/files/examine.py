@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from distill_rl.errors import ConfigError, first_line, problem
 from distill_rl.models.files.headers import read_headers
+from distill_rl.models.files.hub import read_config
 from distill_rl.models.files.tensors import compare
-from distill_rl.models.hub import read_config
-from distill_rl.system.child_process import call_in_child
+from distill_rl.system.processes.child import call_in_child
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

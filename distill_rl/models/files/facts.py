@@ -20,7 +20,7 @@ from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import problem
 from distill_rl.models.families import experts_per_token, family_of, num_experts, visited_intermediate_size
 from distill_rl.models.files.headers import read_headers, weight_files, weight_problems
-from distill_rl.models.hub import HubUnreachable, resolve
+from distill_rl.models.files.hub import HubUnreachable, resolve
 from distill_rl.system.without_torch import gpu_possible
 
 HUB_TIMEOUT_S = 10.0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.config.schema import StudentConfig, TeacherConfig
-from distill_rl.models.hub import cached
+from distill_rl.models.files.hub import cached
 
 Licence = Mapping[str, str]
 """Some of FIELDS; empty if no licence is known."""

@@ -13,7 +13,7 @@ from distill_rl.config.derive import total_steps
 from distill_rl.config.facts import repeats_documents, running_teachers, splits_documents
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import problem
-from distill_rl.preflight.opened import Findings, Opened
+from distill_rl.preflight.models.opened import Findings, Opened
 from distill_rl.store.store import Store
 
 if TYPE_CHECKING:

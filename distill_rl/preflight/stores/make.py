@@ -13,7 +13,7 @@ from distill_rl.config.facts import wire_dtype
 from distill_rl.config.paths import described_by
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import StoreError, first_line
-from distill_rl.models.hub import resolve, tokenizer_hash, tokenizer_of
+from distill_rl.models.files.hub import resolve, tokenizer_hash, tokenizer_of
 from distill_rl.store.manifest import FILE, SERVED, Manifest, describe_teacher, require_same, write_manifest
 
 if TYPE_CHECKING:

@@ -269,7 +269,7 @@ class StudentWorker(RankWorker):
 
         Learned vocabulary projections, if there are any, go to the folder `projections` beside `directory`.
         """
-        from distill_rl.models.hub import tokenizer_of
+        from distill_rl.models.files.hub import tokenizer_of
 
         self._engine.export(directory, tokenizer_of(self._config.student), card)
         self._engine.export_projections(Path(directory).with_name("projections"))
@@ -282,7 +282,7 @@ class StudentWorker(RankWorker):
             without the evaluation.
         """
         from distill_rl.models.export import ExportError
-        from distill_rl.models.hub import tokenizer_of
+        from distill_rl.models.files.hub import tokenizer_of
 
         try:
             self._engine.export(directory, tokenizer_of(self._config.student))

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from distill_rl.errors import DistillError
 from distill_rl.workers.actors.rank import Process
 from distill_rl.workers.cluster.calls import Calls, Refs
-from distill_rl.workers.cluster.placement import PlacementPlan
+from distill_rl.workers.cluster.places.placement import PlacementPlan
 from distill_rl.workers.cluster.relay import MOST_RANKS, Relay
 
 _STOP_TIMEOUT_S = 15.0

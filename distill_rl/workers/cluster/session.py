@@ -27,7 +27,7 @@ from distill_rl.system.owned_folder import OwnedFolder, remove_abandoned
 from distill_rl.system.signals import signals_blocked
 from distill_rl.transport.room import object_store_room, object_store_size
 from distill_rl.workers.cluster import access
-from distill_rl.workers.cluster.placement import Node
+from distill_rl.workers.cluster.places.placement import Node
 from distill_rl.workers.cluster.reaper import end, reaper, with_descendants
 
 _ALLOWED = re.compile(

@@ -20,7 +20,7 @@ from distill_rl.errors import DistillError, WorkerError
 from distill_rl.evals.progress import progress_file, read_counts
 from distill_rl.evals.results.samples import SampleFile
 from distill_rl.evals.run import Model
-from distill_rl.models.hub import resolve
+from distill_rl.models.files.hub import resolve
 from distill_rl.observe.log import say
 from distill_rl.preflight.suites import evaluation_options
 from distill_rl.types import RunPaths

@@ -23,16 +23,16 @@ from distill_rl.evals.suites.base import Item
 from distill_rl.workers.actors.evaluator import EvalWorker
 from distill_rl.workers.cluster.calls import Calls, Refs
 from distill_rl.workers.cluster.group import WorkerGroup, stop
-from distill_rl.workers.cluster.placement import (
+from distill_rl.workers.cluster.places.placement import (
     EVALUATOR,
     ActorPlacement,
     PlacementPlan,
     evaluator_names,
 )
+from distill_rl.workers.cluster.places.reservation import reserve
+from distill_rl.workers.cluster.places.turns import tell
 from distill_rl.workers.cluster.process_monitor import keep_logs
-from distill_rl.workers.cluster.reservation import reserve
 from distill_rl.workers.cluster.session import ray_session
-from distill_rl.workers.cluster.turns import tell
 
 CALLS_PER_WORKER = 2
 """Calls submitted to an actor at a time, so that it always has one in its queue and never waits for the driver."""

@@ -20,7 +20,7 @@ from distill_rl.config.memory.student import (
 )
 from distill_rl.config.memory.teacher import teacher_memory
 from distill_rl.data.loader import Loader
-from distill_rl.losses.core import linear
+from distill_rl.losses.core.logits import linear
 from distill_rl.types import TrainState
 
 MODEL = ModelFacts(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distill_rl.losses import DenseLogits, KDLoss, kd_loss, vocab_parallel_logprobs, vocab_parallel_topk
-from distill_rl.losses.core.linear import default_chunk
+from distill_rl.losses.core.logits.linear import default_chunk
 from distill_rl.losses.kernels import uses_triton
 
 LOGITS = torch.zeros(2, 5)

@@ -14,7 +14,7 @@ from distill_rl.errors import ConfigError
 from distill_rl.models import forward
 from distill_rl.models.export import export_model
 from distill_rl.models.files.examine import examine
-from distill_rl.models.hub import read_tokenizer
+from distill_rl.models.files.hub import read_tokenizer
 from distill_rl.parallel.mesh import World
 from tests.helpers.load import load_model
 from tests.helpers.zoo import DENSE, EAGER, LEAKING, MIXTURES, UNSPLIT, write_family

@@ -11,7 +11,7 @@ import pytest
 
 from distill_rl.errors import ConfigError
 from distill_rl.models.files.examine import examine
-from distill_rl.models.hub import read_config
+from distill_rl.models.files.hub import read_config
 from distill_rl.system.without_torch import gpu_possible
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
@@ -51,7 +51,7 @@ def test_transformers_reads_configs_and_leaves_torch_to_others(tmp_path):
 import os
 from transformers.utils import is_torch_available
 from distill_rl.models.files.architecture import architecture_problems
-from distill_rl.models.hub import read_config, read_tokenizer
+from distill_rl.models.files.hub import read_config, read_tokenizer
 print(json.dumps([is_torch_available(), read_config(folder).model_type, len(read_tokenizer(folder)) > 0]))
 assert architecture_problems("student", folder) == []
 assert "TRANSFORMERS_NO_ADVISORY_WARNINGS" not in os.environ
@@ -87,7 +87,7 @@ def test_errors_are_those_with_torch(tmp_path, function, change):
     body = f"""
 from distill_rl.errors import ConfigError
 from distill_rl.models.files.examine import examine
-from distill_rl.models.hub import read_config
+from distill_rl.models.files.hub import read_config
 try:
     {function}
 except ConfigError as error:

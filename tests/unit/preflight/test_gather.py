@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distill_rl.config.load import load_config
-from distill_rl.models.hub import read_tokenizer, tokenizer_hash, tokenizer_of
+from distill_rl.models.files.hub import read_tokenizer, tokenizer_hash, tokenizer_of
 from distill_rl.preflight import gather, inspect, visible_gpus
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model

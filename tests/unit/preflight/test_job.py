@@ -11,7 +11,7 @@ from distill_rl.data.order import permutation
 from distill_rl.data.reading import files, lines, source
 from distill_rl.errors import CheckpointError
 from distill_rl.preflight.job import prepare
-from distill_rl.run import checkpoints
+from distill_rl.run.checkpoints import store as checkpoints
 from distill_rl.types import RunPaths
 
 

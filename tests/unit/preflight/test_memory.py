@@ -15,7 +15,7 @@ from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.models.files.facts import gpu_bytes
 from distill_rl.preflight import memory
 from distill_rl.preflight.memory import NEAR, compare_memory
-from distill_rl.preflight.opened import Findings
+from distill_rl.preflight.models.opened import Findings
 
 MODEL = ModelFacts("llama", 10**9, 2048, 8192, 16, 32, 8, 32000, False, 4 * 10**9)
 ALONE = Facts(student=MODEL)

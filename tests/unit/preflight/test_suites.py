@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.config.schema import Config, StudentConfig
-from distill_rl.preflight.opened import Findings, Opened
+from distill_rl.preflight.models.opened import Findings, Opened
 from distill_rl.preflight.suites import check_suites
 from tests.helpers.suites import write_suite
 from tests.helpers.tokenizers import tiny_tokenizer

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from distill_rl.run.checkpoints import CheckpointStore
+from distill_rl.run.checkpoints.store import CheckpointStore
 
 PROGRAM = """\
 import itertools, sys
 from pathlib import Path
-from distill_rl.run.checkpoints import CheckpointStore, SavedState
+from distill_rl.run.checkpoints.store import CheckpointStore, SavedState
 from distill_rl.types import TrainState
 
 store = CheckpointStore(Path(sys.argv[1]), keep_last=2, keep_best=1)

@@ -10,8 +10,8 @@ import torch
 
 from distill_rl.errors import CheckpointError
 from distill_rl.parallel.mesh import close_world, open_world
-from distill_rl.run import checkpoints
-from distill_rl.run.checkpoints import CheckpointStore, SavedState
+from distill_rl.run.checkpoints import store as checkpoints
+from distill_rl.run.checkpoints.store import CheckpointStore, SavedState
 from distill_rl.student.engine import StudentEngine
 from distill_rl.types import TrainState
 from tests.helpers.engines import engine_config, no_targets, random_documents, rank_batch, token_rows, whole_parameters

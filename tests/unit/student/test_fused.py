@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from distill_rl.config.memory import student as memory
-from distill_rl.losses.core import linear
+from distill_rl.losses.core.logits import linear
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import TokenRows

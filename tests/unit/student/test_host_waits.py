@@ -51,14 +51,14 @@ MICRO_BATCH = {
     "/logits": {},
     "hybrid/topk": CHUNKS | STOPS | ONE_TO_ONE,
     "alm/topk": CHUNKS | STOPS,
-    "strict/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | {("nonzero", "losses/cross_tokenizer/strict.py:strict"): 1},
+    "strict/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | {("nonzero", "losses/cross_tokenizer/methods/strict.py:strict"): 1},
     "uld/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | ENDS,
     "gold/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | ENDS
-    | {("nonzero", "losses/cross_tokenizer/gold.py:_others"): 2, ("index", "losses/cross_tokenizer/gold.py:_by_parts"): 3},
+    | {("nonzero", "losses/cross_tokenizer/methods/gold.py:_others"): 2, ("index", "losses/cross_tokenizer/methods/gold.py:_by_parts"): 3},
     "xtoken/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | ENDS
     | {
-        ("nonzero", "losses/cross_tokenizer/xtoken.py:_top_columns"): 1,
-        ("_unique2", "losses/cross_tokenizer/xtoken.py:xtoken"): 1,
+        ("nonzero", "losses/cross_tokenizer/methods/xtoken.py:_top_columns"): 1,
+        ("_unique2", "losses/cross_tokenizer/methods/xtoken.py:xtoken"): 1,
         ("nonzero", "losses/cross_tokenizer/projection.py:__init__"): 1,
     },
 }  # fmt: skip

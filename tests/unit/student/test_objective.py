@@ -10,10 +10,10 @@ import torch
 from distill_rl.config.schema import LossConfig, TeacherConfig
 from distill_rl.losses import DenseLogits, HiddenStates, TopKLogprobs, VocabularyProjection
 from distill_rl.observe.metrics import merge, values
-from distill_rl.student.chunk_rows import flat_chunks
 from distill_rl.student.loss_sums import LossSums
 from distill_rl.student.objective import Blend, Objective
-from distill_rl.student.teacher_heads import TeacherHead
+from distill_rl.student.teachers.chunk_rows import flat_chunks
+from distill_rl.student.teachers.heads import TeacherHead
 from distill_rl.types import IGNORE_INDEX, ChunkRows
 from tests.helpers.engines import plain_losses
 

@@ -13,7 +13,7 @@ from distill_rl.config.load import read_config
 from distill_rl.config.schema import Config
 from distill_rl.errors import DataError, DistillError, GpuMemoryError
 from distill_rl.models.attention.choice import installed
-from distill_rl.models.hub import read_tokenizer
+from distill_rl.models.files.hub import read_tokenizer
 from distill_rl.trial import bits
 from distill_rl.trial.measure import Findings, Reading, Subject, _memory_in_one_line, find
 from tests.helpers.corpus import corpus_rows

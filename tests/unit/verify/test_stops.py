@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from distill_rl.align import TokenAligner
-from distill_rl.align.chat import Chat
-from distill_rl.align.endings import align_training_rows
+from distill_rl.align.chats.endings import align_training_rows
+from distill_rl.align.chats.rendering import Chat
 from distill_rl.align.projection import Projection, build_projection
 from distill_rl.verify import check_stops
 from distill_rl.verify.check import Check

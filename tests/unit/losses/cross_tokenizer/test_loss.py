@@ -27,7 +27,7 @@ from distill_rl.losses import (
 from distill_rl.losses.core.shards import VocabularyShard
 from distill_rl.losses.core.sparse import TopKRows
 from distill_rl.losses.core.streaming import padded_width
-from distill_rl.losses.cross_tokenizer import hybrid
+from distill_rl.losses.cross_tokenizer.methods import hybrid
 from distill_rl.losses.cross_tokenizer.projection import ColumnProduct
 from tests.helpers import chunks as helpers
 from tests.helpers.chunks import Documents, assert_gradient, assert_sums, documents, oracle

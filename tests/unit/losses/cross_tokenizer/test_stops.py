@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill_rl.bench.losses import peak_bytes
+from distill_rl.bench.losses.losses import peak_bytes
 from distill_rl.losses import (
     METHODS,
     Chunks,

@@ -1,0 +1,204 @@
+"""Chats: rendering with a side's own template, and finding the messages' texts in the result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from distill_rl.align.chats.form import REASONING_KEYS, in_template_form, text_of
+
+Message = Mapping[str, Any]
+CharSpan = tuple[int, int]
+Render = Callable[[list[dict[str, Any]]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A row of chats."""
+
+    messages: Sequence[Message]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What a chat template gets besides the messages, such as `tools`."""
+
+
+def render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
+    """The text that the tokenizer's chat template makes of the messages, which are not modified.
+
+    The template gets every key of the messages. Arguments of tool calls, and contents that are lists of text parts, are
+    first brought into a form that it reads (`in_template_form`). Templates that print today's date get a fixed one
+    (2024-07-26), so that results do not depend on the day.
+
+    Args:
+        options: for the tokenizer's `apply_chat_template`, above the defaults, such as `tools`; with `tokenize=True`
+            the result is what that method then returns.
+
+    Raises:
+        ValueError: a tokenizer without a chat template.
+        jinja2.TemplateError: a chat that the template rejects. A template can also raise any other exception.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            f"messages need a tokenizer with a chat template, {type(tokenizer).__name__} has none; give it one, or use text"
+        )
+    fixed_date = datetime(2024, 7, 26).strftime
+    chat = in_template_form(tokenizer, [dict(message) for message in messages])
+    return tokenizer.apply_chat_template(chat, **{"strftime_now": fixed_date, "tokenize": False, **options})
+
+
+def content_spans(rendered: str, messages: Sequence[Message], render: Render | None = None) -> tuple[CharSpan, ...]:
+    """Where the messages' texts stand in a rendered chat, in order; the spans of `message_spans`, one after another."""
+    return tuple(span for spans in message_spans(rendered, messages, render) for span in spans)
+
+
+def message_spans(
+    rendered: str, messages: Sequence[Message], render: Render | None = None
+) -> tuple[tuple[CharSpan, ...], ...]:
+    """Where each message's texts stand in a rendered chat, in order and without overlap.
+
+    A message has one span for its content and, if it has them, one before it for each text of reasoning and two behind
+    it for each tool call (name, arguments). Their number depends on the message only, so that two templates give
+    equally many.
+
+    With `render`, the chat is rendered a second time with unique markers as contents. The text around the markers is
+    what the template writes, so the contents of the original lie between the same pieces of text; a content of "user"
+    is not mistaken for a header. Without `render`, or if that fails, each content is searched for from the end of the
+    content before it. Reasoning and tool calls are searched for between the contents.
+
+    Args:
+        rendered: the chat template's text for these messages.
+        render: messages → text with the same template; None: only the search is used.
+    Returns:
+        (start, stop) in characters of `rendered`; an empty span for a text that is empty or that the template does not
+            write.
+    """
+    contents = [text_of(message) for message in messages]
+    by_markers = _spans_by_markers(rendered, messages, contents, render) if render else None
+    spans = by_markers if by_markers is not None else _spans_by_search(rendered, contents)
+    cursor, result = 0, []
+    for i, message in enumerate(messages):
+        next_content = next((start for start, stop in spans[i + 1 :] if stop > start), len(rendered))
+        result.append(_texts_of(rendered, message, spans[i], cursor, next_content))
+        cursor = result[-1][-1][1]
+    return tuple(result)
+
+
+def _texts_of(rendered: str, message: Message, content: CharSpan, cursor: int, stop: int) -> tuple[CharSpan, ...]:
+    """The spans of one message's texts: reasoning, content, and name and arguments of each tool call.
+
+    Args:
+        content: span of the content; an empty one for a content that is empty or not written.
+        cursor, stop: where the message's texts can stand: behind those of the message before it, and before the next
+            content.
+    """
+    spans: list[CharSpan] = []
+    limit = content[0] if content[1] > content[0] else stop
+    for key in REASONING_KEYS:
+        if isinstance(message.get(key), str):
+            spans.append(_find(rendered, _forms(message[key]), cursor, limit))
+            cursor = spans[-1][1]
+    spans.append(content if content[1] > content[0] else (cursor, cursor))
+    cursor = spans[-1][1]
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        arguments = _find(rendered, _argument_forms(function.get("arguments")), cursor, stop)
+        before = arguments[0] if arguments[1] > arguments[0] else stop
+        name = str(function.get("name") or "")
+        # The last occurrence: the template's own words come before the name.
+        place = rendered.rfind(name, cursor, before) if name else -1
+        spans.append((place, place + len(name)) if place >= 0 else (cursor, cursor))
+        spans.append(arguments if arguments[1] > arguments[0] else (spans[-1][1], spans[-1][1]))
+        cursor = spans[-1][1]
+    return tuple(spans)
+
+
+def _find(rendered: str, forms: Sequence[str], start: int, stop: int) -> CharSpan:
+    """The first occurrence of the first of these forms between two places; an empty span at `start` if there is none."""
+    for form in filter(None, forms):
+        place = rendered.find(form, start, stop)
+        if place >= 0:
+            return place, place + len(form)
+    return start, start
+
+
+def _forms(content: str) -> list[str]:
+    """The forms in which a template may write a content, each once: as it is, stripped, stripped left or right."""
+    return list(dict.fromkeys((content, content.strip(), content.lstrip(), content.rstrip())))
+
+
+def _argument_forms(arguments: Any) -> list[str]:
+    """The forms in which a template may write a call's arguments, which are an object or its JSON text."""
+    texts = [arguments] if isinstance(arguments, str) else []
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        texts.append(json.dumps(value, ensure_ascii=False))
+    except (ValueError, TypeError):
+        pass
+    return texts if arguments else []
+
+
+def _spans_by_search(rendered: str, contents: list[str]) -> tuple[CharSpan, ...]:
+    """The character span of each content, searched for in order, each behind the end of the one before it.
+
+    A content that is empty or does not occur gets an empty span at that place.
+    """
+    spans, cursor = [], 0
+    for content in contents:
+        written = next((form for form in _forms(content) if form and rendered.find(form, cursor) >= 0), "")
+        start = rendered.find(written, cursor) if written else cursor
+        cursor = start + len(written)
+        spans.append((start, cursor))
+    return tuple(spans)
+
+
+def _spans_by_markers(
+    rendered: str, messages: Sequence[Message], contents: list[str], render: Render
+) -> tuple[CharSpan, ...] | None:
+    """The contents' spans, by rendering the chat again with unique markers in place of the contents.
+
+    What surrounds the markers is the template's own text. A content that is empty, or that the template leaves out, gets
+    an empty span behind the one before it. None if the template fails on the markers, or if the rendered chat does not
+    have the same text around the contents.
+    """
+    markers = [f"\ue000{i}\ue001" for i in range(len(messages))]
+    # An empty content stays: some templates write more around one that is not empty.
+    marked = [{**m, "content": marker} if text else dict(m) for m, marker, text in zip(messages, markers, contents)]
+    try:
+        rest = render(marked)
+    except Exception:  # some templates reject unknown contents; the search remains
+        return None
+    written, template_parts = [], []
+    for i, marker in enumerate(markers):
+        before, hit, after = rest.partition(marker)
+        if hit:
+            template_parts.append(before)
+            written.append(i)
+            rest = after
+    template_parts.append(rest)
+
+    spans: dict[int, CharSpan] = {}
+    cursor = 0
+    for i, before, after in zip(written, template_parts, template_parts[1:]):
+        if not rendered.startswith(before, cursor):
+            return None
+        cursor += len(before)
+        is_last = i == written[-1]
+        form = None
+        for candidate in _forms(contents[i]):
+            followed = rendered.startswith(candidate + after, cursor)
+            if followed and (not is_last or cursor + len(candidate + after) == len(rendered)):
+                form = candidate
+                break
+        if form is None:
+            return None
+        spans[i] = (cursor, cursor + len(form))
+        cursor += len(form)
+
+    # A content that the template leaves out gets an empty span behind the content before it.
+    end, all_spans = 0, []
+    for i in range(len(messages)):
+        start, end = spans.get(i, (end, end))
+        all_spans.append((start, end))
+    return tuple(all_spans)

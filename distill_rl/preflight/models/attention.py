@@ -1,0 +1,171 @@
+"""Checks that models support the requested attention and the width of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from distill_rl.config.facts import row_width, width_divisor, width_multiple
+from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.errors import ConfigError, problem
+from distill_rl.models.attention.choice import ON_CPU, VARLEN, choose, importable, installed, obstacles
+from distill_rl.models.families import family_of
+from distill_rl.preflight.models.opened import Findings, Opened
+
+
+def attention_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> Iterator[str]:
+    """Yields what the requested attention of each model lacks, one line each.
+
+    Only `varlen` and `flash_attention_2` are checked. Both need a GPU, which is not looked for if the run joins a
+    cluster; `flash_attention_2` also needs its package and another dtype than fp32, `varlen` a kernel that suits the
+    model.
+
+    Args:
+        gpus: number visible on this machine. Those of a cluster are not known before it is joined.
+    """
+    for model in models:
+        key, attention, dtype = f"{model.key}.attention", model.settings.attention, model.settings.dtype
+        remedy = f"set {key}=auto"
+        if attention not in ("varlen", "flash_attention_2") or model.in_vllm:
+            continue
+        no_gpu = config.ray.address is None and not gpus
+        if no_gpu:
+            yield problem(key, "needs a GPU; none is visible", attention, remedy)
+        if attention == "flash_attention_2":
+            if not installed("flash_attn"):
+                rule = "needs the package flash_attn, which is not installed"
+                yield problem(key, rule, attention, f"pip install flash-attn, or {remedy}")
+            elif (broken := importable("flash_attn")) is not None:
+                rule = f"needs the package flash_attn, which is installed but cannot be imported ({broken})"
+                yield problem(key, rule, attention, f"install the build for this torch and CUDA, or {remedy}")
+            if dtype == "fp32":
+                setting = f"{model.key}.dtype"
+                yield problem(key, f"needs {setting}: bf16", attention, f"{remedy}, or {setting}=bf16")
+            continue
+        training = model.key == "student"
+        by_kernel = [list(obstacles(name, model.config, dtype=dtype, training=training)) for name in VARLEN]
+        if all(by_kernel) and not no_gpu:  # no kernel works; report torch's, which needs no extra package
+            for rule in by_kernel[-1]:
+                yield problem(key, rule, attention, remedy)
+
+
+def width_problems(config: Config, model: Opened, *, gpus: int) -> Iterator[str]:
+    """Yields at most one problem: a model has too few positions for `data.max_length`, or for such rows when padded.
+
+    The padding matters only if positions beyond the last may be an error: in a table of learned positions, or in a
+    family that is not tested. vLLM never sees padding. A model that states no number of positions has no problem.
+
+    Args:
+        gpus: number of GPUs; the padded width differs with and without.
+    """
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is None:
+        return
+    setting, longest = "data.max_length", config.data.max_length
+    if isinstance(model.settings, TeacherConfig) and model.settings.max_length is not None:
+        setting, longest = f"{model.key}.max_length", model.settings.max_length
+    if longest > positions:
+        rule = f"must not exceed the {positions} positions of {model.name}"
+        yield problem(setting, rule, longest, f"use {positions} or less")
+        return
+    if model.in_vllm:
+        return
+    family, on_gpu = family_of(model.config), gpus > 0
+    divisor = width_divisor(config)
+    width = row_width(longest, on_gpu=on_gpu, divisor=divisor)
+    if width > positions and (family.learned_positions or not family.proven):
+        multiple = width_multiple(divisor, on_gpu=on_gpu)
+        rule = f"rows of {longest} tokens are padded to {width} positions, a multiple of {multiple}; {model.name} has {positions}"
+        largest = positions // multiple * multiple
+        yield problem(setting, rule, None, f"use {largest} or less" if largest else "take another model")
+
+
+def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> Iterator[str]:
+    """Yields what the classes of the models have against the settings and the files, one line each.
+
+    These are an attention that transformers does not have for the family, documents in one row that the family cannot
+    keep apart, and tensors that are missing, left over or of another shape. A Llama-like model whose tensors are
+    plainly whole is not asked, because importing its class takes seconds. Nor is one that vLLM runs, with its own class, or one
+    whose weights are quantised, which only the quantiser can compare.
+
+    Args:
+        gpus: number visible on this machine.
+    """
+    from distill_rl.models.files.architecture import stateful_layers
+    from distill_rl.models.files.examine import examine
+    from distill_rl.models.files.headers import read_headers
+    from distill_rl.models.files.tensors import dtype_problems, plainly_whole
+    from distill_rl.models.quantization.stored import method_of
+
+    packing, findings = config.data.packing, Findings()
+    for model in models:
+        if model.config is None or model.folder is None or model.in_vllm or method_of(model.config):
+            continue
+        shapes = {}
+        if model.facts is not None:
+            headers = read_headers(model.folder)
+            shapes = {name: tuple(entry["shape"]) for name, entry in headers.items()}
+            yield from dtype_problems(f"{model.key}.model", headers)
+        if shapes and plainly_whole(model.config, shapes):
+            continue
+        kinds = stateful_layers(model.config)
+        if packing and kinds:
+            rule = (
+                f"{model.name} has {', '.join(kinds)} layers, which carry a state from one packed document to the next"
+            )
+            yield problem("data.packing", rule, "true", "set data.packing=false")
+        if model.settings.parallel.sp > 1 and kinds:
+            rule = f"must be 1: {model.name} has {', '.join(kinds)} layers, which carry a state from token to token"
+            yield problem(f"{model.key}.parallel.sp", rule, model.settings.parallel.sp, "leave it out")
+        attention = _implementation(model, packing=packing, gpus=gpus)
+        known = packing and not kinds  # of these layers the line above says it
+        lines = findings.attempt(
+            f"{model.key}.model",
+            lambda model=model, attention=attention, known=known, shapes=shapes: examine(  # type: ignore[misc]
+                model.key,
+                model.folder,
+                attention=attention,
+                packing=known,
+                weights=bool(shapes),
+                automatic=model.settings.attention == "auto",
+            ),
+        )
+        yield from lines or ()
+    yield from findings.problems
+
+
+def packing_notes(config: Config, models: Sequence[Opened]) -> Iterator[str]:
+    """Yields at most one line: families of which only a worker finds out that they keep packed documents apart.
+
+    Nothing is packed beside a teacher with another tokenizer.
+
+    Args:
+        models: student and running teachers, the teachers with their `cross_tokenizer_loss` set.
+    """
+    if not config.data.packing or any(model.cross_tokenizer_loss for model in models):
+        return
+    packed = [model.config for model in models if model.config and not model.in_vllm]
+    types = [config.model_type for config in packed if not family_of(config).proven]
+    if types:
+        yield (
+            f"data.packing: no test covers {' and '.join(dict.fromkeys(types))}; whether packed documents see each other is "
+            "tried when the weights are loaded, and the run ends there if they do (then set data.packing=false)"
+        )
+
+
+def _implementation(model: Opened, *, packing: bool, gpus: int) -> str:
+    """Transformers' name of the attention that a worker will choose; `eager` where the settings are refused anyway."""
+    settings = model.settings
+    if settings.attention == "flash_attention_2" and importable("flash_attn") is not None:
+        return "eager"
+    try:
+        return choose(
+            settings.attention,
+            model.config,
+            dtype=settings.dtype,
+            packing=packing,
+            training=model.key == "student",
+            no_kernel=None if gpus else ON_CPU,
+            spread=settings.parallel.sp > 1,
+        ).implementation
+    except ConfigError:
+        return "eager"

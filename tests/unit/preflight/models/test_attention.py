@@ -1,0 +1,133 @@
+"""Problems with attention and with the width of rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Gemma2Config, GPT2Config, LlamaConfig
+
+from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
+from distill_rl.models.attention import choice
+from distill_rl.preflight.models import attention
+from distill_rl.preflight.models.attention import attention_problems, width_problems
+from distill_rl.preflight.models.opened import Opened
+
+LLAMA = LlamaConfig(hidden_size=512, num_attention_heads=8)
+
+
+def problems(
+    student: str = "auto", teacher: str = "auto", *, gpus: int = 1, model: Any = LLAMA, **student_settings: Any
+):
+    models = [
+        opened_student(model, attention=student, **student_settings),
+        Opened("teachers.0", "teacher t", TeacherConfig(model="t", attention=teacher), config=LLAMA),
+    ]
+    return list(attention_problems(Config(), models, gpus=gpus))
+
+
+def opened_student(config: Any, **settings: Any) -> Opened:
+    return Opened("student", "student", StudentConfig(model="s", **settings), config=config)
+
+
+@pytest.fixture(autouse=True)
+def packages(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The packages that count as installed."""
+    names: set[str] = set()
+    for module in (attention, choice):
+        monkeypatch.setattr(module, "installed", lambda name: name in names)
+    return names
+
+
+@pytest.mark.parametrize("name", ["auto", "sdpa", "eager"])
+def test_attention_for_cpus_is_no_problem(name: str) -> None:
+    assert problems(name, name, gpus=0) == []
+
+
+def flash_attn(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package flash_attn for processes that this one starts, which runs `code` when it is imported."""
+    package = folder / "flash_attn"
+    package.mkdir(exist_ok=True)
+    (package / "__init__.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    choice.importable.cache_clear()
+
+
+def test_flash_attention_must_work_and_not_only_be_there(
+    packages: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages.add("flash_attn")
+    flash_attn(tmp_path, "raise ImportError('undefined symbol: _ZN3c10')", monkeypatch)
+    (line,) = problems("flash_attention_2")
+    assert line == (
+        "student.attention: needs the package flash_attn, which is installed but cannot be imported "
+        "(ImportError: undefined symbol: _ZN3c10); got flash_attention_2; install the build for this torch and CUDA, "
+        "or set student.attention=auto"
+    )
+
+
+def test_flash_attention_needs_its_package_and_bf16(
+    packages: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash_attn(tmp_path, "", monkeypatch)
+    wanted = (
+        "{key}.attention: needs the package flash_attn, which is not installed; got flash_attention_2; "
+        "pip install flash-attn, or set {key}.attention=auto"
+    )
+    lines = problems("flash_attention_2", "flash_attention_2")
+    assert lines == [wanted.format(key=key) for key in ("student", "teachers.0")]
+    packages.add("flash_attn")
+    assert problems("flash_attention_2", "flash_attention_2") == []
+    (line,) = problems("flash_attention_2", dtype="fp32")
+    assert line.startswith("student.attention: needs student.dtype: bf16; got flash_attention_2")
+
+
+def test_varlen_is_refused_on_cpus() -> None:
+    (line,) = problems(teacher="varlen", gpus=0)
+    assert line == "teachers.0.attention: needs a GPU; none is visible; got varlen; set teachers.0.attention=auto"
+
+
+def test_varlen_is_allowed_with_a_cluster() -> None:
+    config = Config()
+    config.ray.address = "auto"
+    assert list(attention_problems(config, [opened_student(LLAMA, attention="varlen")], gpus=0)) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"dtype": "fp32"}, "not in fp32"),
+        ({"model": Gemma2Config()}, "soft cap"),
+        ({"model": GPT2Config()}, "attention dropout"),
+        ({"model": LlamaConfig(hidden_size=80, num_attention_heads=8)}, "not of 10"),
+    ],
+)
+def test_varlen_is_refused_for_unsupported_models(settings: dict[str, Any], expected: str) -> None:
+    (line,) = problems("varlen", **settings)
+    assert line.startswith("student.attention: ")
+    assert expected in line
+    assert line.endswith("got varlen; set student.attention=auto")
+
+
+@pytest.mark.parametrize(
+    ("length", "positions", "gpus", "expected"),
+    [
+        (1000, 1024, 1, None),
+        (1001, 1100, 1, None),
+        (1025, 1100, 1, "use 1024 or less"),
+        (1025, 1100, 0, None),
+        (1100, 1100, 0, "use 1096 or less"),
+        (2000, 1100, 0, "use 1100 or less"),
+        (100, 100, 1, "take another model"),
+    ],
+)
+def test_rows_must_fit_a_table_of_positions(length: int, positions: int, gpus: int, expected: str | None) -> None:
+    config = Config()
+    config.data.max_length = length
+    lines = list(width_problems(config, opened_student(GPT2Config(n_positions=positions)), gpus=gpus))
+    assert len(lines) == (expected is not None)
+    assert all(line.startswith("data.max_length: ") and line.endswith(str(expected)) for line in lines)
+    if length <= positions:  # rotary positions go on
+        other = LlamaConfig(max_position_embeddings=positions)
+        assert list(width_problems(config, opened_student(other), gpus=gpus)) == []
