@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Reduction = Literal["sum", "mean", "max", "min", "last"]
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
+class Metric(NamedTuple):  # a dataclass is read from a pickle five times as slowly, and the driver reads thousands
     """A value, and how it is merged with others of the same name over ranks and steps.
 
     A `mean` is weighted: `value` is the mean and `weight` the number of items it was taken over (for a loss, labelled

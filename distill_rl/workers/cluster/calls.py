@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +23,8 @@ Called = str | tuple[str, ...]
 Refs = dict[ray.ObjectRef, Called]
 """Submitted calls, each with what was called."""
 
-_FETCH_S = 30.0
-"""At least this long for results to arrive from their node once the calls have ended."""
+_FETCH_S = 60.0
+"""Most time for results to arrive from their node once the calls have ended."""
 _POLL_S = 0.25
 """Interval at which waits check for signals. Handlers only set flags: Ray swallows exceptions in `ray.get`."""
 
@@ -105,10 +106,13 @@ class Calls:
                 called.
         """
         names: Mapping[ray.ObjectRef, Called] = calls if isinstance(calls, Mapping) else dict.fromkeys(calls, "")
+        results: dict[ray.ObjectRef, Any] = {}
         for done, pending in self._until_done(names, what, timeout_s, meanwhile, also):
-            if errors := _errors_of(done):
+            ended, errors = _outcomes(done)
+            if errors:
                 raise self._blame(errors | self._errors_within_grace(pending), names, what)
-        return each(ray.get(list(names), timeout=max(timeout_s, _FETCH_S)))
+            results |= ended
+        return each(results[ref] for ref in names)
 
     def outcomes(
         self, calls: Mapping[ray.ObjectRef, Called], *, what: str, timeout_s: float
@@ -120,8 +124,8 @@ class Calls:
         """
         for _ in self._until_done(calls, what, timeout_s):
             pass
-        errors = _errors_of(list(calls))
-        return {ref: errors[ref] if ref in errors else ray.get(ref, timeout=max(timeout_s, _FETCH_S)) for ref in calls}
+        ended, errors = _outcomes(list(calls))
+        return ended | errors
 
     def _until_done(
         self,
@@ -246,7 +250,7 @@ class Calls:
         if not pending:
             return {}
         done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_FIRST_CAUSE_S, fetch_local=False)
-        return _errors_of(done)
+        return _outcomes(done)[1]
 
     def _blame(
         self, errors: Mapping[ray.ObjectRef, BaseException], names: Mapping[ray.ObjectRef, Called], what: str
@@ -305,17 +309,22 @@ class Calls:
         return self.monitor.where(name) if self.monitor else name
 
 
-def _errors_of(refs: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseException]:
-    """Returns the errors of those calls that failed, by reference. All must have ended."""
+def _outcomes(
+    refs: Sequence[ray.ObjectRef],
+) -> tuple[dict[ray.ObjectRef, Any], dict[ray.ObjectRef, BaseException]]:
+    """Returns the results of those calls that succeeded, and the errors of those that failed. All must have ended."""
+    with suppress(RayError):
+        return dict(zip(refs, ray.get(list(refs), timeout=_FETCH_S), strict=True)), {}
+    results: dict[ray.ObjectRef, Any] = {}
     errors: dict[ray.ObjectRef, BaseException] = {}
     for ref in refs:
         try:
-            ray.get(ref, timeout=60)
+            results[ref] = ray.get(ref, timeout=_FETCH_S)
         except RayError as error:
             # A relay passes on the death of a rank.
             cause = error.cause if isinstance(error, RayTaskError) else error
             errors[ref] = cause if isinstance(cause, RayError) else error
-    return errors
+    return results, errors
 
 
 def each(results: Iterable[Any]) -> list[Any]:
