@@ -16,7 +16,8 @@ from distill_rl.bench.harness import Refused
 MOST = 10
 """Nodes that can share a machine: the ports of the eleventh are those of the first (`workers.cluster.node`)."""
 _START_S, _END_S = 300.0, 60.0
-_FIRST_PORT = 21000
+_FIRST_PORT = "12000"
+"""Unless RAY_PORT names another: below the ports of workers, like those of a job."""
 _STORE_BYTES = 100_000_000
 
 
@@ -48,7 +49,7 @@ def ray_nodes(folder: Path, count: int, cpus: int) -> Iterator[str]:
     try:
         for i, name in enumerate(names):
             slurm = {"SLURM_NODEID": str(i), "SLURMD_NODENAME": name, "SLURM_CPUS_ON_NODE": str(cpus)}
-            ray = {"RAY_PORT": str(_FIRST_PORT), "RAY_OBJECT_STORE_BYTES": str(_STORE_BYTES)}
+            ray = {"RAY_PORT": before.get("RAY_PORT", _FIRST_PORT), "RAY_OBJECT_STORE_BYTES": str(_STORE_BYTES)}
             command = [sys.executable, "-m", "distill_rl.workers.cluster.node", str(shared), str(logs)]
             processes.append(subprocess.Popen(command, env=os.environ | slurm | ray))
         _wait(shared, names)
