@@ -21,7 +21,7 @@ def test_a_run_of_ranks_that_share_processes_on_two_nodes(tmp_path, monkeypatch)
     assert case["driver_cpu_ms"] > 0
     assert 0 < case["step_ms"] / 1000 < case["start_s"]
     assert case["replace_teacher_s"] > 0
-    assert case["objects"] == 0, "the driver has let go of everything"
+    assert case["objects"] <= 1, "the driver has let go of everything but a question to the monitor of the other node"
 
 
 def test_more_nodes_than_fit_on_a_machine_are_refused(tmp_path, capsys):
