@@ -76,7 +76,7 @@ def _by_task(name: str, rows: Rows) -> Iterator[Part]:
         measure, title = rows.measure(task), table.title if len(tasks) == 1 else f"{table.title}: {task}"
         dots = [Dots(one.setting, one.seeds, one.score, one.setting == BASELINE) for one in found]
         columns = _columns(measure, found, with_cost=table.fresh)
-        file = f"{name}-{re.sub(r'[^a-z]+', '-', task)}.svg"
+        file = f"{name}-{re.sub(r'[^a-z]+', '-', task.lower())}.svg"
         heading, body = list(columns), [[cell(one) for cell in columns.values()] for one in found]
         notes = [*_failures(rows, task, settings), _effort(rows, {task: settings})]
         yield Part(
