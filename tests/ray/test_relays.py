@@ -69,10 +69,8 @@ def group(request, ray_cluster) -> Iterator[WorkerGroup]:
         group.kill()
 
 
-def gather(
-    group: WorkerGroup, method: str, rows: list[Any], *more: Any, timeout_s: float = 60.0, **options: Any
-) -> list[Any]:
-    calls = group.submit_each(method, rows, *more, ranks=range(len(NAMES)), **options)
+def gather(group: WorkerGroup, method: str, rows: list[Any], *more: Any, timeout_s: float = 60.0) -> list[Any]:
+    calls = group.submit_each(method, rows, *more, ranks=range(len(NAMES)))
     return group._calls.gather(calls, what="adding", timeout_s=timeout_s)
 
 
@@ -80,8 +78,19 @@ def test_every_rank_gets_its_row_and_results_keep_their_order(ray_cluster, group
     rows = [ray_cluster.put(10 * i) for i in range(5)]
     assert gather(group, "add", rows, 1, ray_cluster.put(2)) == [(i, 10 * i + 3) for i in range(5)]
     assert gather(group, "add", [7] * 5)[3] == (3, 7)
+
+
+def test_of_two_values_the_first_ranks_have_references_of_their_own(ray_cluster, group):
+    first, calls = group.submit_replica("add", ray_cluster.put(10), 1, ranks=range(5))
+    assert ray_cluster.get(first) == 0
     firsts = {0: range(5), 2: (0, 2, 4), 5: (0,)}[group._together]
-    assert gather(group, "add", rows, 1, only_first=True) == [(i, 10 * i + 1) for i in firsts]
+    assert group._calls.gather(calls, what="adding", timeout_s=60) == [11] * len(firsts)
+
+
+def test_an_error_in_place_of_two_values_names_its_rank(group):
+    _, calls = group.submit_replica("fail", "raise", ranks=range(5))
+    with pytest.raises(WorkerError, match=r"rank-\d: adding failed; got ValueError: this row is bad"):
+        group._calls.gather(calls, what="adding", timeout_s=60)
 
 
 def test_the_rank_that_raises_is_named_while_others_still_work(group):

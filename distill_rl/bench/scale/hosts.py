@@ -37,11 +37,16 @@ class RankHost(Worker):
 
 
 class HostedMethod:
-    def __init__(self, host: Any, rank: int, name: str):
-        self._host, self._rank, self._name = host, rank, name
+    """Stands for a method of the actor of one rank."""
+
+    def __init__(self, method: Any, rank: int, name: str):
+        self._method, self._rank, self._name = method, rank, name
+
+    def options(self, **options: Any) -> HostedMethod:
+        return HostedMethod(self._method.options(**options), self._rank, self._name)
 
     def remote(self, *arguments: Any) -> Any:
-        return self._host.call.remote(self._rank, self._name, *arguments)
+        return self._method.remote(self._rank, self._name, *arguments)
 
 
 class HostedRank:
@@ -53,7 +58,7 @@ class HostedRank:
     def __getattr__(self, name: str) -> HostedMethod:
         if name.startswith("_"):  # asked for while it is unpickled
             raise AttributeError(name)
-        return HostedMethod(self._host, self._rank, name)
+        return HostedMethod(self._host.call, self._rank, name)
 
 
 class HostedGroup(WorkerGroup):

@@ -107,6 +107,7 @@ def configuration(root: Path, case: Case, address: str | None = None) -> Path:
         ],
         ray={"dashboard": False, "start_timeout_s": 600} | ({"address": address} if address else {}),
         checkpoint={"every": 0},
+        faults={"teacher_restarts": case.ranks},  # a process may hold several replicas
         transport="object_store" if address else "shared_memory",
     )
 

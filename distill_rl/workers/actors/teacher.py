@@ -45,12 +45,15 @@ class TeacherStats:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What one teacher rank published for one sub-batch."""
+    """What one teacher rank published for one sub-batch. Only the student reads it; the driver passes it on unopened."""
 
     handles: tuple[Handle, ...] = ()
-    measured: TeacherStats = TeacherStats()
     score: float = 0.0
     """Sum over the supervised tokens of its part of the batch; see `TeacherBackend.score`."""
+
+
+Returned = tuple[Published, TeacherStats]
+"""Two values of a call, each with a reference of its own."""
 
 
 class TeacherWorker(RankWorker):
@@ -146,7 +149,7 @@ class TeacherWorker(RankWorker):
         """
         return self._ring.publish(Slot(0, FIRST_GENERATION), probe_tensors(self._world.device), PROBE_LAYOUT)
 
-    def forward(self, rows: Sequence[RankBatch], sub_batch: int, slots: Sequence[Slot]) -> Published:
+    def forward(self, rows: Sequence[RankBatch], sub_batch: int, slots: Sequence[Slot]) -> Returned:
         """Computes the targets of this replica's rows of a sub-batch, and publishes each micro-batch in a slot.
 
         All ranks of a replica must be called with the same arguments; only the first one publishes.
@@ -157,7 +160,7 @@ class TeacherWorker(RankWorker):
             slots: at least as many as it has micro-batches; no reader may still use them.
 
         Returns:
-            On the first rank the handles, times, sizes and the sum of scores; on the others an empty Published.
+            On the first rank the handles with the sum of scores, and times and sizes; on the others both are empty.
         """
         import torch
 
@@ -179,7 +182,7 @@ class TeacherWorker(RankWorker):
             torch.cuda.synchronize(self._world.device)
         self._gauges.set("teacher_forward_seconds", time.perf_counter() - start)
         if not self._world.reports:
-            return Published()
+            return Published(), TeacherStats()
         measured = TeacherStats(
             sum(handle.num_bytes for handle in handles),
             sum(handle.layout.num_rows * handle.layout.tokens_per_row for handle in handles),
@@ -191,9 +194,9 @@ class TeacherWorker(RankWorker):
         self._gauges.set("teacher_publish_seconds", publish_s)
         self._gauges.add("teacher_bytes", measured.num_bytes)
         self._gauges.add("teacher_positions", measured.num_positions)
-        return Published(tuple(handles), measured, self._engine.score)
+        return Published(tuple(handles), self._engine.score), measured
 
-    def store_targets(self, rows: Sequence[RankBatch], sub_batch: int, slots: Sequence[Slot]) -> Published:
+    def store_targets(self, rows: Sequence[RankBatch], sub_batch: int, slots: Sequence[Slot]) -> Returned:
         """Computes and stores what the store lacks of this replica's rows of a sub-batch; publishes nothing.
 
         Arguments as of `forward`; the slots, which only bound how many calls wait, are not used.
@@ -203,12 +206,12 @@ class TeacherWorker(RankWorker):
         engine.fill(rows[sub_batch])
         seconds = time.perf_counter() - began
         if not self._world.reports:
-            return Published()
+            return Published(), TeacherStats()
         self._gauges.set("teacher_forward_seconds", seconds)
         peak = peak_gib(str(self._world.device))
         positions = rows[sub_batch].rows.num_positions
         measured = TeacherStats(0, positions, seconds, 0.0, peak, *self._used())
-        return Published((), measured)
+        return Published(), measured
 
     def _used(self) -> tuple[int, int]:
         """Tokens read and computed since the last call; 0 and 0 for a teacher without a store."""

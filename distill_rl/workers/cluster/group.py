@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any
@@ -15,9 +15,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from distill_rl.errors import DistillError
 from distill_rl.workers.actors.rank import Process
-from distill_rl.workers.cluster.calls import Calls, Refs
+from distill_rl.workers.cluster.calls import Called, Calls, Refs
 from distill_rl.workers.cluster.places.placement import PlacementPlan
-from distill_rl.workers.cluster.relay import MOST_RANKS, Relay
+from distill_rl.workers.cluster.relay import MOST_RANKS, Relay, bound
 
 _STOP_TIMEOUT_S = 15.0
 
@@ -133,33 +133,51 @@ class WorkerGroup:
                     ray.kill(relay.actor, no_restart=True)
                 del self._relays[first]
 
-    def submit_each(
-        self, method: str, rows: Sequence[Any], *arguments: Any, ranks: Sequence[int], only_first: bool = False
-    ) -> Refs:
+    def submit_each(self, method: str, rows: Sequence[Any], *arguments: Any, ranks: Sequence[int]) -> Refs:
         """Calls a method on neighbouring ranks without waiting, through relays if there are any.
 
         Args:
             rows: the first argument of each rank's call.
             arguments: the others, the same for all.
-            only_first: of the ranks that share a relay, only the first one's result is wanted.
 
         Returns:
-            References with what they call, in the order of the ranks; `Calls.gather` returns a result for each rank, but for those that
-            are not wanted.
+            References with what they call, in the order of the ranks; `Calls.gather` returns a result for each rank.
         """
-        calls: Refs = {}
-        own = dict(zip(ranks, rows, strict=True))
-        for rank in ranks:
-            if rank not in own:  # its relay has been called
+        made = self._submit(method, dict(zip(ranks, rows, strict=True)), arguments, values=1)
+        return {call: called for (call,), called in made}
+
+    def submit_replica(self, method: str, *arguments: Any, ranks: Sequence[int]) -> tuple[ray.ObjectRef, Refs]:
+        """Calls a method that returns two values on all ranks of a replica, with the same arguments; otherwise as `submit_each`.
+
+        Returns:
+            A reference to the first value of the first rank; and to the second values, with what they call. Of ranks that
+            share a relay there is only that of the first one.
+        """
+        made = list(self._submit(method, dict.fromkeys(ranks, arguments[0]), arguments[1:], values=2))
+        (first, _), _ = made[0]
+        return first, {second: called for (_, second), called in made}
+
+    def _submit(
+        self, method: str, rows: dict[int, Any], arguments: Sequence[Any], *, values: int
+    ) -> Iterator[tuple[Sequence[ray.ObjectRef], Called]]:
+        """Makes the calls of `submit_each` one by one; yields the references to the values of each, and what it calls.
+
+        Args:
+            rows: the first argument of the call, by rank.
+            values: that the method returns.
+        """
+        for rank in list(rows):
+            if rank not in rows:  # its relay has been called
                 continue
             if relay := self._relays.get(rank):
-                some = [own.pop(member) for member in relay.ranks]
-                call = relay.actor.call.remote(relay.calls, method, only_first, some, arguments)
+                own = [rows.pop(member) for member in relay.ranks]
+                made = bound(relay.actor, "call", values).remote(relay.calls, method, values, own, arguments)
                 relay.calls += 1
-                calls[call] = tuple(self.names[member] for member in relay.ranks)
+                called: Called = tuple(self.names[member] for member in relay.ranks)
             else:
-                calls[getattr(self.actors[rank], method).remote(own.pop(rank), *arguments)] = self.names[rank]
-        return calls
+                made = bound(self.actors[rank], method, values).remote(rows.pop(rank), *arguments)
+                called = self.names[rank]
+            yield (made if values > 1 else [made]), called
 
     def settle(self, timeout_s: float) -> None:
         """Waits until all ranks have ended the calls that were made so far.

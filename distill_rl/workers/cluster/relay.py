@@ -22,6 +22,12 @@ DIRECT = 16
 """Student's and teachers' ranks up to which a run has no relays: their processes would cost more than they save."""
 
 
+def bound(actor: Any, method: str, values: int) -> Any:
+    """A method of an actor that returns so many values, each with a reference of its own."""
+    found = getattr(actor, method)
+    return found if values == 1 else found.options(num_returns=values)
+
+
 class Together(list[Any]):
     """The results of several ranks, in their order, as one."""
 
@@ -59,14 +65,12 @@ class Relay(Worker):
         """Number of the call whose turn it is."""
         self._turn = asyncio.Condition()
 
-    async def call(
-        self, number: int, method: str, only_first: bool, rows: Sequence[Any], arguments: Sequence[Any]
-    ) -> Any:
+    async def call(self, number: int, method: str, values: int, rows: Sequence[Any], arguments: Sequence[Any]) -> Any:
         """Calls a method of every rank.
 
         Args:
             number: of this call, from 0.
-            only_first: return the result of the first rank, as it is, and not those of all.
+            values: that the method returns. If there are several, those of the first rank are returned, and none of the others.
             rows: the first argument of each rank's call; references are passed on.
             arguments: the others, the same for all; references are passed on.
 
@@ -77,23 +81,23 @@ class Relay(Worker):
         async with self._turn:
             await self._turn.wait_for(lambda: self._next == number)
             calls = [
-                self._answer(name, getattr(rank, method).remote(own, *arguments))
+                self._answer(name, bound(rank, method, values).remote(own, *arguments))
                 for (name, rank), own in zip(self._ranks, rows, strict=True)
             ]
             self._next += 1
             self._turn.notify_all()
         results = await asyncio.gather(*calls)
-        return results[0] if only_first else Together(results)
+        return results[0] if values > 1 else Together(results)
 
     async def settle(self, number: int) -> None:
         """Waits until all calls before `number` have been passed on."""
         async with self._turn:
             await self._turn.wait_for(lambda: self._next == number)
 
-    async def _answer(self, name: str, call: Awaitable[Any]) -> Any:
-        """Waits for the call of a rank; what it raises carries the rank's name."""
+    async def _answer(self, name: str, call: Awaitable[Any] | list[Awaitable[Any]]) -> Any:
+        """Waits for all values of the call of a rank; what it raises carries the rank's name."""
         try:
-            return await call
+            return await (asyncio.gather(*call) if isinstance(call, list) else call)
         except RayActorError:
             raise
         except RayTaskError as error:

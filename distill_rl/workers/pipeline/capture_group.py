@@ -81,7 +81,7 @@ class CaptureGroup:
             except DistillError as error:
                 self._recovery.find_dead(error, what)
                 self._recovery.replace_dead()
-        stats = [returned[ref].measured for teacher in sub_batch.published for ref in teacher]
+        stats = [returned[ref] for teacher in sub_batch.leaders for ref in teacher]
         sub_batch.call_student({})
         sub_batch.finish()
         self._pipeline.finish(sub_batch)

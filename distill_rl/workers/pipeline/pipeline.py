@@ -18,6 +18,7 @@ How one batch moves (`SubBatch` lists the states):
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import ray
@@ -27,10 +28,9 @@ from distill_rl.config.facts import ranks_per_replica
 from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.transport.base import Slot
 from distill_rl.types import BatchInfo, DocumentBatch
-from distill_rl.workers.cluster.calls import Refs
 from distill_rl.workers.pipeline.aligner_pool import AlignerPool
 from distill_rl.workers.pipeline.slots import SlotLedger
-from distill_rl.workers.pipeline.sub_batch import PendingBatch, State, SubBatch, Teachers
+from distill_rl.workers.pipeline.sub_batch import PendingBatch, ReplicaCalls, State, SubBatch, Teachers
 
 
 class Pipeline:
@@ -119,8 +119,8 @@ class Pipeline:
         t = self._index(name)
         for sub_batch in self._open:
             if sub_batch.state is State.DONE:  # the first rank had published; the other ranks' calls are not needed
-                leader = next(iter(sub_batch.teacher_calls[t][replica].items()))
-                sub_batch.teacher_calls[t][replica] = dict([leader])
+                done = sub_batch.teacher_calls[t][replica]
+                sub_batch.teacher_calls[t][replica] = replace(done, calls={done.leader: done.calls[done.leader]})
             else:
                 sub_batch.teacher_calls[t][replica] = self._call(t, replica, sub_batch, sub_batch.slots[name])
 
@@ -190,7 +190,7 @@ class Pipeline:
         Every ring must have room (`_has_room`).
         """
         slots: dict[str, tuple[Slot, ...]] = {}
-        calls: list[list[Refs]] = []
+        calls: list[list[ReplicaCalls]] = []
         for t, (teacher, _) in enumerate(self._teachers):
             if teacher.name in self.lost:
                 calls.append([])
@@ -201,13 +201,13 @@ class Pipeline:
         sub_batch.call_teachers(slots, calls)
         self._open.append(sub_batch)
 
-    def _call(self, t: int, replica: int, sub_batch: SubBatch, slots: Sequence[Slot]) -> Refs:
-        """Calls the ranks of one replica of teacher `t`, without waiting. Returns the calls by rank."""
+    def _call(self, t: int, replica: int, sub_batch: SubBatch, slots: Sequence[Slot]) -> ReplicaCalls:
+        """Calls the ranks of one replica of teacher `t`, without waiting."""
         teacher, group = self._teachers[t]
         size = ranks_per_replica(teacher)
         ranks = range(replica * size, (replica + 1) * size)
-        rows = [sub_batch.teachers[t][replica]] * size
-        return group.submit_each(self._method, rows, sub_batch.index, slots, ranks=ranks, only_first=True)
+        rows = sub_batch.teachers[t][replica]
+        return ReplicaCalls(*group.submit_replica(self._method, rows, sub_batch.index, slots, ranks=ranks))
 
     def _index(self, name: str) -> int:
         return [teacher.name for teacher, _ in self._teachers].index(name)

@@ -156,9 +156,7 @@ class StudentGroup:
         calls = sub_batch.all_teacher_calls
         with self._timer.part(progress.timers[1]):
             returned = dict(zip(calls, self._gather(calls, f"the teachers' forward of {progress.what}")))
-            # Keep the numbers only: a handle would keep the objects behind it alive.
-            stats = [[returned[ref].measured for ref in teacher] for teacher in sub_batch.published]
-            returned.clear()
+            stats = [[returned[ref] for ref in teacher] for teacher in sub_batch.leaders]
         with self._timer.part(progress.timers[2]):
             results = self._gather(sub_batch.student_calls, progress.what)
         for result in results:
@@ -191,8 +189,8 @@ class StudentGroup:
         Raises:
             DistillError: `error`, for anything in between: a half-applied sub-batch cannot be repeated.
         """
-        published: Refs = {ref: "a teacher" for teacher in sub_batch.published for ref in teacher}
-        if any(isinstance(outcome, BaseException) for outcome in self._outcomes(published, progress.what)):
+        leaders: Refs = {ref: "a teacher" for teacher in sub_batch.leaders for ref in teacher}
+        if any(isinstance(outcome, BaseException) for outcome in self._outcomes(leaders, progress.what)):
             return False  # Ray does not run a call whose arguments failed
         outcomes = self._outcomes(sub_batch.student_calls, progress.what)
         if any(isinstance(outcome, BaseException) for outcome in outcomes):

@@ -21,6 +21,21 @@ Teachers = Sequence[tuple[TeacherConfig, WorkerGroup]]
 """The running teachers, each with its ranks."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaCalls:
+    """The calls of a teacher's replica on a sub-batch."""
+
+    published: ray.ObjectRef
+    """What its first rank publishes, for the student: it would take the driver long to open the handles inside."""
+    calls: Refs
+    """By rank, the first one first; each returns what it has measured."""
+
+    @property
+    def leader(self) -> ray.ObjectRef:
+        """The call of the first rank."""
+        return next(iter(self.calls))
+
+
 class State(Enum):
     QUEUED = "waiting for free slots in every teacher's ring"
     TEACHING = "slots taken, teachers called"
@@ -49,11 +64,11 @@ class SubBatch:
     state: State = State.QUEUED
     slots: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
     """Slots held, by teacher; every replica uses the same ones in its own ring."""
-    teacher_calls: list[list[Refs]] = field(default_factory=list)
-    """Per teacher and replica, the calls of its ranks; the first one returns what is published. A lost teacher has no replicas."""
+    teacher_calls: list[list[ReplicaCalls]] = field(default_factory=list)
+    """Per teacher and replica. A lost teacher has no replicas."""
     student_calls: Refs = field(default_factory=dict)
 
-    def call_teachers(self, slots: dict[str, tuple[Slot, ...]], calls: list[list[Refs]]) -> None:
+    def call_teachers(self, slots: dict[str, tuple[Slot, ...]], calls: list[list[ReplicaCalls]]) -> None:
         """Notes the slots taken, by teacher, and the calls made, by teacher and replica: QUEUED becomes TEACHING."""
         assert self.state is State.QUEUED
         self.state, self.slots, self.teacher_calls = State.TEACHING, slots, calls
@@ -80,13 +95,20 @@ class SubBatch:
 
     @property
     def published(self) -> list[list[ray.ObjectRef]]:
-        """Per teacher, what each replica's first rank returns."""
-        return [[next(iter(replica)) for replica in teacher] for teacher in self.teacher_calls]
+        """Per teacher, what each replica publishes."""
+        return [[replica.published for replica in teacher] for teacher in self.teacher_calls]
+
+    @property
+    def leaders(self) -> list[list[ray.ObjectRef]]:
+        """Per teacher, the call of each replica's first rank."""
+        return [[replica.leader for replica in teacher] for teacher in self.teacher_calls]
 
     @property
     def all_teacher_calls(self) -> Refs:
         """Every rank's call. Those that publish nothing are awaited for their errors."""
-        return {ref: name for teacher in self.teacher_calls for replica in teacher for ref, name in replica.items()}
+        return {
+            ref: name for teacher in self.teacher_calls for replica in teacher for ref, name in replica.calls.items()
+        }
 
 
 @dataclass

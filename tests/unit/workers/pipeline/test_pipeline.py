@@ -65,18 +65,17 @@ class Teacher:
     unread: dict[tuple[int, int], str] = field(default_factory=dict)
     """Parts that the student has not finished reading, by (first rank of the replica, slot)."""
 
-    def submit_each(
-        self, method: str, rows_of_ranks: Sequence[str], *arguments: Any, ranks: range, only_first: bool
-    ) -> dict[str, str]:
-        assert (method, only_first) == ("forward", True)
-        (rows,) = set(rows_of_ranks)
-        sub_batch, slots = arguments
+    def submit_replica(
+        self, method: str, rows: str, sub_batch: int, slots: Any, *, ranks: range
+    ) -> tuple[str, dict[str, str]]:
+        assert method == "forward"
         part = _part(rows, sub_batch)
         self.calls.append((part, slots))
         for slot in slots:
             assert (ranks[0], slot.index) not in self.unread, f"slot {slot.index} was handed out before it was read"
             self.unread[ranks[0], slot.index] = part
-        return {f"{self.name} call {len(self.calls)} rank {rank}": f"{self.name}/{rank}" for rank in ranks}
+        call = f"{self.name} call {len(self.calls)}"
+        return f"{call} published", {f"{call} rank {rank}": f"{self.name}/{rank}" for rank in ranks}
 
     def read(self, parts: Sequence[str]) -> None:
         """The student has finished reading the targets of these parts."""
@@ -207,7 +206,7 @@ def test_replacement_is_resubmitted_open_sub_batches_in_order():
     batches = [pipeline.submit(documents(index)) for index in range(3)]
     train(pipeline, teachers, batches[0])
     other, calls = teachers[1].calls.copy(), teachers[0].calls.copy()
-    kept = [list(sub_batch.teacher_calls[0][0]) for batch in batches[1:] for sub_batch in batch.sub_batches]
+    kept = [sub_batch.teacher_calls[0][0] for batch in batches[1:] for sub_batch in batch.sub_batches]
     teachers[0].unread.clear()  # the new ring is empty
     pipeline.resubmit("t0", 1)
     assert teachers[0].calls[len(calls) :] == [
@@ -216,8 +215,8 @@ def test_replacement_is_resubmitted_open_sub_batches_in_order():
     assert teachers[1].calls == other
     for batch, before in zip(batches[1:], kept):
         (sub_batch,) = batch.sub_batches
-        assert list(sub_batch.teacher_calls[0][0]) == before, "the other replica is not called again"
-        assert [ref.rpartition(" ")[2] for ref in sub_batch.teacher_calls[0][1]] == ["2", "3"]
+        assert sub_batch.teacher_calls[0][0] == before, "the other replica is not called again"
+        assert [ref.rpartition(" ")[2] for ref in sub_batch.teacher_calls[0][1].calls] == ["2", "3"]
         assert [len(teacher) for teacher in sub_batch.published] == [2, 1]
 
 
@@ -226,7 +225,7 @@ def test_finished_sub_batch_is_not_resubmitted():
     first, second = pipeline.submit(documents(0)), pipeline.submit(documents(1))
     pipeline.settle(first)
     (sub_batch,) = first.sub_batches
-    leader, _ = sub_batch.teacher_calls[0][0]
+    leader, _ = sub_batch.teacher_calls[0][0].calls
     sub_batch.state = State.DONE  # the first rank had published when the second died
     teacher.unread.clear()
     called = len(teacher.calls)
