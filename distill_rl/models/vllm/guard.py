@@ -38,25 +38,28 @@ class SharedMemoryGuard:
         starter = subprocess.Popen(
             [sys.executable, "-I", __file__, str(os.getpid())],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             env={name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"},  # no secrets
         )
         assert starter.stdin is not None
-        self._pipe = starter.stdin
+        assert starter.stdout is not None
+        self._pipe, self._answers = starter.stdin, starter.stdout
         starter.wait(_TIMEOUT_S)
 
     def started(self) -> None:
-        """Says that all processes have started: fewer looks will do."""
+        """Says that all processes have started, and waits until the guard has looked: fewer looks will do from now on."""
         self._say(_STARTED)
+        select.select([self._answers], [], [], _TIMEOUT_S)
 
     def close(self) -> None:
         """Says that the engine has ended in its own way; does nothing the second time."""
         if not self._pipe.closed:
             self._say(_ENDED)
-            with suppress(OSError):
-                self._pipe.close()
+            for end in (self._pipe, self._answers):
+                with suppress(OSError):
+                    end.close()
 
     def _say(self, word: bytes) -> None:
         with suppress(OSError):
@@ -82,12 +85,15 @@ def main(pid: str) -> None:
         os._exit(0)
     found, interval_s, word = set[Path](), _LOOK_WHILE_STARTING_S, b"?"
     while word:
-        if select.select([sys.stdin], [], [], interval_s)[0]:
+        if said := bool(select.select([sys.stdin], [], [], interval_s)[0]):
             word = os.read(sys.stdin.fileno(), 100)
             if _ENDED in word:
                 return
             interval_s = _LOOK_EVERY_S
         found.update(_files(int(pid)))
+        if said and word:  # it waits for this
+            with suppress(OSError):
+                os.write(sys.stdout.fileno(), word)
     for file in found:
         with suppress(OSError):
             file.unlink()
