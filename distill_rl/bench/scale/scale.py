@@ -39,7 +39,7 @@ STEPS, WARM_UP = 200, 10
 AFTER_DEATH = 3
 """Steps after the death of a teacher, which are not among those whose cost is measured."""
 VICTIM = "teacher/dp0-tp0"
-"""It dies with all ranks of its process: whole replicas."""
+"""It dies with all ranks of its process. Where these are several replicas no teacher dies, because they would not be found to be dead."""
 MOST_CPU_MS, WITHIN = 20.0, 64
 """The target: CPU milliseconds of the driver per step, and the ranks up to which it holds."""
 FAR = 2000
@@ -107,13 +107,16 @@ def configuration(root: Path, case: Case, address: str | None = None) -> Path:
         ],
         ray={"dashboard": False, "start_timeout_s": 600} | ({"address": address} if address else {}),
         checkpoint={"every": 0},
-        faults={"teacher_restarts": case.ranks},  # a process may hold several replicas
         transport="object_store" if address else "shared_memory",
     )
 
 
-def drive(config_path: Path, per_process: int) -> dict[str, Any]:
+def drive(config_path: Path, per_process: int, with_death: bool = True) -> dict[str, Any]:
     """Runs a configuration with ranks that compute nothing to its last step; in a process of its own.
+
+    Args:
+        per_process: ranks that share a process.
+        with_death: kill a teacher near the end.
 
     Returns:
         `objects`: references that the driver holds after it.
@@ -130,11 +133,11 @@ def drive(config_path: Path, per_process: int) -> dict[str, Any]:
     from distill_rl.workers.start import Roles
 
     class LoopAlone(Driver):
-        """A driver whose run ends with its last step, because there is nothing to export; near the end it loses a teacher."""
+        """A driver whose run ends with its last step, because there is nothing to export; near the end it may lose a teacher."""
 
         def evaluate(self) -> None:
             super().evaluate()
-            if self.state.step == self.loader.total_steps - AFTER_DEATH:
+            if with_death and self.state.step == self.loader.total_steps - AFTER_DEATH:
                 self.actors.calls.processes[VICTIM].kill()
 
         def finish(self) -> int:
@@ -170,7 +173,8 @@ def run(root: Path, case: Case) -> dict[str, Any]:
             address = stack.enter_context(ray_nodes(Path(mkdtemp(dir=root)), case.nodes, cpus))
         config, began = configuration(root, case, address), time.time()
         watch = stack.enter_context(watching())
-        found = call_in_child(config.stem, drive, config, case.per_process, deadline_s=_DEADLINE_S)
+        with_death = case.per_process <= case.tp
+        found = call_in_child(config.stem, drive, config, case.per_process, with_death, deadline_s=_DEADLINE_S)
     first, *records = harness.step_records(root / "runs" / config.stem / "metrics.jsonl")
     replaced = sum(record.get("timing/recovery", 0.0) for record in records[-AFTER_DEATH:])
     records = records[WARM_UP:-AFTER_DEATH]
@@ -182,7 +186,7 @@ def run(root: Path, case: Case) -> dict[str, Any]:
         "nodes": case.nodes,
         "start_s": round(first["time"] - began, 1),
         "driver_cpu_ms": round(1000 * fmean(cpu), 2),
-        "replace_teacher_s": round(replaced, 1),
+        "replace_teacher_s": round(replaced, 1) if with_death else None,
         "step_ms": round(1000 * fmean(after["time"] - before["time"] for before, after in pairwise(records)), 1),
         **watch.per_step(steps_by_time(records)),
         **found,
