@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 Reduction = Literal["sum", "mean", "max", "min", "last"]
 
 
-class Metric(NamedTuple):  # a dataclass is read from a pickle five times as slowly, and the driver reads thousands
+class Metric(NamedTuple):  # a dataclass takes longer to read from a pickle, and the driver reads a thousand per step
     """A value, and how it is merged with others of the same name over ranks and steps.
 
     A `mean` is weighted: `value` is the mean and `weight` the number of items it was taken over (for a loss, labelled

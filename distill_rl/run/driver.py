@@ -116,10 +116,11 @@ class Driver:
         self._checkpoint_owed = False
         """Whether a checkpoint is due that a skipped step deferred."""
         self._saved_step = self.state.step if resumed else -1
-        self._validated_step = self._saved_step if saved.score is not None else -1
         self.store.abandon_after(after)
         if saved.score is not None:  # the file of scores may be missing beside a checkpoint that was copied
             self.store.scores.add(self.state.step, {KD: saved.score})
+        # The last step may have been validated after its checkpoint.
+        self._validated_step = -1 if self.store.scores.get(self._saved_step, KD) is None else self._saved_step
         total = None if minutes else limit
         gauges = [GaugeSink(config.run.name)]
         self.observer = open_observer(config, job.paths, total_steps=total, resume_step=after, others=gauges)
@@ -306,11 +307,11 @@ class Driver:
             with pending.lease():
                 parts.append(self.student.evaluate(pending))
         metrics = merge(parts)
-        self._validated_step = self.state.step
-        self.store.scores.add(self.state.step, values(metrics))
         self.observer.flush()  # a separate record: it is of this step alone, whatever observe.every is
         self.observer.log(self.state.step, metrics)
         self.observer.flush()
+        self._validated_step = self.state.step
+        self.store.scores.add(self.state.step, values(metrics))  # after its record, which is not written again
 
     def evaluate(self) -> None:
         """Starts the suites on this step's weights if they are due, and records the scores of those that have ended.

@@ -12,10 +12,10 @@ import pytest
 
 from distill_rl.run.checkpoints.store import newest_step
 from tests.helpers.command import (
-    abandoned_shared_memory,
     leftovers,
     running,
     series,
+    shared_memory,
     survivors,
     temporary,
     until,
@@ -30,7 +30,7 @@ PROMISE_S = 30
 @contextmanager
 def training(material, folder: Path, *overrides: str):
     """Starts a long run and yields in its first steps. Afterwards, asserts that it left nothing behind."""
-    before, log = abandoned_shared_memory(), folder / "log"
+    before, log = shared_memory(), folder / "log"
     config, run = material.config(folder), folder / "runs" / "tiny"
     steps = len(series(run, "train/loss"))
     with running("train", "-c", config, "train.steps=100000", "aligner.workers=0", *overrides, log=log) as process:
@@ -41,7 +41,7 @@ def training(material, folder: Path, *overrides: str):
         assert len(children) > 3
         yield process, run, log
     assert not survivors(children.values())
-    until(lambda: abandoned_shared_memory() <= before, "shared memory given back")
+    until(lambda: shared_memory() <= before, "shared memory given back")
     assert not temporary(process.pid)
 
 

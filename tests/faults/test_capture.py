@@ -41,12 +41,12 @@ from tests.helpers.captures import (
     unfinished,
 )
 from tests.helpers.command import (
-    abandoned_shared_memory,
     distill_rl,
     environment,
     leftovers,
     running,
     series,
+    shared_memory,
     survivors,
     temporary,
     told,
@@ -113,7 +113,7 @@ def command(material: Material, tmp_path: Path) -> Callable[..., list]:
 @contextmanager
 def capturing(arguments: list, folder: Path) -> Iterator[Disturbed]:
     """Yields a capture while it computes. Afterwards nothing of it may be left."""
-    before, log = abandoned_shared_memory(), folder / "log"
+    before, log = shared_memory(), folder / "log"
     with running(*arguments, log=log) as process:
         run = Disturbed(process, folder / "store" / "captures" / "tiny", log, {})
         run.wait_for_output("capture ")
@@ -122,7 +122,7 @@ def capturing(arguments: list, folder: Path) -> Iterator[Disturbed]:
         yield run
         family |= leftovers(process.pid) if process.is_running() and process.poll() is None else {}
     assert not survivors(family.values())
-    until(lambda: abandoned_shared_memory() <= before, "shared memory given back")
+    until(lambda: shared_memory() <= before, "shared memory given back")
     assert not temporary(process.pid)
 
 
@@ -178,7 +178,7 @@ def live_until(moment: Moment, arguments: list, store: Path, log: Path) -> int:
 
 
 def test_twenty_kills_at_any_moment_lose_and_damage_nothing(command, long, calm, tmp_path):
-    before, store = abandoned_shared_memory(), tmp_path / "store"
+    before, store = shared_memory(), tmp_path / "store"
     drivers, halves = [], 0
     for i, moment in enumerate(moments(11, 0.4 * calm.seconds)):
         arguments = command(*long, OFTEN, f"prefetch.depth={i % 3}")
@@ -196,7 +196,7 @@ def test_twenty_kills_at_any_moment_lose_and_damage_nothing(command, long, calm,
     assert "twice" not in info(store)
     assert calm.equals(store)
     assert not [left for pid in drivers for left in temporary(pid)]
-    until(lambda: abandoned_shared_memory() <= before, "shared memory given back")
+    until(lambda: shared_memory() <= before, "shared memory given back")
 
 
 def test_a_killed_teacher_is_replaced_and_nothing_is_missing(command, long, calm, tmp_path):

@@ -14,11 +14,11 @@ import pytest
 from tests.cli.test_eval import COUNT, arguments, items, judged, model, result, suite, whole
 from tests.helpers.command import (
     Ended,
-    abandoned_shared_memory,
     actor_pid,
     distill_rl,
     leftovers,
     running,
+    shared_memory,
     survivors,
     temporary,
     until,
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 @contextmanager
 def evaluating(command: list[str], out: Path, log: Path) -> Iterator[psutil.Popen]:
     """Starts an evaluation and yields once some items are judged. Afterwards, asserts that it left nothing behind."""
-    before = abandoned_shared_memory()
+    before = shared_memory()
     with running(*command, log=log) as process:
         until(lambda: judged(out) >= 8 or process.poll() is not None, "the first items")
         assert process.poll() is None, log.read_text()
@@ -42,7 +42,7 @@ def evaluating(command: list[str], out: Path, log: Path) -> Iterator[psutil.Pope
         assert len(children) > 3
         yield process
     assert not survivors(children.values(), deadline_s=30)
-    until(lambda: abandoned_shared_memory() <= before, "shared memory given back")
+    until(lambda: shared_memory() <= before, "shared memory given back")
 
 
 def assert_resumes(whole: Path, command: list[str], out: Path) -> Ended:

@@ -15,11 +15,11 @@ import pytest
 
 from tests.faults.conftest import assert_same_student
 from tests.helpers.command import (
-    abandoned_shared_memory,
     distill_rl,
     leftovers,
     running,
     series,
+    shared_memory,
     survivors,
     temporary,
     told,
@@ -94,7 +94,7 @@ def live_until(moment: Moment, arguments: list, run: Path, log: Path) -> int:
 
 
 def test_twenty_kills_at_any_moment_lose_nothing(material, undisturbed, tmp_path):
-    before, began = abandoned_shared_memory(), time.monotonic()
+    before, began = shared_memory(), time.monotonic()
     expected = undisturbed(*SETTINGS, "checkpoint.every=1")
     start_s = 0.5 * (time.monotonic() - began)
     config, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
@@ -110,4 +110,4 @@ def test_twenty_kills_at_any_moment_lose_nothing(material, undisturbed, tmp_path
     assert shards(run) == shards(expected)
     assert not [path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith("step-")]
     assert not [left for pid in drivers for left in temporary(pid)]
-    until(lambda: abandoned_shared_memory() <= before, "shared memory given back")
+    until(lambda: shared_memory() <= before, "shared memory given back")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.helpers.command import shared_memory_of, until
+from tests.helpers.command import shared_memory, until
 
 STEPS, SETTLED = 500, 100
 MEMORY_GROWTH = 1.05
@@ -49,7 +49,7 @@ def test_memory_and_files_stay_flat_over_five_hundred_steps(disturb):
             assert run.process.poll() is None, run.text
             for name, numbers in _measure(watched).items():
                 seen[name].append(numbers)
-            segments.append(len(shared_memory_of(process.pid for process in watched.values())))
+            segments.append(len(shared_memory()))
             at += 40
         assert run.end() == 0, run.text
     half = len(segments) // 2

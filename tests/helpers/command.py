@@ -160,11 +160,15 @@ def actor_pid(root: int, name: str) -> int:
 
 
 def shared_memory() -> set[str]:
-    """The names in /dev/shm, those of other tests included."""
-    return {path.name for path in Path("/dev/shm").iterdir()}
+    """The names in /dev/shm, but for those that only processes of other tests use."""
+    files = {path.name: path.stat().st_ino for path in Path("/dev/shm").iterdir()}
+    own = psutil.Process()
+    ours = {own.pid, *(process.pid for process in own.children(recursive=True))}
+    others = _mapped(set(psutil.pids()) - ours) - _mapped(ours) if files else set()
+    return {name for name, inode in files.items() if inode not in others}
 
 
-def shared_memory_of(pids: Iterable[int]) -> set[int]:
+def _mapped(pids: Iterable[int]) -> set[int]:
     """The inodes of the files in /dev/shm that these processes have mapped or opened.
 
     Names would not do: a semaphore is mapped under another name than it has later.
@@ -177,13 +181,6 @@ def shared_memory_of(pids: Iterable[int]) -> set[int]:
             opened = [link for link in (process / "fd").iterdir() if str(link.readlink()).startswith("/dev/shm/")]
             inodes |= {link.stat().st_ino for link in opened}
     return inodes
-
-
-def abandoned_shared_memory() -> set[str]:
-    """The names in /dev/shm that no process uses, so what a process has left behind; not those of a test beside this one."""
-    files = {path.name: path.stat().st_ino for path in Path("/dev/shm").iterdir()}
-    used = shared_memory_of(psutil.pids()) if files else set()
-    return {name for name, inode in files.items() if inode not in used}
 
 
 def temporary(pid: int) -> list[Path]:

@@ -25,7 +25,7 @@ from distill_rl.errors import TransportError
 from distill_rl.transport.base import Layout, Ring, Slot
 from distill_rl.transport.choose import make
 from distill_rl.transport.segment import sweep
-from tests.helpers.command import abandoned_shared_memory, until
+from tests.helpers.command import shared_memory, until
 from tests.helpers.transports import Process, forget_exports
 
 LAYOUT = Layout(0, 1, 4)
@@ -73,7 +73,7 @@ class Killed:
     @pytest.mark.parametrize("victim", ["writer", "reader"])
     def test_kill_at_any_point_neither_tears_nor_hangs(self, tmp_path, victim, stage_of):
         sweep()
-        before = abandoned_shared_memory()
+        before = shared_memory()
         draw = random.Random(0)
         ring = Ring(2, 8 * WORDS)
         for turn in range(KILLS):
@@ -97,7 +97,7 @@ class Killed:
             for side in sides:
                 side.kill()
             sweep()
-        left = lambda: {name for name in abandoned_shared_memory() - before if not name.startswith("cuda.")}  # noqa: E731
+        left = lambda: {name for name in shared_memory() - before if not name.startswith("cuda.")}  # noqa: E731
         until(lambda: not left(), "shared memory given back")  # cuda.*: the driver's own
 
 

@@ -1,8 +1,8 @@
 """What a step costs the driver, by number of ranks and of micro-batches, with ranks that compute nothing.
 
 The loop, pipeline, aligners, transports and recovery are those of a run; only the models are missing (`stubs`). A case is a driver in a
-process of its own on a Ray of its own, of one node or of several that share this machine (`nodes`). With many ranks several of them share a process (`hosts`), which changes neither the driver's
-calls nor its references. The driver's CPU time is that of its process, all threads included; on a machine whose cores the ranks fill, wall times
+process of its own on a Ray of its own, of one node or of several that share this machine (`nodes`). With many ranks several
+of them share a process (`hosts`), which changes neither the driver's calls nor its references. The driver's CPU time is that of its process, all threads included; on a machine whose cores the ranks fill, wall times
 say little.
 """
 

@@ -146,14 +146,16 @@ class WorkerGroup:
         made = self._submit(method, dict(zip(ranks, rows, strict=True)), arguments, values=1)
         return {call: called for (call,), called in made}
 
-    def submit_replica(self, method: str, *arguments: Any, ranks: Sequence[int]) -> tuple[ray.ObjectRef, Refs]:
+    def submit_replica(
+        self, method: str, rows: Any, *arguments: Any, ranks: Sequence[int]
+    ) -> tuple[ray.ObjectRef, Refs]:
         """Calls a method that returns two values on all ranks of a replica, with the same arguments; otherwise as `submit_each`.
 
         Returns:
             A reference to the first value of the first rank; and to the second values, with what they call. Of ranks that
             share a relay there is only that of the first one.
         """
-        made = list(self._submit(method, dict.fromkeys(ranks, arguments[0]), arguments[1:], values=2))
+        made = list(self._submit(method, dict.fromkeys(ranks, rows), arguments, values=2))
         (first, _), _ = made[0]
         return first, {second: called for (_, second), called in made}
 

@@ -51,7 +51,7 @@ def reserve(
     seen = nobody
     takes_turns = settings.address is not None and _could_hold(plan)
     with ExitStack() as stack:
-        in_line = stack.enter_context(ExitStack())
+        asked, in_line = stack.enter_context(ExitStack()), stack.enter_context(ExitStack())
         if settings.address is not None:
             in_line.enter_context(ticket(holder))
         while True:
@@ -60,10 +60,9 @@ def reserve(
             if not others.ahead:
                 present = make_plan() if seen else plan
                 if group is None or present != plan:
-                    if group is not None:
-                        remove_placement_group(group)
+                    asked.close()
                     plan, group = present, _ask(present, replace(holder, works=True).group)
-                    stack.callback(remove_placement_group, group)
+                    asked.callback(remove_placement_group, group)
             poll_s = _QUEUE_POLL_S if others else _POLL_S
             if group is None:
                 time.sleep(poll_s)
