@@ -39,6 +39,7 @@ export PYTHON="${PYTHON:-$root/.venv/bin/python}"
 unset RAY_AUTH_TOKEN # the user's token, which Ray would prefer to the one of this job
 export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 PYTHONUNBUFFERED=1
 export RAY_task_events_max_num_task_in_gcs="${RAY_task_events_max_num_task_in_gcs:-10000}" # 4 KiB each, on the head
+export RAY_task_events_max_dropped_task_attempts_tracked_per_job_in_gcs="${RAY_task_events_max_dropped_task_attempts_tracked_per_job_in_gcs:-1000}"
 export RAY_START_TIMEOUT="${RAY_START_TIMEOUT:-300}"
 # Jobs on the same node must use different ports: each has a range of 100 that depends on its id, below the kernel's own range
 # (from 32768). Ids that differ by a multiple of 60 have the same range: the second job fails and needs its own RAY_PORT.

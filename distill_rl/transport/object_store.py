@@ -3,6 +3,9 @@
 Tensors travel as numpy arrays, which readers map without a copy; a bare `torch.Tensor` would be pickled (8.6 ms against
 79 ms for 64 MiB). An object is immutable, so a handle can never read a later write, and nothing is acknowledged. A slot
 only bounds how many objects a teacher keeps alive.
+
+A handle has the location of its object and no reference, which Ray would count on all processes that the handle passes
+through, the driver above all. So it does not keep the object alive: the teacher does, until it writes the slot again.
 """
 
 from __future__ import annotations
@@ -10,15 +13,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import ray
 import torch
+from ray._private.worker import global_worker
 from torch import Tensor
 
 from distill_rl.errors import TransportError
 from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot, describe
 from distill_rl.transport.ring import unwritten
+
+_ray: Any = global_worker
+"""This process's part of Ray. It has no public way to make a reference to an object that another process keeps alive."""
 
 
 class ObjectStoreTransport:
@@ -49,7 +58,7 @@ class ObjectStoreTransport:
         pass
 
     def publish(self, slot: Slot, tensors: Mapping[str, Tensor], layout: Layout) -> Handle:
-        """Puts the tensors into the object store, copied to host memory, and returns a handle with the reference.
+        """Puts the tensors into the object store, copied to host memory, and returns a handle with its location.
 
         The slot's previous object is let go of. Acknowledgements are not needed, and neither sizes nor readers are
         checked.
@@ -65,7 +74,7 @@ class ObjectStoreTransport:
             raise TransportError(f"slot {slot.index}", f"the generation must be even and above {last}", slot.generation)
         reference = ray.put([_to_numpy(tensor) for tensor in tensors.values()])
         self._kept[slot.index] = (slot.generation, reference)
-        return Handle(self.name, self._node_id, slot, layout, describe(tensors), reference)
+        return Handle(self.name, self._node_id, slot, layout, describe(tensors), _locate(reference))
 
     @contextmanager
     def fetch(self, handle: Handle) -> Iterator[dict[str, Tensor]]:
@@ -79,7 +88,7 @@ class ObjectStoreTransport:
         """
         what = f"slot {handle.slot.index}"
         try:
-            arrays = ray.get(handle.payload, timeout=self._deadline_s)
+            arrays = ray.get(_refer(handle.payload), timeout=self._deadline_s)
         except ray.exceptions.GetTimeoutError:
             raise TransportError(what, f"its object must arrive within {self._deadline_s:g} s") from None
         except ray.exceptions.ObjectLostError as error:
@@ -93,6 +102,30 @@ class ObjectStoreTransport:
     def close(self) -> None:
         """Lets go of the slots' objects; Ray frees those to which nobody else holds a reference."""
         self._kept.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Location:
+    """What Ray needs to find an object, in Ray's own bytes. It does not keep the object alive, unlike a reference."""
+
+    object_id: bytes
+    owner: bytes
+    status: bytes
+
+
+def _locate(reference: ray.ObjectRef) -> _Location:
+    """Returns the location of an object that this process owns."""
+    _, owner, status = _ray.core_worker.serialize_object_ref(reference)
+    return _Location(reference.binary(), owner, status)
+
+
+def _refer(location: _Location) -> ray.ObjectRef:
+    """Returns a reference of this process to an object that its owner keeps alive."""
+    reference: ray.ObjectRef = ray.ObjectRef(location.object_id)
+    _ray.core_worker.deserialize_and_register_object_ref(
+        location.object_id, ray.ObjectRef.nil(), location.owner, location.status
+    )
+    return reference
 
 
 def _to_numpy(tensor: Tensor) -> np.ndarray:

@@ -189,6 +189,12 @@ class Side:
     def pid(self) -> int:
         return os.getpid()
 
+    def references(self) -> int:
+        """Objects of Ray's that this process knows."""
+        from ray._private.worker import global_worker
+
+        return len(global_worker.core_worker.get_all_reference_counts())
+
     def footprint(self) -> tuple[int, int]:
         """(bytes of memory that are this process's alone, open file descriptors)."""
         process = psutil.Process()
@@ -341,6 +347,9 @@ class Peer:
 
     def footprint(self) -> tuple[int, int]:
         return self.side.tell("footprint")
+
+    def references(self) -> int:
+        return self.side.tell("references")
 
 
 class Stage:

@@ -18,6 +18,7 @@ from distill_rl.workers.cluster.calls import Calls, Overdue
 from distill_rl.workers.cluster.group import WorkerGroup
 from distill_rl.workers.cluster.places.placement import ActorPlacement, PlacementPlan
 from distill_rl.workers.cluster.places.reservation import reserve
+from distill_rl.workers.cluster.relay import each
 from tests.helpers.command import until
 
 pytestmark = pytest.mark.ray
@@ -31,6 +32,9 @@ class Rank(Worker):
 
     def add(self, row: int, *numbers: int) -> tuple[int, int]:
         return self._rank, row + sum(numbers)
+
+    def listed(self, _: int, *results: Any) -> list[Any]:
+        return each(results)
 
     def slow(self) -> int:
         threading.Event().wait(1.0)
@@ -85,6 +89,28 @@ def test_of_two_values_the_first_ranks_have_references_of_their_own(ray_cluster,
     assert ray_cluster.get(first) == 0
     firsts = {0: range(5), 2: (0, 2, 4), 5: (0,)}[group._together]
     assert group._calls.gather(calls, what="adding", timeout_s=60) == [11] * len(firsts)
+
+
+def test_results_are_collected_into_one_argument_where_there_are_relays(ray_cluster, group):
+    results = group.submit("add", 1, ranks=range(5))
+    collected = group.collect(list(results))
+    assert len(collected) == (1 if group._relays else 5)
+    (found, *_) = gather(group, "listed", [0] * 5, *collected)
+    assert found == [(i, 1) for i in range(5)]
+    assert group.collect(collected[:1]) == collected[:1]
+
+
+def test_one_that_failed_among_collected_results_is_the_error(group):
+    (good, failed) = [*group.submit("fail", "a", ranks=[1]), *group.submit("fail", "raise", ranks=[4])]
+    with pytest.raises(WorkerError, match="ValueError: this row is bad"):
+        gather(group, "listed", [1] * 5, *group.collect([good, failed]))
+    assert gather(group, "add", [1] * 5) == [(i, 1) for i in range(5)]
+
+
+def test_the_dead_one_among_collected_results_is_named(group):
+    (good, failed) = [*group.submit("fail", "a", ranks=[1]), *group.submit("fail", "die", ranks=[4])]
+    with pytest.raises(WorkerError, match=r"rank-4: its process died"):
+        gather(group, "listed", [1] * 5, *group.collect([good, failed]))
 
 
 def test_an_error_in_place_of_two_values_names_its_rank(group):

@@ -2,12 +2,13 @@
 
 import pytest
 
+from distill_rl.transport.base import Ring, Slot
 from distill_rl.transport.segment import sweep
 from tests.helpers.transports import Actor, Here, Process, Stage
 
 pytest.register_assert_rewrite("tests.helpers.transport_contract")
 
-from tests.helpers.transport_contract import Acknowledged, Apart, Every  # noqa: E402
+from tests.helpers.transport_contract import LAYOUT, ROOM, Acknowledged, Apart, Every, targets  # noqa: E402
 
 pytestmark = pytest.mark.ray
 
@@ -26,6 +27,14 @@ class TestObjectStore(Every, Apart):
         stage = Stage("object_store", living(actors, lambda: Actor(ray_cluster)))
         yield stage
         stage.close()
+
+    def test_neither_side_gathers_references(self, stage):
+        writer, reader = stage.pair(Ring(2, ROOM))
+        counts = []
+        for turn in range(20):
+            reader.read(writer.publish(Slot(turn % 2, 2 * turn + 2), targets(), LAYOUT))
+            counts.append((writer.references(), reader.references()))
+        assert max(counts[10:]) <= max(counts[:10])
 
 
 class TestSharedMemory(Every, Acknowledged, Apart):

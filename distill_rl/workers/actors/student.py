@@ -22,6 +22,7 @@ from distill_rl.types import CrossTokenizerSpec, RankBatch
 from distill_rl.workers.actors.rank import Problem, RankWorker, probe_tensors, reporting
 from distill_rl.workers.actors.teacher import Published
 from distill_rl.workers.cluster.gauges import Gauges
+from distill_rl.workers.cluster.relay import Together, each
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,7 +106,12 @@ class StudentWorker(RankWorker):
                 raise TransportError(f"transport {handle.transport}", "the probe must arrive as it was sent")
 
     def train(
-        self, rows: Sequence[RankBatch], sub_batch: int, last: bool, teacher_sizes: Sequence[int], *published: Published
+        self,
+        rows: Sequence[RankBatch],
+        sub_batch: int,
+        last: bool,
+        teacher_sizes: Sequence[int],
+        *results: Published | Together,
     ) -> dict[str, Metric] | Retryable:
         """Accumulates the gradient of one sub-batch, and takes the optimizer step after the last one.
 
@@ -116,8 +122,8 @@ class StudentWorker(RankWorker):
             rows: this rank's, of all sub-batches.
             sub_batch: index of the one to train on. It is not run unless it follows the last one that was run.
             last: whether it is the last sub-batch of the batch.
-            teacher_sizes: how many of `published` belong to each teacher; 0 for a teacher that was lost.
-            published: what all teachers published, one entry per replica, teacher by teacher.
+            teacher_sizes: how many of `results` belong to each teacher; 0 for a teacher that was lost.
+            results: what all teachers published, one entry per replica, teacher by teacher, or these together.
 
         Returns:
             The sub-batch's metrics, after the last one with those of the optimizer step, of timing and of transport; or
@@ -129,7 +135,7 @@ class StudentWorker(RankWorker):
             return Retryable(
                 f"sub-batch {sub_batch} of batch {batch.index} came when sub-batch {self._next_sub_batch} was due"
             )
-        start = time.perf_counter()
+        start, published = time.perf_counter(), each(results)
         targets = self._fetched_targets(teacher_sizes, published)
         with ExitStack() as opened:
             if problem := self._open(targets, batch, opened):
@@ -180,7 +186,12 @@ class StudentWorker(RankWorker):
         return measured
 
     def evaluate(
-        self, rows: Sequence[RankBatch], sub_batch: int, last: bool, teacher_sizes: Sequence[int], *published: Published
+        self,
+        rows: Sequence[RankBatch],
+        sub_batch: int,
+        last: bool,
+        teacher_sizes: Sequence[int],
+        *results: Published | Together,
     ) -> dict[str, Metric] | Retryable:
         """Returns the validation losses (KD and CE) of a sub-batch, computed without a gradient.
 
@@ -188,7 +199,7 @@ class StudentWorker(RankWorker):
 
         The arguments are those of `train`; `last` is ignored.
         """
-        batch = rows[sub_batch]
+        batch, published = rows[sub_batch], each(results)
         targets = self._fetched_targets(teacher_sizes, published)
         with ExitStack() as opened:
             if problem := self._open(targets, batch, opened):

@@ -16,7 +16,7 @@ from distill_rl.errors import DistillError, GpuMemoryError, WorkerError, first_l
 from distill_rl.system.gpu_memory import amounts, is_out_of_memory
 from distill_rl.workers.actors.rank import Process
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor
-from distill_rl.workers.cluster.relay import RankError, Together
+from distill_rl.workers.cluster.relay import RankError, each
 
 Called = str | tuple[str, ...]
 """Name of the actor that a call is for, or of all that a relay calls for it."""
@@ -325,11 +325,6 @@ def _outcomes(
             cause = error.cause if isinstance(error, RayTaskError) else error
             errors[ref] = cause if isinstance(cause, RayError) else error
     return results, errors
-
-
-def each(results: Iterable[Any]) -> list[Any]:
-    """The results of calls, those that a relay returns together one by one."""
-    return [one for result in results for one in (result if isinstance(result, Together) else [result])]
 
 
 def _names(called: Called) -> tuple[str, ...]:

@@ -181,6 +181,14 @@ class WorkerGroup:
                 called = self.names[rank]
             yield (made if values > 1 else [made]), called
 
+    def collect(self, results: Sequence[ray.ObjectRef]) -> Sequence[ray.ObjectRef]:
+        """Makes results that all ranks are to be given one, if there are relays; `each` takes them apart again.
+
+        Without it references would grow with the number of results times that of relays. Fails if one of them fails.
+        """
+        relay = next(iter(self._relays.values()), None)
+        return [relay.actor.collect.remote(*results)] if relay and len(results) > 1 else results
+
     def settle(self, timeout_s: float) -> None:
         """Waits until all ranks have ended the calls that were made so far.
 

@@ -9,7 +9,7 @@ unopened, so that a rank waits for them as if the driver had called it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -30,6 +30,11 @@ def bound(actor: Any, method: str, values: int) -> Any:
 
 class Together(list[Any]):
     """The results of several ranks, in their order, as one."""
+
+
+def each(results: Iterable[Any]) -> list[Any]:
+    """Results one by one, those in a `Together` too."""
+    return [one for result in results for one in (result if isinstance(result, Together) else [result])]
 
 
 class RankError(Exception):
@@ -88,6 +93,10 @@ class Relay(Worker):
             self._turn.notify_all()
         results = await asyncio.gather(*calls)
         return results[0] if values > 1 else Together(results)
+
+    async def collect(self, *results: Any) -> Together:
+        """Returns results as one, for calls that would otherwise carry a reference to each of them."""
+        return Together(results)
 
     async def settle(self, number: int) -> None:
         """Waits until all calls before `number` have been passed on."""

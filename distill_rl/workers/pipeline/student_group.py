@@ -13,8 +13,9 @@ from distill_rl.observe.metrics import Metric, merge
 from distill_rl.observe.timing import StepTimer
 from distill_rl.workers.actors.student import Retryable
 from distill_rl.workers.actors.teacher import TeacherStats
-from distill_rl.workers.cluster.calls import Calls, Refs, each
+from distill_rl.workers.cluster.calls import Calls, Refs
 from distill_rl.workers.cluster.group import WorkerGroup
+from distill_rl.workers.cluster.relay import each
 from distill_rl.workers.pipeline.pipeline import Pipeline
 from distill_rl.workers.pipeline.step_metrics import describe_alignment, describe_transport
 from distill_rl.workers.pipeline.sub_batch import PendingBatch, State, SubBatch
@@ -117,7 +118,7 @@ class StudentGroup:
         """
         per_row, published = ranks_per_row(self._config.student.parallel), sub_batch.published
         sizes = [len(teacher) for teacher in published]
-        targets = [ref for teacher in published for ref in teacher]
+        targets = self._group.collect([ref for teacher in published for ref in teacher])
         ranks, is_last = range(len(self._group.actors)), sub_batch is progress.last
         rows = [sub_batch.student[rank // per_row] for rank in ranks]
         calls = self._group.submit_each(progress.method, rows, sub_batch.index, is_last, sizes, *targets, ranks=ranks)
