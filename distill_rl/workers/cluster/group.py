@@ -17,7 +17,7 @@ from distill_rl.errors import DistillError
 from distill_rl.workers.actors.rank import Process
 from distill_rl.workers.cluster.calls import Called, Calls, Refs
 from distill_rl.workers.cluster.places.placement import PlacementPlan
-from distill_rl.workers.cluster.relay import MOST_RANKS, Relay, bound
+from distill_rl.workers.cluster.relay import MOST_RANKS, Relay, Request, bound
 
 _STOP_TIMEOUT_S = 15.0
 
@@ -173,7 +173,7 @@ class WorkerGroup:
                 continue
             if relay := self._relays.get(rank):
                 own = [rows.pop(member) for member in relay.ranks]
-                made = bound(relay.actor, "call", values).remote(relay.calls, method, values, own, arguments)
+                made = bound(relay.actor, "call", values).remote(Request(relay.calls, method, values, own, arguments))
                 relay.calls += 1
                 called: Called = tuple(self.names[member] for member in relay.ranks)
             else:

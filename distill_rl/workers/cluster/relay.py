@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -54,6 +54,20 @@ class RankError(Exception):
         return self.text
 
 
+class Request(NamedTuple):
+    """A call that a relay is to make of its ranks, as one argument, because Ray serialises every argument by itself."""
+
+    number: int
+    """Among the relay's calls, from 0."""
+    method: str
+    values: int
+    """That the method returns."""
+    rows: Sequence[Any]
+    """The first argument of each rank's call; references are passed on."""
+    arguments: Sequence[Any]
+    """The others, the same for all; references are passed on."""
+
+
 class Relay(Worker):
     """The actor that calls neighbouring ranks.
 
@@ -70,29 +84,26 @@ class Relay(Worker):
         """Number of the call whose turn it is."""
         self._turn = asyncio.Condition()
 
-    async def call(self, number: int, method: str, values: int, rows: Sequence[Any], arguments: Sequence[Any]) -> Any:
+    async def call(self, request: Request) -> Any:
         """Calls a method of every rank.
 
-        Args:
-            number: of this call, from 0.
-            values: that the method returns. If there are several, those of the first rank are returned, and none of the others.
-            rows: the first argument of each rank's call; references are passed on.
-            arguments: the others, the same for all; references are passed on.
+        Returns:
+            What the ranks return together; of a method of several values, those of the first rank.
 
         Raises:
             RankError: a rank has raised, or an argument could not be had; the others go on.
             RayActorError: a rank has died.
         """
         async with self._turn:
-            await self._turn.wait_for(lambda: self._next == number)
+            await self._turn.wait_for(lambda: self._next == request.number)
             calls = [
-                self._answer(name, bound(rank, method, values).remote(own, *arguments))
-                for (name, rank), own in zip(self._ranks, rows, strict=True)
+                self._answer(name, bound(rank, request.method, request.values).remote(own, *request.arguments))
+                for (name, rank), own in zip(self._ranks, request.rows, strict=True)
             ]
             self._next += 1
             self._turn.notify_all()
         results = await asyncio.gather(*calls)
-        return results[0] if values > 1 else Together(results)
+        return results[0] if request.values > 1 else Together(results)
 
     async def collect(self, *results: Any) -> Together:
         """Returns results as one, for calls that would otherwise carry a reference to each of them."""
