@@ -18,8 +18,8 @@ TENSOR_PARALLEL = (1, 2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 MEMORY_SHARE = 0.92
 """Of a GPU's memory that estimates may fill."""
-PER_RANK_S, DRIVER_S = 0.4e-3, 9.6e-3
-"""CPU seconds of the driver per rank and step, and beside them (`launch/bench.sh scale --nodes 4`, docs/benchmarks/scale_nodes.json)."""
+PER_RANK_S, DRIVER_S = 0.4e-3, 10e-3
+"""CPU seconds of the driver per rank and step, and beside them: rounded, between what `launch/bench.sh scale` finds on one node and on four."""
 JITTER = 0.03
 """Of the logarithm of a rank's time; an assumption."""
 READ_S, COPY_S = 2e9, 20e9
