@@ -22,8 +22,8 @@ from distill_rl.system.processes.child import call_in_child
 
 STEPS = 20_000
 """Of ranks that compute nothing."""
-REAL_STEPS = 8_000
-"""Of tiny models; Ray's record of calls, which is bounded, is full after about a quarter of them."""
+REAL_STEPS = 16_000
+"""Of tiny models; Ray's records of calls, which are bounded, are full before half of them."""
 MOST_GROWTH = 0.01
 """Share by which the memory of a role may grow in the second half."""
 _DEADLINE_S = 7200.0
