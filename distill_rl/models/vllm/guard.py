@@ -1,9 +1,10 @@
-"""Removes the shared memory of vLLM's processes if these are killed.
+"""Removes the shared memory that vLLM's processes leave behind.
 
-An engine of several processes keeps files in /dev/shm, which it removes when it ends, but not after a SIGKILL; each run
-would leave hundreds of MiB. A small process of its own waits for the end of a pipe that only the engine's process holds,
+An engine of several processes keeps files in /dev/shm, most of which it removes when it ends, but not after a SIGKILL; each
+run would leave hundreds of MiB. A small process of its own waits for the end of a pipe that only the engine's process holds,
 and looks from time to time which files that and its descendants have mapped. If the pipe ends without a word, it removes
-them. It is nobody's descendant, so that what kills the engine with all its descendants leaves it alone.
+them all; if the engine says that it has ended, those that nobody uses any more. It is nobody's descendant, so that what
+kills the engine with all its descendants leaves it alone.
 
 The guard runs this file as a script, with the standard library and psutil only, so that it starts fast and stays small.
 """
@@ -15,6 +16,7 @@ import re
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +26,8 @@ import psutil
 _STARTED, _ENDED = b"started\n", b"ended\n"
 _LOOK_EVERY_S, _LOOK_WHILE_STARTING_S = 5.0, 0.2
 _TIMEOUT_S = 10.0
+_LEAVE_WITHIN_S = 3.0
+"""How long the processes of an engine that has ended may still use its files."""
 _SHM = Path("/dev/shm")
 _NAMES = re.compile(r"psm_|sem\.mp-|vllm_")
 """How names begin: shared memory and semaphores of Python's, and the rings of vLLM's collectives on CPUs."""
@@ -79,22 +83,28 @@ def _files(root: int) -> Iterator[Path]:
             yield _SHM / entry.name
 
 
+def _still_used(root: int) -> set[Path]:
+    """Waits until a process and its descendants have left their files, or that takes too long; returns those still mapped."""
+    deadline = time.monotonic() + _LEAVE_WITHIN_S
+    while (used := set(_files(root))) and time.monotonic() < deadline:
+        time.sleep(_LOOK_WHILE_STARTING_S)
+    return used
+
+
 def main(pid: str) -> None:
-    """Leaves its parent, and waits until the process closes the pipe."""
+    """Leaves its parent, and waits until the process says that it has ended, or closes the pipe."""
     if os.fork():
         os._exit(0)
     found, interval_s, word = set[Path](), _LOOK_WHILE_STARTING_S, b"?"
-    while word:
+    while word and _ENDED not in word:
         if said := bool(select.select([sys.stdin], [], [], interval_s)[0]):
             word = os.read(sys.stdin.fileno(), 100)
-            if _ENDED in word:
-                return
             interval_s = _LOOK_EVERY_S
         found.update(_files(int(pid)))
         if said and word:  # it waits for this
             with suppress(OSError):
                 os.write(sys.stdout.fileno(), word)
-    for file in found:
+    for file in found - (_still_used(int(pid)) if word else set()):
         with suppress(OSError):
             file.unlink()
 

@@ -24,6 +24,8 @@ lock = get_context("spawn").Lock()
 guard.started()
 print(memory.name, lock._semlock.name.removeprefix("/"), flush=True)
 for line in sys.stdin:
+    if line == "leave and close\\n":
+        memory.close()
     guard.close()
     print("closed", flush=True)
 """
@@ -71,13 +73,25 @@ def test_memory_of_a_killed_engine_is_removed_and_its_guard_ends() -> None:
         until(lambda: not guard.is_running(), "the guard to end")
 
 
-def test_an_engine_that_has_ended_is_left_alone() -> None:
+def close(process: subprocess.Popen, how: str = "close") -> None:
+    """Makes the engine say that it has ended, and waits for its guard to end."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(how + "\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "closed\n"
+    until(lambda: not guards(process.pid), "the guard to end")
+
+
+def test_what_a_process_still_uses_after_its_engine_has_ended_is_left_alone() -> None:
     with engine() as (process, files):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write("close\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == "closed\n"
-        until(lambda: not guards(process.pid), "the guard to end")
+        close(process)
         kill_family(process.pid)
         assert all(file.exists() for file in files)
+
+
+def test_what_an_ended_engine_has_left_behind_is_removed() -> None:
+    with engine() as (process, (memory, lock)):
+        close(process, "leave and close")
+        assert not memory.exists()
+        assert lock.exists()
