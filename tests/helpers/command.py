@@ -168,6 +168,13 @@ def shared_memory() -> set[str]:
     return {name for name, inode in files.items() if inode not in others}
 
 
+def shared_memory_of(pid: int) -> set[Path]:
+    """The files in /dev/shm that a process and its descendants use."""
+    process = psutil.Process(pid)
+    inodes = _mapped({pid, *(child.pid for child in process.children(recursive=True))})
+    return {path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in inodes}
+
+
 def _mapped(pids: Iterable[int]) -> set[int]:
     """The inodes of the files in /dev/shm that these processes have mapped or opened.
 

@@ -23,7 +23,7 @@ pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.teacher.backends.endpoint.scorer import EndpointScorer
 from tests.cli.conftest import CONFIG
-from tests.helpers.command import Ended, distill_rl, environment, series, until
+from tests.helpers.command import Ended, distill_rl, environment, series, shared_memory_of, until
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -72,11 +72,15 @@ class Served:
         return False
 
     def kill(self) -> None:
+        """Removes what the killed server cannot remove any more."""
         if self.process is not None:
+            files = set() if self.process.poll() is not None else shared_memory_of(self.process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(60)
             self.process = None
+            for file in files:
+                file.unlink(missing_ok=True)
 
     def end(self) -> None:
         """As an operator does, so that it leaves nothing in /dev/shm; kills it if it does not end."""
