@@ -23,7 +23,7 @@ from distill_rl.system.processes.child import call_in_child
 STEPS = 20_000
 """Of ranks that compute nothing."""
 REAL_STEPS = 16_000
-"""Of tiny models; Ray's records of calls, which are bounded, are full before half of them."""
+"""Of tiny models. Ray's bounded records of calls fill up within the first half."""
 MOST_GROWTH = 0.01
 """Share by which the memory of a role may grow in the second half."""
 _DEADLINE_S = 7200.0

@@ -182,9 +182,10 @@ class WorkerGroup:
             yield (made if values > 1 else [made]), called
 
     def collect(self, results: Sequence[ray.ObjectRef]) -> Sequence[ray.ObjectRef]:
-        """Makes results that all ranks are to be given one, if there are relays; `each` takes them apart again.
+        """Returns references to results that every rank is to be given: a single one to all of them if there are relays.
 
-        Without it references would grow with the number of results times that of relays. Fails if one of them fails.
+        Otherwise every call of a relay would carry all of them. `each` takes the results apart again. The single one
+        fails if any of them does.
         """
         relay = next(iter(self._relays.values()), None)
         return [relay.actor.collect.remote(*results)] if relay and len(results) > 1 else results
