@@ -19,7 +19,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 MEMORY_SHARE = 0.92
 """Of a GPU's memory that estimates may fill."""
 PER_RANK_S, DRIVER_S = 0.4e-3, 10e-3
-"""CPU seconds of the driver per rank and step, and beside them: rounded, between what `launch/bench.sh scale` finds on one node and on four."""
+"""CPU seconds of the driver per rank and step, and beside them: between a line through all cases of `launch/bench.sh scale` and what the largest adds."""
 JITTER = 0.03
 """Of the logarithm of a rank's time; an assumption."""
 READ_S, COPY_S = 2e9, 20e9

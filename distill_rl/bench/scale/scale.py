@@ -222,7 +222,9 @@ def measure(
 
 
 def fit(cases: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The driver's CPU time as a + b · ranks + c · ranks · micro-batches, by least squares.
+    """The driver's CPU time as a + b · ranks + c · ranks · micro-batches, by least squares of the relative differences.
+
+    Relative ones, because otherwise the largest case, whose noise is as large as a small case, would decide alone.
 
     Args:
         cases: as of `run`.
@@ -236,12 +238,12 @@ def fit(cases: Sequence[Mapping[str, float]]) -> dict[str, float]:
     ranks, micro_batches, cost = (
         np.array([case[name] for case in cases]) for name in ("ranks", "micro_batches", "driver_cpu_ms")
     )
-    terms = np.stack([np.ones(len(ranks)), ranks, ranks * micro_batches], axis=1)
-    found, _, _, _ = np.linalg.lstsq(terms, cost, rcond=None)
+    terms = np.stack([np.ones(len(ranks)), ranks, ranks * micro_batches], axis=1) / cost[:, None]
+    found, _, _, _ = np.linalg.lstsq(terms, np.ones(len(cost)), rcond=None)
     there = np.array([1, FAR, FAR])
     free = len(cases) - terms.shape[1]
-    variance = float(((terms @ found - cost) ** 2).sum() / free) if free > 0 else 0.0
-    error = np.sqrt(variance * (1 + there @ np.linalg.pinv(terms.T @ terms) @ there))
+    variance = float(((terms @ found - 1) ** 2).sum() / free) if free > 0 else 0.0
+    error = np.sqrt(variance * ((there @ found) ** 2 + there @ np.linalg.pinv(terms.T @ terms) @ there))
     fixed, per_rank, per_micro_batch = map(float, found)
     return {
         "fixed_ms": fixed,

@@ -1,4 +1,4 @@
-"""The hint that the first step gives: draws, where a top k holds too little of the teacher's probability."""
+"""The hint that the first step gives: hidden states or draws, where a top k holds too little of the teacher's probability."""
 
 import pytest
 
@@ -16,6 +16,7 @@ def configured(export: str = "topk", divergence: str = "forward_kl", **teacher: 
 def test_a_top_k_with_little_of_the_probability_is_pointed_out():
     (line,) = advice(configured(), {"train/teacher_mass": Metric(0.74, "mean", 10)})
     assert "the top 32 of teacher big hold 74% of its probability" in line
+    assert "teachers.0.export=hidden" in line
     assert "teachers.0.export=sampled loss.draws=32" in line
 
 
@@ -34,5 +35,5 @@ def test_a_top_k_with_little_of_the_probability_is_pointed_out():
         (Config(), Metric(0.0, "mean", 10)),
     ],
 )
-def test_there_is_no_hint_where_draws_would_not_help_or_not_work(config, mass):
+def test_there_is_no_hint_where_it_would_not_help_or_not_work(config, mass):
     assert advice(config, {} if mass is None else {"train/teacher_mass": mass}) == []
