@@ -25,6 +25,6 @@ def advice(config: Config, trained: Metrics) -> list[str]:
         return []
     return [
         f"hint      the top {config.loss.top_k} of teacher {first.name} hold {mass.value:.0%} of its probability. More of the rest is taught by "
-        f"teachers.0.export=hidden, if it shares a GPU or host with the student, or else teachers.0.export=sampled loss.draws=32 "
+        "teachers.0.export=hidden, if it shares a GPU or host with the student, or else teachers.0.export=sampled loss.draws=32 "
         "(docs/losses.md, Which loss when)"
     ]

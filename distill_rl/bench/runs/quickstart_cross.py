@@ -1,9 +1,9 @@
 """The scores of the cross-tokenizer quickstart over several seeds: with `hybrid`, the same with a teacher that has two stop tokens, and without a teacher.
 
-For each seed, three students are trained with the same steps, data and order:
+For each seed, three students are trained with the same steps, data and order, and one with half of them:
 
-1. and 2. The two runs of the quickstart with `--cross`: `hybrid`, and the control without a teacher.
-3. `hybrid` with a teacher that uses different stop tokens for turns and for texts.
+1. to 3. The runs of the quickstart with `--cross`: `hybrid`, the control without a teacher, and `hybrid` on half of the rows in half of the steps.
+4. `hybrid` with a teacher that uses different stop tokens for turns and for texts.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ COLUMNS = {
     "two_stops": "two_stops",
     "control": "ce_only",
     "teacher": "teacher",
+    "half of the rows": "half_rows",
 }
 """Heading → name in the figures."""
 

@@ -224,7 +224,7 @@ def measure(
 def fit(cases: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The driver's CPU time as a + b · ranks + c · ranks · micro-batches, by least squares of the relative differences.
 
-    Relative ones, because otherwise the largest case, whose noise is as large as a small case, would decide alone.
+    Otherwise the largest case would decide alone: its noise exceeds the whole cost of a small one.
 
     Args:
         cases: as of `run`.
