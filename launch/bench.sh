@@ -11,7 +11,7 @@ cd -- "$DISTILL_RL_ROOT"
 
 name=${1:-}
 # A benchmark is a file that ends with its main program; helpers of benchmarks have none.
-files=$(grep -l '^    sys.exit(main())' distill_rl/bench/*.py distill_rl/bench/*/*.py)
+files=$(grep -l '^    sys.exit(main())' tests/bench/*.py tests/bench/*/*.py)
 file=$(grep -E "/$name\.py$" <<<"$files" || true)
 if [[ ! $name =~ ^[a-z_]+$ || -z $file ]]; then
     names=$(sed -e 's|.*/||' -e 's|\.py$||' <<<"$files" | sort | paste -sd ' ')
@@ -36,4 +36,5 @@ if [[ $name == chunk_formulas ]]; then # asks TRL's own class
     export PYTHONPATH=$DISTILL_RL_ROOT
 fi
 module=${file%.py}
+export PYTHONPATH=$DISTILL_RL_ROOT${PYTHONPATH:+:$PYTHONPATH}
 exec "$PYTHON" -m "${module//\//.}" "$@"

@@ -15,4 +15,4 @@ cores=$(nproc)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores < 8 ? cores : 8))}"
 source "$root/launch/environment.sh"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-exec "${DISTILL_RL_PYTHON:-python3}" -m distill_rl.gpu_check "$@"
+exec "${DISTILL_RL_PYTHON:-python3}" -m tests.gpu.check "$@"

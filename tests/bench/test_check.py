@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl.bench import check
 from distill_rl.system.environment import ROOT
+from tests.bench import check
 
 
 def test_each_run_has_figures_and_the_median_is_of_them(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distill_rl.bench.losses import chunk_formulas
-from distill_rl.bench.losses.chunk_formulas import (
+from distill_rl.config.schema import LossConfig
+from tests.bench.losses import chunk_formulas
+from tests.bench.losses.chunk_formulas import (
     LOSSES,
     WORDS,
     ambiguous,
@@ -18,7 +19,6 @@ from distill_rl.bench.losses.chunk_formulas import (
     properties,
     same_vocabulary,
 )
-from distill_rl.config.schema import LossConfig
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distill_rl.bench.scale import cluster_page
+from tests.bench.scale import cluster_page
 
 
 def test_the_committed_tables_are_those_of_the_program():

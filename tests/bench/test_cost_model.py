@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from distill_rl.bench.gpu import cost_model as model
-from distill_rl.bench.gpu.engines import Engines, made_up_chunks, made_up_projection
-from distill_rl.bench.gpu.shapes import PAIRS, TINY_QWEN3, TINY_STUDENT, Pair
 from distill_rl.losses import VocabularyProjection, chunk_kd_loss, kd_loss, vocab_parallel_topk
 from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.scaling import parts as costs
 from distill_rl.scaling.shape import Shape
 from distill_rl.student.optim import clip_gradients
 from distill_rl.student.teachers.chunk_rows import flat_chunks
+from tests.bench.gpu import cost_model as model
+from tests.bench.gpu.engines import Engines, made_up_chunks, made_up_projection
+from tests.bench.gpu.shapes import PAIRS, TINY_QWEN3, TINY_STUDENT, Pair
 from tests.bench.test_shapes import make
 from tests.helpers.traffic import Traffic
 
@@ -199,7 +199,7 @@ def test_bad_sizes_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -
 
 def test_the_cost_model_needs_the_standard_library_only() -> None:
     program = (
-        "import sys\nfrom distill_rl.bench.gpu.cost_model import main\nmain([])\n"
+        "import sys\nfrom tests.bench.gpu.cost_model import main\nmain([])\n"
         "print({'torch', 'numpy', 'transformers', 'omegaconf', 'ray'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

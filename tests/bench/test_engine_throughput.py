@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from distill_rl.bench.gpu import engine_throughput as bench
-from distill_rl.bench.gpu import engines as engines_module
-from distill_rl.bench.gpu.engines import Engines, made_up_chunks, made_up_projection, phase_seconds, write_model
-from distill_rl.bench.gpu.shapes import PAIRS, TINY_LLAMA, TINY_PAIRS, Pair
-from distill_rl.bench.gpu.timing import Clock
 from distill_rl.config.schema import Config
 from distill_rl.losses.cross_tokenizer.chunks import pair as pair_chunks
 from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.scaling.parts import PHASES, Step
 from distill_rl.student.teachers.chunk_rows import flat_chunks
+from tests.bench.gpu import engine_throughput as bench
+from tests.bench.gpu import engines as engines_module
+from tests.bench.gpu.engines import Engines, made_up_chunks, made_up_projection, phase_seconds, write_model
+from tests.bench.gpu.shapes import PAIRS, TINY_LLAMA, TINY_PAIRS, Pair
+from tests.bench.gpu.timing import Clock
 from tests.helpers.load import load_model
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distill_rl.bench.losses import fused
+from tests.bench.losses import fused
 
 
 def test_a_fused_step_needs_less_memory_and_its_loss_less_than_the_logits(tmp_path: Path) -> None:

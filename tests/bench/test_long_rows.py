@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distill_rl.bench.long_rows import verdict
+from tests.bench.long_rows import verdict
 
 
 def figures(**last: int) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill_rl.bench.losses import losses, peers
 from distill_rl.losses import DenseLogits, kd_loss, vocab_parallel_logprobs, vocab_parallel_topk
+from tests.bench.losses import losses, peers
 
 
 def test_the_benchmark_writes_figures_with_hardware_and_commit(

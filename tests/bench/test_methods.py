@@ -12,13 +12,13 @@ import numpy as np
 import psutil
 import pytest
 
-from distill_rl.bench.methods.methods import PAGE, main
-from distill_rl.bench.methods.page import write_page
-from distill_rl.bench.methods.rows import Row
-from distill_rl.bench.methods.run import ENVIRONMENT, complete, read_rows, rows_file
-from distill_rl.bench.methods.settings import RATES, SAME_TOKENIZER, SEEDS
-from distill_rl.bench.methods.tables import NOISY, TABLES, Rows, compare, findings
-from distill_rl.bench.methods.tasks.text import DOMAINS, pieces, texts
+from tests.bench.methods.methods import PAGE, main
+from tests.bench.methods.page import write_page
+from tests.bench.methods.rows import Row
+from tests.bench.methods.run import ENVIRONMENT, complete, read_rows, rows_file
+from tests.bench.methods.settings import RATES, SAME_TOKENIZER, SEEDS
+from tests.bench.methods.tables import NOISY, TABLES, Rows, compare, findings
+from tests.bench.methods.tasks.text import DOMAINS, pieces, texts
 
 
 def record(
@@ -209,7 +209,7 @@ def test_the_page_keeps_its_words_and_gets_new_tables(tmp_path):
 
 
 def test_every_table_compares_with_the_baseline_on_tasks_that_exist():
-    from distill_rl.bench.methods.tasks.catalogue import TASKS
+    from tests.bench.methods.tasks.catalogue import TASKS
 
     for table in TABLES.values():
         assert set(table.needs) <= TABLES.keys()
@@ -224,8 +224,8 @@ def test_every_table_has_a_place_on_the_page():
 
 
 def test_settings_of_trl_are_told_apart_and_read():
-    from distill_rl.bench.methods.settings import PEERS
-    from distill_rl.bench.methods.trl import is_trl, options_of
+    from tests.bench.methods.settings import PEERS
+    from tests.bench.methods.trl import is_trl, options_of
 
     assert not any(is_trl(overrides) for overrides in SAME_TOKENIZER.values())
     for trainer, settings in PEERS.items():
@@ -253,10 +253,10 @@ def test_text_is_divided_by_source_and_into_short_documents():
 
 def test_settings_are_known_to_the_schema(tmp_path):
     """Every override of every table is one that a configuration accepts."""
-    from distill_rl.bench.methods.settings import ACROSS_TOKENIZERS
     from distill_rl.config.load import load_config
     from distill_rl.config.rules.validate import problems
     from distill_rl.system.install import CONFIGS
+    from tests.bench.methods.settings import ACROSS_TOKENIZERS
 
     for name, settings in (("quickstart", SAME_TOKENIZER), ("quickstart-cross", ACROSS_TOKENIZERS)):
         for setting, overrides in settings.items():
@@ -307,7 +307,7 @@ def training_of_a_process(row: Row, overrides, root: Path):
 
 @pytest.mark.parametrize(("fresh", "processes"), [(False, 1), (True, 3)])
 def test_each_row_has_a_process_of_its_own_if_it_must(tmp_path, monkeypatch, fresh, processes):
-    monkeypatch.setattr("distill_rl.bench.methods.tables.SEEDS", (0,))
+    monkeypatch.setattr("tests.bench.methods.tables.SEEDS", (0,))
     rows = Rows()
     complete({NOISY: {"CE": ()}}, rows, tmp_path, tmp_path / "rows", 1, fresh=fresh, attempt=training_of_a_process)
     assert len({found["pid"] for found in rows.by_row.values()}) == processes

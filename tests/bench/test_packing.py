@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl.bench import packing
+from tests.bench import packing
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.tokenizers import tiny_tokenizer
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from distill_rl.bench.losses import sampled
 from distill_rl.losses import SampledTokens
+from tests.bench.losses import sampled
 
 
 def test_every_student_is_trained_and_measured(tmp_path, monkeypatch):

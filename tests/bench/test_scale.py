@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from distill_rl.bench.scale import scale
+from tests.bench.scale import scale
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

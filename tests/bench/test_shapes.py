@@ -7,7 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from distill_rl.bench.gpu.shapes import (
+from distill_rl.scaling.shape import Shape
+from tests.bench.gpu.shapes import (
     LLAMA_1B,
     LLAMA_8B,
     PAIRS,
@@ -17,7 +18,6 @@ from distill_rl.bench.gpu.shapes import (
     TINY_QWEN3,
     TINY_STUDENT,
 )
-from distill_rl.scaling.shape import Shape
 
 aten = torch.ops.aten
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from distill_rl.bench.scale import soak
-from distill_rl.bench.scale.watch import ROLES, Watch
+from tests.bench.scale import soak
+from tests.bench.scale.watch import ROLES, Watch
 
 
 def test_both_runs_are_watched(tmp_path):

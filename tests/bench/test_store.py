@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distill_rl.bench.targets import store
+from tests.bench.targets import store
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.tokenizers import tiny_tokenizer
 from tests.helpers.top_k_targets import realistic

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from distill_rl.bench.losses import traps
+from tests.bench.losses import traps
 
 
 def test_this_library_is_right_or_refuses_in_every_case(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distill_rl.bench.methods.training import Trained, train
 from distill_rl.config.load import load_config
 from distill_rl.system.processes.child import call_in_child
+from tests.bench.methods.training import Trained, train
 from tests.helpers.command import distill_rl
 
 pytestmark = pytest.mark.cli

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from distill_rl.bench import align
+from tests.bench import align
 from tests.helpers.align import SENTENCES, family
 
 

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from distill_rl.gpu_check.parts import PARTS
 from tests.cli.test_gpu_check import DEADLINE_S, SCRIPT, bare
+from tests.gpu.check.parts import PARTS
 
 __all__ = ["bare"]
 pytestmark = pytest.mark.cli

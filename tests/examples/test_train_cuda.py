@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl.bench.gpu import train_cuda
+from tests.bench.gpu import train_cuda
 
 
 @pytest.mark.cli

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distill_rl.gpu_check.checks.attention import check
+from tests.gpu.check.checks.attention import check
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl.gpu_check.parts import PARTS, Part
-from distill_rl.gpu_check.process import OK, SKIPPED, Call, run_part
+from tests.gpu.check.parts import PARTS, Part
+from tests.gpu.check.process import OK, SKIPPED, Call, run_part
 
 pytestmark = pytest.mark.gpu
 

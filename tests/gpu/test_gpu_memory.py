@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from distill_rl.errors import GpuMemoryError
-from distill_rl.gpu_check.checks import environment
 from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.workers.actors.rank import limit_gpu_memory
+from tests.gpu.check.checks import environment
 
 pytestmark = pytest.mark.gpu
 

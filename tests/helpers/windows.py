@@ -12,7 +12,7 @@ import numpy as np
 from distill_rl.align.dp.backends import align_windows
 from distill_rl.align.dp.canonical import CanonicalTables
 from distill_rl.align.tokenizer.vocabulary import Vocabulary
-from distill_rl.gpu_check.checks import dp
+from tests.gpu.check.checks import dp
 
 Window = tuple[np.ndarray, np.ndarray]
 

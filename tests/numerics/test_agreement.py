@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distill_rl.bench.losses.losses import peak_bytes
 from distill_rl.losses import (
     DenseLogits,
     StudentHidden,
@@ -18,6 +17,7 @@ from distill_rl.losses import (
     vocab_parallel_topk,
 )
 from distill_rl.losses.agreement import top_tokens
+from tests.bench.losses.losses import peak_bytes
 from tests.helpers.agreement import TARGETS, assert_measured, related
 from tests.helpers.losses import Case, top_k
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill_rl.bench.losses.losses import peak_bytes
 from distill_rl.config.memory.student import FUSED_CHUNK_BYTES
 from distill_rl.losses import (
     DenseLogits,
@@ -20,6 +19,7 @@ from distill_rl.losses import (
     vocab_parallel_topk,
 )
 from distill_rl.losses.targets import Teacher
+from tests.bench.losses.losses import peak_bytes
 
 ROWS, VOCABULARY, K = 512, 8192, 32
 LIMIT = 2.5

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distill_rl.bench.targets.transport import WARM_UP, measure, verdict
+from tests.bench.targets.transport import WARM_UP, measure, verdict
 
 pytestmark = pytest.mark.ray
 

@@ -48,14 +48,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trial": BASE | {"align", "config", "data", "models", "observe", "evals", "parallel", "preflight", "transport"},
     "quickstart": BASE | {"config", "observe", "evals", "preflight"},
     "scaling": {"errors", "config"},
-    "bench": ENGINES | {"scaling", "quickstart", "trial", "run", "workers", "evals", "store", "preflight"},
-    "gpu_check": ENGINES | {"bench", "scaling"},
     "__main__": {"cli"},
     "api": BASE | {"commands", "config", "observe", "preflight"},
     "__init__": {"api", "config", "errors", "system"},
 }
 
-RAY = ("workers/", "transport/object_store.py", "service/", "bench/scale/")
+RAY = ("workers/", "transport/object_store.py", "service/")
 PROCESS_GROUPS = ("parallel/mesh.py",)
 COLLECTIVES = ("parallel/", "losses/", "student/", "teacher/")
 
@@ -191,7 +189,7 @@ def test_the_command_line_imports_nothing_heavy() -> None:
 def test_the_gpu_check_imports_none_but_its_four_packages() -> None:
     program = (
         "import importlib, pkgutil, sys\n"
-        "from distill_rl.gpu_check import checks, run\n"
+        "from tests.gpu.check import checks, run\n"
         "for module in pkgutil.iter_modules(checks.__path__, f'{checks.__name__}.'):\n"
         "    importlib.import_module(module.name)\n"
         "print(*({'ray', 'omegaconf', 'pyarrow', 'datasets', 'pytest'} & set(sys.modules)))"

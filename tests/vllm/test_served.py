@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test.sh vllm")
 
-from distill_rl.bench.targets import served
+from tests.bench.targets import served
 
 
 def test_both_backends_are_measured_and_the_parts_are_parts_of_the_whole(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from distill_rl.gpu_check.material import largest
+from tests.gpu.check.material import largest
 
 
 @pytest.mark.parametrize("errors", [[math.nan, 1.0, 2.0], [1.0, math.nan, 2.0], [1.0, 2.0, math.nan]])

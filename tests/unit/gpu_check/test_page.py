@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from distill_rl.gpu_check.page import WIDTH, headline, render
+from tests.gpu.check.page import WIDTH, headline, render
 
 GPU = {
     "name": "NVIDIA H200", "gib": 139.8, "free_gib": 139.1, "multiprocessors": 132, "capability": "9.0", "l2_mib": 60,

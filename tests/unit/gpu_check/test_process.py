@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distill_rl.gpu_check.parts import Part
-from distill_rl.gpu_check.process import FAILED, OK, SKIPPED, TIMED_OUT, Call, Outcome, run_part
+from tests.gpu.check.parts import Part
+from tests.gpu.check.process import FAILED, OK, SKIPPED, TIMED_OUT, Call, Outcome, run_part
 from tests.helpers.command import until
 
 LIMIT_S = 60.0

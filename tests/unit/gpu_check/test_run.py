@@ -9,10 +9,10 @@ from time import monotonic
 
 import pytest
 
-from distill_rl.gpu_check import run as runner
-from distill_rl.gpu_check.page import JSON, TEXT, Record
-from distill_rl.gpu_check.parts import PARTS, RAY_PARTS, Part, named
-from distill_rl.gpu_check.process import Call
+from tests.gpu.check import run as runner
+from tests.gpu.check.page import JSON, TEXT, Record
+from tests.gpu.check.parts import PARTS, RAY_PARTS, Part, named
+from tests.gpu.check.process import Call
 
 
 def part(name: str, **more) -> Part:

@@ -7,9 +7,9 @@ import unittest
 import pytest
 import torch
 
-from distill_rl.bench.gpu.losses_cuda import EAGER, LIGER, NO_TIME, NOT_INSTALLED, OURS, PLAIN, Figures
-from distill_rl.gpu_check.checks import comparison
-from distill_rl.gpu_check.page import _figures
+from tests.bench.gpu.losses_cuda import EAGER, LIGER, NO_TIME, NOT_INSTALLED, OURS, PLAIN, Figures
+from tests.gpu.check.checks import comparison
+from tests.gpu.check.page import _figures
 
 CPU = torch.device("cpu")
 SHAPE = {"inputs": "logits", "divergence": "jsd", "target": "dense"}

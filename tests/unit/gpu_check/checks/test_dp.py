@@ -1,6 +1,6 @@
 import torch
 
-from distill_rl.gpu_check.checks import dp
+from tests.gpu.check.checks import dp
 
 
 def test_compiled_dynamic_programme_matches_numpy() -> None:

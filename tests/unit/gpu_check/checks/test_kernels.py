@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distill_rl.gpu_check.checks import kernels
+from tests.gpu.check.checks import kernels
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distill_rl.gpu_check.checks import losses
+from tests.gpu.check.checks import losses
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill_rl.bench.losses.losses import peak_bytes
 from distill_rl.losses import (
     METHODS,
     Chunks,
@@ -20,6 +19,7 @@ from distill_rl.losses import (
     chunk_kd_loss,
     vocab_parallel_topk,
 )
+from tests.bench.losses.losses import peak_bytes
 from tests.helpers.chunks import Documents, documents
 from tests.helpers.losses import DIVERGENCES
 

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, masking_utils
 
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding, lay_out
 from distill_rl.data.batch.tokenization import Encoded
-from distill_rl.gpu_check.checks.attention import check
 from distill_rl.models import families, forward
 from distill_rl.models.attention import varlen
 from distill_rl.models.attention.choice import VARLEN
@@ -21,6 +20,7 @@ from distill_rl.models.attention.varlen import Documents
 from distill_rl.models.load import skeleton
 from distill_rl.parallel.mesh import World
 from distill_rl.types import TokenRows
+from tests.gpu.check.checks.attention import check
 from tests.helpers.load import load_model
 from tests.helpers.zoo import write_model
 

@@ -1,1 +1,0 @@
-"""Measurements. `launch/bench.sh NAME` runs one, prints its table and writes docs/benchmarks/NAME.json."""

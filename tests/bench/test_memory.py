@@ -1,0 +1,45 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from distill_rl.config.rules.validate import problems
+from distill_rl.system.environment import ROOT
+from tests.bench import memory
+from tests.bench.memory import CASES, EXPERTS, SHAPE, TOLERANCE, configuration
+
+RECORD = ROOT / "docs/benchmarks/memory.json"
+
+
+def test_the_measured_models_have_fifty_million_parameters():
+    with torch.device("meta"):
+        models = LlamaForCausalLM(LlamaConfig(**SHAPE)), Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE | EXPERTS))
+    assert all(model.num_parameters() > 50_000_000 for model in models)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_is_a_configuration_that_could_run(case):
+    config = configuration(case, Path("model"))
+    config.run.name, config.train.steps, config.data.path = "bench", 1, "data"
+    assert problems(config) == []
+    assert config.data.max_length <= SHAPE["max_position_embeddings"]
+
+
+def test_the_recorded_estimates_lie_within_the_tolerance():
+    record = json.loads(RECORD.read_text())
+    assert [row["case"]["name"] for row in record["cases"]] == [case.name for case in CASES]
+    assert all(abs(row["estimate"] / row["measured"] - 1) <= TOLERANCE for row in record["cases"])
+    assert record["environment"]["commit"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_a_worker_reports_the_peak_of_a_process_that_holds_a_model(tmp_path, monkeypatch, role):
+    monkeypatch.setitem(SHAPE, "num_hidden_layers", 1)  # the workers take the folder's shape, and this vocabulary
+    monkeypatch.setitem(EXPERTS, "num_hidden_layers", 1)
+    memory.write_models(tmp_path)
+    case = replace(CASES[0], role=role, rows=1, length=16)
+    assert 2**28 < memory.measure(case, tmp_path / case.model) < 2**31
