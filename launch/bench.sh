@@ -5,6 +5,10 @@
 #
 # Use an otherwise idle machine: no benchmark fails because it is slow.
 set -euo pipefail
+if [[ ! -d "$(dirname -- "${BASH_SOURCE[0]}")/../tests/bench" ]]; then
+    echo "bench: error: benchmarks are in tests/bench of the repository, which a package does not have; run this script in a clone" >&2
+    exit 2
+fi
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 source "$DISTILL_RL_ROOT/launch/environment.sh"
 cd -- "$DISTILL_RL_ROOT"
@@ -26,14 +30,6 @@ fi
 if [[ $name == memory ]]; then # quantised teachers need torchao
     source "$DISTILL_RL_ROOT/launch/setup-triton.sh"
     PYTHON=$PYTHON_TRITON
-fi
-if [[ $name == methods && " $* " != *" --page "* && ( " $* " != *" --table "* || " $* " == *" peers "* ) ]]; then # rows that TRL trains
-    source "$DISTILL_RL_ROOT/launch/setup-trl.sh"
-fi
-if [[ $name == chunk_formulas ]]; then # asks TRL's own class
-    source "$DISTILL_RL_ROOT/launch/setup-trl.sh"
-    PYTHON=$PYTHON_TRL
-    export PYTHONPATH=$DISTILL_RL_ROOT
 fi
 module=${file%.py}
 export PYTHONPATH=$DISTILL_RL_ROOT${PYTHONPATH:+:$PYTHONPATH}

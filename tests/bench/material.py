@@ -98,6 +98,21 @@ def write_llama(folder: Path, tokenizer: PreTrainedTokenizerBase, **shape: Any) 
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
+def write_pair(root: Path, *, rows: int, words_per_row: int, length: int) -> None:
+    """Writes student/, teacher/ (a tokenizer of its own and a small random model each) and text.jsonl below `root`.
+
+    Args:
+        rows: documents.
+        length: the most positions of the models.
+    """
+    texts = write_texts(root / "text.jsonl", rows=rows, words_per_row=words_per_row)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    for name, size, end in (("student", 2000, "</s>"), ("teacher", 1000, "<|end|>")):
+        tokenizer = train_tokenizer(texts[:64], size, end)
+        write_llama(root / name, tokenizer, **shape, max_position_embeddings=length)
+        tokenizer.save_pretrained(root / name)
+
+
 def write_config(
     root: Path,
     name: str,

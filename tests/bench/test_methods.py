@@ -12,12 +12,12 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.bench.methods.methods import PAGE, main
+from tests.bench.methods.methods import COMMITTED, PAGE, main
 from tests.bench.methods.page import write_page
 from tests.bench.methods.rows import Row
 from tests.bench.methods.run import ENVIRONMENT, complete, read_rows, rows_file
-from tests.bench.methods.settings import RATES, SAME_TOKENIZER, SEEDS
-from tests.bench.methods.tables import NOISY, TABLES, Rows, compare, findings
+from tests.bench.methods.settings import PEERS, RATES, SAME_TOKENIZER, SEEDS, is_trl
+from tests.bench.methods.tables import BESIDE, NOISY, TABLES, Rows, compare, findings
 from tests.bench.methods.tasks.text import DOMAINS, pieces, texts
 
 
@@ -223,18 +223,16 @@ def test_every_table_has_a_place_on_the_page():
     assert sorted(places) == sorted(TABLES)
 
 
-def test_settings_of_trl_are_told_apart_and_read():
-    from tests.bench.methods.settings import PEERS
-    from tests.bench.methods.trl import is_trl, options_of
-
+def test_rows_of_trl_are_read_and_not_trained(tmp_path, capsys):
     assert not any(is_trl(overrides) for overrides in SAME_TOKENIZER.values())
-    for trainer, settings in PEERS.items():
-        for name, overrides in settings.items():
-            assert is_trl(overrides) == name.startswith("TRL"), name
-            if is_trl(overrides):
-                options = options_of(overrides)
-                assert (options.pop("trainer"), options.pop("lmbda")) == (trainer, 0.0)
-                assert all(isinstance(value, float | bool | str) for value in options.values())
+    for settings in PEERS.values():
+        assert [is_trl(overrides) for overrides in settings.values()] == [name.startswith("TRL") for name in settings]
+    committed = findings(read_rows([rows_file(COMMITTED, "peers")]), BESIDE, {"TRL GKD, β = 0": ()})
+    assert [finding.score for finding in committed] == [pytest.approx(0.957, abs=5e-4)]
+    options = ["--table", "peers", "--setting", "TRL GKD, β = 0", "--rows", os.fspath(tmp_path)]
+    assert main([*options, "--out", os.fspath(tmp_path / "out.json")]) == 0
+    assert f"not trained: {len(RATES)} rows of TRL's trainers" in capsys.readouterr().out
+    assert not rows_file(tmp_path, "peers").exists()
 
 
 def test_text_is_divided_by_source_and_into_short_documents():

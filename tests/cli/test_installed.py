@@ -37,7 +37,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sdist")
     copy = root / "repository"
     copy.mkdir()
-    for name in ("distill_rl", "configs", "launch", "docs", "pyproject.toml", "README.md"):
+    for name in ("distill_rl", "tests", "configs", "launch", "docs", "pyproject.toml", "README.md"):
         subprocess.run(["cp", "-a", REPOSITORY / name, copy / name], check=True)
     return build("sdist", copy, root)
 
@@ -80,6 +80,10 @@ def test_wheel_has_code_data_and_licence_and_nothing_else(wheel: Path) -> None:
     files = {name for name in names if not name.startswith(info)}
     expected = {str(file.relative_to(REPOSITORY)) for file in REPOSITORY.glob("distill_rl/**/*.py")}
     assert {name for name in files if name.endswith(".py")} == {name for name in expected if "/launch/" not in name}
+    outside = [
+        name for name in files if not name.startswith("distill_rl/") or {"bench", "gpu_check"} & {*Path(name).parts}
+    ]
+    assert outside == [], "measurements and checks belong to the repository"
     for data in ("launch/slurm.sbatch", "evals/data/fewshot/gsm8k.json", "observe/report/templates/report.html.jinja"):
         assert f"distill_rl/{data}" in files
     shipped = {name.removeprefix("distill_rl/") for name in files if name.startswith("distill_rl/configs/")}

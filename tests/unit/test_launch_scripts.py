@@ -66,6 +66,17 @@ def environment(clone: Path, **more: str) -> dict[str, str]:
     return inherited | fakes | more
 
 
+def test_benchmarks_outside_a_clone_say_where_they_are(clone: Path) -> None:
+    command = ["bash", os.fspath(clone / "launch" / "bench.sh"), "losses"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment(clone), timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "bench: error: benchmarks are in tests/bench of the repository, which a package does not have; "
+        "run this script in a clone\n"
+    )
+    assert calls(clone) == [], "nothing may be installed first"
+
+
 def setup(clone: Path, **more: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", os.fspath(clone / "launch" / "setup.sh")]
     return subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment(clone, **more), timeout=60)

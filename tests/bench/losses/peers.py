@@ -139,21 +139,6 @@ def _cross_entropy_of_teacher(student: Tensor, teacher: Tensor, labels: Tensor, 
     return -(rows * counts).sum() / counts.sum()
 
 
-def liger() -> tuple[str, Loss] | None:
-    """The name and loss of Liger's JSD kernel at β = 0, which is forward KL; None where it is not installed.
-
-    Without a GPU the kernel needs Triton's interpreter (`TRITON_INTERPRET=1`).
-    """
-    try:
-        from liger_kernel.transformers.jsd import LigerJSD
-    except ImportError:
-        return None
-    loss = LigerJSD(beta=0.0)
-    return f"Liger {importlib.metadata.version('liger-kernel')}", lambda student, teacher, labels: loss(
-        student.float().log_softmax(-1), teacher.float().log_softmax(-1), labels
-    )
-
-
 class StreamedLogprobs(torch.autograd.Function):
     """log q(label) as SkyRL #1806 streams it: softmax of a chunk of rows at a time, recomputed in backward."""
 

@@ -18,6 +18,7 @@ from distill_rl.system.environment import ROOT
 from tests.bench import harness
 from tests.bench.methods.page import write_page
 from tests.bench.methods.run import complete, read_rows, rows_file
+from tests.bench.methods.settings import TRL_COMMIT, is_trl
 from tests.bench.methods.tables import TABLES, Rows, Settings, findings
 
 PAGE, FIGURES = ROOT / "docs" / "results.md", ROOT / "docs" / "results"
@@ -61,7 +62,7 @@ def measure(
                 raise harness.Refused(
                     f"the table {name} takes the best settings of the table {other}: complete that first"
                 )
-        tasks = _only(setting, TABLES[name].settings(found))
+        tasks = _ours(_only(setting, TABLES[name].settings(found)), found)
         # Speed and memory are compared where each row has a process of its own, so nothing may run beside it.
         at_once = 1 if TABLES[name].fresh else processes
         complete(tasks, found, material.absolute(), rows_file(rows, name), at_once, fresh=TABLES[name].fresh)
@@ -88,6 +89,17 @@ def _require_trained_so(rows: Rows) -> None:
         if then != now.get((row.task, row.setting), then):
             changed = f"{' '.join(then)}; got {' '.join(now[row.task, row.setting])}"
             raise harness.Refused(f"{row.name}: its setting must be that of its row, {changed}; delete its rows")
+
+
+def _ours(tasks: Mapping[str, Settings], rows: Rows) -> Mapping[str, Settings]:
+    """The settings without those of TRL, whose trainers are not run here; prints a line if rows of theirs are missing."""
+    by_trl, ours = (
+        {task: {name: of for name, of in settings.items() if is_trl(of) == wanted} for task, settings in tasks.items()}
+        for wanted in (True, False)
+    )
+    if missing := [row for task, settings in by_trl.items() for row in rows.missing(task, settings)]:
+        print(f"not trained: {len(missing)} rows of TRL's trainers, which the benchmark of commit {TRL_COMMIT} runs")
+    return ours
 
 
 def _require_known(setting: str | None, tables: Iterable[Mapping[str, Settings]]) -> None:

@@ -34,19 +34,17 @@ def run_row(row: Row, overrides: Overrides, root: Path) -> dict[str, Any]:
     import torch
 
     from distill_rl.config.load import load_config
-    from tests.bench.methods import trl
     from tests.bench.methods.scores import as_record, measure
     from tests.bench.methods.tasks.catalogue import TASKS
     from tests.bench.methods.training import train
 
     torch.set_num_threads(1)
     task = TASKS[row.task].prepare(root, row.seed)
-    by_trl = trl.is_trl(overrides)
-    given = [*task.overrides, f"run.dir={root / 'runs'}", *(() if by_trl else overrides), f"optimizer.lr={row.rate}"]
+    given = [*task.overrides, f"run.dir={root / 'runs'}", *overrides, f"optimizer.lr={row.rate}"]
     config = load_config(task.config, given)
     with tempfile.TemporaryDirectory() as folder:
         student = Path(folder) / "student"
-        trained = trl.train(config, overrides, student) if by_trl else train(config, student)
+        trained = train(config, student)
         teacher = task.teacher if task.same_tokenizer else None
         scores = {
             name: as_record(measure(student, held_out, config.data, teacher), held_out)

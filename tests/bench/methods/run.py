@@ -18,7 +18,6 @@ from tests.bench import harness, record
 from tests.bench.methods.rows import Row, run_row
 from tests.bench.methods.settings import Overrides
 from tests.bench.methods.tables import Record, Rows, Settings
-from tests.bench.methods.trl import TrlError
 
 ENVIRONMENT = ("commit", "dirty", "cpu", "python", "torch", "transformers")
 """What a row says of where it was trained."""
@@ -38,10 +37,10 @@ def read_rows(files: Iterable[Path]) -> Rows:
 
 
 def attempt_row(row: Row, overrides: Overrides, root: Path) -> Record:
-    """As `run_row`; the record of a training that diverges, or that TRL ends, says so."""
+    """As `run_row`; the record of a training that diverges says so."""
     try:
         return run_row(row, overrides, root)
-    except (NumericsError, TrlError) as error:
+    except NumericsError as error:
         return {**asdict(row), "overrides": list(overrides), "failed": first_line(error)}
 
 

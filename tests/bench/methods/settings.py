@@ -95,9 +95,19 @@ WIDE: Mapping[str, Overrides] = MappingProxyType({"hybrid, top 512": _method("hy
 """Whether `hybrid` lacks what stands outside its top k, on text where that is much."""
 
 
+TRL = "trl."
+"""How the overrides of a setting that TRL trained begin."""
+TRL_COMMIT = "ab47e93a"
+"""The commit whose benchmark trains with TRL."""
+
+
+def is_trl(overrides: Overrides) -> bool:
+    return any(override.startswith(TRL) for override in overrides)
+
+
 def _trl(trainer: str, *options: str) -> Overrides:
     """One of TRL's trainers, off-policy; everything else as its documentation has it."""
-    return tuple(f"trl.{option}" for option in (f'trainer="{trainer}"', "lmbda=0.0", *options))
+    return tuple(f"{TRL}{option}" for option in (f'trainer="{trainer}"', "lmbda=0.0", *options))
 
 
 _ULD, _HYBRID = "use_uld_loss=true", "uld_use_hybrid_loss=true"

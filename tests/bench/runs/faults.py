@@ -22,8 +22,7 @@ from typing import Any
 import psutil
 
 from tests.bench import harness
-from tests.bench.material import write_config
-from tests.bench.runs.prefetch import write_material
+from tests.bench.material import write_config, write_pair
 
 PROMISE_S = 30.0
 """Most seconds from a death to the next step, or to the end of a run that it ends."""
@@ -147,7 +146,7 @@ def measure(root: Path, *, steps: int = 60, repeats: int = 3) -> dict[str, Any]:
         steps: optimizer steps per run.
         repeats: runs per fault.
     """
-    write_material(root, rows=64, words_per_row=300, length=128)
+    write_pair(root, rows=64, words_per_row=300, length=128)
     expected = train(root, "undisturbed", steps)["losses"]
     faults: dict[str, Any] = {}
     for title, fault in FAULTS.items():

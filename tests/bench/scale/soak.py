@@ -15,8 +15,7 @@ from typing import Any
 
 from distill_rl.system.processes.child import call_in_child
 from tests.bench import harness
-from tests.bench.material import write_config
-from tests.bench.runs.prefetch import write_material as write_models
+from tests.bench.material import write_config, write_pair
 from tests.bench.scale import scale
 from tests.bench.scale.watch import ROLES, Watch, watching
 
@@ -56,7 +55,7 @@ def _stubs(folder: Path, steps: int, every: float) -> dict[str, Any]:
 
 def _models(folder: Path, steps: int, every: float) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
-    write_models(folder, rows=64, words_per_row=60, length=64)
+    write_pair(folder, rows=64, words_per_row=60, length=64)
     config = write_config(
         folder, "models", steps=steps, batch=4, micro_batch=4, length=64, checkpoint={"every": steps // 20}
     )
