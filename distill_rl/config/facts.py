@@ -56,6 +56,8 @@ class ModelFacts:
     bytes_on_disk: int
     num_experts: int = 0
     """Of a layer that is a mixture of experts; 0 for a dense model."""
+    head_dim: int | None = None
+    """Features per attention head; None: as many as make up the hidden size."""
     known_head: bool = False
     """Whether it is known how the family makes logits of hidden states, scales and caps included."""
     experts_per_token: int = 0
@@ -64,6 +66,21 @@ class ModelFacts:
     """Parameters of all routed experts, which tensor parallelism does not split."""
     lora: LoraFacts | None = None
     """Of a student with adapters; None: all parameters of a student are trained."""
+
+    @property
+    def head_size(self) -> int:
+        """Features per attention head."""
+        return self.head_dim or self.hidden_size // max(self.num_heads, 1)
+
+    @property
+    def query_size(self) -> int:
+        """Features of all queries of a token."""
+        return self.head_size * self.num_heads
+
+    @property
+    def key_size(self) -> int:
+        """Features of all keys of a token, and of all values."""
+        return self.head_size * self.num_key_value_heads
 
     @property
     def tables(self) -> int:

@@ -4,7 +4,7 @@ A part is either arithmetic (FLOPs over the card's measured rate) or memory traf
 measured copy bandwidth). Both are those of this package's code, pass by pass; beside them stands what a fused
 implementation would need.
 
-Bytes per element below are counted operation by operation; tests/bench/test_cost_model.py counts them again while the
+Bytes per element below are counted operation by operation; tests/bench/gpu/test_cost_model.py counts them again while the
 code runs. What the model leaves out makes a real step slower: launch gaps, memory-bound kernels below copy bandwidth,
 matrix products below the rate of a large square one. Standard library only.
 """
@@ -125,11 +125,11 @@ def teacher_parts(shape: Shape, step: Step, card: Card) -> list[Part]:
     """The parts of the teacher's forward pass, per token: those of the model's body, then output layer and top k."""
     body, head, top_k = *PHASES[:2], shape.columns
     return [
-        Part(body, "GEMM", "2 · body parameters", flops=2.0 * shape.body_parameters),
+        Part(body, "GEMM", "2 · body parameters", flops=shape.body_flops),
         Part(body, "attention", "layers · 2 · heads · head size · S, causal", shape.attention_flops(step.length),
              card.attention[0]),
         _elementwise(body, shape, 0),
-        Part(head, "GEMM", "2 · head parameters", flops=2.0 * shape.head_parameters),
+        Part(head, "GEMM", "2 · head parameters", flops=shape.head_flops),
         Part(head, "top-k", f"({TOP_K} + {TOP_K_KERNEL}) bytes · columns; ideal {FUSED_TOP_K}",
              bytes=(TOP_K + TOP_K_KERNEL) * top_k, ideal_bytes=FUSED_TOP_K * top_k),
         # int64 ids and fp32 log-probabilities are put together, narrowed to 4 + 2 bytes, and copied into the slot
@@ -150,16 +150,16 @@ def student_parts(shape: Shape, step: Step, card: Card) -> list[Part]:
     # Each micro-batch writes the table's whole gradient; where it is tied, that of the output layer is added: 6.
     table = (8 if shape.tied else 2) * shape.head_parameters / (step.micro_batch * step.length)
     return [
-        Part(forward, "GEMM", "2 · body parameters", flops=2.0 * shape.body_parameters),
+        Part(forward, "GEMM", "2 · body parameters", flops=shape.body_flops),
         Part(forward, "attention", "layers · 2 · heads · head size · S, causal", shape.attention_flops(step.length),
              card.attention[0]),
         _elementwise(forward, shape, 0),
         Part(forward, "copies", f"weights to bf16: {GATHER} bytes · parameters / tokens per step; ideal 6",
              bytes=GATHER * per_step, ideal_bytes=6 * per_step),
-        Part(loss, "GEMM", "6 · head parameters", flops=6.0 * shape.head_parameters),
+        Part(loss, "GEMM", "6 · head parameters", flops=3 * shape.head_flops),
         Part(loss, "KD", f"{KD} bytes · columns; ideal {FUSED_KD}",
              bytes=KD * shape.columns, ideal_bytes=FUSED_KD * shape.columns),
-        Part(backward, "GEMM", "4 · body parameters", flops=4.0 * shape.body_parameters),
+        Part(backward, "GEMM", "4 · body parameters", flops=2 * shape.body_flops),
         Part(backward, "attention", "2.5 · forward: the scores are computed again", 2.5 * shape.attention_flops(step.length),
              card.attention[1]),
         _elementwise(backward, shape, 1),

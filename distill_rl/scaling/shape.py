@@ -1,12 +1,18 @@
-"""The sizes of a decoder, with its parameters and floating-point operations. Standard library only."""
+"""The sizes of a decoder, and the one place that counts its parameters by them, and its floating-point operations.
+
+`distill-rl plan` and the benchmarks ask here. What the files of a model hold is in `ModelFacts`. Standard library only.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from distill_rl.config.facts import ModelFacts
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,23 @@ class Shape:
     """ids of its tokenizer; columns beyond them are padding"""
     tied: bool
     """the output layer is the embedding table"""
+
+    @classmethod
+    def of(cls, model: ModelFacts) -> Shape:
+        """The sizes of a model, taken for a decoder like Llama's; of a mixture of experts, what a token visits."""
+        return cls(
+            name=model.family,
+            family=model.family,
+            layers=model.num_layers,
+            hidden=model.hidden_size,
+            intermediate=model.intermediate_size,
+            heads=model.num_heads,
+            key_value_heads=model.num_key_value_heads,
+            head_size=model.head_size,
+            columns=model.vocabulary_columns,
+            tokens=model.vocabulary_columns,
+            tied=model.tied,
+        )
 
     def config(self, **settings: Any) -> PretrainedConfig:
         """transformers' configuration of this shape, without special tokens unless `settings` name them."""
@@ -67,6 +90,16 @@ class Shape:
         """Number of parameters in all stored matrices; the norms' vectors, less than 0.1 %, are left out."""
         return self.body_parameters + (1 if self.tied else 2) * self.head_parameters
 
+    @property
+    def body_flops(self) -> float:
+        """FLOPs per token of the forward products of all layers with their matrices: two per parameter."""
+        return 2.0 * self.body_parameters
+
+    @property
+    def head_flops(self) -> float:
+        """FLOPs per token of the output layer's forward product."""
+        return 2.0 * self.head_parameters
+
     def attention_flops(self, length: int) -> float:
         """FLOPs per token of causal attention's forward in all layers, averaged over a row of `length` tokens.
 
@@ -84,5 +117,16 @@ class Shape:
             length: tokens per row.
             trained: count backward too, as twice the forward.
         """
-        forward = 2.0 * (self.body_parameters + self.head_parameters) + self.attention_flops(length)
+        forward = self.body_flops + self.head_flops + self.attention_flops(length)
         return forward * (3.0 if trained else 1.0)
+
+
+def flops_per_token(student: Shape, teachers: Iterable[tuple[Shape, float]], length: int) -> float:
+    """FLOPs that a run needs per token of the student: training it, and the forward passes of its teachers.
+
+    Args:
+        teachers: each with the tokens that it reads per token of the student.
+        length: tokens per row, of all models.
+    """
+    taught = sum(ratio * teacher.flops_per_token(length, trained=False) for teacher, ratio in teachers)
+    return student.flops_per_token(length, trained=True) + taught

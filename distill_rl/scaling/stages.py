@@ -47,29 +47,12 @@ class Time:
         return self.sharding > self.compute + self.tensor_parallel
 
 
-def shape_of(model: ModelFacts) -> Shape:
-    """The sizes of a model, taken for a decoder like Llama's; of a mixture of experts, what a token visits."""
-    return Shape(
-        name=model.family,
-        family=model.family,
-        layers=model.num_layers,
-        hidden=model.hidden_size,
-        intermediate=model.intermediate_size,
-        heads=model.num_heads,
-        key_value_heads=model.num_key_value_heads,
-        head_size=model.hidden_size // model.num_heads,
-        columns=model.vocabulary_columns,
-        tokens=model.vocabulary_columns,
-        tied=model.tied,
-    )
-
-
 def teacher_time(model: ModelFacts, work: Work, cluster: Cluster, *, dp: int, tp: int) -> Time:
     """The time of a teacher's replica for its rows of a batch."""
     rows = ceil(work.rows / dp)
     step = Step(rows, rows, work.length, work.top_k)
     return Time(
-        _seconds(teacher_parts(shape_of(model), step, cluster.rates), step, cluster, tp),
+        _seconds(teacher_parts(Shape.of(model), step, cluster.rates), step, cluster, tp),
         _reductions(model, step.tokens, cluster, tp, TEACHER_REDUCTIONS),
     )
 
@@ -88,7 +71,7 @@ def student_time(model: ModelFacts, work: Work, cluster: Cluster, *, dp: int, tp
         sharding = 2 * micro_batches * gathered + cluster.gather(FP32 * shard, dp * tp)
     parts = [
         part if part.kind != "optimizer" else Part(part.phase, part.kind, part.formula, bytes=part.bytes / dp)
-        for part in student_parts(shape_of(model), step, cluster.rates)
+        for part in student_parts(Shape.of(model), step, cluster.rates)
     ]
     return Time(
         _seconds(parts, step, cluster, tp),

@@ -35,11 +35,20 @@ def test_the_recorded_estimates_lie_within_the_tolerance():
     assert record["environment"]["commit"]
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Both models with one layer each."""
+    with pytest.MonkeyPatch.context() as patch:
+        # The workers take the folder's shape, and this vocabulary.
+        patch.setitem(SHAPE, "num_hidden_layers", 1)
+        patch.setitem(EXPERTS, "num_hidden_layers", 1)
+        folder = tmp_path_factory.mktemp("models")
+        memory.write_models(folder)
+        yield folder
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("role", ["student", "teacher"])
-def test_a_worker_reports_the_peak_of_a_process_that_holds_a_model(tmp_path, monkeypatch, role):
-    monkeypatch.setitem(SHAPE, "num_hidden_layers", 1)  # the workers take the folder's shape, and this vocabulary
-    monkeypatch.setitem(EXPERTS, "num_hidden_layers", 1)
-    memory.write_models(tmp_path)
+def test_a_worker_reports_the_peak_of_a_process_that_holds_a_model(models, role):
     case = replace(CASES[0], role=role, rows=1, length=16)
-    assert 2**28 < memory.measure(case, tmp_path / case.model) < 2**31
+    assert 2**28 < memory.measure(case, models / case.model) < 2**31

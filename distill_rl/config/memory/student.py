@@ -188,7 +188,8 @@ def _activations(config: Config, model: ModelFacts, tokens: int, item: int, on_g
     Per token and layer, with b bytes per element:
 
         2 h (2 b + 4)    input and output of two norms (h: hidden size), and an fp32 copy; not split over tp
-        4 b h / tp       queries before and after the rotation, attention's output and its contiguous copy
+        4 b q / tp       queries before and after the rotation, attention's output and its contiguous copy (q: size of
+                         all queries of a token)
         3 b k / tp       keys before and after the rotation, values (k: size of all keys of a token)
         4 b i / tp       gate, up, activation, product (i: intermediate size; of a mixture, of the experts that it visits)
         2 b h e          input and output of each of the e experts that it visits
@@ -206,13 +207,13 @@ def _activations(config: Config, model: ModelFacts, tokens: int, item: int, on_g
     student = config.student
     tp = 1 if model.family in FUSED else student.parallel.tp
     hidden, intermediate = model.hidden_size, model.intermediate_size // (1 if model.experts_per_token else tp)
-    key_value = hidden * model.num_key_value_heads // max(model.num_heads, 1) // tp
+    queries, key_value = model.query_size // tp, model.key_size // tp
     norms = 2 * hidden * (2 * item + 4)
     experts = 2 * hidden * model.experts_per_token
-    layer = norms + item * (4 * hidden // tp + 3 * key_value + 4 * intermediate + experts)
+    layer = norms + item * (4 * queries + 3 * key_value + 4 * intermediate + experts)
     if student.parallel.sp > 1:
         repeated = key_value * max(1, student.parallel.sp * tp // max(model.num_key_value_heads, 1))
-        layer += item * (2 * hidden // tp + 2 * repeated)
+        layer += item * (2 * queries + 2 * repeated)
     if student.activation_checkpointing:
         kept = min(2, model.num_layers) if student.activation_offload and on_gpu else model.num_layers
         return tokens * (kept * hidden * item + layer)

@@ -67,14 +67,19 @@ def evaluator_memory(config: Config, model: ModelFacts, *, on_gpu: bool = False)
     """
     tp = config.evaluate.parallel.tp
     item = max(1, model.bytes_on_disk // max(model.parameters, 1)) if on_gpu else 4
-    key_value = model.hidden_size * model.num_key_value_heads // max(model.num_heads, 1)
     rows = config.evaluate.batch_size
     return WorkerMemory(
         worker="evaluator",
         count=tp,
         weights=item * sum(held(model, tp)),
         logits=rows * model.vocabulary_columns * (item + 8),
-        cache=rows * PROMPT_TOKENS * model.num_layers * 2 * key_value * item // (1 if model.family in FUSED else tp),
+        cache=rows
+        * PROMPT_TOKENS
+        * model.num_layers
+        * 2
+        * model.key_size
+        * item
+        // (1 if model.family in FUSED else tp),
         loading=0 if on_gpu else model.bytes_on_disk // tp,
     )
 

@@ -18,7 +18,7 @@ from distill_rl.config.facts import ModelFacts
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import problem
-from distill_rl.models.families import experts_per_token, family_of, num_experts, visited_intermediate_size
+from distill_rl.models.families import experts_per_token, family_of, head_size, num_experts, visited_intermediate_size
 from distill_rl.models.files.headers import read_headers, weight_files, weight_problems
 from distill_rl.models.files.hub import HubUnreachable, resolve
 from distill_rl.system.without_torch import gpu_possible
@@ -139,6 +139,7 @@ def read_model_facts(folder: Path, config: Any) -> ModelFacts:
         num_key_value_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         vocabulary_columns=int(config.vocab_size),
         tied=tied,
+        head_dim=head_size(config),
         bytes_on_disk=sum(end - start for start, end in (entry["data_offsets"] for entry in tensors.values())),
         num_experts=num_experts(config),
         known_head=family_of(config).proven,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distill_rl.scaling.shape import Shape
+from distill_rl.scaling.shape import Shape, flops_per_token
 
 LLAMA_1B = Shape("Llama-3.2-1B", "llama", 16, 2048, 8192, 32, 8, 64, 128_256, 128_256, tied=True)
 LLAMA_8B = Shape("Llama-3.1-8B", "llama", 32, 4096, 14_336, 32, 8, 128, 128_256, 128_256, tied=False)
@@ -33,8 +33,7 @@ class Pair:
 
     def flops_per_token(self, length: int) -> float:
         """FLOPs per token of training the student and of the teacher's forward pass over as many tokens."""
-        student = self.student.flops_per_token(length, trained=True)
-        return student + self.teacher.flops_per_token(length, trained=False)
+        return flops_per_token(self.student, [(self.teacher, 1.0)], length)
 
 
 PAIRS = {"qwen3-4b": Pair(LLAMA_1B, QWEN3_4B), "llama-8b": Pair(LLAMA_1B, LLAMA_8B)}

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distill_rl.scaling.shape import Shape
+from distill_rl.scaling.shape import Shape, flops_per_token
 from tests.bench import harness
 from tests.bench.gpu.shapes import LLAMA_1B, QWEN3_4B, TINY_QWEN3, TINY_STUDENT
 from tests.bench.gpu.timing import matmul_rate
@@ -183,7 +183,7 @@ def figures(steps: Sequence[Mapping[str, Any]], shapes: Sequence[Shape], length:
     seconds = counted[-1]["time"] - before["time"]
     tokens = sum(one["train/tokens"] for one in counted)
     student, teacher = shapes
-    per_token = student.flops_per_token(length, trained=True) + ratio * teacher.flops_per_token(length, trained=False)
+    per_token = flops_per_token(student, [(teacher, ratio)], length)
     parts = sorted({name for one in counted for name in one if name.startswith(("timing/", "transport/"))})
     waits = [one["timing/wait_teachers"] / one["timing/step"] for one in counted]
     return {

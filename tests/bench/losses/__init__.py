@@ -1,0 +1,1 @@
+"""Time and memory of the losses, beside those of other implementations."""

@@ -13,9 +13,8 @@ from distill_rl.observe.report.charts import Chart, Curve
 from distill_rl.observe.report.svg import Dots, dots_svg, lines_svg
 from distill_rl.system.files import write_atomic
 from tests.bench import harness
-from tests.bench.methods.settings import SEEDS
+from tests.bench.methods.settings import ROWS, SEEDS
 from tests.bench.methods.tables import BASELINE, TABLES, Finding, Rows, Settings, findings
-from tests.bench.methods.tasks.catalogue import ROWS
 
 BY_ROWS = "few_rows"
 """The table whose tasks differ in the number of rows alone."""

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.bench.methods.settings import Overrides
+
+LOWER_IS_BETTER: frozenset[str] = frozenset({"bits per byte"})
+"""Of the measures of `scores.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,11 @@ class Row:
     @property
     def name(self) -> str:
         return f"{self.task}: {self.setting}, rate {self.rate:g}, seed {self.seed}"
+
+
+def items_of(record: Mapping[str, Any]) -> np.ndarray:
+    """float64 [items]: the items of a row's selection or test, as `scores.as_record` writes them."""
+    return np.array([float(item) for item in record["items"]])
 
 
 def run_row(row: Row, overrides: Overrides, root: Path) -> dict[str, Any]:

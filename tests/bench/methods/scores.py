@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ from distill_rl.trial import bits
 from distill_rl.trial.bits import Encoded
 
 Measure = Literal["exact match", "bits per byte"]
-LOWER_IS_BETTER: frozenset[str] = frozenset({"bits per byte"})
 LENGTH = 256
 """Most tokens that a model reads at once; those of the models here."""
 NEW_TOKENS = 32
@@ -104,8 +103,3 @@ def as_record(scores: Scores, held_out: HeldOut) -> dict[str, Any]:
     items = scores.items if held_out.questions is None else "".join(str(int(item)) for item in scores.items)
     kl = None if scores.kl is None else round(scores.kl, 5)
     return {"score": round(scores.score, 5), "bits_per_byte": round(scores.bits_per_byte, 5), "kl": kl, "items": items}
-
-
-def items_of(record: Mapping[str, Any]) -> np.ndarray:
-    """float64 [items]: the items of a record."""
-    return np.array([float(item) for item in record["items"]])

@@ -13,6 +13,8 @@ Overrides = tuple[str, ...]
 
 RATES = (1e-3, 3e-3, 1e-2)
 """Peak learning rates, of which each setting gets the best on the first seed."""
+ROWS = (125, 250, 500, 1000, 2000)
+"""Training rows of the `clean` tasks."""
 SEEDS = (0, 1, 2)
 
 CE: Overrides = ("loss.kd_weight=0", "loss.ce_weight=1")

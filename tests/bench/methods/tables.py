@@ -18,14 +18,14 @@ import numpy as np
 
 from distill_rl.evals.results.statistics import paired_bootstrap
 from distill_rl.quickstart.recipe import RECIPE
-from tests.bench.methods.rows import Row
-from tests.bench.methods.scores import LOWER_IS_BETTER, items_of
+from tests.bench.methods.rows import LOWER_IS_BETTER, Row, items_of
 from tests.bench.methods.settings import (
     ACROSS_TOKENIZERS,
     CE,
     DIVERGENCES,
     PEERS,
     RATES,
+    ROWS,
     SAME_TOKENIZER,
     SEEDS,
     TARGETS,
@@ -34,7 +34,6 @@ from tests.bench.methods.settings import (
     WIDE,
     Overrides,
 )
-from tests.bench.methods.tasks.catalogue import ROWS
 
 Record = Mapping[str, Any]
 Settings = Mapping[str, Overrides]

@@ -1,0 +1,1 @@
+"""What targets cost on their way: from process to process, from a store, from a server."""

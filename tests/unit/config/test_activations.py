@@ -51,12 +51,13 @@ def kept_bytes(config: Any) -> int:
     return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in weights)
 
 
-@pytest.mark.parametrize("family", MODELS)
-def test_estimated_activations_are_those_that_autograd_keeps(family: str) -> None:
-    config = AutoConfig.for_model(family, **SIZES, **MODELS[family])
+@pytest.mark.parametrize(("family", "head_dim"), [*((family, None) for family in MODELS), ("llama", 64)])
+def test_estimated_activations_are_those_that_autograd_keeps(family: str, head_dim: int | None) -> None:
+    wider = {} if head_dim is None else {"head_dim": head_dim}
+    config = AutoConfig.for_model(family, **SIZES, **MODELS[family] | wider)
     facts = ModelFacts(
         family=family, parameters=0, hidden_size=128, intermediate_size=visited_intermediate_size(config), num_layers=2,
-        num_heads=8, num_key_value_heads=4, vocabulary_columns=64, tied=False, bytes_on_disk=0,
+        num_heads=8, num_key_value_heads=4, vocabulary_columns=64, tied=False, bytes_on_disk=0, head_dim=head_dim,
         experts_per_token=experts_per_token(config),
     )  # fmt: skip
     run = Config(student=StudentConfig(model="s", dtype="fp32"), data=DataConfig(path="d", max_length=256))

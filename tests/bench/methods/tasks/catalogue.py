@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from distill_rl.quickstart.recipe import CROSS, RECIPE
+from tests.bench.methods.settings import ROWS
 from tests.bench.methods.tasks.base import Task
 from tests.bench.methods.tasks.language import Language
 from tests.bench.methods.tasks.questions import Questions
@@ -21,8 +22,6 @@ from tests.bench.methods.tasks.text import LIBRARY, REFERENCE
 
 _STEMS = replace(CROSS, folder="stems-seed", teacher_tokenizer="stems")
 _LINES = replace(CROSS, folder="stem-lines-seed", teacher_tokenizer="stem lines")
-ROWS = (125, 250, 500, 1000, 2000)
-"""Training rows of the `clean` tasks."""
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
         task.name: task

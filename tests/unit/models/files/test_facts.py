@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from distill_rl.models.files import facts
 from distill_rl.models.files.facts import folder_problems, locate, looks_like_hub_name, read_model_facts
 from distill_rl.models.files.headers import weight_files
+from distill_rl.scaling.shape import Shape
 from tests.helpers.models import FAMILIES, write_tiny_model
 
 
@@ -30,6 +31,19 @@ def test_facts_match_the_loaded_model(tmp_path, family, tie):
     assert (found.family, found.tied, found.vocabulary_columns) == (family, tie, 384)
     assert (found.hidden_size, found.num_layers, found.num_heads) == (32, 2, 4)
     assert found.bytes_on_disk == sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+
+
+def test_shape_counts_the_matrices_that_a_model_of_wide_heads_has(tmp_path):
+    """Qwen3's heads are wider than its hidden size divided by their number."""
+    config = AutoConfig.for_model(
+        "qwen3", hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=24, vocab_size=96, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    found = read_model_facts(tmp_path, config)
+    assert (found.head_size, found.query_size, found.key_size) == (24, 96, 48)
+    assert Shape.of(found).parameters == sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
 
 
 def test_sharded_model_is_counted_once(tmp_path, llama):

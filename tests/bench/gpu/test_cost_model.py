@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 from distill_rl.losses import VocabularyProjection, chunk_kd_loss, kd_loss, vocab_parallel_topk
 from distill_rl.parallel.mesh import close_world, open_world
@@ -20,8 +21,7 @@ from distill_rl.student.optim import clip_gradients
 from distill_rl.student.teachers.chunk_rows import flat_chunks
 from tests.bench.gpu import cost_model as model
 from tests.bench.gpu.engines import Engines, made_up_chunks, made_up_projection
-from tests.bench.gpu.shapes import PAIRS, TINY_QWEN3, TINY_STUDENT, Pair
-from tests.bench.test_shapes import make
+from tests.bench.gpu.shapes import PAIRS, TINY_PAIRS, TINY_QWEN3, TINY_STUDENT, Pair
 from tests.helpers.traffic import Traffic
 
 ROWS, COLUMNS, K = 32, 2**14, 4
@@ -111,7 +111,8 @@ def test_layers_move_the_bytes_of_the_model(family: str) -> None:
 def _layer_traffic(shape: Shape) -> tuple[float, float]:
     """Bytes per token, forward and backward, of all layers in bf16."""
     rows, length = 2, 128
-    body = make(shape, dtype=torch.bfloat16, attn_implementation="sdpa").model
+    settings = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+    body = AutoModelForCausalLM.from_config(shape.config(use_cache=False), **settings).model
     positions = torch.arange(length).expand(rows, length)
     with Traffic() as forward:
         hidden = body(input_ids=torch.zeros_like(positions), position_ids=positions).last_hidden_state
@@ -204,3 +205,13 @@ def test_the_cost_model_needs_the_standard_library_only() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_tiny_pairs_are_of_the_same_kinds_as_the_real_ones() -> None:
+    assert set(TINY_PAIRS) == set(PAIRS)
+    for name, pair in PAIRS.items():
+        tiny = TINY_PAIRS[name]
+        assert tiny.one_tokenizer == pair.one_tokenizer
+        for small, large in ((tiny.student, pair.student), (tiny.teacher, pair.teacher)):
+            assert (small.family, small.tied) == (large.family, large.tied)
+            assert (small.tokens < small.columns) == (large.tokens < large.columns)

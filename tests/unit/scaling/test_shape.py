@@ -1,4 +1,4 @@
-"""Shapes of the models that benchmarks name: parameters as transformers makes them, FLOPs as torch counts them."""
+"""The sizes of a decoder: parameters as transformers makes them, FLOPs as torch counts them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill_rl.scaling.shape import Shape
-from tests.bench.gpu.shapes import (
-    LLAMA_1B,
-    LLAMA_8B,
-    PAIRS,
-    QWEN3_4B,
-    TINY_LLAMA,
-    TINY_PAIRS,
-    TINY_QWEN3,
-    TINY_STUDENT,
-)
+from tests.bench.gpu.shapes import LLAMA_1B, LLAMA_8B, QWEN3_4B, TINY_LLAMA, TINY_QWEN3, TINY_STUDENT
 
 aten = torch.ops.aten
 
@@ -56,13 +47,3 @@ def test_flops_are_those_that_torch_counts(shape: Shape) -> None:
     assert counted["b"][aten.bmm] == 2 * scores
     assert length * shape.flops_per_token(length, trained=False) == matrices + scores / 2
     assert length * shape.flops_per_token(length, trained=True) == 3 * (matrices + scores / 2)
-
-
-def test_tiny_pairs_are_of_the_same_kinds_as_the_real_ones() -> None:
-    assert set(TINY_PAIRS) == set(PAIRS)
-    for name, pair in PAIRS.items():
-        tiny = TINY_PAIRS[name]
-        assert tiny.one_tokenizer == pair.one_tokenizer
-        for small, large in ((tiny.student, pair.student), (tiny.teacher, pair.teacher)):
-            assert (small.family, small.tied) == (large.family, large.tied)
-            assert (small.tokens < small.columns) == (large.tokens < large.columns)
