@@ -38,9 +38,9 @@ DEADLINE_S = 400
 SITE = f"""\
 from importlib import machinery
 find = machinery.PathFinder.find_spec
-def find_spec(name, path=None, target=None):
+def find_spec(_, name, path=None, target=None):
     return None if name.partition(".")[0] in {BLOCKED!r} else find(name, path, target)
-machinery.PathFinder.find_spec = staticmethod(find_spec)
+machinery.PathFinder.find_spec = classmethod(find_spec)
 """
 
 

@@ -236,8 +236,13 @@ def run_part(part: Part, options: argparse.Namespace, out: Path, limit_s: float)
         outcome |= {"status": "timed out", "reason": f"not done after {limit_s:.0f} s; see {LOG}"}
     elif code not in (0, 1, 2, 5) or (code and outcome["status"] == "ok"):  # not one of pytest's for what it has told
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        outcome |= {"status": "failed", "reason": f"{how}; see {LOG}"}
+        outcome |= {"status": "failed", "reason": f"{how}; {_last_line(out / LOG)}"}
     return outcome
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_bytes()[-8192:].decode(errors="replace").split("\n")
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
 
 
 def _environment(part: Part, device: str, folder: str) -> Mapping[str, str]:
