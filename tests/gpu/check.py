@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -72,6 +72,7 @@ PARTS = (
         "losses",
         "losses against the fp64 oracle",
         ("tests/gpu/test_losses.py", "tests/gpu/test_cross_tokenizer.py"),
+        limit_s=120,
     ),
     _part("attention", "every attention path gives the same logits and gradients"),
     _part("student", "loss and gradient of StudentEngine against fp64 on the CPU", 120),
@@ -79,7 +80,7 @@ PARTS = (
     _part("step", "one training step: fused optimizer, gradient accumulation, no needless synchronisation"),
     _part("resume", "the same bits from run to run, and after a checkpoint", 120),
     _part("transport", "targets from one process to another"),
-    Part("dp", "the dynamic programme of the alignment", ("tests/gpu/test_align_dp.py",)),
+    Part("dp", "the dynamic programme of the alignment", ("tests/gpu/test_align_dp.py",), limit_s=120),
     _part("kernels", "kernels against the limits of bandwidth and FLOP/s", 110, 30),
     _part("comparison", "losses beside plain torch and Liger-Kernel, at the shape of Liger's figures", 150, 40),
     _part("throughput", "teacher and student with real shapes, beside the cost model", 240, 200),
@@ -166,18 +167,12 @@ def main(
             (out / LOG).unlink()
             why = record["machine"]["why_no_gpu"]
             return _refuse(f"--device cuda: needs a GPU; {why}; see --device cpu --tiny")
-        width = max(len(part.name) for part in chosen)
         for part, entry, limit_s in zip(
             chosen, record["parts"][-len(chosen) :], _limits(chosen, began, options.budget_s)
         ):
-            print(f"[{monotonic() - began:4.0f} s] {part.name:<{width}}  ", end="", flush=True)
-            if limit_s < _LEAST_S:
-                entry |= {
-                    "status": "not run",
-                    "reason": f"the budget of {options.budget_s:.0f} s is spent",
-                    "seconds": 0.0,
-                }
-            else:
+            print(f"[{monotonic() - began:4.0f} s] {part.name:<12} ", end="", flush=True)
+            entry |= {"status": "not run", "reason": f"the budget of {options.budget_s:.0f} s is spent", "seconds": 0.0}
+            if limit_s >= _LEAST_S:
                 entry |= run_part(part, options, out, limit_s)
             print(f"{entry['status']:<9} {entry['seconds']:6.1f} s  {entry['reason']}".rstrip(), flush=True)
             record["seconds"] = round(monotonic() - began, 1)
@@ -192,7 +187,7 @@ def main(
     return code or int(bool(record["failures"]))
 
 
-def _limits(parts: Sequence[Part], began: float, budget_s: float) -> Any:
+def _limits(parts: Sequence[Part], began: float, budget_s: float) -> Iterator[float]:
     """Yields the limit of each part at the time when it is asked for.
 
     A part gets the smaller of its own limit and what is left of the budget after the reserves of later parts.
@@ -275,6 +270,8 @@ def _wait(
         with suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_S)
         return None
+    finally:
+        _forget_exports(process.pid)
 
 
 def _adopt_orphans() -> None:
@@ -296,8 +293,7 @@ def _children() -> set[int]:
 def _end(before: set[int]) -> None:
     """Kills all children but those from before, then the children that these leave to this process, and so on.
 
-    Removes torch's counters of shared GPU memory, which killed processes leave behind. A process that the kernel cannot
-    kill, such as one stuck in a driver call, is given up after `_DEATH_S`.
+    A process that the kernel cannot kill, such as one stuck in a driver call, is given up after `_DEATH_S`.
     """
     deadline = monotonic() + _DEATH_S
     while (pids := _children() - before) and monotonic() < deadline:
@@ -305,9 +301,14 @@ def _end(before: set[int]) -> None:
             with suppress(ProcessLookupError, ChildProcessError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
-            for file in Path("/dev/shm").glob(f"torch_{pid}_*"):
-                file.unlink(missing_ok=True)
+            _forget_exports(pid)
         sleep(0.01)
+
+
+def _forget_exports(pid: int) -> None:
+    """Removes torch's counters of GPU memory that a process shared, which stay behind if it is killed."""
+    for file in Path("/dev/shm").glob(f"torch_{pid}_*"):
+        file.unlink(missing_ok=True)
 
 
 def _stop(number: int, _: FrameType | None) -> None:

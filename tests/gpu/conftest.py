@@ -103,6 +103,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+@pytest.fixture(autouse=True)
+def no_setting_of_a_run_stays() -> Iterator[None]:
+    """Engines of deterministic runs change the whole process, and tests share it outside the GPU check."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> Any:
     """`torch.device` of `--device`; by default the GPU, or the CPU where there is none."""
