@@ -171,9 +171,8 @@ def main(
             chosen, record["parts"][-len(chosen) :], _limits(chosen, began, options.budget_s)
         ):
             print(f"[{monotonic() - began:4.0f} s] {part.name:<12} ", end="", flush=True)
-            entry |= {"status": "not run", "reason": f"the budget of {options.budget_s:.0f} s is spent", "seconds": 0.0}
-            if limit_s >= _LEAST_S:
-                entry |= run_part(part, options, out, limit_s)
+            spent = {"status": "not run", "reason": f"the budget of {options.budget_s:.0f} s is spent", "seconds": 0.0}
+            entry |= spent if limit_s < _LEAST_S else run_part(part, options, out, limit_s)
             print(f"{entry['status']:<9} {entry['seconds']:6.1f} s  {entry['reason']}".rstrip(), flush=True)
             record["seconds"] = round(monotonic() - began, 1)
             page.write(out, record)
