@@ -1,4 +1,4 @@
-"""launch/gpu_check.sh runs where only torch, transformers, numpy and safetensors are installed.
+"""launch/gpu_check.sh runs where torch, transformers, numpy, safetensors, pytest, rich and numba are installed, and no more.
 
 A run of all parts: tests/examples/test_gpu_check.py.
 """
@@ -15,20 +15,32 @@ from pathlib import Path
 import pytest
 
 import distill_rl
+from tests.gpu.check import PARTS, RAY_PARTS
 from tests.helpers.command import leftovers, survivors, until
 
 pytestmark = pytest.mark.cli
 
 SCRIPT = Path(distill_rl.__file__).parents[1] / "launch" / "gpu_check.sh"
-BLOCKED = ("ray", "omegaconf", "datasets", "numba", "pyarrow", "rich", "pytest", "jinja2", "psutil", "tensorboard")
+BLOCKED = (
+    "ray",
+    "omegaconf",
+    "datasets",
+    "pyarrow",
+    "hypothesis",
+    "xdist",
+    "pytest_timeout",
+    "jinja2",
+    "psutil",
+    "tensorboard",
+)
 DEADLINE_S = 400
 # Every Python that has this file on its path runs it first. The blocked packages then look as if not installed.
 SITE = f"""\
 from importlib import machinery
 find = machinery.PathFinder.find_spec
-def find_spec(name, path=None, target=None):
+def find_spec(_, name, path=None, target=None):
     return None if name.partition(".")[0] in {BLOCKED!r} else find(name, path, target)
-machinery.PathFinder.find_spec = staticmethod(find_spec)
+machinery.PathFinder.find_spec = classmethod(find_spec)
 """
 
 
@@ -41,7 +53,7 @@ def bare(tmp_path_factory) -> dict[str, str]:
 
 
 def test_the_blocked_packages_cannot_be_imported(bare):
-    program = "import importlib.util as u, torch, transformers; print([n for n in {!r} if u.find_spec(n)])"
+    program = "import importlib.util as u, pytest, torch, transformers; print([n for n in {!r} if u.find_spec(n)])"
     command = [sys.executable, "-c", program.format(BLOCKED)]
     assert subprocess.run(command, env=bare, capture_output=True, text=True, check=True).stdout == "[]\n"
     done = subprocess.run([sys.executable, "-c", "import omegaconf"], env=bare, capture_output=True, text=True)
@@ -66,6 +78,11 @@ def test_a_python_without_torch_is_bad_input(bare, tmp_path):
     done = subprocess.run(["bash", str(SCRIPT)], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
     assert "torch, safetensors not found; set DISTILL_RL_PYTHON" in done.stderr
+
+
+def test_the_parts_are_listed(bare):
+    done = subprocess.run(["bash", str(SCRIPT), "--list"], env=bare, capture_output=True, text=True, check=True)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [part.name for part in (*PARTS, *RAY_PARTS)]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -6,30 +6,28 @@ import subprocess
 import pytest
 
 from tests.cli.test_gpu_check import DEADLINE_S, SCRIPT, bare
-from tests.gpu.check.parts import PARTS
+from tests.gpu.check import PARTS
 
 __all__ = ["bare"]
 pytestmark = pytest.mark.cli
 
-MUST_PASS = ("environment", "student", "teacher", "resume", "transport", "kernels", "comparison")
-"""Parts that need neither a GPU nor another package."""
 
-
-def test_all_parts_run_with_four_packages_and_no_gpu(bare, tmp_path):
+def test_all_parts_run_without_a_gpu_and_ray(bare, tmp_path):
     command = ["bash", str(SCRIPT), "--device", "cpu", "--tiny", "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, env=bare, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
+    command += ["--budget-s", str(3 * DEADLINE_S)]  # the machine may be busy
+    done = subprocess.run(command, env=bare, cwd=tmp_path, capture_output=True, text=True, timeout=4 * DEADLINE_S)
     assert done.returncode == 0, done.stdout + (tmp_path / "out" / "gpu_check.log").read_text()
     record = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
     assert (record["state"], record["failures"]) == ("done", [])
     parts = {part["name"]: part for part in record["parts"]}
     assert list(parts) == [part.name for part in PARTS]
     for name, part in parts.items():
-        assert part["status"] == "ok" or name not in MUST_PASS, part
-        assert part["figures"] or name not in MUST_PASS
+        assert part["status"] == "ok", (name, part)
+        assert part["figures"]
     assert 0 < parts["student"]["figures"]["gradient, packed"] < 2e-5
     assert parts["resume"]["figures"]["tensors"] > 0
     page = (tmp_path / "out" / "gpu_check.txt").read_text()
-    assert max(map(len, page.splitlines())) <= 140
+    assert max(map(len, page.splitlines())) <= 118
     assert all(name in page for name in parts)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "it writes only into its own folder"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -12,7 +11,6 @@ import numpy as np
 from distill_rl.align.dp.backends import align_windows
 from distill_rl.align.dp.canonical import CanonicalTables
 from distill_rl.align.tokenizer.vocabulary import Vocabulary
-from tests.gpu.check.checks import dp
 
 Window = tuple[np.ndarray, np.ndarray]
 
@@ -22,9 +20,21 @@ TEACHER = ["b", "a", "", "ca", "bb", "cab", "abc", "aaaa", "c", "aab", " ", "é"
 
 
 def vocabulary(tokens: Sequence[str | bytes], normalization: str = "none") -> Vocabulary:
-    """Token i spells the i-th string; "" is a special token."""
-    lossy = "made lossy" if normalization == "lossy" else None
-    return replace(dp.vocabulary(tokens), normalization=normalization, lossy=lossy)
+    """Token i spells the i-th string, in UTF-8, or bytes; an empty one is a special token."""
+    spellings = [token.encode() if isinstance(token, str) else token for token in tokens]
+    lengths = np.array([len(token) for token in spellings], np.int32)
+    return Vocabulary(
+        flat=np.frombuffer(b"".join(spellings), np.uint8),
+        starts=np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))),
+        lengths=lengths,
+        special=lengths == 0,
+        byte_fallback=np.zeros(len(spellings), bool),
+        roles={},
+        normalization=normalization,
+        lossy="made lossy" if normalization == "lossy" else None,
+        family="byte_level",
+        hash="",
+    )
 
 
 def align_window(student: np.ndarray, teacher: np.ndarray, tables: CanonicalTables, **options) -> Window:

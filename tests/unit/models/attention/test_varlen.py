@@ -20,7 +20,9 @@ from distill_rl.models.attention.varlen import Documents
 from distill_rl.models.load import skeleton
 from distill_rl.parallel.mesh import World
 from distill_rl.types import TokenRows
-from tests.gpu.check.checks.attention import check
+from tests.gpu.conftest import Figures
+from tests.gpu.test_attention import FAMILIES as SMALL_MODELS
+from tests.gpu.test_attention import SMALL, check_kernel, check_model
 from tests.helpers.load import load_model
 from tests.helpers.zoo import write_model
 
@@ -89,9 +91,17 @@ def test_mask_and_documents_agree_in_value_and_gradient(tmp_path: Path, name: st
         assert (one - other).norm() <= 5e-6 * other.norm()  # fp32, sums in another order
 
 
-def test_all_paths_agree_on_a_cpu() -> None:
-    found = check(CPU, tiny=True)
-    assert {name.partition(",")[0] for name in found} >= {"llama", "gpt2", "gemma2", "mistral-window"}
+@pytest.mark.parametrize("family", SMALL_MODELS)
+def test_all_paths_of_a_model_agree_on_a_cpu(family: str) -> None:
+    figures = Figures()
+    check_model(family, "torch", CPU, figures)
+    assert {f"{family}, documents alone: gradient", f"{family}, torch: gradient"} <= figures.keys()
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_the_stand_in_for_the_kernels_matches_fp64(shape: tuple[int, int, int, int | None]) -> None:
+    check_kernel("torch", shape, CPU, figures := Figures())
+    assert any("packed: dk" in name for name in figures)
 
 
 @pytest.mark.parametrize(("packing", "asked"), [(False, 0), (True, 1)], ids=["padded", "packed"])

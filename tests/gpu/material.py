@@ -1,4 +1,4 @@
-"""Shared by the parts about engines: random models and rows, settings, and a plain fp64 version of a training step.
+"""Shared by the tests of engines: random models and rows, settings, and a plain fp64 version of a training step.
 
 The engines are compared with the plain step: transformers' model and torch's AdamW on the CPU with whole logits, one
 document at a time, so that padding and packing cannot affect it.
@@ -6,14 +6,14 @@ document at a time, so that padding and packing cannot affect it.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -22,11 +22,9 @@ from distill_rl.data.batch.collate import BatchPlan, BatchSharding, lay_out
 from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.losses import TopKLogprobs, reference
 from distill_rl.losses.targets import target_of
-from distill_rl.parallel.mesh import World
 from distill_rl.scaling.shape import Shape
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import IGNORE_INDEX, RankBatch
-from tests.bench.gpu.engines import one_rank
 
 VOCABULARY = 320
 """Ids in use."""
@@ -47,29 +45,16 @@ def middle(family: str) -> Shape:
     return small(family, hidden=384, layers=4, heads=6)
 
 
-def on_every_model(
-    device: torch.device, tiny: bool, compare: Callable[[Path, Shape, World], Iterable[tuple[str, float, float]]]
-) -> dict[str, float]:
-    """Runs a comparison on every model, and returns the largest error by name over all of them.
+EVERY_MODEL = pytest.mark.parametrize(
+    "shape",
+    [pytest.param(make(name), id=f"{name}-{make.__name__}") for name in ("llama", "qwen3") for make in (small, middle)],
+)
+"""Tests that compare engines on models; the larger ones are only for a GPU (`skip_if_large`)."""
 
-    The models are the small and, without `tiny`, the middle shape of llama and qwen3.
 
-    Args:
-        compare: called with an empty folder, a shape and a world of one rank; yields (name, error, bound).
-
-    Raises:
-        AssertionError: an error is above its bound, or NaN.
-    """
-    figures: dict[str, float] = {}
-    makers = (small,) if tiny else (small, middle)
-    with one_rank(device) as world:
-        for shape in (make(family) for make in makers for family in ("llama", "qwen3")):
-            with tempfile.TemporaryDirectory() as folder:
-                for name, error, bound in compare(Path(folder), shape, world):
-                    what = f"{shape.family}, hidden size {shape.hidden}: {name}"
-                    assert error <= bound, f"{what} off by {error:.1e}, more than {bound:.1e}"
-                    figures[name] = max(error, figures.get(name, 0.0))
-    return figures
+def skip_if_large(shape: Shape, tiny: bool) -> None:
+    if tiny and shape.hidden > small(shape.family).hidden:
+        pytest.skip("small sizes only")
 
 
 def write_model(folder: Path, shape: Shape, seed: int, *, tied: bool = False) -> Path:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from distill_rl.losses.options import Backend
 from distill_rl.student.optim import build_optimizer
 from tests.bench.gpu.losses_cuda import describe_triton
 from tests.bench.gpu.timing import copy_bandwidth, matmul_rate, median_seconds, peak_bytes
+from tests.gpu.conftest import Figures
 
 TOP_K = 64
 HOST_COPY_BYTES = 1 << 29
@@ -66,11 +68,12 @@ class Kernel:
     """Tokens × columns, if extra memory is reported in bytes per logit; otherwise 0."""
 
 
-def measure(device: torch.device, tiny: bool) -> dict[str, Any]:
-    """Measures the ceilings `copy, GB/s` and `product, TFLOP/s`, and `kernels`, a table of all kernels against them.
+@pytest.mark.gpu
+@pytest.mark.usefixtures("budget_s")
+def test_all_kernels_are_measured(device: torch.device, tiny: bool, figures: Figures) -> None:
+    """The ceilings, and a table of all kernels against them. A kernel that runs out of memory gets a row that says so.
 
-    Also `Triton`, its version and whether the losses use it, and on a GPU `copy to pinned host memory, GB/s`. A kernel that runs out of memory gets a row that says so. Sizes
-    are small with `tiny` and on a CPU. The dtype is bf16 on a GPU and fp32 on a CPU; AdamW always runs in fp32.
+    Sizes are small with `tiny` and on a CPU. The dtype is bf16 on a GPU and fp32 on a CPU; AdamW always runs in fp32.
     """
     sizes = SMALL if tiny or device.type != "cuda" else LARGE
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -78,10 +81,9 @@ def measure(device: torch.device, tiny: bool) -> dict[str, Any]:
     triton = describe_triton(device.type)
     bandwidth, rate = copy_bandwidth(device), matmul_rate(device)
     rows = [_row(kernel, device, bandwidth, rate) for kernel in _kernels(sizes, device, dtype)]
-    figures: dict[str, Any] = {"Triton": triton, "copy, GB/s": bandwidth / 1e9, "product, TFLOP/s": rate / 1e12}
+    figures |= {"Triton": triton, "copy, GB/s": bandwidth / 1e9, "product, TFLOP/s": rate / 1e12, "kernels": rows}
     if device.type == "cuda":
         figures["copy to pinned host memory, GB/s"] = _host_bandwidth(device) / 1e9
-    return figures | {"kernels": rows}
 
 
 def _row(kernel: Kernel, device: torch.device, bandwidth: float, rate: float) -> dict[str, Any]:
@@ -234,3 +236,37 @@ def _adamw(sizes: Sizes, device: torch.device) -> Run:
     model = nn.Linear(1 << 7, sizes.parameters >> 7, bias=False, device=device)
     model.weight.grad = torch.randn_like(model.weight)
     return build_optimizer(model, OptimizerConfig()).step
+
+
+def made(monkeypatch: pytest.MonkeyPatch, *, triton: bool) -> list[Kernel]:
+    monkeypatch.setattr(f"{__name__}.uses_triton", lambda backend, logits: triton)
+    return list(_kernels(SMALL, torch.device("cpu"), torch.float32))
+
+
+def test_losses_and_top_k_are_timed_in_torch_beside_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, both = made(monkeypatch, triton=False), made(monkeypatch, triton=True)
+    assert not any("eager" in kernel.name for kernel in alone)
+    losses = [kernel for kernel in alone if kernel.logits]
+    assert [kernel.name for kernel in both if kernel.logits] == [
+        f"{kernel.name}{note}" for kernel in losses for note in ("", ", eager")
+    ]
+    for default, eager in zip(both[: 2 * len(losses) : 2], both[1 : 2 * len(losses) : 2]):
+        assert (default.num_bytes, default.flops) == (eager.num_bytes, eager.flops)
+
+
+def test_each_kernel_is_run_with_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("kd_loss", "fused_linear_kd_loss", "vocab_parallel_topk"):
+        monkeypatch.setattr(f"{__name__}.{name}", _recorded(globals()[name], backends := []))
+        for kernel in made(monkeypatch, triton=True):
+            if kernel.name.startswith(name):
+                backends.clear()
+                kernel.make()()
+                assert backends[-1] == ("eager" if kernel.name.endswith("eager") else None)
+
+
+def _recorded(function, backends: list):
+    def called(*arguments, backend=None, **keywords):
+        backends.append(backend)
+        return function(*arguments, backend=backend, **keywords)
+
+    return called

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +18,9 @@ from distill_rl.transport.base import Handle, Layout, Receipt, Ring, Slot, Trans
 from distill_rl.transport.choose import make
 from distill_rl.transport.ring import bytes_needed
 from tests.bench.gpu.timing import synchronize
+from tests.gpu.conftest import Figures
+
+pytestmark = pytest.mark.gpu
 
 SLOTS, GENERATIONS = 2, 6
 REPLY_S = 60.0
@@ -24,22 +28,16 @@ REPLY_S = 60.0
 _NODE = "this machine"
 
 
-def check(device: torch.device, tiny: bool) -> dict[str, float]:
-    """Connects a writer in this process to a reader in a new one by one ring, and checks contents, rules and order.
+@pytest.fixture(scope="module")
+def tokens(tiny: bool) -> int:
+    """Per slot."""
+    return 64 if tiny else 16384
 
-    Args:
-        tiny: few tokens per slot.
 
-    Returns:
-        The size of a slot in MiB, the rates of publishing and fetching in GB/s, and the number of ordered writes and
-        reads.
-
-    Raises:
-        AssertionError: content arrives changed, the reader sees later writes, a rule of the ring (docs/transport.md) is
-            broken, or the reader fails, dies or does not reply in time.
-    """
+@pytest.fixture
+def sides(device: torch.device, tokens: int) -> Iterator[tuple[Transport, Connection]]:
+    """A writer in this process, and the connection to its reader in a new one."""
     name = "cuda_ipc" if device.type == "cuda" else "shared_memory"
-    tokens = 64 if tiny else 16384
     ring = Ring(SLOTS, bytes_needed([tensor.nbytes for tensor in _content(0, tokens, device).values()]))
     context = multiprocessing.get_context("spawn")
     connection, reader_end = context.Pipe()
@@ -50,9 +48,7 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
     try:
         receipt: Receipt = _ask(connection, "open", writer.offer(0))
         writer.accept(receipt)
-        figures = _contents(writer, connection, tokens, device)
-        _rules(writer, connection, tokens, device)
-        figures |= _order_on_the_device(writer, connection, tokens, device)
+        yield writer, connection
         _ask(connection, "close")
     finally:
         connection.close()  # the reader exits when its connection is closed
@@ -60,31 +56,13 @@ def check(device: torch.device, tiny: bool) -> dict[str, float]:
         reader.kill()
         writer.close()
     assert reader.exitcode == 0, f"the reader ended with exit code {reader.exitcode}"
-    return figures
 
 
-def _content(seed: int, tokens: int, device: torch.device) -> dict[str, Tensor]:
-    """Random targets of `tokens` tokens on the device, with every dtype that is transported; fixed by the seed."""
-    draw = torch.Generator().manual_seed(seed)
-    tensors = {
-        "ids": torch.randint(0, 150_000, (tokens, 64), generator=draw, dtype=torch.int32),
-        "logprobs": torch.randn(tokens, 64, generator=draw).half(),
-        "states": torch.randn(tokens, 96, generator=draw).bfloat16(),
-        "rest_logprob": torch.randn(tokens, generator=draw),
-    }
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
-
-
-def _contents(writer: Transport, reader: Connection, tokens: int, device: torch.device) -> dict[str, float]:
-    """Checks that several generations of every slot arrive bit for bit, and measures how fast.
-
-    Returns:
-        The size of a slot in MiB, and the rates in GB/s of publishing and of fetching with a copy on the reader's
-        device, both without the first use of each slot.
-
-    Raises:
-        AssertionError: content arrived changed, or the reader failed.
-    """
+def test_contents_arrive_bit_for_bit(
+    sides: tuple[Transport, Connection], tokens: int, device: torch.device, figures: Figures
+) -> None:
+    """Several generations of every slot. The rates are those of publishing and of fetching with a copy."""
+    writer, reader = sides
     seconds, num_bytes = {"publish": 0.0, "fetch": 0.0}, 0
     for turn in range(SLOTS * GENERATIONS):
         tensors = _content(turn, tokens, device)
@@ -100,40 +78,34 @@ def _contents(writer: Transport, reader: Connection, tokens: int, device: torch.
             seconds["publish"] += publish_s
             seconds["fetch"] += fetch_s
             num_bytes += handle.num_bytes
-    return {
+    figures |= {
         "MiB per slot": handle.num_bytes / 2**20,
         "publish, GB/s": num_bytes / seconds["publish"] / 1e9,
         "fetch with a copy, GB/s": num_bytes / seconds["fetch"] / 1e9,
     }
 
 
-def _rules(writer: Transport, reader: Connection, tokens: int, device: torch.device) -> None:
-    """Checks that a slot is not written before its reader is done, and that an overwritten slot cannot be read.
-
-    Raises:
-        AssertionError: the transport allowed one of them or refused it for another reason, or the reader failed.
-    """
-    tensors, first = _content(0, tokens, device), SLOTS * GENERATIONS
-    old = writer.publish(_slot(first), tensors, Layout(0, 1, tokens))
-    message = _refusal(lambda: writer.publish(_slot(first + SLOTS), tensors, Layout(0, 1, tokens)))
+def test_unread_slots_are_kept_and_overwritten_ones_are_refused(
+    sides: tuple[Transport, Connection], tokens: int, device: torch.device
+) -> None:
+    writer, reader = sides
+    tensors = _content(0, tokens, device)
+    old = writer.publish(_slot(0), tensors, Layout(0, 1, tokens))
+    message = _refusal(lambda: writer.publish(_slot(SLOTS), tensors, Layout(0, 1, tokens)))
     assert "every reader must be done" in message, f"an unread slot was written again: {message or 'no error'}"
     _ask(reader, "read", old)
-    new = writer.publish(_slot(first + SLOTS), tensors, Layout(0, 1, tokens))
+    new = writer.publish(_slot(SLOTS), tensors, Layout(0, 1, tokens))
     message = _ask(reader, "refusal", old)
     assert "is for generation" in message, f"an overwritten slot was read: {message or 'no error'}"
     _ask(reader, "read", new)
 
 
-def _order_on_the_device(writer: Transport, reader: Connection, tokens: int, device: torch.device) -> dict[str, float]:
-    """Checks that a read waits for a write whose kernels have not run yet, and the next write for that read.
-
-    Returns:
-        The number of writes, each read once.
-
-    Raises:
-        AssertionError: the reader saw other values than were written, or failed.
-    """
-    turns = range(SLOTS * (GENERATIONS + 2), SLOTS * (GENERATIONS + 12), SLOTS)
+def test_reads_and_writes_keep_their_order_on_the_device(
+    sides: tuple[Transport, Connection], tokens: int, device: torch.device, figures: Figures
+) -> None:
+    """A read waits for a write whose kernels have not run yet, and the next write for that read."""
+    writer, reader = sides
+    turns = range(0, 10 * SLOTS, SLOTS)
     for turn in turns:
         value = torch.full((tokens, 64), float(turn), device=device)
         _be_busy(device)
@@ -141,7 +113,19 @@ def _order_on_the_device(writer: Transport, reader: Connection, tokens: int, dev
         _ask(reader, "mean_later", handle)
     means = _ask(reader, "means")
     assert means == [float(turn) for turn in turns], f"the reader saw {means} instead of {list(turns)}"
-    return {"ordered writes and reads": float(len(means))}
+    figures["ordered writes and reads"] = len(means)
+
+
+def _content(seed: int, tokens: int, device: torch.device) -> dict[str, Tensor]:
+    """Random targets of `tokens` tokens on the device, with every dtype that is transported; fixed by the seed."""
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {
+        "ids": torch.randint(0, 150_000, (tokens, 64), generator=draw, dtype=torch.int32),
+        "logprobs": torch.randn(tokens, 64, generator=draw).half(),
+        "states": torch.randn(tokens, 96, generator=draw).bfloat16(),
+        "rest_logprob": torch.randn(tokens, generator=draw),
+    }
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import re
 import subprocess
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from distill_rl.errors import GpuMemoryError
 from distill_rl.system.gpu_memory import gpu_phase
 from tests.bench import record
+from tests.gpu.check import REQUIRED
+from tests.gpu.conftest import Figures
 
-PACKAGES = ("torch", "transformers", "numpy", "safetensors")
-OPTIONAL = ("triton", "flash_attn", "liger_kernel", "numba_cuda", "ray", "omegaconf", "pytest", "datasets", "vllm")
+OPTIONAL = ("triton", "flash_attn", "liger_kernel", "numba_cuda", "ray", "omegaconf", "datasets", "vllm")
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 
 FP32_BOUND = 2e-6
@@ -30,18 +31,11 @@ BF16_BOUND = 2**-8
 the kernel adds partial results in bf16."""
 
 
-def facts(device: torch.device, tiny: bool) -> dict[str, Any]:
-    """Facts for the head of the page, as JSON types: software, CPU, environment variables, commit, and GPUs on CUDA.
-
-    For a CPU device `gpus` is empty. If torch sees no GPU for a CUDA device, `gpus` is empty and `why_no_gpu` gives the
-    reason. `tiny` is not used.
-
-    Raises:
-        PackageNotFoundError: a package of PACKAGES is not installed.
-    """
-    machine: dict[str, Any] = {
+def test_facts(device: torch.device, figures: Figures) -> None:
+    """For the head of the page: software, CPU, environment variables, commit, and GPUs, or why there is none."""
+    figures |= {
         "python": platform.python_version(),
-        "packages": {name: version(name) for name in PACKAGES},
+        "packages": {name: version(name) for name in REQUIRED},
         "optional": {name: _version(name) for name in OPTIONAL},
         "cpu": {"name": record.cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
         "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
@@ -49,65 +43,39 @@ def facts(device: torch.device, tiny: bool) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "gpus": [],
     }
-    if device.type != "cuda":
-        return machine
-    if not torch.cuda.is_available():
+    if device.type == "cuda" and not torch.cuda.is_available():
         built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
-        return machine | {"why_no_gpu": f"torch {torch.__version__} {built} and sees no GPU"}
-    return machine | {
-        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
-        "driver": _driver(),
-        "cudnn": _dotted(torch.backends.cudnn.version()),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
-        "allocator": torch.cuda.get_allocator_backend(),
-    }
+        figures["why_no_gpu"] = f"torch {torch.__version__} {built} and sees no GPU"
+    elif device.type == "cuda":
+        figures |= {
+            "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
+            "driver": _driver(),
+            "cudnn": _dotted(torch.backends.cudnn.version()),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
+            "allocator": torch.cuda.get_allocator_backend(),
+        }
 
 
-def check(device: torch.device, tiny: bool) -> dict[str, float]:
-    """Checks matrix products against fp64, copies to the device and back, and on a GPU the error of lack of memory.
-
-    Args:
-        tiny: smaller matrices.
-
-    Returns:
-        The relative errors of an fp32 and of a bf16 product.
-
-    Raises:
-        AssertionError: a product is worse than its dtype allows (fp32: also if TF32 is on), a copy changes its content,
-            or the out-of-memory error does not give all amounts.
-    """
-    size = 128 if tiny else 1024
-    draw = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(size, size, generator=draw) for _ in range(2))
-    figures = {}
-    for name, dtype, bound in (("fp32", torch.float32, FP32_BOUND), ("bf16", torch.bfloat16, BF16_BOUND)):
-        a, b = left.to(dtype), right.to(dtype)
-        product, truth = (a.to(device) @ b.to(device)).cpu().double(), a.double() @ b.double()
-        error = float((product - truth).norm() / truth.norm())
-        assert error <= bound, f"a product of {name} matrices is off by {error:.1e}, more than {bound:.1e}"
-        figures[f"{name} product, relative error"] = error
-    host = left.pin_memory() if device.type == "cuda" else left
-    back = host.to(device, non_blocking=True).to("cpu", copy=True)
-    assert torch.equal(back, left), "a copy to the device and back changed its content"
-    if device.type == "cuda":
-        _run_out_of_memory(device)
-    return figures
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", FP32_BOUND), ("bfloat16", BF16_BOUND)])
+def test_products_match_fp64(device: torch.device, tiny: bool, figures: Figures, dtype: str, bound: float) -> None:
+    size, draw = 128 if tiny else 1024, torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, size, generator=draw).to(getattr(torch, dtype)) for _ in range(2))
+    product, truth = (a.to(device) @ b.to(device)).cpu().double(), a.double() @ b.double()
+    figures.within(f"{dtype} product, relative error", float((product - truth).norm() / truth.norm()), bound)
 
 
-def _run_out_of_memory(device: torch.device) -> None:
-    """Requires that an allocation of 64 TiB ends in a GpuMemoryError that gives all amounts.
+def test_a_copy_to_the_device_and_back_changes_nothing(device: torch.device, tiny: bool) -> None:
+    source = torch.randn(2**14 if tiny else 2**20, generator=torch.Generator().manual_seed(0))
+    host = source.pin_memory() if device.type == "cuda" else source
+    assert torch.equal(host.to(device, non_blocking=True).to("cpu", copy=True), source)
 
-    Raises:
-        AssertionError: the memory was granted, or the error lacks an amount.
-    """
-    message = "no error: 64 TiB were granted"
-    try:
-        with gpu_phase("forward"):
-            torch.empty(2**46, dtype=torch.uint8, device=device)
-    except GpuMemoryError as error:
-        message = str(error)
+
+@pytest.mark.gpu
+def test_an_out_of_memory_error_of_torch_gives_all_amounts() -> None:
+    """tests/unit/system/test_gpu_memory.py covers how its text is used."""
     amounts = r"65536\.00 GiB asked, .+ held and .+ reserved by PyTorch, .+ free of "
-    assert re.search(amounts, message), f"an out-of-memory error must give all amounts; got {message}"
+    with pytest.raises(GpuMemoryError, match=amounts), gpu_phase("forward"):
+        torch.empty(2**46, dtype=torch.uint8, device="cuda")
 
 
 def _gpu(index: int) -> dict[str, Any]:

@@ -1,1 +1,0 @@
-"""What the GPU check looks at: functions of parts, called by name (`parts.py`)."""
