@@ -13,8 +13,8 @@ from typing import Any
 from tests.bench import harness
 from tests.bench.runs.quickstart_cross import SEEDS, train
 from distill_rl.observe.sinks.sinks import read_records
-from distill_rl.quickstart.material import make_material
-from distill_rl.quickstart.recipe import CROSS
+from distill_rl.demo.material import make_material
+from distill_rl.demo.recipe import CROSS
 
 
 def measure_seed(seed: int, root: Path, *, learnable: bool) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import harness, record
-from distill_rl.quickstart.material import make_material
-from distill_rl.quickstart.recipe import TURNS
+from distill_rl.demo.material import make_material
+from distill_rl.demo.recipe import TURNS
 
 SEEDS = (0, 1, 2)
 CONFIG = record.ROOT / "configs" / "quickstart-cross.yaml"

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import harness, record
-from distill_rl.quickstart.material import make_material
-from distill_rl.quickstart.recipe import RECIPE
+from distill_rl.demo.material import make_material
+from distill_rl.demo.recipe import RECIPE
 
 SEEDS = (0, 1, 2)
 FORMATS = ("exact", "compact")

@@ -18,7 +18,7 @@ from distill_rl.evals.suites.base import Item
 from distill_rl.system.gpu_memory import amounts, is_out_of_memory
 
 if TYPE_CHECKING:
-    from distill_rl.trial.bits import Encoded
+    from distill_rl.demo.bits import Encoded
 
 SAMPLES = 3
 NEW_TOKENS = 48
@@ -118,9 +118,9 @@ def find(config: Config, subjects: Sequence[Subject], reading: Reading) -> Findi
 
 def _student(folder: Path, encoded: Sequence[Encoded], prompts: Sequence[Prompt], length: int) -> Measured:
     """Measures a student with whole weights, as others will use it."""
+    from distill_rl.demo import bits
     from distill_rl.evals.backends.base import Settings
     from distill_rl.evals.backends.hf import HfBackend
-    from distill_rl.trial import bits
 
     texts = [""] * len(prompts)
     with closing(HfBackend(folder, Settings(batch_size=8))) as backend:
@@ -133,10 +133,10 @@ def _teacher(teacher: TeacherConfig, encoded: Sequence[Encoded], length: int) ->
     """Measures a teacher as the training loads it: whole weights may be more than fits."""
     import torch
 
+    from distill_rl.demo import bits
     from distill_rl.models.determinism import start_vector_math
     from distill_rl.models.load import load_model
     from distill_rl.parallel.mesh import close_world, open_world
-    from distill_rl.trial import bits
 
     start_vector_math()
     world = open_world(rank=0, dp=1, tp=1, device="cuda" if torch.cuda.is_available() else "cpu")
@@ -197,7 +197,7 @@ def readable(
     Raises:
         DataError: there are none; or one that cannot be encoded, unless bad rows are skipped.
     """
-    from distill_rl.trial import bits
+    from distill_rl.demo import bits
 
     kept: list[Mapping[str, Any]] = []
     encoded: list[list[Encoded]] = [[] for _ in tokenizers]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from distill_rl.quickstart.material import Material, draw_rows, make_material, teacher_problems
-from distill_rl.quickstart.recipe import CROSS, RECIPE, Shape
+from distill_rl.demo.material import Material, draw_rows, make_material, teacher_problems
+from distill_rl.demo.recipe import CROSS, RECIPE, Shape
 
 SMALL: dict[str, Any] = {
     "teacher": Shape(16, 32, 1, 2),

@@ -8,9 +8,9 @@ from contextlib import closing, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from distill_rl.demo.recipe import Recipe, Shape
+from distill_rl.demo.tasks import Problem, training_row
 from distill_rl.observe.terminal import ProgressBar
-from distill_rl.quickstart.recipe import Recipe, Shape
-from distill_rl.quickstart.tasks import Problem, training_row
 from distill_rl.types import IGNORE_INDEX
 
 if TYPE_CHECKING:

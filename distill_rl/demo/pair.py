@@ -12,6 +12,9 @@ from distill_rl.config.facts import TOKENS, Facts, ModelFacts
 from distill_rl.config.load import read_config
 from distill_rl.config.rules.validate import problems as rules
 from distill_rl.config.schema import Config
+from distill_rl.demo import choose, files
+from distill_rl.demo.choose import Fit, Known, Settings
+from distill_rl.demo.measure import Reading
 from distill_rl.errors import ConfigError, problem
 from distill_rl.models.attention.choice import installed
 from distill_rl.models.files.facts import gpu_bytes, read_model_facts
@@ -25,9 +28,6 @@ from distill_rl.preflight.models.lora import with_adapters
 from distill_rl.preflight.models.opened import Findings
 from distill_rl.system.install import install_extra
 from distill_rl.transport.room import total_bytes
-from distill_rl.trial import choose, files
-from distill_rl.trial.choose import Fit, Known, Settings
-from distill_rl.trial.measure import Reading
 
 RESERVED = {
     "student.model": "STUDENT",

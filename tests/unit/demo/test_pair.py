@@ -10,10 +10,10 @@ from transformers import LlamaConfig
 
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
 from distill_rl.config.load import read_config
+from distill_rl.demo import choose, pair
+from distill_rl.demo.choose import Fit, Known
 from distill_rl.errors import ConfigError
 from distill_rl.preflight import Checked
-from distill_rl.trial import choose, pair
-from distill_rl.trial.choose import Fit, Known
 
 SHAPES = {
     "1B": (2048, 8192, 16, 32),

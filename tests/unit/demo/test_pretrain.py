@@ -6,10 +6,10 @@ from itertools import islice
 import pytest
 import torch
 
-from distill_rl.quickstart.pretrain import encode, new_model, train_teacher
-from distill_rl.quickstart.recipe import RECIPE, Recipe, Shape
-from distill_rl.quickstart.tasks import Problem, draw_problems
-from distill_rl.quickstart.tokenizer import make_tokenizer
+from distill_rl.demo.pretrain import encode, new_model, train_teacher
+from distill_rl.demo.recipe import RECIPE, Recipe, Shape
+from distill_rl.demo.tasks import Problem, draw_problems
+from distill_rl.demo.tokenizer import make_tokenizer
 from distill_rl.types import IGNORE_INDEX
 
 TOKENIZER = make_tokenizer(64)

@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-from distill_rl.quickstart.tasks import (
+from distill_rl.demo.tasks import (
     DIGITS,
     TASKS,
     WORDS,

@@ -6,8 +6,8 @@ import pytest
 
 from distill_rl.config.load import read_config
 from distill_rl.config.rules.validate import problems
-from distill_rl.trial import choose
-from distill_rl.trial.choose import Fit, Known
+from distill_rl.demo import choose
+from distill_rl.demo.choose import Fit, Known
 
 LAPTOP = Known(
     gpus=0,

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from distill_rl.config.load import load_config, read_config
+from distill_rl.demo import compare, files
+from distill_rl.demo import trial as run
+from distill_rl.demo.measure import Measured, make_prompts
+from distill_rl.demo.pair import Request, count, in_words
 from distill_rl.errors import ConfigError
 from distill_rl.run.pace import settled
-from distill_rl.trial import compare, files, run
-from distill_rl.trial.measure import Measured, make_prompts
-from distill_rl.trial.pair import Request, count, in_words
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

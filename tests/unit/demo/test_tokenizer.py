@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill_rl.quickstart.tasks import DIGITS, TASKS, WORDS
-from distill_rl.quickstart.tokenizer import KINDS, MERGED_DIGITS, make_tokenizer
+from distill_rl.demo.tasks import DIGITS, TASKS, WORDS
+from distill_rl.demo.tokenizer import KINDS, MERGED_DIGITS, make_tokenizer
 
 TOKENIZERS = {kind: make_tokenizer(128, kind) for kind in KINDS}
 TOKENIZER, LINES, SPELLER = TOKENIZERS["words"], TOKENIZERS["lines"], TOKENIZERS["pieces"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from distill_rl.quickstart.recipe import RECIPE, Recipe
-from distill_rl.quickstart.tasks import Problem, draw_problems, question_row, training_row, with_wrong_answers
+from distill_rl.demo.recipe import RECIPE, Recipe
+from distill_rl.demo.tasks import Problem, draw_problems, question_row, training_row, with_wrong_answers
 from distill_rl.system.files import write_json_lines
 from distill_rl.system.made_folder import made_once, point_at
 
@@ -105,8 +105,8 @@ def _make(material: Material, seed: int, recipe: Recipe) -> None:
     """
     from transformers.utils import logging
 
-    from distill_rl.quickstart.pretrain import new_model, train_teacher
-    from distill_rl.quickstart.tokenizer import make_tokenizer
+    from distill_rl.demo.pretrain import new_model, train_teacher
+    from distill_rl.demo.tokenizer import make_tokenizer
 
     rows = draw_rows(seed, recipe)
     material.root.mkdir()

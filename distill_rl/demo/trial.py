@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,19 +21,18 @@ from typing import Any
 from distill_rl import __version__
 from distill_rl.config.load import load_config
 from distill_rl.config.schema import Config
+from distill_rl.demo import compare, files
+from distill_rl.demo.choose import WITHOUT_TEACHER
+from distill_rl.demo.files import TrialPaths
+from distill_rl.demo.measure import Findings, Subject, measure
+from distill_rl.demo.pair import Pair, Request, count, examine
+from distill_rl.demo.runs import ChildRun, figures, run_all
 from distill_rl.evals.results.compare import of_run
 from distill_rl.observe.log import say, status
 from distill_rl.observe.report.report import write_report
-from distill_rl.observe.sinks.sinks import SECONDS, read_records
 from distill_rl.system.files import write_json
 from distill_rl.system.processes.child import call_in_child
-from distill_rl.system.processes.own_command import run_cli
 from distill_rl.system.signals import PREEMPT
-from distill_rl.trial import compare, files
-from distill_rl.trial.choose import WITHOUT_TEACHER
-from distill_rl.trial.files import TrialPaths
-from distill_rl.trial.measure import Findings, Subject, measure
-from distill_rl.trial.pair import Pair, Request, count, examine
 from distill_rl.types import RunPaths
 
 OVERHEAD_S = 60.0
@@ -95,10 +93,9 @@ def try_pair(options: Options) -> int:
         say(f"measured  teacher {found.models[compare.TEACHER].bits_per_byte:.3f}, student {before:.3f} bits per byte")
         files.begin(paths, clean=options.clean)
         files.write_configuration(paths.configuration, pair.config, _comments(request, pair))
-        for code in _train(paths):
-            if code:
-                say(f"stopped   start over with --clean; what there is lies in {paths.root}")
-                return code
+        if code := _train(paths):
+            say(f"stopped   start over with --clean; what there is lies in {paths.root}")
+            return code
         trained = _measured(pair, "both students", [
             Subject(compare.CONTROL, paths.control.export), Subject(compare.TAUGHT, paths.taught.export),
         ])  # fmt: skip
@@ -136,16 +133,16 @@ def _measured(pair: Pair, what: str, subjects: Sequence[Subject]) -> Findings:
     return call_in_child("the measurement", measure, *arguments, deadline_s=deadline_s)
 
 
-def _train(paths: TrialPaths) -> Iterator[int]:
-    """Trains with the teacher, then without it, and yields the exit code of each."""
-    common = ["train", "-c", os.fspath(paths.configuration)]
-    control = [f"run.name={files.WITHOUT}", *(f"{key}={value:g}" for key, value in WITHOUT_TEACHER.items())]
-    for what, overrides in (("with the teacher", []), ("without the teacher", control)):
-        say(f"train     {what}")
-        code = run_cli([*common, *overrides], {"RAY_USAGE_STATS_ENABLED": "0"})
-        if code:
-            print(f"distill-rl: error: the training {what} ended with exit code {code}", file=sys.stderr)
-        yield code
+def _train(paths: TrialPaths) -> int:
+    """Trains with the teacher, then without it; returns 0, or the exit code of the one that failed."""
+    common = ("train", "-c", os.fspath(paths.configuration))
+    control = (f"run.name={files.WITHOUT}", *(f"{key}={value:g}" for key, value in WITHOUT_TEACHER.items()))
+    runs = [
+        ChildRun((*common, *overrides), what, f"the training {what}")
+        for what, overrides in (("with the teacher", ()), ("without the teacher", control))
+    ]
+    # One after the other, on any machine: each trains for some minutes, in which another would take cores and memory from it.
+    return run_all(runs, {"RAY_USAGE_STATS_ENABLED": "0"}, at_once=1)
 
 
 def _conclude(request: Request, pair: Pair, paths: TrialPaths, found: Findings, start: float) -> None:
@@ -232,12 +229,8 @@ def _comments(request: Request, pair: Pair) -> list[str]:
 
 def _training(run: RunPaths) -> dict[str, Any]:
     """Steps, and seconds of them, of a training that has ended."""
-    steps, seconds = 0, 0.0
-    for record in read_records(run.metrics):
-        if SECONDS in record:
-            seconds += record[SECONDS] * (record["step"] - steps)
-            steps = record["step"]
-    return {"steps": steps, "seconds": round(seconds, 2)}
+    found = figures(run.metrics)
+    return {"steps": found.steps, "seconds": round(found.seconds, 2)}
 
 
 @contextmanager

@@ -11,11 +11,11 @@ import torch
 
 from distill_rl.config.load import read_config
 from distill_rl.config.schema import Config
+from distill_rl.demo import bits
+from distill_rl.demo.measure import Findings, Reading, Subject, _memory_in_one_line, find
 from distill_rl.errors import DataError, DistillError, GpuMemoryError
 from distill_rl.models.attention.choice import installed
 from distill_rl.models.files.hub import read_tokenizer
-from distill_rl.trial import bits
-from distill_rl.trial.measure import Findings, Reading, Subject, _memory_in_one_line, find
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from distill_rl.demo.choose import FEWEST_HELD_OUT
+from distill_rl.demo.measure import Measured, Prompt
 from distill_rl.observe.log import printable
 from distill_rl.observe.terminal import open_console
-from distill_rl.trial.choose import FEWEST_HELD_OUT
-from distill_rl.trial.measure import Measured, Prompt
 
 BEFORE, TAUGHT, CONTROL, TEACHER = "student_before", "with_teacher", "without_teacher", "teacher"
 ROWS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from distill_rl.demo.recipe import RECIPE
 from distill_rl.observe.terminal import open_console
-from distill_rl.quickstart.recipe import RECIPE
 
 ROWS = {
     "teacher": "teacher",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -15,18 +16,19 @@ from typing import Any
 from distill_rl.config.load import load_config
 from distill_rl.config.rules.validate import problems
 from distill_rl.config.schema import TrainConfig
+from distill_rl.demo.material import Material, make_material
+from distill_rl.demo.recipe import RECIPES
+from distill_rl.demo.runs import ChildRun, figures, run_all
+from distill_rl.demo.table import print_table
 from distill_rl.errors import ConfigError
 from distill_rl.evals.results.compare import of_run
 from distill_rl.observe.log import say
 from distill_rl.observe.report.report import write_report
-from distill_rl.observe.sinks.sinks import SECONDS, TOKENS, read_records
+from distill_rl.observe.sinks.sinks import read_records
 from distill_rl.preflight.run_directory import in_use
-from distill_rl.quickstart.material import Material, make_material
-from distill_rl.quickstart.recipe import RECIPES
-from distill_rl.quickstart.table import print_table
 from distill_rl.system.files import write_json
 from distill_rl.system.install import CONFIGS
-from distill_rl.system.processes.own_command import run_cli
+from distill_rl.transport.room import SHM, SPARE_OBJECT_STORE, available_bytes
 from distill_rl.types import RunPaths
 
 NAME, CROSS_NAME = RECIPES
@@ -41,6 +43,8 @@ CONTROL_OVERRIDES = ("loss.kd_weight=0", "loss.ce_weight=1", "evaluate.suites=[]
 ALIGNED = {"one_to_one_share": "align/one_to_one", "coverage": "align/coverage"}
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
 """Of the runs, unless this process's environment says otherwise. More threads slow down models of this size."""
+RUN_BYTES = 5 * 2**29
+"""Of memory that one of the runs may need, with its Ray."""
 RESERVED = {"run.name": "--runs", "run.dir": "--runs", "run.seed": "--seed", "data.path": "--material"}
 
 
@@ -70,7 +74,8 @@ def quickstart(options: Options) -> int:
     """Makes the material, trains the student, its control and a student on half of the rows, scores all models, and prints
     and writes the results.
 
-    With `stored`, the teacher's targets are captured first, and the student is trained from the store.
+    The three trainings run beside each other, as many at once as the machine has room for. With `stored`, the teacher's targets
+    are captured first, and the student is trained from the store.
 
     Writes summary.json and report.html into the run directory of the distillation. If
     a training fails, its exit code is returned at once, without scores.
@@ -92,27 +97,30 @@ def quickstart(options: Options) -> int:
         raise ConfigError.many(broken)
     say(f"material  seed {options.seed} in {options.material}")
     material = make_material(options.material, options.seed, RECIPES[run])
-    common = ["train", "-c", str(config), *(["--clean"] if options.clean else [])]
     settings = [*_settings(options, material), *options.overrides]
     stored: tuple[str, ...] = ()
     if options.stored:
         store = options.runs / f"{run}{STORE_SUFFIX}"
         if options.clean:
             shutil.rmtree(store, ignore_errors=True)
-        say(f"capture   the teacher's targets into {store}")
-        code = run_cli(["capture", "-c", str(config), "--out", str(store), *settings, f"run.name={run}"], ENVIRONMENT)
-        if code:
-            print(f"distill-rl: error: `distill-rl capture` ended with exit code {code}", file=sys.stderr)
-            return code
         stored = _from_store(store)
-    of_half = (*stored, "evaluate.suites=[]", f"data.path={material.half}", *_half_as_long(settled.train))
-    for trained, run_settings in ((paths, stored), (control, CONTROL_OVERRIDES), (half, of_half)):
-        name = trained.root.name
-        say(f"train     {name}")
-        code = run_cli([*common, *settings, f"run.name={name}", *run_settings], ENVIRONMENT)
-        if code:
-            print(f"distill-rl: error: `distill-rl train` of {name} ended with exit code {code}", file=sys.stderr)
+        arguments = ("capture", "-c", str(config), "--out", str(store), *settings, f"run.name={run}")
+        capture = ChildRun(arguments, f"the teacher's targets into {store}", "`distill-rl capture`")
+        if code := run_all([capture], ENVIRONMENT):
             return code
+    of_half = (*stored, "evaluate.suites=[]", f"data.path={material.half}", *_half_as_long(settled.train))
+    common = ("train", "-c", str(config), *(["--clean"] if options.clean else []), *settings)
+    trainings = [
+        ChildRun(
+            (*common, f"run.name={trained.root.name}", *run_settings),
+            trained.root.name,
+            f"`distill-rl train` of {trained.root.name}",
+            trained.root / "logs" / "latest" / "driver.log",
+        )
+        for trained, run_settings in ((paths, stored), (control, CONTROL_OVERRIDES), (half, of_half))
+    ]
+    if code := run_all(trainings, ENVIRONMENT, at_once=runs_at_once()):
+        return code
     say("evaluate  teacher, student before and after, control, student of half the rows")
     scores = score_all(material, paths, control, half, seed=options.seed)
     summary = summarise(scores, seed=options.seed, seconds=time.perf_counter() - start, metrics=paths.metrics)
@@ -123,6 +131,12 @@ def quickstart(options: Options) -> int:
     for name, path in (("student", paths.export), ("figures", paths.root / "summary.json"), ("report", report)):
         say(f"{name:<9} {path}")
     return verdict(summary)
+
+
+def runs_at_once() -> int:
+    """How many trainings there are cores, memory and shared memory for now; at least 1. A run computes the same bits alone."""
+    shared = shutil.disk_usage(SHM).free // (2 * SPARE_OBJECT_STORE)
+    return max(1, min(len(os.sched_getaffinity(0)), available_bytes() // RUN_BYTES, shared))
 
 
 def _from_store(store: Path) -> tuple[str, ...]:
@@ -207,7 +221,7 @@ def summarise(scores: Mapping[str, Mapping[str, Any]], *, seed: int, seconds: fl
             name: {task: part["score"] for task, part in result["per_task"].items()} for name, result in scores.items()
         },
         "num_questions": scores[MODELS[0]]["num_items"],
-        "tokens_per_second": round(tokens_per_second(metrics), 1),
+        "tokens_per_second": round(figures(metrics).tokens_per_second, 1),
         "seconds": round(seconds, 1),
         "seed": seed,
         **alignment(metrics),
@@ -223,20 +237,6 @@ def alignment(metrics: Path) -> dict[str, float]:
             if metric in record:
                 values.setdefault(name, []).append(record[metric])
     return {name: round(fmean(shares), 4) for name, shares in values.items()}
-
-
-def tokens_per_second(metrics: Path) -> float:
-    """Trained tokens (those of the answers) per second of training steps, from a run's metrics.jsonl; 0 if it holds no
-    steps.
-    """
-    tokens, seconds, last_step = 0.0, 0.0, 0
-    for record in read_records(metrics):
-        if TOKENS in record and SECONDS in record:
-            # A record that covers several steps has the sum of their tokens and the mean of their seconds.
-            tokens += record[TOKENS]
-            seconds += record[SECONDS] * (record["step"] - last_step)
-            last_step = record["step"]
-    return tokens / seconds if seconds else 0.0
 
 
 def _settings(options: Options, material: Material) -> list[str]:

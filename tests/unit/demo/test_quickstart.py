@@ -10,9 +10,9 @@ import pytest
 from distill_rl.cli import main
 from distill_rl.config.load import load_config
 from distill_rl.config.rules.validate import problems
-from distill_rl.quickstart import run
-from distill_rl.quickstart.recipe import RECIPES
-from distill_rl.quickstart.table import print_table
+from distill_rl.demo import quickstart as run
+from distill_rl.demo.recipe import RECIPES
+from distill_rl.demo.table import print_table
 
 
 def scores(after: float = 0.9, control: float = 0.6) -> dict[str, dict[str, Any]]:
@@ -67,25 +67,6 @@ def test_control_differs_in_loss_weights_and_suites_only(name: str) -> None:
     }
     assert differing == {"loss.kd_weight", "loss.ce_weight", "evaluate.suites"}
     assert control["teachers"] == distilled["teachers"]
-
-
-def test_tokens_per_second_is_tokens_over_step_time(tmp_path: Path) -> None:
-    path = write_metrics(
-        tmp_path / "metrics.jsonl",
-        {"step": 1, "train/tokens": 100, "timing/step": 0.5},
-        {"step": 2, "train/tokens": 300, "timing/step": 1.5},
-        {"step": 2, "validation/kl_loss": 1.0},
-    )
-    assert run.tokens_per_second(path) == pytest.approx(200)
-
-
-def test_tokens_per_second_of_records_over_several_steps(tmp_path: Path) -> None:
-    records = [{"step": step, "train/tokens": 1000, "timing/step": 0.25} for step in (10, 20)]
-    assert run.tokens_per_second(write_metrics(tmp_path / "metrics.jsonl", *records)) == pytest.approx(2000 / 5)
-
-
-def test_run_without_steps_has_no_speed(tmp_path: Path) -> None:
-    assert run.tokens_per_second(write_metrics(tmp_path / "metrics.jsonl")) == 0.0
 
 
 def test_summary_contains_the_figures(tmp_path: Path) -> None:
