@@ -11,8 +11,8 @@ from distill_rl.align import TokenAligner
 from distill_rl.align.chats.endings import align_training_rows
 from distill_rl.align.chats.rendering import Chat
 from distill_rl.align.projection import Projection, build_projection
-from distill_rl.verify import check_stops
-from distill_rl.verify.check import Check
+from distill_rl.align.verify import Check
+from distill_rl.preflight.pair.stops import check_stops
 from tests.helpers.tokenizers import TURN_END, tiny_tokenizer
 
 CHAT = [{"role": "user", "content": "kalo mi"}, {"role": "assistant", "content": "ter an"}]

@@ -8,6 +8,7 @@ import torch
 
 from distill_rl.align import Alignment, TokenAligner
 from distill_rl.align.projection import Projection
+from distill_rl.align.verify import Check, check_each
 from distill_rl.losses import (
     METHODS,
     Chunks,
@@ -17,7 +18,6 @@ from distill_rl.losses import (
     chunk_kd_loss,
     vocab_parallel_topk,
 )
-from distill_rl.verify.check import Check, check_each
 
 _SURE = 12.0
 """How far a confident teacher's logit of the stop token lies above all others"""

@@ -11,8 +11,8 @@ import torch
 from distill_rl.align import TokenAligner
 from distill_rl.align.projection import build_projection
 from distill_rl.losses import METHODS
-from distill_rl.verify import losses as checks
-from distill_rl.verify.sample import CHUNKS_OF_A_KIND, IGNORED, cut, take_chunks
+from distill_rl.preflight.pair import losses as checks
+from distill_rl.preflight.pair.sample import CHUNKS_OF_A_KIND, IGNORED, cut, take_chunks
 from tests.helpers.tokenizers import seeded_words, tiny_tokenizer
 
 STUDENT, TEACHER = tiny_tokenizer(320, seed=1), tiny_tokenizer(420, seed=2)

@@ -19,6 +19,7 @@ from torch import Tensor
 from distill_rl.align import TokenAligner
 from distill_rl.align.alignment import COUNTS
 from distill_rl.align.projection import Projection, build_projection
+from distill_rl.align.verify import Check, check_bound
 from distill_rl.losses import (
     METHODS,
     ChunkOutput,
@@ -30,8 +31,7 @@ from distill_rl.losses import (
     reference_chunks,
     vocab_parallel_topk,
 )
-from distill_rl.verify.check import Check, check_bound
-from distill_rl.verify.sample import IGNORED, Sample, cut, take_chunks
+from distill_rl.preflight.pair.sample import IGNORED, Sample, cut, take_chunks
 
 BOUND = 1e-6
 ROWS_OF_ITSELF = 12
