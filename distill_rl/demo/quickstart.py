@@ -182,6 +182,7 @@ def score_all(
         paths, control, half: run directories with exported students, of the distillation, its control, and half the rows.
         seed: of the run, by which its samples were drawn.
     """
+    from distill_rl.evals.backends.base import Settings
     from distill_rl.evals.executor import LocalExecutor
     from distill_rl.evals.options import Options, load_questions
     from distill_rl.evals.progress import ConsoleProgress
@@ -193,7 +194,7 @@ def score_all(
     shutil.rmtree(evals / "student", ignore_errors=True)
     folders = (material.teacher, material.student, paths.export, control.export, half.export)
     models = [Model(name, folder, evals / name) for name, folder in zip((*MODELS, HALF), folders, strict=True)]
-    options = Options(clean=True, seed=seed)
+    options = Options(clean=True, seed=seed, settings=Settings(threads=1))  # more slow down models of this size
     suites = load_questions([SUITE], material.test, options)
     with closing(LocalExecutor()) as executor:
         results = evaluate_models(models, suites, options, executor, ConsoleProgress())
