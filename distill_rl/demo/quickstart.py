@@ -41,7 +41,7 @@ HALF = "half_rows"
 # The control has the data, order, steps and seed of the distillation, but learns from the data instead of the teacher.
 CONTROL_OVERRIDES = ("loss.kd_weight=0", "loss.ce_weight=1", "evaluate.suites=[]")
 ALIGNED = {"one_to_one_share": "align/one_to_one", "coverage": "align/coverage"}
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "DISTILL_RL_THREADS": "1"}
 """Of the runs, unless this process's environment says otherwise. More threads slow down models of this size."""
 RUN_BYTES = 5 * 2**29
 """Of memory that one of the runs may need, with its Ray."""

@@ -157,3 +157,14 @@ def test_missing_configuration_is_reported(capsys: pytest.CaptureFixture[str]) -
     code, lines = complain(capsys, "--clean", "-c", "/does/not/exist.yaml")
     assert code == 2
     assert "/does/not/exist.yaml" in lines[0]
+
+
+def test_a_run_of_the_quickstart_has_one_thread_in_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    from distill_rl.workers.start import threads_per_worker
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    monkeypatch.delenv("DISTILL_RL_THREADS", raising=False)
+    assert [threads_per_worker(count) for count in (1, 3, 16)] == [8, 2, 1]
+    for name, value in run.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    assert threads_per_worker(1) == 1
