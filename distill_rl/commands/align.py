@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from distill_rl.align import CoverageReport, TokenAligner
     from distill_rl.align.chats.endings import Endings
     from distill_rl.align.chats.rendering import Chat
+    from distill_rl.align.verify import Check
     from distill_rl.config.schema import DataConfig
-    from distill_rl.verify import Check
 
 VERIFIED, VERIFIED_CHARACTERS = 32, 8000
 """Number of texts that `--verify` checks, evenly spaced, and the maximum length of each."""
@@ -201,7 +201,9 @@ def verify_pair(pair: Pair, rows: Rows) -> list[Check]:
     """
     from distill_rl.align.chats.endings import align_training_rows
     from distill_rl.align.projection import build_projection
-    from distill_rl.verify import check_alignment, check_chats, check_losses, check_stops
+    from distill_rl.align.verify import check_alignment, check_chats
+    from distill_rl.preflight.pair.losses import check_losses
+    from distill_rl.preflight.pair.stops import check_stops
 
     texts = [text[:VERIFIED_CHARACTERS] for text in _spaced(rows.texts)]
     chats = _spaced(pair.readable(rows.chats))

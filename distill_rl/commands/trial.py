@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from distill_rl.trial import run
+from distill_rl.demo import trial as demo
 
 
 def trial(**options: Any) -> int:
-    """Tries a pair with the fields of `run.Options`; its results and errors are those of `run.try_pair`."""
-    return run.try_pair(run.Options(**options))
+    """Tries a pair with the fields of `demo.trial.Options`; its results and errors are those of `demo.trial.try_pair`."""
+    return demo.try_pair(demo.Options(**options))

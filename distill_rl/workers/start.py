@@ -55,6 +55,9 @@ from distill_rl.workers.pipeline.student_recovery import StudentRecovery
 from distill_rl.workers.pipeline.sub_batch import Teachers
 from distill_rl.workers.pipeline.teacher_recovery import TeacherRecovery
 
+THREADS = "DISTILL_RL_THREADS"
+"""Variable with the most threads of a rank, which the quickstart sets for models that more of them slow down."""
+
 
 @dataclass(frozen=True, slots=True)
 class Roles:
@@ -316,8 +319,10 @@ def _pool(job: Job, group: WorkerGroup, calls: Calls) -> AlignerPool:
 
 
 def threads_per_worker(num_compute_actors: int) -> int:
-    """Torch threads of each student and teacher rank: the machine's cores, divided evenly."""
-    return max(1, len(os.sched_getaffinity(0)) // num_compute_actors)
+    """Torch threads of each student and teacher rank: the machine's cores, divided evenly; at most those of THREADS."""
+    share = max(1, len(os.sched_getaffinity(0)) // num_compute_actors)
+    limit = os.environ.get(THREADS, "")
+    return min(share, int(limit)) if limit.isdecimal() and int(limit) else share
 
 
 def _memory_needs(job: Job, gpus: int) -> dict[str, float] | None:

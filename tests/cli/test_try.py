@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from distill_rl.config.load import load_config
+from distill_rl.demo import pair
 from distill_rl.models.attention.choice import installed
-from distill_rl.trial import pair
 from tests.helpers.command import Ended, distill_rl, distill_rl_in_process, records
 from tests.helpers.corpus import write_corpus
 

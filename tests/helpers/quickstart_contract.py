@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl.quickstart.recipe import RECIPES
+from distill_rl.demo.recipe import RECIPES
 from tests.helpers.command import Cluster, Ended, environment, series
 from tests.helpers.page import Page
 

@@ -1,4 +1,4 @@
-"""Runs the real command line as a child process and forwards signals to it."""
+"""Runs the real command line in child processes and forwards signals to them."""
 
 from __future__ import annotations
 
@@ -6,56 +6,76 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import FrameType
+from typing import IO, Any
 
 from distill_rl.system.processes.parent import end_with
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-def run_cli(arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> int:
-    """Runs `distill-rl` with its output on ours, waits for it and returns its exit code (128 + n if signal n ended it).
+class OwnCommands:
+    """Children that run `distill-rl`. While entered, SIGINT, SIGTERM and SIGUSR1 to this process go to all of them instead.
 
-    SIGINT, SIGTERM and SIGUSR1 to this process are passed on to the child meanwhile. Call it in the main thread. The
-    child has its own process group, so that Ctrl-C reaches it once, through this process: a second SIGINT would end it
-    before it has stopped the processes that it started. If this process is killed, the child gets SIGTERM (on Linux).
-
-    Args:
-        arguments: those of the command line, without the program's name.
-        variables: environment variables of the child, where this process's environment does not have them.
+    Enter it and start children in the main thread. Every child has its own process group, so that Ctrl-C reaches it once,
+    through this process: a second SIGINT would end it before it has stopped the processes that it started. If this process
+    is killed, the children get SIGTERM (on Linux). Leaving the block ends no child.
     """
-    command = [sys.executable, "-m", "distill_rl", *arguments]
-    child: subprocess.Popen[bytes] | None = None
-    before_start: list[int] = []
 
-    def forward(signal_number: int, frame: FrameType | None) -> None:
-        if child is None:
-            before_start.append(signal_number)
-        else:
-            child.send_signal(signal_number)
+    def __init__(self) -> None:
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._received: list[tuple[int, int]] = []
+        """Signals, and how many children there were at each."""
+        self._previous: dict[int, Any] = {}
 
-    with _handled_by(forward):
+    def __enter__(self) -> OwnCommands:
+        """Installs the handlers."""
+        self._previous = {number: signal.signal(number, self._forward) for number in FORWARDED}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Restores the handlers from before."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @property
+    def signalled(self) -> bool:
+        """Whether a signal has arrived."""
+        return bool(self._received)
+
+    def start(
+        self, arguments: Sequence[str], variables: Mapping[str, str] | None = None, output: IO[bytes] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Starts `distill-rl`, and sends it the signals that have arrived before.
+
+        Args:
+            arguments: those of the command line, without the program's name.
+            variables: environment variables of the child, where this process's environment does not have them.
+            output: for stdout and stderr; None: those of this process.
+        """
         child = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "distill_rl", *arguments],
+            stdout=output,
+            stderr=output,
             env={**(variables or {}), **os.environ},
             process_group=0,
             preexec_fn=partial(end_with, os.getpid(), signal.SIGTERM),
         )
-        for signal_number in before_start:
-            child.send_signal(signal_number)
-        code = child.wait()
+        self._children.append(child)
+        # A signal that arrives from here on finds the child in the list.
+        for number, children in self._received:
+            if children < len(self._children):
+                child.send_signal(number)
+        return child
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._received.append((number, len(self._children)))
+        for child in self._children:
+            child.send_signal(number)
+
+
+def exit_code(code: int) -> int:
+    """The exit code that a shell gives for a child: 128 + n if signal n ended it."""
     return code if code >= 0 else 128 - code
-
-
-@contextmanager
-def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Gives the signals in FORWARDED to `handler` until the block ends, then restores their previous handlers."""
-    previous = {signal_number: signal.signal(signal_number, handler) for signal_number in FORWARDED}
-    try:
-        yield
-    finally:
-        for signal_number, previous_handler in previous.items():
-            signal.signal(signal_number, previous_handler)

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from distill_rl.config.schema import DataConfig
+from distill_rl.demo import bits
+from distill_rl.demo.bits import Encoded
 from distill_rl.evals.backends.base import Settings
 from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.evals.suites.exact_match import ExactMatch
-from distill_rl.trial import bits
-from distill_rl.trial.bits import Encoded
 
 Measure = Literal["exact match", "bits per byte"]
 LENGTH = 256

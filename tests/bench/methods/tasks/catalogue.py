@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from distill_rl.quickstart.recipe import CROSS, RECIPE
+from distill_rl.demo.recipe import CROSS, RECIPE
 from tests.bench.methods.settings import ROWS
 from tests.bench.methods.tasks.base import Task
 from tests.bench.methods.tasks.language import Language

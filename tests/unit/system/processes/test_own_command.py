@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import distill_rl
-from distill_rl.system.processes.own_command import run_cli
+from distill_rl.system.processes.own_command import OwnCommands, exit_code
 
 ROOT = Path(distill_rl.__file__).parents[1]
 
@@ -27,11 +27,16 @@ for _ in range(600):
         sys.exit(code + len(received) - 1)
 sys.exit(99)
 """
-PARENT = "import sys; from distill_rl.system.processes.own_command import run_cli; sys.exit(run_cli(sys.argv[1:]))"
+PARENT = """
+import sys
+from distill_rl.system.processes.own_command import OwnCommands, exit_code
+with OwnCommands() as commands:
+    sys.exit(exit_code(commands.start(sys.argv[1:]).wait()))
+"""
 
 
 def stand_in(folder: Path, program: str) -> tuple[list[str], dict[str, str]]:
-    """A command that calls `run_cli`, with its environment. In the working directory `folder`, the child runs `program`.
+    """A command that starts `distill-rl` and waits for it, with its environment. In the working directory `folder`, the child runs `program`.
 
     The parent finds the real package through PYTHONPATH (-P excludes the working directory); `-m` in the child searches the
     working directory first.
@@ -43,9 +48,10 @@ def stand_in(folder: Path, program: str) -> tuple[list[str], dict[str, str]]:
 
 
 def test_exit_code_of_the_command_line_is_returned(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_cli(["--version"]) == 0
-    assert capfd.readouterr().out.startswith("distill-rl ")
-    assert run_cli(["check", "-c", "/does/not/exist.yaml"]) == 2
+    with OwnCommands() as commands:
+        assert commands.start(["--version"]).wait() == 0
+        assert capfd.readouterr().out.startswith("distill-rl ")
+        assert exit_code(commands.start(["check", "-c", "/does/not/exist.yaml"]).wait()) == 2
     assert "/does/not/exist.yaml" in capfd.readouterr().err
 
 
@@ -73,5 +79,20 @@ def test_child_killed_by_a_signal_gives_the_shells_code(tmp_path: Path) -> None:
 
 def test_signal_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
-    run_cli(["--version"])
+    with OwnCommands():
+        assert signal.getsignal(signal.SIGTERM) not in before
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+def test_a_child_gets_the_signals_that_came_before_it() -> None:
+    with OwnCommands() as commands:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert commands.signalled
+        assert exit_code(commands.start(["--version"]).wait()) == 128 + signal.SIGTERM
+
+
+def test_output_can_go_to_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with OwnCommands() as commands, (tmp_path / "out").open("wb") as output:
+        commands.start(["--version"], output=output).wait()
+    assert (tmp_path / "out").read_text().startswith("distill-rl ")
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,288 @@
+"""Checks that alignments of the user's texts have the properties that the aligner guarantees.
+
+The checks look up each token's bytes and add up its position in the text themselves. They use no intermediate result of
+the aligner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distill_rl.align import Alignment, TokenAligner, Vocabulary
+from distill_rl.align.chats.rendering import Chat, Message
+
+_PAD_LEFT, _PAD_RIGHT = 3, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What was checked, whether it holds, and how this was found."""
+
+    name: str
+    """What must hold"""
+    passed: bool | None
+    """None: there was nothing to check"""
+    detail: str
+    """How many items were checked, the first one that failed, or the worst value and its bound"""
+
+
+def check_each(name: str, problems: Iterable[str | None], items: str) -> Check:
+    """The result of a check of many items, which passes if none has a problem.
+
+    Without items it neither passes nor fails (`passed` is None). `detail` names the first problem and its index.
+
+    Args:
+        name: what must hold.
+        problems: for each item, what is wrong with it, or None.
+        items: what to call the items in `detail`.
+    """
+    results = list(problems)
+    failed = [(i, problem) for i, problem in enumerate(results) if problem is not None]
+    if failed:
+        i, problem = failed[0]
+        return Check(name, False, f"{len(failed)} of {len(results)} {items} fail, first at index {i}: {problem}")
+    return Check(name, True if results else None, f"{len(results)} {items}")
+
+
+def check_bound(name: str, values: Sequence[float], bound: float, what: str) -> Check:
+    """The result of a check that all measured numbers are at most `bound`. NaN fails.
+
+    Args:
+        name: what must hold.
+        values: at least one.
+        what: put before the largest value in `detail`.
+    """
+    value = float(np.max(values))
+    return Check(name, value <= bound, f"{what} {value:.1e}, at most {bound:.0e}")
+
+
+def check_alignment(
+    aligner: TokenAligner, student_tokenizer: Any, teacher_tokenizer: Any, texts: Sequence[str]
+) -> list[Check]:
+    """The results of seven checks of what the aligner guarantees, on `texts`.
+
+    The first three checks (equal bytes, order, chunks that cannot be divided) also run on the texts truncated to half.
+
+    Args:
+        aligner: for these two tokenizers, in this order.
+        texts: if there are none, the checks neither pass nor fail.
+
+    Raises:
+        ValueError: a text with a lone surrogate.
+    """
+    whole = [aligner.align(text) for text in texts]
+    pairs = [*zip(texts, whole)]
+    rows = [*pairs, *((text, _half(aligner, text, row)) for text, row in pairs)]
+    exact = [(text, row) for text, row in rows if row.exact]
+    swapped = TokenAligner(teacher_tokenizer, student_tokenizer)
+    same = TokenAligner(student_tokenizer, student_tokenizer)
+    batch = zip(whole, aligner.align_batch(list(texts)), strict=True)
+    spelled = (bytes_problem(aligner, text, row) for text, row in exact)
+    ordered = (order_problem(row) for _, row in rows)
+    undivided = (boundary_problem(aligner, text, row) for text, row in exact)
+    reversible = (difference(row, swapped.align(text).swapped()) for text, row in pairs)
+    batched = (difference(row, in_batch) for row, in_batch in batch)
+    padded = (padding_problem(aligner, row) for row in whole)
+    identical = (identity_problem(same.align(text)) for text in texts)
+    return [
+        check_each("a chunk spells the same bytes of the text on both sides", spelled, "exact rows"),
+        check_each("chunks are numbered in order, without gaps, on both sides", ordered, "rows"),
+        check_each("no chunk could be divided", undivided, "exact rows"),
+        check_each("swapping the tokenizers swaps the alignment", reversible, "rows"),
+        check_each("a batch is aligned like its rows one by one", batched, "rows"),
+        check_each("padding changes nothing", padded, "rows"),
+        check_each("a tokenizer aligned with itself has only 1:1 chunks", identical, "rows"),
+    ]
+
+
+def check_chats(aligner: TokenAligner, chats: Sequence[Chat]) -> list[Check]:
+    """The results of two checks on chats: equal bytes on both sides of a chunk, and paired ends of answers.
+
+    Each side renders a chat with its own template. Without chats the checks neither pass nor fail.
+
+    Raises:
+        ValueError: a tokenizer without a chat template; a text with a lone surrogate.
+    """
+    rows = [(chat, aligner.align_messages(chat.messages, options=chat.options)) for chat in chats]
+    return [
+        check_each(
+            "a chunk of a chat spells the same bytes on both sides",
+            (_chunks_problem(aligner, row, b"") for _, row in rows if row.exact),
+            "exact chats",
+        ),
+        check_each(
+            "the end of every answer is paired, so that the student learns to stop",
+            (stop_problem(chat.messages, row) for chat, row in rows),
+            "chats",
+        ),
+    ]
+
+
+def bytes_problem(aligner: TokenAligner, text: str, row: Alignment) -> str | None:
+    """Checks that the chunks of an exact alignment spell the text from its start, with the same bytes on both sides.
+
+    Returns what is wrong, or None.
+
+    Args:
+        text: as given to the aligner; it is normalised here.
+    """
+    expected = aligner.normalize(text).encode()
+    student = _chunk_bytes(aligner.student, row.student_ids, row.student_chunk, row.num_chunks, expected)
+    problem = _chunks_problem(aligner, row, expected)
+    return problem or (None if expected.startswith(b"".join(student)) else "the chunks do not spell the text")
+
+
+def stop_problem(chat: Sequence[Message], row: Alignment) -> str | None:
+    """Checks that there are at least as many paired stop tokens as assistant turns; other turns may end with one, too.
+
+    Returns what is wrong, or None.
+    """
+    turns = sum(message["role"] == "assistant" for message in chat)
+    pairs = len(row.stop_pairs)
+    return None if pairs >= turns else f"{pairs} paired stop tokens for {turns} answers"
+
+
+def order_problem(row: Alignment) -> str | None:
+    """Checks that on both sides the chunk indices of the tokens run from 0 to the last, without going back or gaps.
+
+    Tokens in no chunk are passed over. Returns what is wrong, or None.
+    """
+    for side, chunks in (("student", row.student_chunk), ("teacher", row.teacher_chunk)):
+        indices = chunks[chunks >= 0]
+        steps = np.diff(indices, prepend=-1)
+        if ((steps < 0) | (steps > 1)).any() or (len(indices) and indices[-1] != row.num_chunks - 1):
+            return f"the {side}'s chunks are {indices.tolist()[:20]}, with {row.num_chunks} chunks in all"
+        if not len(indices) and row.num_chunks:
+            return f"the {side} has none of the {row.num_chunks} chunks"
+    return None
+
+
+def boundary_problem(aligner: TokenAligner, text: str, row: Alignment) -> str | None:
+    """Checks that no chunk could be divided: inside a chunk, student and teacher tokens never end at the same byte.
+
+    Returns what is wrong, or None.
+
+    Args:
+        row: an exact alignment of the text.
+    """
+    expected = aligner.normalize(text).encode()
+    student = _inner_ends(aligner.student, row.student_ids, row.student_chunk, expected)
+    teacher = _inner_ends(aligner.teacher, row.teacher_ids, row.teacher_chunk, expected)
+    shared = student & teacher
+    return f"both sides end a token at byte {min(shared)}, inside a chunk" if shared else None
+
+
+def difference(one: Alignment, other: Alignment) -> str | None:
+    """What differs first between two alignments (ids, chunks, counts or exactness), in words; None if nothing does.
+
+    Methods, dropped tokens, stop pairs and lossy stretches are not compared.
+    """
+    for name in ("student_ids", "teacher_ids", "student_chunk", "teacher_chunk"):
+        if not np.array_equal(getattr(one, name), getattr(other, name)):
+            return f"{name} differ"
+    if (one.num_chunks, one.counts) != (other.num_chunks, other.counts):
+        return f"{one.num_chunks} chunks {one.counts}, but {other.num_chunks} chunks {other.counts}"
+    return None if one.exact == other.exact else f"exact is {one.exact}, but {other.exact}"
+
+
+def padding_problem(aligner: TokenAligner, row: Alignment) -> str | None:
+    """Checks that `align_ids` gives an alignment's ids the same chunks with masked padding around them as without it.
+
+    Returns what is wrong, or None.
+    """
+    plain = aligner.align_ids(row.student_ids, row.teacher_ids)
+    student, student_mask = _padded(row.student_ids)
+    teacher, teacher_mask = _padded(row.teacher_ids)
+    padded = aligner.align_ids(student, teacher, student_mask=student_mask, teacher_mask=teacher_mask)
+    for side in ("student", "teacher"):
+        before, after = getattr(plain, f"{side}_chunk"), getattr(padded, f"{side}_chunk")
+        expected = np.pad(before, (_PAD_LEFT, _PAD_RIGHT), constant_values=-1)
+        if not np.array_equal(after, expected):
+            return f"the {side}'s chunks differ"
+    return None
+
+
+def identity_problem(row: Alignment) -> str | None:
+    """Checks that the alignment of a tokenizer with itself has only 1:1 chunks, the same on both sides.
+
+    Tokens in no chunk are allowed. Returns what is wrong, or None.
+    """
+    if not np.array_equal(row.student_chunk, row.teacher_chunk):
+        return "the two sides have different chunks"
+    others = {kind: count for kind, count in row.counts.items() if kind != "1:1" and count}
+    return f"other chunks: {others}" if others else None
+
+
+def _half(aligner: TokenAligner, text: str, row: Alignment) -> Alignment:
+    """The alignment of a text, truncated: each side's limit is half of its tokens in `row`, at least one."""
+    student, teacher = (max(1, len(ids) // 2) for ids in (row.student_ids, row.teacher_ids))
+    return aligner.align(text, max_student_tokens=student, max_teacher_tokens=teacher)
+
+
+def _chunks_problem(aligner: TokenAligner, row: Alignment, text: bytes) -> str | None:
+    """Checks that every chunk spells the same bytes on both sides. Returns what is wrong, or None.
+
+    Args:
+        text: the whole text, by which a dummy space before it is recognised; empty: none is removed (chats).
+    """
+    student = _chunk_bytes(aligner.student, row.student_ids, row.student_chunk, row.num_chunks, text)
+    teacher = _chunk_bytes(aligner.teacher, row.teacher_ids, row.teacher_chunk, row.num_chunks, text)
+    for i, (left, right) in enumerate(zip(student, teacher)):
+        if left != right:
+            return f"chunk {i} is {left!r} for the student, {right!r} for the teacher"
+    return None
+
+
+def _pieces(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, text: bytes) -> list[tuple[int, bytes]]:
+    """(chunk, bytes) of every token in a chunk, in the order of the tokens.
+
+    A dummy space that a tokenizer put before `text` is removed from the first one, unless `text` is empty.
+
+    Args:
+        chunks: per id, the index of its chunk; -1: none.
+    """
+    pieces = [(int(chunk), vocabulary.token_bytes(int(token))) for token, chunk in zip(ids, chunks) if chunk >= 0]
+    spelled = b"".join(piece for _, piece in pieces)
+    if text and spelled.startswith(b" ") and not text.startswith(spelled):
+        pieces[0] = (pieces[0][0], pieces[0][1][1:])
+    return pieces
+
+
+def _chunk_bytes(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, count: int, text: bytes) -> list[bytes]:
+    """The bytes of each chunk on one side, by index; empty for a chunk without tokens there.
+
+    Args:
+        chunks: per id, the index of its chunk; -1: none.
+        count: number of chunks.
+        text: as for `_pieces`.
+    """
+    spelled = [b""] * count
+    for chunk, piece in _pieces(vocabulary, ids, chunks, text):
+        spelled[chunk] += piece
+    return spelled
+
+
+def _inner_ends(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, text: bytes) -> set[int]:
+    """The positions in the bytes that the chunks spell at which tokens end, except for the last token of each chunk.
+
+    Args:
+        chunks: per id, the index of its chunk; -1: none.
+        text: as for `_pieces`.
+    """
+    pieces = _pieces(vocabulary, ids, chunks, text)
+    ends = np.cumsum([len(piece) for _, piece in pieces]) if pieces else np.zeros(0, dtype=int)
+    return {int(end) for end, (chunk, _), (after, _) in zip(ends, pieces, pieces[1:]) if chunk == after}
+
+
+def _padded(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The ids between _PAD_LEFT and _PAD_RIGHT positions of padding, and the mask (int32, 1 for the ids).
+
+    The padding's id also occurs in the text: only the mask tells them apart.
+    """
+    filler = int(ids[0]) if len(ids) else 0
+    mask = np.pad(np.ones(len(ids), dtype=np.int32), (_PAD_LEFT, _PAD_RIGHT))
+    return np.pad(ids, (_PAD_LEFT, _PAD_RIGHT), constant_values=filler), mask

@@ -1,0 +1,243 @@
+"""Measures models on the text that is held out: bits per byte, and greedy continuations. Runs in a process of its own, so
+that nothing of it is left when training begins."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distill_rl.align.chats.form import text_of
+from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.errors import DataError, GpuMemoryError, WorkerError, first_line
+from distill_rl.evals.suites.base import Item
+from distill_rl.system.gpu_memory import amounts, is_out_of_memory
+
+if TYPE_CHECKING:
+    from distill_rl.demo.bits import Encoded
+
+SAMPLES = 3
+NEW_TOKENS = 48
+PROMPT_CHARACTERS = 200
+_LEAST_CHARACTERS = 16
+"""Of a text from which a prompt is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model to measure."""
+
+    name: str
+    folder: Path
+    teacher: bool = False
+    """Loaded as the training's teacher is, with its quantization; it continues no prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How models read the held-out text."""
+
+    length: int
+    """Most tokens that they read at once."""
+    longest: int | None
+    """Most tokens of a text that count; None: all."""
+    same: bool
+    """Whether the teacher reads the student's tokens, as in the training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was found of one model."""
+
+    bits: tuple[float, ...]
+    """Per held-out document."""
+    num_bytes: tuple[int, ...]
+    samples: tuple[str, ...] = ()
+    """Its continuation of every prompt."""
+
+    @property
+    def bits_per_byte(self) -> float:
+        return sum(self.bits) / sum(self.num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A held-out text that models continue."""
+
+    item: Item
+    shown: str
+    reference: str
+    """How the text goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    prompts: tuple[Prompt, ...]
+    models: Mapping[str, Measured]
+
+
+def measure(config: Config, subjects: Sequence[Subject], reading: Reading, parent: int) -> Findings:
+    """Measures models, one after another.
+
+    Args:
+        config: of the training; its data and seed say what is held out.
+        parent: process that waits for this one, which ends with it.
+
+    Raises:
+        DistillError: a model or the text cannot be read, or memory is too small.
+    """
+    from distill_rl.system.processes.parent import end_with
+
+    end_with(parent)
+    return find(config, subjects, reading)
+
+
+def find(config: Config, subjects: Sequence[Subject], reading: Reading) -> Findings:
+    """As `measure`, in this process."""
+    from distill_rl.models.files.hub import tokenizer_of
+
+    readers = [tokenizer_of(config.student)]
+    if not reading.same:
+        readers.append(tokenizer_of(config.teachers[0]))
+    documents, encoded = readable(held_out(config), readers, config, reading.longest)
+    prompts = make_prompts(documents)
+    found: dict[str, Measured] = {}
+    for subject in subjects:
+        with _memory_in_one_line(subject):
+            if subject.teacher:
+                teacher = replace(config.teachers[0], model=os.fspath(subject.folder), revision=None)
+                found[subject.name] = _teacher(teacher, encoded[-1], reading.length)
+            else:
+                found[subject.name] = _student(subject.folder, encoded[0], prompts, reading.length)
+    return Findings(prompts, found)
+
+
+def _student(folder: Path, encoded: Sequence[Encoded], prompts: Sequence[Prompt], length: int) -> Measured:
+    """Measures a student with whole weights, as others will use it."""
+    from distill_rl.demo import bits
+    from distill_rl.evals.backends.base import Settings
+    from distill_rl.evals.backends.hf import HfBackend
+
+    texts = [""] * len(prompts)
+    with closing(HfBackend(folder, Settings(batch_size=8))) as backend:
+        for i, output in backend.generate([prompt.item for prompt in prompts], max_new_tokens=NEW_TOKENS):
+            texts[i] = output.text
+        return _measured(bits.bits(backend.model, encoded, length), encoded, texts)
+
+
+def _teacher(teacher: TeacherConfig, encoded: Sequence[Encoded], length: int) -> Measured:
+    """Measures a teacher as the training loads it: whole weights may be more than fits."""
+    import torch
+
+    from distill_rl.demo import bits
+    from distill_rl.models.determinism import start_vector_math
+    from distill_rl.models.load import load_model
+    from distill_rl.parallel.mesh import close_world, open_world
+
+    start_vector_math()
+    world = open_world(rank=0, dp=1, tp=1, device="cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return _measured(bits.bits(load_model(teacher, world, packing=False), encoded, length), encoded)
+    finally:
+        close_world(world)
+        gc.collect()
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measured(found: Any, encoded: Sequence[Encoded], texts: Sequence[str] = ()) -> Measured:
+    return Measured(tuple(found.tolist()), tuple(document.num_bytes for document in encoded), tuple(texts))
+
+
+@contextmanager
+def _memory_in_one_line(subject: Subject) -> Iterator[None]:
+    """Raises a DistillError in place of those of PyTorch that mean that memory has run out, which have many lines."""
+    what = f"measuring {subject.name.replace('_', ' ')}"
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        remedy = "take a smaller model, or a machine with more memory"
+        if is_out_of_memory(error):
+            raise GpuMemoryError(what, "needs more GPU memory", amounts(error), remedy) from None
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            raise WorkerError(what, "needs more memory", first_line(error), remedy) from None
+        raise
+
+
+def held_out(config: Config) -> list[Mapping[str, Any]]:
+    """The documents that a run of this configuration validates on, at most `data.validation.max_documents`.
+
+    Raises:
+        DataError: a row that cannot be read, unless bad rows are skipped.
+    """
+    from distill_rl.data.loader import empty, validation_batches
+    from distill_rl.data.reading.sources import open_source, split_validation
+
+    data = config.data
+    _, validation = split_validation(open_source(data), data, config.run.seed)
+    assert validation is not None
+    skip, most = data.bad_rows == "skip", data.validation.max_documents
+    batches = validation_batches(validation, most, most, skip_bad_rows=skip)
+    return [document for batch in batches for document in batch.documents if not empty(document)]
+
+
+def readable(
+    documents: Sequence[Mapping[str, Any]], tokenizers: Sequence[Any], config: Config, longest: int | None
+) -> tuple[list[Mapping[str, Any]], list[list[Encoded]]]:
+    """The documents in which student and teacher predict something, and how each reads them; all models are measured on these.
+
+    Args:
+        tokenizers: the student's and, if it is another, the teacher's.
+        longest: most of the student's tokens of a text, of which the rest is left out; None: not limited.
+
+    Raises:
+        DataError: there are none; or one that cannot be encoded, unless bad rows are skipped.
+    """
+    from distill_rl.demo import bits
+
+    kept: list[Mapping[str, Any]] = []
+    encoded: list[list[Encoded]] = [[] for _ in tokenizers]
+    for document in documents:
+        try:
+            beginning = bits.beginning(tokenizers[0], document, longest)
+            read = [bits.encode(tokenizer, beginning, config.data) for tokenizer in tokenizers]
+        except DataError:
+            if config.data.bad_rows == "skip":
+                continue
+            raise
+        if all(one.num_bytes and one.counted.any() for one in read):
+            kept.append(beginning)
+            for ours, one in zip(encoded, read):
+                ours.append(one)
+    if not kept:
+        rule = "some document that is held out must have a token that is predicted and trained on"
+        raise DataError("TEXT", rule, f"none in {len(documents)}", "give more text, or longer documents")
+    return kept, encoded
+
+
+def make_prompts(documents: Sequence[Mapping[str, Any]]) -> tuple[Prompt, ...]:
+    """At most SAMPLES prompts from documents that are evenly spaced among those that have one."""
+    prompts = [prompt for document in documents if (prompt := _prompt(document)) is not None]
+    count = min(SAMPLES, len(prompts))
+    return tuple(prompts[i * len(prompts) // count] for i in range(count))
+
+
+def _prompt(document: Mapping[str, Any]) -> Prompt | None:
+    """The beginning of a text, up to the end of a word, or what comes before the first answer of a chat; None without."""
+    name = f"row {document['row']}"
+    if "messages" not in document:
+        text = document["text"].strip()
+        most = min(len(text) // 2, PROMPT_CHARACTERS)
+        start = text[: most + 1].rpartition(" ")[0].rstrip() or text[:most]
+        if len(text) < _LEAST_CHARACTERS:
+            return None
+        return Prompt(Item(name, start, ""), start, text[len(start) :])
+    messages = [{"role": message["role"], "content": text_of(message)} for message in document["messages"]]
+    place = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
+    if not place:
+        return None
+    return Prompt(Item(name, tuple(messages[:place]), ""), messages[place - 1]["content"], messages[place]["content"])

@@ -1,0 +1,282 @@
+"""distill-rl quickstart: makes the material, runs distillation and control, evaluates, prints the table."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from distill_rl.config.load import load_config
+from distill_rl.config.rules.validate import problems
+from distill_rl.config.schema import TrainConfig
+from distill_rl.demo.material import Material, make_material
+from distill_rl.demo.recipe import RECIPES
+from distill_rl.demo.runs import ChildRun, figures, run_all
+from distill_rl.demo.table import print_table
+from distill_rl.errors import ConfigError
+from distill_rl.evals.results.compare import of_run
+from distill_rl.observe.log import say
+from distill_rl.observe.report.report import write_report
+from distill_rl.observe.sinks.sinks import read_records
+from distill_rl.preflight.run_directory import in_use
+from distill_rl.system.files import write_json
+from distill_rl.system.install import CONFIGS
+from distill_rl.transport.room import SHM, SPARE_OBJECT_STORE, available_bytes
+from distill_rl.types import RunPaths
+
+NAME, CROSS_NAME = RECIPES
+CONTROL_SUFFIX, HALF_SUFFIX, STORE_SUFFIX = "-ce", "-half", "-targets"
+SUITE = "exact_match"
+MODELS = ("teacher", "student_before", "student_after", "ce_only")
+HALF = "half_rows"
+"""The student that learnt from the teacher on half of the rows, in half of the steps."""
+
+# The control has the data, order, steps and seed of the distillation, but learns from the data instead of the teacher.
+CONTROL_OVERRIDES = ("loss.kd_weight=0", "loss.ce_weight=1", "evaluate.suites=[]")
+ALIGNED = {"one_to_one_share": "align/one_to_one", "coverage": "align/coverage"}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "DISTILL_RL_THREADS": "1"}
+"""Of the runs, unless this process's environment says otherwise. More threads slow down models of this size."""
+RUN_BYTES = 5 * 2**29
+"""Of memory that one of the runs may need, with its Ray."""
+RESERVED = {"run.name": "--runs", "run.dir": "--runs", "run.seed": "--seed", "data.path": "--material"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Those of the command line."""
+
+    cross: bool
+    """Use a teacher with another tokenizer."""
+    stored: bool
+    """Capture the teacher's targets first, and train from them."""
+    config: Path | None
+    """None: the file in configs/."""
+    seed: int
+    """Of data, models and data order."""
+    runs: Path
+    """Folder of the runs."""
+    material: Path
+    """Folder of models and data."""
+    clean: bool
+    """Delete the runs of an earlier quickstart."""
+    overrides: Sequence[str]
+    """Settings for all runs."""
+
+
+def quickstart(options: Options) -> int:
+    """Makes the material, trains the student, its control and a student on half of the rows, scores all models, and prints
+    and writes the results.
+
+    The three trainings run beside each other, as many at once as the machine has room for. With `stored`, the teacher's targets
+    are captured first, and the student is trained from the store.
+
+    Writes summary.json and report.html into the run directory of the distillation. If
+    a training fails, its exit code is returned at once, without scores.
+
+    Returns:
+        0; 1 if distillation did not beat its control; or the exit code of a training that failed or was stopped.
+
+    Raises:
+        ConfigError: a run directory that is in use (without --clean), an override that a flag replaces, no configuration
+            file, or a setting that is wrong.
+    """
+    start = time.perf_counter()
+    run = CROSS_NAME if options.cross else NAME
+    config = options.config or CONFIGS / f"{run}.yaml"
+    paths, control, half = (RunPaths(options.runs / f"{run}{suffix}") for suffix in ("", CONTROL_SUFFIX, HALF_SUFFIX))
+    _require_usable(options, config, paths, control, half)
+    settled = load_config(config, options.overrides)
+    if broken := problems(settled):
+        raise ConfigError.many(broken)
+    say(f"material  seed {options.seed} in {options.material}")
+    material = make_material(options.material, options.seed, RECIPES[run])
+    settings = [*_settings(options, material), *options.overrides]
+    stored: tuple[str, ...] = ()
+    if options.stored:
+        store = options.runs / f"{run}{STORE_SUFFIX}"
+        if options.clean:
+            shutil.rmtree(store, ignore_errors=True)
+        stored = _from_store(store)
+        arguments = ("capture", "-c", str(config), "--out", str(store), *settings, f"run.name={run}")
+        capture = ChildRun(arguments, f"the teacher's targets into {store}", "`distill-rl capture`")
+        if code := run_all([capture], ENVIRONMENT):
+            return code
+    of_half = (*stored, "evaluate.suites=[]", f"data.path={material.half}", *_half_as_long(settled.train))
+    common = ("train", "-c", str(config), *(["--clean"] if options.clean else []), *settings)
+    trainings = [
+        ChildRun(
+            (*common, f"run.name={trained.root.name}", *run_settings),
+            trained.root.name,
+            f"`distill-rl train` of {trained.root.name}",
+            trained.root / "logs" / "latest" / "driver.log",
+        )
+        for trained, run_settings in ((paths, stored), (control, CONTROL_OVERRIDES), (half, of_half))
+    ]
+    if code := run_all(trainings, ENVIRONMENT, at_once=runs_at_once()):
+        return code
+    say("evaluate  teacher, student before and after, control, student of half the rows")
+    scores = score_all(material, paths, control, half, seed=options.seed)
+    summary = summarise(scores, seed=options.seed, seconds=time.perf_counter() - start, metrics=paths.metrics)
+    write_json(paths.root / "summary.json", summary)
+    evaluation = of_run(paths.root, [control.root])
+    report = write_report(paths.root, comparisons=[control.root], evaluation=evaluation)
+    print_table(scores, summary)
+    for name, path in (("student", paths.export), ("figures", paths.root / "summary.json"), ("report", report)):
+        say(f"{name:<9} {path}")
+    return verdict(summary)
+
+
+def runs_at_once() -> int:
+    """How many trainings there are cores, memory and shared memory for now; at least 1. A run computes the same bits alone."""
+    shared = shutil.disk_usage(SHM).free // (2 * SPARE_OBJECT_STORE)
+    return max(1, min(len(os.sched_getaffinity(0)), available_bytes() // RUN_BYTES, shared))
+
+
+def _from_store(store: Path) -> tuple[str, ...]:
+    """Overrides with which a run reads the teacher's targets from a store."""
+    return "teachers.0.backend=store", f"teachers.0.store={store}"
+
+
+def _half_as_long(train: TrainConfig) -> Iterator[str]:
+    """Yields overrides of a run on half of the rows, which reads them as often as another run reads all of them."""
+    if train.steps is not None:
+        yield f"train.steps={max(1, train.steps // 2)}"
+    if train.minutes is not None:
+        yield f"train.minutes={train.minutes / 2}"
+
+
+def verdict(summary: Mapping[str, Any]) -> int:
+    """Returns 0 if the distilled student scores higher than its control; otherwise prints an error on stderr and
+    returns 1.
+
+    Args:
+        summary: as `summarise` returns it.
+    """
+    if summary["student_after"] > summary["ce_only"]:
+        return 0
+    print(
+        f"distill-rl: error: distillation must beat the control; got {summary['student_after']:.3f} against "
+        f"{summary['ce_only']:.3f}; check the losses in report.html, and the overrides if there were any",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def score_all(
+    material: Material, paths: RunPaths, control: RunPaths, half: RunPaths, *, seed: int
+) -> dict[str, dict[str, Any]]:
+    """The result of the suite SUITE on the held-out questions for every model, by name: MODELS in their order, and HALF.
+
+    Runs the models in this process. Writes the results to `<run>/evals/<name>`, replacing earlier ones, and removes
+    `evals/student`, the score of the export that `train` left. What teacher and control answer to the samples of the run is
+    added to the sample files of the run and of the control.
+
+    Args:
+        paths, control, half: run directories with exported students, of the distillation, its control, and half the rows.
+        seed: of the run, by which its samples were drawn.
+    """
+    from distill_rl.evals.backends.base import Settings
+    from distill_rl.evals.executor import LocalExecutor
+    from distill_rl.evals.options import Options, load_questions
+    from distill_rl.evals.progress import ConsoleProgress
+    from distill_rl.evals.results.samples import SampleFile, read_samples, samples_of
+    from distill_rl.evals.run import Model, evaluate_models
+
+    evals = paths.root / "evals"
+    # `train` has already scored the export, as evals/student; here it gets its name in the summary instead.
+    shutil.rmtree(evals / "student", ignore_errors=True)
+    folders = (material.teacher, material.student, paths.export, control.export, half.export)
+    models = [Model(name, folder, evals / name) for name, folder in zip((*MODELS, HALF), folders, strict=True)]
+    options = Options(clean=True, seed=seed, settings=Settings(threads=1))  # more slow down models of this size
+    suites = load_questions([SUITE], material.test, options)
+    with closing(LocalExecutor()) as executor:
+        results = evaluate_models(models, suites, options, executor, ConsoleProgress())
+    if own := read_samples(paths.samples):
+        count, step = len({sample["id"] for sample in own}), own[-1]["step"]
+        SampleFile(paths.samples).add(0, samples_of(suites, evals / "teacher", count), teacher="")
+        SampleFile(control.samples).add(step, samples_of(suites, evals / "ce_only", count))
+    return {name: suites[SUITE] for name, suites in results.items()}
+
+
+def summarise(scores: Mapping[str, Mapping[str, Any]], *, seed: int, seconds: float, metrics: Path) -> dict[str, Any]:
+    """Contents of summary.json: exact match (0 to 1) by model, with 95 % intervals and per task, speed, time and seed.
+
+    With two tokenizers, also how well they match (`alignment`).
+
+    Args:
+        scores: as `score_all` returns them.
+        seconds: time of the whole quickstart.
+        metrics: metrics.jsonl of the distillation.
+    """
+    return {
+        **{name: result["score"] for name, result in scores.items()},
+        "intervals": {name: result["interval"] for name, result in scores.items()},
+        "tasks": {
+            name: {task: part["score"] for task, part in result["per_task"].items()} for name, result in scores.items()
+        },
+        "num_questions": scores[MODELS[0]]["num_items"],
+        "tokens_per_second": round(figures(metrics).tokens_per_second, 1),
+        "seconds": round(seconds, 1),
+        "seed": seed,
+        **alignment(metrics),
+    }
+
+
+def alignment(metrics: Path) -> dict[str, float]:
+    """Mean of each metric in ALIGNED over the records of a run's metrics.jsonl that have it, a fraction from 0 to 1, by
+    its name there; metrics that never occur are left out."""
+    values: dict[str, list[float]] = {}
+    for record in read_records(metrics):
+        for name, metric in ALIGNED.items():
+            if metric in record:
+                values.setdefault(name, []).append(record[metric])
+    return {name: round(fmean(shares), 4) for name, shares in values.items()}
+
+
+def _settings(options: Options, material: Material) -> list[str]:
+    """Overrides (`key=value`) that set the folder and seed of a run from the options, and its models and data to the
+    material.
+    """
+    return [
+        f"run.dir={options.runs}",
+        f"run.seed={options.seed}",
+        f"student.model={material.student}",
+        f"teachers.0.model={material.teacher}",
+        f"data.path={material.train}",
+        f"data.validation.path={material.validation}",
+        f"evaluate.data={material.test}",
+    ]
+
+
+def _require_usable(options: Options, config: Path, *runs: RunPaths) -> None:
+    """Checks for problems that `train` would find only after minutes of other work.
+
+    Args:
+        config: the configuration file of the runs.
+        runs: directories of the runs, which must not hold a run unless `options.clean` is set.
+
+    Raises:
+        ConfigError: all problems at once: overrides that a flag replaces, directories in use, no configuration file.
+    """
+    refused = [
+        str(ConfigError(text, f"is set by {RESERVED[key]}", remedy=f"use {RESERVED[key]}"))
+        for text in options.overrides
+        if (key := text.partition("=")[0].strip()) in RESERVED
+    ]
+    if not options.clean:
+        refused += [
+            str(ConfigError(str(paths.root), "the run directory is in use", remedy="start over with --clean"))
+            for paths in runs
+            if in_use(paths.root)
+        ]
+    if not config.is_file():
+        refused.append(str(ConfigError(str(config), "must be a file", remedy="give its path")))
+    if refused:
+        raise ConfigError.many(refused)

@@ -1,0 +1,198 @@
+"""The child runs of a demonstration: `distill-rl` in processes of its own, one after the other or several at once, and what
+their metrics say.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+from distill_rl.observe.log import printable, say
+from distill_rl.observe.sinks.sinks import SECONDS, TOKENS, read_records
+from distill_rl.system.processes.own_command import OwnCommands, exit_code
+
+SHOWN_LINES = 20
+"""Of the output of a run that failed beside another."""
+_POLL_S = 0.05
+_END_S = 60.0, 20.0
+"""How long a run may take to end after Ctrl-C, and after a second one, which ends its process at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildRun:
+    """A command of `distill-rl`."""
+
+    arguments: tuple[str, ...]
+    name: str
+    """Printed when it starts, after the command."""
+    subject: str
+    """Of the line that is printed if it fails."""
+    log: Path | None = None
+    """Where its output can be read if it runs beside another."""
+
+    def __str__(self) -> str:
+        return f"{self.arguments[0]:<9} {self.name}"
+
+
+@dataclass(slots=True)
+class _Running:
+    run: ChildRun
+    process: subprocess.Popen[bytes]
+    output: IO[bytes] | None
+    """None: the terminal."""
+
+    @property
+    def code(self) -> int | None:
+        code = self.process.poll()
+        return None if code is None else exit_code(code)
+
+
+def run_all(runs: Sequence[ChildRun], variables: Mapping[str, str], *, at_once: int = 1) -> int:
+    """Runs all of them, started in their order, and returns 0; or the exit code of one that failed or was stopped.
+
+    One of those that run has the terminal. The output of the others is not shown: a line says where it can be read, and
+    another one when the run is done. If a run fails, its last lines are shown, the others are ended as by Ctrl-C, and no
+    other is started. SIGINT, SIGTERM and SIGUSR1 reach all that run. No process is left when this returns or raises.
+
+    Args:
+        variables: environment variables of the runs, where this process's environment does not have them.
+        at_once: most runs that go on at once.
+
+    Raises:
+        KeyboardInterrupt: a signal arrived, and all that ran ended well, but there were more to start.
+    """
+    waiting = deque(runs)
+    running: list[_Running] = []
+    with OwnCommands() as commands, _ended(running):
+        while waiting or running:
+            while waiting and len(running) < at_once and not commands.signalled:
+                running.append(_start(waiting.popleft(), commands, variables, beside=_owner(running)))
+            if not running:
+                raise KeyboardInterrupt
+            ended = _first_ended(running)
+            if ended.code:
+                return _stop(ended, running, signalled=commands.signalled)
+            running.remove(ended)
+            _say_done(ended, running)
+    return 0
+
+
+def _start(run: ChildRun, commands: OwnCommands, variables: Mapping[str, str], *, beside: _Running | None) -> _Running:
+    """Starts a run: on the terminal, or with its output in a file of no name if another run has the terminal."""
+    output: IO[bytes] | None = None
+    if beside is None:
+        say(str(run))
+    else:
+        # A file, because a pipe that nobody reads would block the run; of no name, so that nothing is left of it.
+        output = TemporaryFile()  # noqa: SIM115
+        _say_below(f"{run}, beside {beside.run.name}; its output is in {run.log}")
+    return _Running(run, commands.start(run.arguments, variables, output), output)
+
+
+def _owner(running: Sequence[_Running]) -> _Running | None:
+    """The run that has the terminal."""
+    return next((each for each in running if each.output is None), None)
+
+
+def _first_ended(running: Sequence[_Running]) -> _Running:
+    """Waits until one of the runs has ended. Of several that have, the first that failed, or else the first."""
+    while not (ended := [each for each in running if each.code is not None]):
+        time.sleep(_POLL_S)
+    return next((each for each in ended if each.code), ended[0])
+
+
+def _say_done(ended: _Running, running: Sequence[_Running]) -> None:
+    """Says that a run without the terminal is done; or, if one on the terminal is, which others go on."""
+    if ended.output is not None:
+        ended.output.close()
+        _say_below(f"done      {ended.run.name}")
+    elif running:
+        say(f"waiting   for {', '.join(each.run.name for each in running)}")
+
+
+def _say_below(text: str) -> None:
+    """`say`, where a run's progress bar may be on the screen: takes its line, and the bar is drawn again below."""
+    if sys.stdout.isatty():
+        print("\r\x1b[2K", end="")
+    say(text)
+
+
+def _stop(failed: _Running, running: Sequence[_Running], *, signalled: bool) -> int:
+    """Ends all runs, says which one failed and why, and returns its exit code.
+
+    Args:
+        signalled: the runs have been asked to stop already, and are given the time that this takes.
+    """
+    for each in running:
+        _end(each, asked=signalled)
+    if failed.output is not None and not signalled:
+        failed.output.seek(0)
+        for line in failed.output.read().decode(errors="replace").splitlines()[-SHOWN_LINES:]:
+            print(printable(line), file=sys.stderr)
+    print(f"distill-rl: error: {failed.run.subject} ended with exit code {failed.code}", file=sys.stderr)
+    return failed.code or 0
+
+
+def _end(running: _Running, *, asked: bool) -> None:
+    """Ends a run and its workers: at its own pace if it was asked to stop, otherwise as by Ctrl-C, once and again."""
+    import signal
+
+    if asked:
+        running.process.wait()
+        return
+    for patience_s in _END_S:
+        running.process.send_signal(signal.SIGINT)
+        try:
+            running.process.wait(patience_s)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+    running.process.kill()  # a process beside it then ends its Ray
+    running.process.wait()
+
+
+@contextmanager
+def _ended(running: Sequence[_Running]) -> Iterator[None]:
+    """Ends what runs and closes its files when the block ends, however it does."""
+    try:
+        yield
+    finally:
+        for each in running:
+            _end(each, asked=False)
+            if each.output is not None:
+                each.output.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What the steps of a training amounted to."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    """Of the steps alone."""
+    tokens: float = 0.0
+    """Trained on."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def figures(metrics: Path) -> Figures:
+    """Steps, seconds and tokens of a training, from its metrics.jsonl; zeros if it holds no steps."""
+    steps, seconds, tokens = 0, 0.0, 0.0
+    for record in read_records(metrics):
+        if SECONDS in record:
+            # A record that covers several steps has the sum of their tokens and the mean of their seconds.
+            seconds += record[SECONDS] * (record["step"] - steps)
+            tokens += record.get(TOKENS, 0.0)
+            steps = record["step"]
+    return Figures(steps, seconds, tokens)

@@ -1,0 +1,248 @@
+"""distill-rl try: checks a pair of models and a text, trains with the teacher and without it, compares, and says how to go on.
+
+The two trainings are `distill-rl train` in processes of their own, with the same configuration but for the weights of the
+two losses. Each takes `--minutes` (`train.minutes`). Models are measured before and after them, in other processes.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from distill_rl import __version__
+from distill_rl.config.load import load_config
+from distill_rl.config.schema import Config
+from distill_rl.demo import compare, files
+from distill_rl.demo.choose import WITHOUT_TEACHER
+from distill_rl.demo.files import TrialPaths
+from distill_rl.demo.measure import Findings, Subject, measure
+from distill_rl.demo.pair import Pair, Request, count, examine
+from distill_rl.demo.runs import ChildRun, figures, run_all
+from distill_rl.evals.results.compare import of_run
+from distill_rl.observe.log import say, status
+from distill_rl.observe.report.report import write_report
+from distill_rl.system.files import write_json
+from distill_rl.system.processes.child import call_in_child
+from distill_rl.system.signals import PREEMPT
+from distill_rl.types import RunPaths
+
+OVERHEAD_S = 60.0
+"""What starting four processes with their workers takes, roughly; large models take longer to load."""
+MEASURING_TIMES_S = 600.0, 20.0
+"""Most seconds of one measuring process: these, and this many times the time of a training."""
+TIMES_LONGER = 10
+"""How much longer the training is that is proposed to go on with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Those of the command line."""
+
+    student: str
+    teacher: str
+    text: str
+    minutes: float
+    out: Path | None
+    seed: int
+    clean: bool
+    overrides: Sequence[str]
+
+
+def try_pair(options: Options) -> int:
+    """Tries a student and a teacher on a text, and prints and writes what came of it; returns the exit code.
+
+    0 at the end, whatever the comparison says; that of a training that failed or was stopped. Everything is written into
+    `out`, and nothing but a lock before the first training begins.
+
+    Raises:
+        ConfigError: why the pair cannot be tried, all problems at once; or another trial uses the folder.
+        GpuMemoryError: a model is too large to be measured.
+        WorkerError: a process that measures models died or took too long.
+        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGUSR1, while no training was running.
+    """
+    start = time.perf_counter()
+    out = options.out or files.default_out(options.student, options.teacher)
+    request = Request(
+        options.student,
+        options.teacher,
+        options.text,
+        options.minutes,
+        options.seed,
+        out,
+        options.clean,
+        options.overrides,
+    )
+    paths = TrialPaths(out)
+    with _stopped_by_signals(), files.claimed(out, clean=options.clean):
+        with status("checking  models and text"):
+            pair = examine(request)
+        _introduce(request, pair)
+        found = _measured(pair, "teacher, student", [
+            Subject(compare.TEACHER, pair.teacher, teacher=True), Subject(compare.BEFORE, pair.student),
+        ])  # fmt: skip
+        before = found.models[compare.BEFORE].bits_per_byte
+        say(f"measured  teacher {found.models[compare.TEACHER].bits_per_byte:.3f}, student {before:.3f} bits per byte")
+        files.begin(paths, clean=options.clean)
+        files.write_configuration(paths.configuration, pair.config, _comments(request, pair))
+        if code := _train(paths):
+            say(f"stopped   start over with --clean; what there is lies in {paths.root}")
+            return code
+        trained = _measured(pair, "both students", [
+            Subject(compare.CONTROL, paths.control.export), Subject(compare.TAUGHT, paths.taught.export),
+        ])  # fmt: skip
+        models = {**found.models, **trained.models}
+        _conclude(request, pair, paths, replace(found, models=models), start)
+    return 0
+
+
+def _introduce(request: Request, pair: Pair) -> None:
+    """Prints what was found, what was chosen and why, and how long it will take."""
+    known = pair.known
+    (student, teacher), held = pair.models, pair.config.data.validation.max_documents
+    kind = "chats" if known.chats else "documents"
+    longest = pair.reading.longest
+    cut = "" if longest is None else f"; of each the first {longest:,} tokens are measured"
+    say(f"student   {request.student}: {student.family}, {count(student.parameters)} parameters")
+    say(f"teacher   {request.teacher}: {teacher.family}, {count(teacher.parameters)} parameters")
+    say(f"text      {request.text}: {known.documents:,} {kind}, of which about {held:,} are held out{cut}")
+    for line in (*pair.reasons, *(f"note      {note}" for note in pair.notes)):
+        say(line)
+    total, epochs = 2 * request.minutes + OVERHEAD_S / 60, pair.config.train.epochs
+    cap = "" if epochs is None else f" (at most {epochs:g} passes over the text)"
+    say(
+        f"time      {request.minutes:g} min with the teacher, {request.minutes:g} min without it{cap}, and about "
+        f"{OVERHEAD_S:.0f} s for starting and measuring: {total:.1f} min in all, more if models are slow to load"
+    )
+
+
+def _measured(pair: Pair, what: str, subjects: Sequence[Subject]) -> Findings:
+    """Measures models in a process of their own."""
+    say(f"measure   {what}: bits per byte of the held-out text, continuations")
+    least, times = MEASURING_TIMES_S
+    deadline_s = least + times * 60 * pair.known.minutes
+    arguments = pair.config, subjects, pair.reading, os.getpid()
+    return call_in_child("the measurement", measure, *arguments, deadline_s=deadline_s)
+
+
+def _train(paths: TrialPaths) -> int:
+    """Trains with the teacher, then without it; returns 0, or the exit code of the one that failed."""
+    common = ("train", "-c", os.fspath(paths.configuration))
+    control = (f"run.name={files.WITHOUT}", *(f"{key}={value:g}" for key, value in WITHOUT_TEACHER.items()))
+    runs = [
+        ChildRun((*common, *overrides), what, f"the training {what}")
+        for what, overrides in (("with the teacher", ()), ("without the teacher", control))
+    ]
+    # One after the other, on any machine: each trains for some minutes, in which another would take cores and memory from it.
+    return run_all(runs, {"RAY_USAGE_STATS_ENABLED": "0"}, at_once=1)
+
+
+def _conclude(request: Request, pair: Pair, paths: TrialPaths, found: Findings, start: float) -> None:
+    """Writes the configuration that repeats the training, the result and the report; prints all that is to be seen."""
+    models, trained = found.models, load_config(paths.taught.config)
+    config = replace(pair.config, train=trained.train, schedule=trained.schedule)
+    files.write_configuration(paths.configuration, config, _comments(request, pair))
+    shutil.rmtree(paths.control.checkpoints, ignore_errors=True)
+    trainings = {compare.TAUGHT: _training(paths.taught), compare.CONTROL: _training(paths.control)}
+    outcome = compare.difference(models[compare.TAUGHT], models[compare.CONTROL], request.seed)
+    seconds = time.perf_counter() - start
+    write_json(paths.result, _result(request, pair, paths, found, outcome, trainings, seconds))
+    evaluation = of_run(paths.taught.root, [paths.control.root])
+    write_report(paths.taught.root, evaluation=evaluation, comparisons=[paths.control.root], out=paths.report)
+    compare.print_result(models, outcome, trainings)
+    compare.print_samples(found.prompts, models)
+    for name, path in (("student", paths.taught.export), ("report", paths.report), ("result", paths.result)):
+        say(f"{name:<9} {path}")
+    say(f"settings  {paths.configuration}: repeats the training with the teacher, bit for bit")
+    longer = longer_training(pair.config, trainings[compare.TAUGHT]["steps"])
+    say(f"go on     {shlex.join(['distill-rl', 'train', '-c', os.fspath(paths.configuration), *longer])}")
+    say(f"time      {seconds:.0f} s in all")
+
+
+def longer_training(config: Config, steps: int) -> list[str]:
+    """The overrides with which a written configuration trains longer.
+
+    Args:
+        config: of the trial, before the training settled its schedule.
+        steps: of the training.
+    """
+    overrides = ["run.name=longer", f"train.steps={TIMES_LONGER * steps}", "train.epochs=null"]
+    # A training that ended within its warm-up has written an end into the schedule, after which the rate is 0.
+    return overrides + (["schedule.steps=null"] if config.schedule.steps is None else [])
+
+
+def _result(
+    request: Request,
+    pair: Pair,
+    paths: TrialPaths,
+    found: Findings,
+    outcome: compare.Difference,
+    trainings: Mapping[str, Mapping[str, Any]],
+    seconds: float,
+) -> dict[str, Any]:
+    """The contents of result.json."""
+    models = found.models
+    some = models[compare.BEFORE]
+    return {
+        "version": __version__,
+        "student": request.student,
+        "teacher": request.teacher,
+        "text": request.text,
+        "minutes": request.minutes,
+        "seed": request.seed,
+        "method": pair.method,
+        "bits_per_byte": {name: models[name].bits_per_byte for name in compare.ROWS},
+        "saved_by_teacher": {"bits_per_byte": outcome.saved, "interval": outcome.interval},
+        "verdict": outcome.verdict,
+        "held_out": {"documents": len(some.bits), "bytes": sum(some.num_bytes)},
+        "trainings": dict(trainings),
+        "samples": [
+            {
+                "prompt": prompt.shown,
+                "text": prompt.reference,
+                **{name: measured.samples[i] for name, measured in models.items() if measured.samples},
+            }
+            for i, prompt in enumerate(found.prompts)
+        ],
+        "export": os.fspath(paths.taught.export.absolute()),
+        "seconds": round(seconds, 1),
+    }
+
+
+def _comments(request: Request, pair: Pair) -> list[str]:
+    """The comment above the settings."""
+    command = ["distill-rl", "try", request.student, request.teacher, request.text, "--minutes", f"{request.minutes:g}"]
+    if request.seed:
+        command += ["--seed", str(request.seed)]
+    if request.out != files.default_out(request.student, request.teacher):
+        command += ["--out", os.fspath(request.out)]
+    return [f"Chosen by `{shlex.join([*command, *request.overrides])}`:", "", *pair.reasons]
+
+
+def _training(run: RunPaths) -> dict[str, Any]:
+    """Steps, and seconds of them, of a training that has ended."""
+    found = figures(run.metrics)
+    return {"steps": found.steps, "seconds": round(found.seconds, 2)}
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Lets SIGTERM and SIGUSR1 end what runs inside like Ctrl-C, so that no process is left behind."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = {number: signal.signal(number, stop) for number in PREEMPT}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
