@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.helpers.guard import guard
+
 # A test that fails because a machine is busy says nothing.
 settings.register_profile("distill_rl", deadline=None)
 settings.load_profile("distill_rl")
@@ -21,6 +23,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A shell starts what it runs in the background with Ctrl-C ignored, and children inherit that: nothing could be interrupted.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.add_cleanup(guard())
 
 
 @pytest.hookimpl(optionalhook=True)
