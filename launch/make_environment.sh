@@ -24,6 +24,30 @@ distill_rl_environment() {
     exec {lock}>&-
 }
 
+# distill_rl_extension NAME FOLDER EXTRAS CONSTRAINTS: an environment that sees the packages of .venv, and has those of the extras of
+# pyproject.toml (EXTRAS, with commas) that .venv lacks. Ready in seconds. It is made anew if .venv has changed.
+distill_rl_extension() {
+    local distill_rl_extras=$3 distill_rl_constraints=$4
+    distill_rl_environment "$1" "$2" distill_rl_extend .venv/pyvenv.cfg .venv/.stamp "launch/$1.sh" "$4"
+}
+
+distill_rl_extend() {
+    local base="$DISTILL_RL_ROOT/.venv" packages script
+    local purelib='import sysconfig; print(sysconfig.get_path("purelib"))'
+    "$base/bin/python" -m venv --clear --without-pip "$DISTILL_RL_VENV"
+    packages="$("$DISTILL_RL_VENV/bin/python" -c "$purelib")"
+    # `addsitedir` also reads the .pth files of .venv, one of which names this repository.
+    printf 'import site; site.addsitedir("%s")\n' "$("$base/bin/python" -c "$purelib")" >"$packages/venv.pth"
+    distill_rl_pip install --no-input "distill_rl[$distill_rl_extras]" --constraint "$DISTILL_RL_ROOT/$distill_rl_constraints" || return 1
+    # The commands of .venv (`distill-rl`, `ray`), which must start this environment's interpreter.
+    for script in "$base"/bin/*; do
+        if [[ -f $script && ! -e $DISTILL_RL_VENV/bin/${script##*/} ]] && head -n 2 -- "$script" | grep -qF "$base/bin/python"; then
+            sed "1,2s|$base/bin/python|$DISTILL_RL_VENV/bin/python|" "$script" >"$DISTILL_RL_VENV/bin/${script##*/}"
+            chmod +x "$DISTILL_RL_VENV/bin/${script##*/}"
+        fi
+    done
+}
+
 distill_rl_say() { printf '%-9s %s\n' "$DISTILL_RL_NAME" "$*" >&2; }
 
 distill_rl_stamp() {
@@ -38,13 +62,17 @@ distill_rl_ready() { [[ -x $DISTILL_RL_VENV/bin/python && "$(cat -- "$DISTILL_RL
 
 distill_rl_make() {
     local stamp=$1 install=$2 base
-    if ! "$DISTILL_RL_VENV/bin/python" -c 'import pip' 2>/dev/null; then
+    if [[ $install != distill_rl_extend ]] && ! "$DISTILL_RL_VENV/bin/python" -c 'import pip' 2>/dev/null; then
         base="$(distill_rl_find_python)"
         distill_rl_say "making $DISTILL_RL_FOLDER with $base"
         "$base" -m venv --clear "$DISTILL_RL_VENV"
     fi
     rm -f -- "$DISTILL_RL_VENV/.stamp" "$DISTILL_RL_VENV/install.log"
-    distill_rl_say "installing (several minutes the first time; log in $DISTILL_RL_FOLDER/install.log)"
+    if [[ $install == distill_rl_extend ]]; then
+        distill_rl_say "making $DISTILL_RL_FOLDER from .venv (log in $DISTILL_RL_FOLDER/install.log)"
+    else
+        distill_rl_say "installing (several minutes the first time; log in $DISTILL_RL_FOLDER/install.log)"
+    fi
     "$install" || return 1
     printf '%s' "$stamp" >"$DISTILL_RL_VENV/.stamp.$$" && mv -f -- "$DISTILL_RL_VENV/.stamp.$$" "$DISTILL_RL_VENV/.stamp"
     distill_rl_say "ready"

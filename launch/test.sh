@@ -47,8 +47,11 @@ layouts)
 examples)
     exec "$PYTHON" -m pytest tests/examples tests/cli -m long_run "$@"
     ;;
-faults | gpu)
-    exec "$PYTHON" -m pytest "tests/$group" "$@"
+faults)
+    exec "$PYTHON" -m pytest tests/faults -n 2 --dist loadscope "$@"
+    ;;
+gpu)
+    exec "$PYTHON" -m pytest tests/gpu "$@"
     ;;
 vllm)
     source "$DISTILL_RL_ROOT/launch/setup-vllm.sh"
@@ -63,7 +66,7 @@ triton)
     ;;
 quantization)
     source "$DISTILL_RL_ROOT/launch/setup-triton.sh"
-    exec "$PYTHON_TRITON" -m pytest tests/unit/models/test_quantization.py tests/distributed/test_quantized_{student,teacher}.py tests/cli/test_quantized_{student,teacher}.py "$@"
+    exec "$PYTHON_TRITON" -m pytest tests/unit/models/test_quantization.py tests/distributed/test_quantized_{student,teacher}.py tests/cli/test_quantized_{student,teacher}.py -n 2 --dist loadscope "$@"
     ;;
 slurm)
     # Installs Slurm if that is possible: as root, with apt-get. Otherwise the tests are skipped and name what is missing.

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.guard import guard
+
 try:
     from hypothesis import settings
 except ModuleNotFoundError:
@@ -25,6 +27,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A shell starts what it runs in the background with Ctrl-C ignored, and children inherit that: nothing could be interrupted.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.add_cleanup(guard())
 
 
 @pytest.hookimpl(optionalhook=True)

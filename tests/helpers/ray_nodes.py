@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import shutil
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from tests.helpers.command import environment, until
+from tests.helpers.guard import temporary_prefix
 
 RAY = Path(sys.executable).with_name("ray")
 
@@ -45,7 +47,7 @@ def ray_nodes(
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
     monkeypatch.setenv("RAY_worker_niceness", "0")
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix=temporary_prefix(os.getpid()), dir="/tmp"))
     output = tmp_path / "ray-0.log"
     started = []
     try:

@@ -37,6 +37,7 @@ case "$*" in
 *version_info*) exit 0 ;;
 *sys.executable*) echo "$0" ;;
 *"import pip"*) exit 0 ;;
+*sysconfig*) mkdir -p "${0%/bin/*}/packages" && echo "${0%/bin/*}/packages" ;;
 *"-m venv"*) mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python" ;;
 *"-m pip install"*)
     echo "pip $*" >>"$CALLS"
@@ -101,9 +102,14 @@ def test_script_names_no_machine_or_registry(script: Path) -> None:
     assert not re.search(r"https?://|/home/", script.read_text())
 
 
-def test_ci_calls_only_the_test_script() -> None:
+def test_ci_prepares_the_environments_once_and_calls_the_test_script() -> None:
     called = re.findall(r"bash (launch/.*?) \|\|", (ROOT / ".ci" / "run").read_text())
-    assert called == ["launch/test.sh triton", "launch/test.sh quantization", "launch/test.sh"]
+    assert called == [
+        "launch/setup-triton.sh",
+        "launch/test.sh triton",
+        "launch/test.sh quantization",
+        "launch/test.sh",
+    ]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
@@ -232,6 +238,7 @@ def launch(clone: Path, script: str, *arguments: str) -> subprocess.CompletedPro
         (("pyproject.toml", "-q"), "pyproject.toml -q"),
         (("-q", "pyproject.toml::test_x"), "-q pyproject.toml::test_x"),
         (("gpu", "-q"), "tests/gpu -q"),
+        (("faults", "-n", "4"), "tests/faults -n 2 --dist loadscope -n 4"),
         (
             ("default", "--junitxml=a.xml"),
             "-n 2 --dist loadscope --no-loadscope-reorder -m not four_ranks and not long_run --junitxml=a.xml",
@@ -271,7 +278,10 @@ def test_ops_groups_have_an_environment_with_the_extras(
     monkeypatch.setenv("PROMETHEUS", "/bin/true")  # otherwise it would be searched for or downloaded
     assert launch(clone, "test.sh", group, "-q").returncode == 0
     install, test = calls(clone)
-    assert f"--editable {clone}[dev,dashboard,wandb,mlflow] " in install
+    assert "distill_rl[dashboard,wandb,mlflow] " in install
+    assert (
+        clone / ".venv-ops/packages/venv.pth"
+    ).read_text() == f'import site; site.addsitedir("{clone}/.venv/packages")\n'
     assert f"--constraint {clone}/launch/constraints-ops.txt" in install
     assert test == f"{clone} offline=1 threads=1: -m pytest tests/{group} -q"
 
