@@ -63,6 +63,8 @@ class Settings:
     processed: bool = False
     """Whether the temperature acts on the log-probs of prompts."""
     raw_logits: bool = False
+    log_mass: float = 0.0
+    """Added to every log-prob: the logarithm of what the probabilities sum to."""
     delay_us: float = 0.0
     """Per token of a prompt."""
     fault: str = ""
@@ -138,7 +140,7 @@ class StandIn:
                 self._at_once -= 1
 
     def table(self, prompt: list[int], temperature: float) -> np.ndarray:
-        logprobs = self._tables.logprobs(prompt)
+        logprobs = self._tables.logprobs(prompt) + np.float32(self.settings.log_mass)
         if self.settings.raw_logits:
             return logprobs + np.float32(20)
         if self.settings.processed and temperature not in (0, 1):

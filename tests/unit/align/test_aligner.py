@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -302,3 +303,15 @@ def test_errors_name_the_allowed_values():
         aligner.pair(aligner.tokenize_student("a"), aligner.tokenize_teacher("bc"))
     with pytest.raises(ValueError, match="number of spans, got 1 and None"):
         aligner.pair(Tokenized(np.zeros(0, np.int32), "", ((0, 0),)), aligner.tokenize_teacher("a"))
+
+
+def test_both_sides_need_spans_of_the_same_number():
+    aligner = make_aligner("byte_level", "tiktoken")
+    side = Tokenized(np.zeros(0, np.int32), "", ())
+    spans = [None, (), ((0, 0),), ((0, 0), (0, 0))]
+    for left in spans:
+        for right in spans:
+            if left == right:
+                continue
+            with pytest.raises(ValueError, match="number of spans"):
+                aligner.pair(replace(side, spans=left), replace(side, spans=right))

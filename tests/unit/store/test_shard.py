@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -163,3 +165,12 @@ def test_a_safetensors_file_of_something_else_is_refused(tmp_path):
     for metadata in (None, {"format": "pt"}, {"version": "1"}):
         with pytest.raises(StoreError):
             opened(tmp_path, save({"weight": np.zeros(3, np.float32)}, metadata))
+
+
+def test_index_checksum_is_the_crc32_of_the_tensors_it_covers(tmp_path):
+    content = serialize(of_dtype("F16"))
+    tensors = load_file(opened(tmp_path, content).path)
+    names = ("names", "first", "prefix", "length", "whole", "sizes", "checksums")
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    expected = zlib.crc32(b"".join(tensors[name].tobytes() for name in names))
+    assert header["__metadata__"]["index_checksum"] == f"{expected:08x}"

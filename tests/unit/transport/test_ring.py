@@ -1,6 +1,9 @@
+import gc
+import weakref
 from array import array
 
 import pytest
+import torch
 
 from distill_rl.errors import TransportError
 from distill_rl.transport.base import Handle, Layout, Offer, Ring, Slot, TensorSpec
@@ -14,6 +17,7 @@ from distill_rl.transport.ring import (
     place,
     state_bytes,
 )
+from distill_rl.transport.shared_memory import SharedMemoryTransport
 
 LAYOUT = Layout(0, 1, 4)
 RING = Ring(num_slots=2, slot_bytes=1024, readers=(0, 3))
@@ -120,3 +124,20 @@ def test_refused_write_changes_nothing(words, writer):
 def test_ring_of_another_transport_or_node_is_refused(offer, message):
     with pytest.raises(TransportError, match=f"ring of t: {message}"):
         check_offer(offer, "shared_memory", "here")
+
+
+def test_a_closed_transport_holds_no_ring():
+    writer = SharedMemoryTransport(Ring(1, 4096, readers=(0,)), source="teacher", node_id="node")
+    reader = SharedMemoryTransport(None, source="student", node_id="node")
+    reader.open(writer.offer(0))
+    written = writer.publish(Slot(0, 2), {"x": torch.arange(4)}, LAYOUT)
+    with reader.fetch(written) as tensors:
+        assert tensors["x"].tolist() == [0, 1, 2, 3]
+    opened = weakref.ref(reader._opened["teacher"])
+    tensors = None
+    reader.close()
+    writer.close()
+    gc.collect()
+    assert opened() is None
+    with pytest.raises(TransportError, match="must be opened before it is fetched"), reader.fetch(written):
+        pass

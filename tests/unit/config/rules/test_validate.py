@@ -233,6 +233,21 @@ def test_suggested_batch_fits_student_and_every_teacher(load):
     lines = problems(load("student.parallel.dp=3", "teachers.0.micro_batch_size=5"))
     assert len(lines) == 2
     assert "teacher teacher's dp 1 x micro-batch 5 = 5; 32 = 6 x 5 + 2; use 60" in lines[1]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "student.parallel.dp",
+        "train.micro_batch_size",
+        "teachers.0.parallel.dp",
+        "teachers.0.micro_batch_size",
+    ],
+)
+@pytest.mark.parametrize("value", [0, -1])
+def test_ring_is_not_sized_by_a_size_that_is_not_positive(load, setting, value):
+    lines = problems(load(f"{setting}={value}", "prefetch.slots=3"))
+    assert [line.partition(":")[0] for line in lines] == [setting]
     assert problems(load("student.parallel.dp=3", "teachers.0.micro_batch_size=5", "train.global_batch_size=60")) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import shutil
@@ -25,6 +26,11 @@ from tests.helpers.corpus import FORMS, corpus_rows, write_corpus
 
 def config(path: object, **settings: object) -> DataConfig:
     return DataConfig(path=str(path), **settings)  # type: ignore[arg-type]
+
+
+def sha256_of(*contents: bytes) -> str:
+    """The hash of whole files: of each its size in eight bytes, then its content."""
+    return hashlib.sha256(b"".join(len(each).to_bytes(8, "little") + each for each in contents)).hexdigest()
 
 
 def problem(path: object, **settings: object) -> str:
@@ -198,6 +204,21 @@ class TestFingerprint:
         path.write_bytes(content + b"\0")
         hashes.add(files.content_hash([path]))
         assert len(hashes) == 5
+
+    def test_every_byte_below_the_limit_is_hashed(self, tmp_path):
+        content = bytearray(8 << 20)  # larger than the samples of a large file together
+        content[100_000] = 1  # between the first two samples
+        path = tmp_path / "data"
+        path.write_bytes(content)
+        assert files.content_hash([path]) == sha256_of(bytes(content))
+
+    def test_small_files_are_hashed_whole_beside_large_ones(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(files, "HASH_WHOLE_BYTES", 0)
+        contents = (b"small", b"", b"x" * 70_000)
+        paths = [tmp_path / str(number) for number in range(3)]
+        for path, content in zip(paths, contents):
+            path.write_bytes(content)
+        assert files.content_hash(paths) == sha256_of(*contents)
 
 
 class TestValidationSplit:
@@ -510,3 +531,13 @@ class TestChats:
         assert [(m["role"], m["content"]) for m in source[1]["messages"]] == [
             ("system", "Be kind."), ("user", "a"), ("assistant", "b"), ("user", "Hi"), ("assistant", "Hello"),
         ]  # fmt: skip
+
+
+@pytest.mark.parametrize("check_bytes", [-1, 1 << 30])
+@pytest.mark.parametrize("bad_rows", ["fail", "skip"])
+def test_column_of_another_type_is_refused_when_opened(tmp_path, monkeypatch, check_bytes, bad_rows):
+    """In an Arrow folder of any size, whether or not its rows are checked then."""
+    monkeypatch.setattr(locate, "CHECK_BYTES", check_bytes)
+    datasets.Dataset.from_dict({"text": [1, 2, 3]}).save_to_disk(str(tmp_path / "set"))
+    with pytest.raises(DataError, match="column 'text'"):
+        open_source(config(tmp_path / "set", bad_rows=bad_rows))

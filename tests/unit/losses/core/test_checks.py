@@ -210,3 +210,14 @@ def test_values_are_not_looked_at_when_that_is_declined() -> None:
 def test_shapes_are_checked_even_then() -> None:
     with pytest.raises(ValueError, match="k must lie in"):
         kd_loss(LOGITS[:, :3], top(), validate=False)
+
+
+@pytest.mark.parametrize("num_labels", [0, 3, 5, 7])
+def test_wrong_number_of_labels_is_refused(num_labels):
+    """Losses are divided by it. Three of seven rows are ignored."""
+    logits, labels = torch.randn(7, 11), torch.tensor([1, -100, 2, -100, 3, 4, -100])
+    dense = DenseLogits(torch.randn(7, 11))
+    for teacher, kd_ratio in ((None, 0.0), (dense, 0.5)):
+        kd_loss(logits, teacher, labels=labels, kd_ratio=kd_ratio, num_labels=4)
+        with pytest.raises(ValueError, match=f"num_labels: must be the 4 rows that are not ignored; got {num_labels}"):
+            kd_loss(logits, teacher, labels=labels, kd_ratio=kd_ratio, num_labels=num_labels)

@@ -201,6 +201,16 @@ def test_step_link_is_skipped_unless_named_explicitly(tmp_path):
     assert checkpoints.find(run, str(tmp_path / "run" / "step-9")).state.train.step == 9
 
 
+def test_run_folder_may_be_reached_through_a_link(tmp_path):
+    save(store_in(tmp_path / "run"), 3)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for folder in ("run", "link"):
+        for within in ("run", "link"):
+            checkpoint = checkpoints.read(tmp_path / folder / "step-3", within=tmp_path / within)
+            assert checkpoint.state.train.step == 3
+    assert store_in(tmp_path / "link").newest().state.train.step == 3
+
+
 def test_special_file_is_refused_before_it_is_opened(tmp_path):
     """Opening this manifest, a FIFO, would block for ever."""
     save(store_in(tmp_path), 1)

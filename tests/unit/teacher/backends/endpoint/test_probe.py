@@ -10,6 +10,7 @@ import pytest
 
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.teacher.backends.endpoint.probe import Probed, probe, sample_of_ids
+from distill_rl.teacher.backends.scores import MASS_TOLERANCE
 from tests.helpers.served import APIS, MODEL, StandIn, Tables
 
 VOCABULARY, K, LENGTH = 320, 16, 200
@@ -117,3 +118,15 @@ def test_a_sample_of_ids_fits(size: int, length: int) -> None:
     assert 2 <= len(ids) <= length
     assert ids.min() >= 0
     assert ids[0] == size - 1
+
+
+@pytest.mark.parametrize(("excess", "refused"), [(0.0, False), (0.5, False), (-100.0, False), (3.0, True)])
+def test_top_k_may_exceed_one_by_the_tolerance(excess: float, refused: bool) -> None:
+    """Whole distributions, each probability scaled so that their sum is 1 + excess * MASS_TOLERANCE."""
+    with StandIn(log_mass=float(np.log1p(excess * MASS_TOLERANCE)), max_logprobs=VOCABULARY) as server:
+        lines = probed(server.url, k=VOCABULARY).problems
+    if refused:
+        assert len(lines) == 1
+        assert "must not exceed 1 together" in lines[0]
+    else:
+        assert lines == []
