@@ -133,7 +133,7 @@ def collect(wheels: Path, parsed: argparse.Namespace) -> None:
         missing = {f"{one.name}{one.specifier}" for one in wanted if canonicalize_name(one.name) not in present}
         if missing:
             fetch(wheels, sorted(missing), parsed)
-        open_ = {(canonicalize_name(one.name), extra) for one in wanted for extra in ("", *one.extras)} - done
+        open_ = {(str(canonicalize_name(one.name)), extra) for one in wanted for extra in ("", *one.extras)} - done
 
 
 def package_name(wheel: Path) -> str:
