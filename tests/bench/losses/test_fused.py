@@ -12,10 +12,9 @@ from tests.bench.losses import fused
 
 def test_a_fused_step_needs_less_memory_and_its_loss_less_than_the_logits(tmp_path: Path) -> None:
     small = fused.Sizes(hidden=64, length=64)
-    figures = fused.compare(tmp_path, vocabularies=(1024, 16_384), rows=(512,), rounds=1, sizes=small)
-    sizes = [(1024, 512), (16_384, 512)]
-    assert [(record["vocabulary"], record["rows"]) for record in figures["memory"]] == sizes
-    largest = figures["memory"][-1]
+    figures = fused.compare(tmp_path, vocabularies=(16_384,), rows=(512,), rounds=1, sizes=small)
+    (largest,) = figures["memory"]
+    assert (largest["vocabulary"], largest["rows"]) == (16_384, 512)
     logits = 16_384 * 512 * 4 / fused.MIB
     assert largest["step_unfused_mib"] - largest["step_mib"] > logits
     assert 0 <= largest["loss_topk_mib"] < logits
