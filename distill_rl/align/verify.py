@@ -238,28 +238,17 @@ def _chunks_problem(aligner: TokenAligner, row: Alignment, text: bytes) -> str |
 
 
 def _pieces(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, text: bytes) -> list[tuple[int, bytes]]:
-    """(chunk, bytes) of every token in a chunk, in the order of the tokens.
-
-    A dummy space that a tokenizer put before `text` is removed from the first one, unless `text` is empty.
-
-    Args:
-        chunks: per id, the index of its chunk; -1: none.
-    """
+    """(chunk, bytes) of every token that lies in a chunk; a chunk index of -1 means none."""
     pieces = [(int(chunk), vocabulary.token_bytes(int(token))) for token, chunk in zip(ids, chunks) if chunk >= 0]
     spelled = b"".join(piece for _, piece in pieces)
+    # Some tokenizers put a dummy space before the text.
     if text and spelled.startswith(b" ") and not text.startswith(spelled):
         pieces[0] = (pieces[0][0], pieces[0][1][1:])
     return pieces
 
 
 def _chunk_bytes(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, count: int, text: bytes) -> list[bytes]:
-    """The bytes of each chunk on one side, by index; empty for a chunk without tokens there.
-
-    Args:
-        chunks: per id, the index of its chunk; -1: none.
-        count: number of chunks.
-        text: as for `_pieces`.
-    """
+    """The bytes of each chunk on one side; empty for a chunk without tokens there."""
     spelled = [b""] * count
     for chunk, piece in _pieces(vocabulary, ids, chunks, text):
         spelled[chunk] += piece
@@ -267,22 +256,15 @@ def _chunk_bytes(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, co
 
 
 def _inner_ends(vocabulary: Vocabulary, ids: np.ndarray, chunks: np.ndarray, text: bytes) -> set[int]:
-    """The positions in the bytes that the chunks spell at which tokens end, except for the last token of each chunk.
-
-    Args:
-        chunks: per id, the index of its chunk; -1: none.
-        text: as for `_pieces`.
-    """
+    """Byte positions at which tokens end inside their chunk, that is, without the last token of each chunk."""
     pieces = _pieces(vocabulary, ids, chunks, text)
     ends = np.cumsum([len(piece) for _, piece in pieces]) if pieces else np.zeros(0, dtype=int)
     return {int(end) for end, (chunk, _), (after, _) in zip(ends, pieces, pieces[1:]) if chunk == after}
 
 
 def _padded(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ids between _PAD_LEFT and _PAD_RIGHT positions of padding, and the mask (int32, 1 for the ids).
-
-    The padding's id also occurs in the text: only the mask tells them apart.
-    """
+    """The ids with padding on both sides, and the mask (int32, 1 for the ids)."""
+    # The padding's id also occurs in the text: only the mask tells them apart.
     filler = int(ids[0]) if len(ids) else 0
     mask = np.pad(np.ones(len(ids), dtype=np.int32), (_PAD_LEFT, _PAD_RIGHT))
     return np.pad(ids, (_PAD_LEFT, _PAD_RIGHT), constant_values=filler), mask

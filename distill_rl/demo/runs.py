@@ -4,6 +4,7 @@ their metrics say.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -143,8 +144,6 @@ def _stop(failed: _Running, running: Sequence[_Running], *, signalled: bool) -> 
 
 def _end(running: _Running, *, asked: bool) -> None:
     """Ends a run and its workers: at its own pace if it was asked to stop, otherwise as by Ctrl-C, once and again."""
-    import signal
-
     if asked:
         running.process.wait()
         return

@@ -134,12 +134,7 @@ def make_tokenizer(max_length: int, kind: str = "words") -> PreTrainedTokenizerF
 
 
 def _corpus(*, whole: bool) -> list[str]:
-    """Texts on which a tokenizer is trained.
-
-    Args:
-        whole: every word, digit and sign is to become one token, with and without a space before it; otherwise only
-            some digits are.
-    """
+    """Texts on which a tokenizer is trained: `whole` makes every word, digit and sign a token, otherwise only some digits."""
     names = " ".join(TASKS).split()
     if whole:
         return [text for piece in [*WORDS, *DIGITS, ARROW, *names] for text in (piece, f" {piece}")]

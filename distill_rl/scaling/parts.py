@@ -175,12 +175,7 @@ def student_parts(shape: Shape, step: Step, card: Card) -> list[Part]:
 
 
 def _elementwise(phase: str, shape: Shape, backward: int) -> Part:
-    """The memory-bound part of all layers and the last norm: norms, rotary embedding, SwiGLU and residual sums.
-
-    Args:
-        phase: of the part that is returned.
-        backward: index into the pairs of constants: 0 for forward, 1 for backward.
-    """
+    """Norms, rotary embedding, SwiGLU and residual sums; `backward` is 0 or 1, the index into the pairs of constants."""
     ours = [NORM[backward], ROTARY[backward], SWIGLU[backward], RESIDUAL[backward]]
     ideal = [FUSED_NORM[backward], FUSED_ROTARY[backward], FUSED_SWIGLU[backward], FUSED_RESIDUAL[backward]]
     formula = "norms {}, rotary {}, SwiGLU {}, sums {} bytes per element; ideal {}, {}, {}, {}".format(*ours, *ideal)
@@ -188,14 +183,8 @@ def _elementwise(phase: str, shape: Shape, backward: int) -> Part:
 
 
 def _elements(shape: Shape, norm: float, rotary: float, swiglu: float, residual: float) -> float:
-    """Bytes per token of all layers and the last norm.
-
-    Args:
-        norm: bytes per element of a normed vector; Qwen3 also norms queries and keys.
-        rotary: bytes per element of queries and keys.
-        swiglu: bytes per element of the intermediate size.
-        residual: bytes per element of the hidden size.
-    """
+    """Bytes per token of all layers and the last norm, from the bytes per element of each kind of pass."""
+    # Qwen3 also norms queries and keys.
     normed = 2 * shape.hidden + (shape.query_and_key if shape.family == "qwen3" else 0)
     layer = norm * normed + rotary * shape.query_and_key + swiglu * shape.intermediate + residual * shape.hidden
     return shape.layers * layer + norm * shape.hidden

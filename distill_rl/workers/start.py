@@ -326,10 +326,7 @@ def threads_per_worker(num_compute_actors: int) -> int:
 
 
 def _memory_needs(job: Job, gpus: int) -> dict[str, float] | None:
-    """Returns the estimated bytes of GPU memory of a rank of the student and of each teacher, by name.
-
-    None if there is neither an evaluator nor an engine of vLLM that could share a GPU with them, or no GPU.
-    """
+    """Estimated bytes of GPU memory of each rank, by name; None if nothing could share a GPU with them."""
     engines = any(teacher.backend == "vllm" for teacher in job.config.teachers)
     if not (gpus and (job.config.evaluate.suites or engines)):
         return None

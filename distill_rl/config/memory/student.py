@@ -92,14 +92,11 @@ def student_memory(
 
 
 def _dequantized(student: StudentConfig, model: ModelFacts) -> int:
-    """Bytes of the quantised weights that exist in the compute dtype at once.
-
-    That is the largest one, and the experts of a layer that is recomputed, or without recomputation of all layers: autograd
-    keeps them.
-    """
+    """Bytes of the quantised weights that exist in the compute dtype at once."""
     if student.quantization is None:
         return 0
     item = ITEM_SIZE[student.dtype]
+    # The largest weight; and, because autograd keeps them, the experts of all layers, or of the one that is recomputed.
     experts = model.expert_parameters // (max(model.num_layers, 1) if student.activation_checkpointing else 1)
     return made_weight_bytes(student.quantization, model, item) // student.parallel.tp + item * experts
 

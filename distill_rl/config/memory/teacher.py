@@ -68,18 +68,13 @@ def evaluator_memory(config: Config, model: ModelFacts, *, on_gpu: bool = False)
     tp = config.evaluate.parallel.tp
     item = max(1, model.bytes_on_disk // max(model.parameters, 1)) if on_gpu else 4
     rows = config.evaluate.batch_size
+    cache = rows * PROMPT_TOKENS * model.num_layers * 2 * model.key_size * item
     return WorkerMemory(
         worker="evaluator",
         count=tp,
         weights=item * sum(held(model, tp)),
         logits=rows * model.vocabulary_columns * (item + 8),
-        cache=rows
-        * PROMPT_TOKENS
-        * model.num_layers
-        * 2
-        * model.key_size
-        * item
-        // (1 if model.family in FUSED else tp),
+        cache=cache if model.family in FUSED else cache // tp,
         loading=0 if on_gpu else model.bytes_on_disk // tp,
     )
 

@@ -172,14 +172,7 @@ def _run(
     projection: VocabularyProjection,
     **settings: Any,
 ) -> _Result:
-    """KD per chunk, CE per student row, and the gradient of their sum with respect to the student's logits.
-
-    Args:
-        loss: `chunk_kd_loss` or the reference of the same signature.
-        export: form in which the loss gets the teacher's logits: `topk`, or anything else for all of them.
-        projection: between vocabularies with as many columns as the rows have.
-        settings: keywords of the loss.
-    """
+    """KD per chunk, CE per student row, and the gradient of their sum with respect to the student's logits."""
     logits = student.logits.clone().requires_grad_()
     output = loss(
         logits, _export(teacher, export), chunks, projection, labels=student.labels, reduction="none", **settings
@@ -189,13 +182,8 @@ def _run(
 
 
 def _export(rows: _Rows, export: str) -> TopKLogprobs | DenseLogits:
-    """The targets that a teacher with these logits exports, with the log-probability of each row's label.
-
-    For a row without a label, that of id 0.
-
-    Args:
-        export: `topk`: the TOP_K most likely ids, or all if there are fewer; anything else: all logits.
-    """
+    """What a teacher with these logits exports: its TOP_K most likely ids for `topk`, otherwise all logits."""
+    # A row without a label gets the log-probability of id 0, which nothing reads.
     if export == "topk":
         k = min(TOP_K, rows.logits.shape[1])
         return vocab_parallel_topk(rows.logits, k, labels=rows.labels.clamp_min(0))
