@@ -59,7 +59,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     The widest run takes six CPUs. Ray starts a worker process per CPU when the first driver joins.
     """
     folder = tmp_path_factory.mktemp("cluster")
-    with pytest.MonkeyPatch.context() as patch, ray_nodes(folder, patch, nodes=1, cpus=8) as address:
+    with pytest.MonkeyPatch.context() as patch, ray_nodes(folder, patch, nodes=1, cpus=8, forks=True) as address:
         variables = {name: os.environ[name] for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")}
         patch.undo()
         yield Cluster(address, variables)

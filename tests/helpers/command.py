@@ -10,12 +10,16 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
+
+from tests.helpers.forks import VARIABLES, Refused, fork
 
 DEADLINE_S = 240
 
@@ -45,11 +49,32 @@ class Cluster:
 
 
 def distill_rl(*arguments: str | Path, cwd: Path | None = None, cluster: Cluster | None = None) -> Ended:
-    """Runs `distill-rl` to its end, on the given Ray cluster if there is one."""
-    command = [sys.executable, "-m", "distill_rl", *map(str, arguments), *(cluster.settings if cluster else ())]
+    """Runs `distill-rl` to its end in a fork, on the given Ray cluster if there is one."""
+    command = ["-m", "distill_rl", *map(str, arguments), *(cluster.settings if cluster else ())]
     variables = environment() | dict(cluster.variables if cluster else {})
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=cwd, env=variables)
-    return Ended(done.returncode, done.stdout, done.stderr)
+    return run_python(command, variables, cwd, DEADLINE_S)
+
+
+def run_python(arguments: Sequence[str], variables: Mapping[str, str], cwd: Path | None, timeout_s: float) -> Ended:
+    """Runs `python` with these arguments to its end: in a fork, or as a process of its own if its variables ask for that."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, open(os.devnull) as nothing:
+        outputs = [nothing.fileno(), out.fileno(), err.fileno()]
+        try:
+            process = fork(arguments, variables, cwd or Path.cwd(), outputs)
+        except Refused:
+            command = [sys.executable, *arguments]
+            process = subprocess.Popen(command, stdin=nothing, stdout=out, stderr=err, cwd=cwd, env=variables)
+        try:
+            code = process.wait(timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+        return Ended(code, *(_text(file) for file in (out, err)))
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def distill_rl_in_process(*arguments: str | Path) -> Ended:
@@ -95,7 +120,7 @@ def running(*arguments: str | Path, log: Path) -> Iterator[psutil.Popen]:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    return os.environ | VARIABLES
 
 
 def until(condition: Callable[[], object], what: str, deadline_s: float = 120.0, every_s: float = 0.05) -> None:

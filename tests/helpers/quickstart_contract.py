@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from distill_rl.demo.recipe import RECIPES
-from tests.helpers.command import Cluster, Ended, environment, series
+from tests.helpers.command import Cluster, Ended, environment, run_python, series
 from tests.helpers.page import Page
 
 SEED = 2
@@ -52,10 +50,8 @@ class Quickstart:
 
 def quickstart(*arguments: str | Path, cluster: Cluster | None = None) -> Ended:
     settings = cluster.settings if cluster else ()
-    command = [sys.executable, "-m", "distill_rl", "quickstart", *map(os.fspath, arguments), *settings]
     variables = environment() | dict(cluster.variables if cluster else {})
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=variables)
-    return Ended(done.returncode, done.stdout, done.stderr)
+    return run_python(["-m", "distill_rl", "quickstart", *map(os.fspath, arguments), *settings], variables, None, DEADLINE_S)
 
 
 def _flags(name: str, stored: bool) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.helpers.command import environment, until
+from tests.helpers.forks import fork
 from tests.helpers.guard import temporary_prefix
 
 RAY = Path(sys.executable).with_name("ray")
@@ -32,6 +33,7 @@ def ray_nodes(
     cpus: int,
     mode: str = "token",
     dashboard: int | None = None,
+    forks: bool = False,
 ) -> Iterator[str]:
     """Starts a cluster and yields its address.
 
@@ -40,6 +42,7 @@ def ray_nodes(
         cpus: logical CPUs of each node.
         mode: authentication mode, `token` or `disabled`. The environment is set up so that the test can join.
         dashboard: port of the dashboard on 127.0.0.1, or None for no dashboard.
+        forks: whether actors run in forks of a process that has imported torch.
     """
     token = tmp_path / "token"
     token.touch(mode=0o600)
@@ -51,12 +54,12 @@ def ray_nodes(
     output = tmp_path / "ray-0.log"
     started = []
     try:
-        started.append(_start(output, "--head", "--port=0", f"--temp-dir={folder}", *_dashboard(dashboard), cpus=cpus))
+        started.append(_start(output, "--head", "--port=0", f"--temp-dir={folder}", *_dashboard(dashboard), cpus=cpus, forks=forks))
         until(lambda: _address(output) or started[0].poll() is not None, "ray start")
         address = _address(output)
         assert address, output.read_text()
         for i in range(1, nodes):
-            started.append(_join(tmp_path / f"ray-{i}.log", address, cpus=cpus))
+            started.append(_join(tmp_path / f"ray-{i}.log", address, cpus=cpus, forks=forks))
         yield address
     finally:
         family = [
@@ -93,14 +96,18 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _start(output: Path, *arguments: str, cpus: int) -> psutil.Popen:
-    command = [RAY, "start", "--block", f"--num-cpus={cpus}", "--object-store-memory=200000000", *arguments]
+def _start(output: Path, *arguments: str, cpus: int, forks: bool) -> psutil.Process:
+    command = ["start", "--block", f"--num-cpus={cpus}", "--object-store-memory=200000000", *arguments]
     with output.open("w") as log:
+        if forks:
+            outputs = [log.fileno()] * 3
+            return fork(["-m", "ray.scripts.scripts", *command], environment(), Path.cwd(), outputs, session=True)
+        command = [RAY, *command]
         return psutil.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment())
 
 
-def _join(output: Path, address: str, *, cpus: int) -> psutil.Popen:
-    node = _start(output, f"--address={address}", cpus=cpus)
+def _join(output: Path, address: str, *, cpus: int, forks: bool) -> psutil.Process:
+    node = _start(output, f"--address={address}", cpus=cpus, forks=forks)
     until(lambda: "Ray runtime started" in output.read_text() or node.poll() is not None, "ray start")
     assert node.poll() is None, output.read_text()
     return node

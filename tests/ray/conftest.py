@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.forks import forked_actors
+
 
 @contextmanager
 def one_ray() -> Iterator[Any]:
@@ -15,7 +17,7 @@ def one_ray() -> Iterator[Any]:
     from distill_rl.workers.cluster.session import ray, ray_session
 
     before = dict(os.environ)
-    with ray_session(RayConfig(), num_cpus=8):
+    with forked_actors(), ray_session(RayConfig(), num_cpus=8):
         yield ray
     os.environ.clear()
     os.environ.update(before)
