@@ -28,8 +28,6 @@ def test_two_models_and_a_text_suffice(straight, material):
     from transformers import AutoModelForCausalLM
 
     first = records(straight)[0]
-    assert 0.2 < first["align/one_to_one"] < 0.9, "the two tokenizers must differ, and not everywhere"
-    assert first["align/coverage"] > 0.95
     assert first["align/exact"] == 1.0
     assert first["align/method/bytes"] == 8
     assert first["train/kl_loss"] > 0

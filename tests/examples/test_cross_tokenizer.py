@@ -77,16 +77,3 @@ def test_split_ranks_match_one_process_and_save_the_learned_projection(material,
     learned = whole / "projections" / "0.safetensors"
     again = distill_rl("check", "-c", tmp_path / "whole" / "tiny.yaml", *common, f"projection.path={learned}")
     assert again.code == 0, again.err
-
-
-def test_same_and_cross_tokenizer_teachers_are_weighted_by_score(material, cluster, tmp_path):
-    run = train(
-        material, tmp_path, f"data.path={material.root}/chats.jsonl", "data.loss_on=assistant", "data.max_length=256",
-        f"teachers.1.model={material.root}/teacher", "teachers.1.name=same", "teachers.1.dtype=fp32",
-        "teachers.0.score=ce", "teachers.1.score=ce", "train.steps=2", "schedule.steps=2", "aligner.workers=0",
-        cluster=cluster,
-    )  # fmt: skip
-    first = records(run)[0]
-    both = first["train/kl_loss/big"], first["train/kl_loss/same"]
-    assert min(both) < first["train/kl_loss"] < max(both)
-    assert first["align/coverage"] > 0.9

@@ -57,7 +57,7 @@ def distill_rl(*arguments: str | Path, cwd: Path | None = None, cluster: Cluster
 
 def run_python(arguments: Sequence[str], variables: Mapping[str, str], cwd: Path | None, timeout_s: float) -> Ended:
     """Runs `python` with these arguments to its end: in a fork, or as a process of its own if its variables ask for that."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, open(os.devnull) as nothing:
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, Path(os.devnull).open() as nothing:
         outputs = [nothing.fileno(), out.fileno(), err.fileno()]
         try:
             process = fork(arguments, variables, cwd or Path.cwd(), outputs)

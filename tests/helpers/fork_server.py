@@ -20,6 +20,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 ACTOR = "/ray/_private/workers/default_worker.py"
@@ -40,7 +41,12 @@ _REFUSED = 0
 
 
 def ask(
-    name: str, arguments: Sequence[str], variables: Mapping[str, str], folder: str, outputs: Sequence[int], session: bool
+    name: str,
+    arguments: Sequence[str],
+    variables: Mapping[str, str],
+    folder: str,
+    outputs: Sequence[int],
+    session: bool,
 ) -> tuple[socket.socket, int]:
     """Asks the process that listens at `name` to run a program.
 
@@ -76,11 +82,11 @@ def listen(name: str) -> socket.socket:
 
 def write_script(folder: str, name: str) -> str:
     """Writes the script that stands for `sys.executable` in a process whose actors are forked by the one that listens at `name`."""
-    path, python = os.path.join(folder, name), os.path.join(sys.prefix, "bin", "python")
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o700), "w") as file:
-        asks = f"exec '{python}' -IS '{os.path.abspath(__file__)}' '{name}' '{python}' \"$@\""
-        file.write(f'#!/bin/sh\ncase " $* " in *{ACTOR}\\ *) {asks};; esac\nexec \'{python}\' "$@"\n')
-    return path
+    path, python = Path(folder, name), Path(sys.prefix, "bin", "python")
+    asks = f"exec '{python}' -IS '{__file__}' '{name}' '{python}' \"$@\""
+    path.write_text(f'#!/bin/sh\ncase " $* " in *{ACTOR}\\ *) {asks};; esac\nexec \'{python}\' "$@"\n')
+    path.chmod(0o700)
+    return str(path)
 
 
 def _ask_for_an_actor(name: str, python: str, *arguments: str) -> None:
@@ -89,13 +95,15 @@ def _ask_for_an_actor(name: str, python: str, *arguments: str) -> None:
     Ray's command consists of a program that sets up the environment that is described in its first option, then the actor's.
     """
     first = next(i for i, word in enumerate(arguments) if word.endswith(ACTOR))
-    own = [word for word in arguments[first:] if not word.startswith(("--serialized-runtime-env-context=", "--language="))]
+    own = [
+        word for word in arguments[first:] if not word.startswith(("--serialized-runtime-env-context=", "--language="))
+    ]
     described = [word.partition("=")[2] for word in arguments if word.startswith("--serialized-runtime-env-context=")]
     context = json.loads(described[0]) if described else {}
     if not context.get("command_prefix"):
         variables = {**os.environ, **context.get("env_vars", {})}
         try:
-            if ask(name, own, variables, os.getcwd(), [0, 1, 2], False)[1] != _REFUSED:
+            if ask(name, own, variables, str(Path.cwd()), [0, 1, 2], False)[1] != _REFUSED:
                 return
         except OSError:
             pass  # its parent has ended
@@ -175,7 +183,7 @@ def _run(program: _Program, scripts: str) -> None:
     import runpy
 
     if arguments[0] != "-m":
-        sys.argv, sys.path[0] = arguments, os.path.dirname(arguments[0])
+        sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).parent)
         runpy.run_path(arguments[0], run_name="__main__")
         return
     sys.argv, sys.path[0] = arguments[1:], program.folder
@@ -199,7 +207,7 @@ def _fork_for_children(scripts: str) -> None:
     if program := _serve(listening, pid):
         _run(program, scripts)
         sys.exit()
-    os.unlink(script)
+    Path(script).unlink(missing_ok=True)
     os._exit(0)
 
 

@@ -5,8 +5,10 @@ A run with four actors would otherwise import torch and Transformers five times,
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -56,7 +58,12 @@ class Forked(psutil.Process):
 
 
 def fork(
-    arguments: Sequence[str], variables: Mapping[str, str], folder: str | Path, outputs: Sequence[int], *, session: bool = False
+    arguments: Sequence[str],
+    variables: Mapping[str, str],
+    folder: str | Path,
+    outputs: Sequence[int],
+    *,
+    session: bool = False,
 ) -> Forked:
     """Runs `python` with these arguments in a fork; parameters as of `fork_server.ask`.
 
@@ -84,6 +91,7 @@ def _session() -> tuple[str, str]:
     """Starts this session's process that forks, and returns its name and the folder of scripts."""
     name = f"forks-{os.getpid()}"
     scripts = tempfile.mkdtemp(prefix=temporary_prefix(os.getpid()), dir="/tmp")
+    atexit.register(shutil.rmtree, scripts, ignore_errors=True)
     with fork_server.listen(name) as listening:
         command = [sys.executable, "-m", fork_server.__name__, str(listening.fileno()), str(os.getpid()), scripts]
         root = Path(__file__).parents[2]

@@ -51,7 +51,9 @@ class Quickstart:
 def quickstart(*arguments: str | Path, cluster: Cluster | None = None) -> Ended:
     settings = cluster.settings if cluster else ()
     variables = environment() | dict(cluster.variables if cluster else {})
-    return run_python(["-m", "distill_rl", "quickstart", *map(os.fspath, arguments), *settings], variables, None, DEADLINE_S)
+    return run_python(
+        ["-m", "distill_rl", "quickstart", *map(os.fspath, arguments), *settings], variables, None, DEADLINE_S
+    )
 
 
 def _flags(name: str, stored: bool) -> tuple[str, ...]:

@@ -54,7 +54,9 @@ def ray_nodes(
     output = tmp_path / "ray-0.log"
     started = []
     try:
-        started.append(_start(output, "--head", "--port=0", f"--temp-dir={folder}", *_dashboard(dashboard), cpus=cpus, forks=forks))
+        started.append(
+            _start(output, "--head", "--port=0", f"--temp-dir={folder}", *_dashboard(dashboard), cpus=cpus, forks=forks)
+        )
         until(lambda: _address(output) or started[0].poll() is not None, "ray start")
         address = _address(output)
         assert address, output.read_text()
