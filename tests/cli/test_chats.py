@@ -77,9 +77,9 @@ def test_check_names_what_a_template_leaves_out(root, tmp_path):
     assert "its own template writes 24 of 24 rows differently" in warned.out
 
 
-def test_a_run_on_tool_chats_trains_on_calls_and_says_what_is_left_out(root, tmp_path):
+def test_a_run_on_tool_chats_trains_on_calls_and_says_what_is_left_out(root, cluster, tmp_path):
     """With a teacher of the same tokenizer and one of another tokenizer and template."""
-    ended = distill_rl("train", "-c", _config(root, tmp_path, "teacher", "foreign"))
+    ended = distill_rl("train", "-c", _config(root, tmp_path, "teacher", "foreign"), cluster=cluster)
     assert ended.code == 0, ended.err
     assert (
         "note      the chat template of the student's tokenizer leaves out `tool_call_id` of tool messages" in ended.out

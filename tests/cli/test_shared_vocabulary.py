@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
-from tests.helpers.command import distill_rl, distill_rl_in_process, series
+from tests.helpers.command import Cluster, distill_rl, distill_rl_in_process, series
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -65,15 +65,15 @@ def losses(root: Path, run: str) -> list[list[tuple[int, float]]]:
 
 
 @pytest.fixture(scope="module")
-def plain(root: Path) -> list[list[tuple[int, float]]]:
-    ended = distill_rl("train", "-c", config(root, "plain", "plain"))
+def plain(root: Path, cluster: Cluster) -> list[list[tuple[int, float]]]:
+    ended = distill_rl("train", "-c", config(root, "plain", "plain"), cluster=cluster)
     assert ended.code == 0, ended.err
     assert "more than" not in ended.out
     return losses(root, "plain-plain")
 
 
-def test_teacher_with_a_token_more_gives_the_losses_of_one_without(root, plain):
-    ended = distill_rl("train", "-c", config(root, "plain", "longer"))
+def test_teacher_with_a_token_more_gives_the_losses_of_one_without(root, plain, cluster):
+    ended = distill_rl("train", "-c", config(root, "plain", "longer"), cluster=cluster)
     assert ended.code == 0, ended.err
     for export in EXPORTS:
         said = (
@@ -84,8 +84,8 @@ def test_teacher_with_a_token_more_gives_the_losses_of_one_without(root, plain):
 
 
 @pytest.mark.long_run
-def test_student_with_a_token_more_leaves_out_the_rows_that_have_it(root, plain):
-    ended = distill_rl("train", "-c", config(root, "longer", "plain"))
+def test_student_with_a_token_more_leaves_out_the_rows_that_have_it(root, plain, cluster):
+    ended = distill_rl("train", "-c", config(root, "longer", "plain"), cluster=cluster)
     assert ended.code == 0, ended.err
     assert "the student's tokenizer has 1 token more than the teacher's (<|more|>)" in ended.out
     bad = [json.loads(line) for line in (root / "runs/longer-plain/bad_rows.jsonl").read_text().splitlines()]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.helpers.command import distill_rl, distill_rl_in_process, series
+from tests.helpers.command import Cluster, distill_rl, distill_rl_in_process, series
 from tests.helpers.corpus import write_corpus
 from tests.helpers.towers import write_tower_model
 
@@ -50,8 +50,8 @@ def test_check_says_that_the_text_towers_are_taken(config: Path) -> None:
 
 
 @torch.no_grad()
-def test_run_trains_and_exports_the_tower(config: Path) -> None:
-    ended = distill_rl("train", "-c", config)
+def test_run_trains_and_exports_the_tower(config: Path, cluster: Cluster) -> None:
+    ended = distill_rl("train", "-c", config, cluster=cluster)
     assert ended.code == 0, ended.err
     assert all(line in ended.out for line in SAID), ended.out
     assert "Traceback" not in ended.out + ended.err

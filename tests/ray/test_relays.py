@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +60,33 @@ class Rank(Worker):
         return row
 
 
-@pytest.fixture(params=[0, 2, 5], ids=["no relays", "pairs and one", "one relay"])
+EACH = {"params": [0, 2, 5], "ids": ["no relays", "pairs and one", "one relay"]}
+
+
+@pytest.fixture(scope="class", **EACH)
 def group(request, ray_cluster) -> Iterator[WorkerGroup]:
+    """Ranks that live on after the test."""
+    with ranks(request.param) as group:
+        yield group
+
+
+@pytest.fixture(**EACH)
+def mortal(request, ray_cluster) -> Iterator[WorkerGroup]:
+    """Ranks that die or hang in the test."""
+    with ranks(request.param) as group:
+        yield group
+
+
+@contextmanager
+def ranks(together: int) -> Iterator[WorkerGroup]:
     calls = Calls(interrupted=lambda: None)
     placements = {name: ActorPlacement(i, 0.0) for i, name in enumerate(NAMES)}
     plan = PlacementPlan(tuple({"CPU": 1.0} for _ in NAMES), placements)
     with reserve(lambda: plan, RayConfig(), "relays", interrupted=lambda: None) as (_, placement):
         group = WorkerGroup(Rank, NAMES, plan, placement, calls)
         group.identify(60)
-        if request.param:
-            group.open_relays(request.param)
+        if together:
+            group.open_relays(together)
         yield group
         group.kill()
 
@@ -78,110 +96,103 @@ def gather(group: WorkerGroup, method: str, rows: list[Any], *more: Any, timeout
     return group._calls.gather(calls, what="adding", timeout_s=timeout_s)
 
 
-def test_every_rank_gets_its_row_and_results_keep_their_order(ray_cluster, group):
-    rows = [ray_cluster.put(10 * i) for i in range(5)]
-    assert gather(group, "add", rows, 1, ray_cluster.put(2)) == [(i, 10 * i + 3) for i in range(5)]
-    assert gather(group, "add", [7] * 5)[3] == (3, 7)
+class TestRanksThatLive:
+    def test_every_rank_gets_its_row_and_results_keep_their_order(self, ray_cluster, group):
+        rows = [ray_cluster.put(10 * i) for i in range(5)]
+        assert gather(group, "add", rows, 1, ray_cluster.put(2)) == [(i, 10 * i + 3) for i in range(5)]
+        assert gather(group, "add", [7] * 5)[3] == (3, 7)
+
+    def test_of_two_values_the_first_ranks_have_references_of_their_own(self, ray_cluster, group):
+        first, calls = group.submit_replica("add", ray_cluster.put(10), 1, ranks=range(5))
+        assert ray_cluster.get(first) == 0
+        firsts = {0: range(5), 2: (0, 2, 4), 5: (0,)}[group._together]
+        assert group._calls.gather(calls, what="adding", timeout_s=60) == [11] * len(firsts)
+
+    def test_results_are_collected_into_one_argument_where_there_are_relays(self, ray_cluster, group):
+        results = group.submit("add", 1, ranks=range(5))
+        collected = group.collect(list(results))
+        assert len(collected) == (1 if group._relays else 5)
+        (found, *_) = gather(group, "listed", [0] * 5, *collected)
+        assert found == [(i, 1) for i in range(5)]
+        assert group.collect(collected[:1]) == collected[:1]
+
+    def test_one_that_failed_among_collected_results_is_the_error(self, group):
+        (good, failed) = [*group.submit("fail", "a", ranks=[1]), *group.submit("fail", "raise", ranks=[4])]
+        with pytest.raises(WorkerError, match="ValueError: this row is bad"):
+            gather(group, "listed", [1] * 5, *group.collect([good, failed]))
+        assert gather(group, "add", [1] * 5) == [(i, 1) for i in range(5)]
+
+    def test_an_error_in_place_of_two_values_names_its_rank(self, group):
+        _, calls = group.submit_replica("fail", "raise", ranks=range(5))
+        with pytest.raises(WorkerError, match=r"rank-\d: adding failed; got ValueError: this row is bad"):
+            group._calls.gather(calls, what="adding", timeout_s=60)
+
+    def test_an_error_that_the_user_has_to_fix_arrives_as_it_is(self, group):
+        with pytest.raises(ConfigError, match=r"data\.path: must be better"):
+            gather(group, "fail", ["a", "refuse", "a", "a", "a"])
+
+    def test_a_failed_argument_is_the_error_of_the_one_who_failed(self, group):
+        (failed,) = group.submit("fail", "raise", ranks=[4])
+        with pytest.raises(WorkerError, match="ValueError: this row is bad"):
+            gather(group, "add", [1] * 5, failed)
+        assert gather(group, "add", [1] * 5) == [(i, 1) for i in range(5)]
+
+    def test_ranks_that_were_replaced_are_called(self, group):
+        before = [process.pid for _, process in group.processes]
+        group.renew(range(2) if group._together == 2 else range(5), 60)
+        assert gather(group, "add", [1] * 5) == [(i, 1) for i in range(5)]
+        assert group.processes[0][1].pid not in before
+
+    def test_calls_keep_their_order_though_their_arguments_arrive_in_another(self, ray_cluster, group):
+        """The first call waits for an argument that is there only when the second one's is."""
+        (late,) = group.submit("slow", ranks=[4])
+        calls = group.submit_each("note", ["first"] * 5, late, ranks=range(5))
+        calls |= group.submit_each("note", ["second"] * 5, ranks=range(5))
+        group._calls.gather(calls, what="noting", timeout_s=60)
+        group.settle(60)
+        assert group._calls.gather(group.submit("notes"), what="notes", timeout_s=60) == [["first", "second"]] * 5
 
 
-def test_of_two_values_the_first_ranks_have_references_of_their_own(ray_cluster, group):
-    first, calls = group.submit_replica("add", ray_cluster.put(10), 1, ranks=range(5))
-    assert ray_cluster.get(first) == 0
-    firsts = {0: range(5), 2: (0, 2, 4), 5: (0,)}[group._together]
-    assert group._calls.gather(calls, what="adding", timeout_s=60) == [11] * len(firsts)
-
-
-def test_results_are_collected_into_one_argument_where_there_are_relays(ray_cluster, group):
-    results = group.submit("add", 1, ranks=range(5))
-    collected = group.collect(list(results))
-    assert len(collected) == (1 if group._relays else 5)
-    (found, *_) = gather(group, "listed", [0] * 5, *collected)
-    assert found == [(i, 1) for i in range(5)]
-    assert group.collect(collected[:1]) == collected[:1]
-
-
-def test_one_that_failed_among_collected_results_is_the_error(group):
-    (good, failed) = [*group.submit("fail", "a", ranks=[1]), *group.submit("fail", "raise", ranks=[4])]
-    with pytest.raises(WorkerError, match="ValueError: this row is bad"):
-        gather(group, "listed", [1] * 5, *group.collect([good, failed]))
-    assert gather(group, "add", [1] * 5) == [(i, 1) for i in range(5)]
-
-
-def test_the_dead_one_among_collected_results_is_named(group):
-    (good, failed) = [*group.submit("fail", "a", ranks=[1]), *group.submit("fail", "die", ranks=[4])]
+def test_the_dead_one_among_collected_results_is_named(mortal):
+    (good, failed) = [*mortal.submit("fail", "a", ranks=[1]), *mortal.submit("fail", "die", ranks=[4])]
     with pytest.raises(WorkerError, match=r"rank-4: its process died"):
-        gather(group, "listed", [1] * 5, *group.collect([good, failed]))
+        gather(mortal, "listed", [1] * 5, *mortal.collect([good, failed]))
 
 
-def test_an_error_in_place_of_two_values_names_its_rank(group):
-    _, calls = group.submit_replica("fail", "raise", ranks=range(5))
-    with pytest.raises(WorkerError, match=r"rank-\d: adding failed; got ValueError: this row is bad"):
-        group._calls.gather(calls, what="adding", timeout_s=60)
-
-
-def test_the_rank_that_raises_is_named_while_others_still_work(group):
+def test_the_rank_that_raises_is_named_while_others_still_work(mortal):
     with pytest.raises(WorkerError, match="rank-2: adding failed; got ValueError: this row is bad") as caught:
-        gather(group, "fail", ["hang", "a", "raise", "a", "a"])
+        gather(mortal, "fail", ["hang", "a", "raise", "a", "a"])
     assert "this row is bad" in "".join(caught.value.__notes__)
 
 
-def test_an_error_that_the_user_has_to_fix_arrives_as_it_is(group):
-    with pytest.raises(ConfigError, match=r"data\.path: must be better"):
-        gather(group, "fail", ["a", "refuse", "a", "a", "a"])
-
-
-def test_the_rank_that_dies_is_named_while_others_hang(group):
+def test_the_rank_that_dies_is_named_while_others_hang(mortal):
     with pytest.raises(WorkerError, match=r"rank-3: its process died during adding"):
-        gather(group, "fail", ["hang", "hang", "a", "die", "hang"])
-    assert set(group._calls.dead()) == {"rank-3"}
+        gather(mortal, "fail", ["hang", "hang", "a", "die", "hang"])
+    assert set(mortal._calls.dead()) == {"rank-3"}
 
 
-def test_a_failed_argument_is_the_error_of_the_one_who_failed(group):
-    (failed,) = group.submit("fail", "raise", ranks=[4])
-    with pytest.raises(WorkerError, match="ValueError: this row is bad"):
-        gather(group, "add", [1] * 5, failed)
-    assert gather(group, "add", [1] * 5) == [(i, 1) for i in range(5)]
-
-
-def test_everybody_that_is_late_is_named(group):
+def test_everybody_that_is_late_is_named(mortal):
     with pytest.raises(Overdue) as caught:
-        gather(group, "fail", ["hang", "a", "a", "a", "a"], timeout_s=2.0)
+        gather(mortal, "fail", ["hang", "a", "a", "a", "a"], timeout_s=2.0)
     assert "rank-0" in caught.value.actors
 
 
-def test_ranks_that_were_replaced_are_called(group):
-    before = [process.pid for _, process in group.processes]
-    group.renew(range(2) if group._together == 2 else range(5), 60)
-    assert gather(group, "add", [1] * 5) == [(i, 1) for i in range(5)]
-    assert group.processes[0][1].pid not in before
-
-
-def test_calls_keep_their_order_though_their_arguments_arrive_in_another(ray_cluster, group):
-    """The first call waits for an argument that is there only when the second one's is."""
-    (late,) = group.submit("slow", ranks=[4])
-    calls = group.submit_each("note", ["first"] * 5, late, ranks=range(5))
-    calls |= group.submit_each("note", ["second"] * 5, ranks=range(5))
-    group._calls.gather(calls, what="noting", timeout_s=60)
-    group.settle(60)
-    assert group._calls.gather(group.submit("notes"), what="notes", timeout_s=60) == [["first", "second"]] * 5
-
-
-def test_a_relay_that_dies_counts_as_its_first_rank(ray_cluster, group):
-    if not group._relays:
+def test_a_relay_that_dies_counts_as_its_first_rank(ray_cluster, mortal):
+    if not mortal._relays:
         pytest.skip("there are none")
-    relay = group._relays[0].actor
+    relay = mortal._relays[0].actor
     os.kill(ray_cluster.get(relay.identify.remote()).pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match="rank-0: its process died"):
-        gather(group, "add", [1] * 5)
-    assert set(group._calls.dead()) == {"rank-0"}
-    group.renew(range(2) if group._together == 2 else range(5), 60)
-    assert gather(group, "add", [1] * 5) == [(i, 1) for i in range(5)]
+        gather(mortal, "add", [1] * 5)
+    assert set(mortal._calls.dead()) == {"rank-0"}
+    mortal.renew(range(2) if mortal._together == 2 else range(5), 60)
+    assert gather(mortal, "add", [1] * 5) == [(i, 1) for i in range(5)]
 
 
-def test_relays_end_with_their_group(ray_cluster, group):
-    processes = [ray_cluster.get(relay.actor.identify.remote()) for relay in group._relays.values()]
-    assert len(processes) == {0: 0, 2: 2, 5: 1}[group._together]
-    group.kill()
-    assert group._relays == {}
+def test_relays_end_with_their_group(ray_cluster, mortal):
+    processes = [ray_cluster.get(relay.actor.identify.remote()) for relay in mortal._relays.values()]
+    assert len(processes) == {0: 0, 2: 2, 5: 1}[mortal._together]
+    mortal.kill()
+    assert mortal._relays == {}
     for process in processes:
         until(lambda pid=process.pid: not Path(f"/proc/{pid}").exists(), "the relay to end", 60)
