@@ -70,7 +70,7 @@ def fork(
     Raises:
         Refused: by its variables.
     """
-    connection, pid = fork_server.ask(_session()[0], arguments, variables, str(folder), outputs, session)
+    connection, pid = fork_server.ask(_session()[0], arguments, variables, str(folder), outputs, session=session)
     if not pid:
         raise Refused
     return Forked(connection, pid)
@@ -79,7 +79,8 @@ def fork(
 @contextmanager
 def forked_actors() -> Iterator[None]:
     """While the block runs, Ray starts actors as forks if this process starts Ray."""
-    before, sys.executable = sys.executable, fork_server.write_script(_session()[1], "python")
+    name, scripts = _session()
+    before, sys.executable = sys.executable, fork_server.write_script(scripts, name, name)
     try:
         yield
     finally:
