@@ -261,6 +261,8 @@ def _run(program: _Program, session: _Session) -> None:
     arguments = program.arguments
     if program.session:
         os.setsid()
+    else:
+        os.setpgid(0, 0)  # Ray kills the process group of an actor that has ended
     for number, descriptor in enumerate(program.outputs):
         os.dup2(descriptor, number)
         os.close(descriptor)

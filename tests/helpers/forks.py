@@ -19,12 +19,15 @@ from functools import cache
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.helpers import fork_server
 from tests.helpers.guard import temporary_prefix
 
 VARIABLES = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 """Variables of all programs that tests start."""
+_FORKS = {"RAY_prestart_worker_first_driver": "0"}
+"""Ray starts no processes before it knows whose actors they will be: that would import `ray` twice."""
 
 
 class Refused(RuntimeError):
@@ -70,7 +73,9 @@ def fork(
     Raises:
         Refused: by its variables.
     """
-    connection, pid = fork_server.ask(_session()[0], arguments, variables, str(folder), outputs, session=session)
+    connection, pid = fork_server.ask(
+        _session()[0], arguments, {**variables, **_FORKS}, str(folder), outputs, session=session
+    )
     if not pid:
         raise Refused
     return Forked(connection, pid)
@@ -80,11 +85,11 @@ def fork(
 def forked_actors() -> Iterator[None]:
     """While the block runs, Ray starts actors as forks if this process starts Ray."""
     name, scripts = _session()
-    before, sys.executable = sys.executable, fork_server.write_script(scripts, name, name)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", fork_server.write_script(scripts, name, name))
+        for variable, value in {**VARIABLES, **_FORKS}.items():
+            patch.setenv(variable, value)
         yield
-    finally:
-        sys.executable = before
 
 
 @cache
