@@ -13,7 +13,7 @@ from distill_rl.observe.metrics import Metric, merge
 from distill_rl.observe.timing import StepTimer
 from distill_rl.workers.actors.student import Retryable
 from distill_rl.workers.actors.teacher import TeacherStats
-from distill_rl.workers.cluster.calls import Calls, Refs
+from distill_rl.workers.cluster.calls import Calls, Overdue, Refs
 from distill_rl.workers.cluster.group import WorkerGroup
 from distill_rl.workers.cluster.relay import each
 from distill_rl.workers.pipeline.pipeline import Pipeline
@@ -177,12 +177,20 @@ class StudentGroup:
         with self._timer.part("recovery"):
             self._recovery.find_dead(error, progress.what)
             for sub_batch in progress.running:
-                if sub_batch.state is State.TRAINING and self._is_done(progress, sub_batch, error):
+                if sub_batch.state is State.TRAINING and self._find_whether_done(progress, sub_batch, error):
                     sub_batch.finish()
             self._recovery.replace_dead()
             for sub_batch in progress.running:
                 if sub_batch.state is State.TRAINING:
                     self._call_student(progress, sub_batch)
+
+    def _find_whether_done(self, progress: _Progress, sub_batch: SubBatch, error: DistillError) -> bool:
+        """Like `_is_done`, and ends teachers that die or hang meanwhile, each of which may leave others waiting."""
+        while True:
+            try:
+                return self._is_done(progress, sub_batch, error)
+            except Overdue as late:
+                self._recovery.find_dead(late, progress.what)
 
     def _is_done(self, progress: _Progress, sub_batch: SubBatch, error: DistillError) -> bool:
         """Waits until a sub-batch's calls have ended; True: the student has finished it, False: never began.
@@ -190,7 +198,8 @@ class StudentGroup:
         Raises:
             DistillError: `error`, for anything in between: a half-applied sub-batch cannot be repeated.
         """
-        leaders: Refs = {ref: "a teacher" for teacher in sub_batch.leaders for ref in teacher}
+        names = sub_batch.all_teacher_calls
+        leaders: Refs = {ref: names[ref] for teacher in sub_batch.leaders for ref in teacher}
         if any(isinstance(outcome, BaseException) for outcome in self._outcomes(leaders, progress.what)):
             return False  # Ray does not run a call whose arguments failed
         outcomes = self._outcomes(sub_batch.student_calls, progress.what)
