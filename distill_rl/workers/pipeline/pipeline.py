@@ -118,9 +118,8 @@ class Pipeline:
         """
         t = self._index(name)
         for sub_batch in self._open:
-            if sub_batch.state is State.DONE:  # the first rank had published; the other ranks' calls are not needed
-                done = sub_batch.teacher_calls[t][replica]
-                sub_batch.teacher_calls[t][replica] = replace(done, calls={done.leader: done.calls[done.leader]})
+            if sub_batch.state is State.DONE:
+                sub_batch.teacher_calls[t][replica] = _of_leader(sub_batch.teacher_calls[t][replica])
             else:
                 sub_batch.teacher_calls[t][replica] = self._call(t, replica, sub_batch, sub_batch.slots[name])
 
@@ -128,13 +127,13 @@ class Pipeline:
         """Continues without a teacher: it is not called any more, and its slots are free.
 
         Sub-batches that the student is not done with keep the other teachers' targets; the student must be called on
-        them again.
+        them again. Of the others only the calls of the replicas' first ranks are kept, as in `resubmit`.
         """
         self.lost.add(name)
         t = self._index(name)
         for sub_batch in self._open:
-            if sub_batch.state is not State.DONE:
-                sub_batch.teacher_calls[t] = []
+            done = sub_batch.state is State.DONE
+            sub_batch.teacher_calls[t] = [_of_leader(calls) for calls in sub_batch.teacher_calls[t]] if done else []
             self._ledgers[name].give_back(sub_batch.slots.pop(name, ()))
         self.advance()
 
@@ -211,3 +210,8 @@ class Pipeline:
 
     def _index(self, name: str) -> int:
         return [teacher.name for teacher, _ in self._teachers].index(name)
+
+
+def _of_leader(calls: ReplicaCalls) -> ReplicaCalls:
+    """The call of the first rank alone: it has published, and the other ranks' calls, which may have failed, are not needed."""
+    return replace(calls, calls={calls.leader: calls.calls[calls.leader]})

@@ -395,7 +395,7 @@ def whole(world: World) -> bool:
     return [each[:2] for each in world.applied] == wanted
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(st.randoms(use_true_random=False), st.lists(st.sampled_from(["dies", "teacher dies"]), max_size=4))
 def test_deaths_within_the_budget_change_nothing(random, faults):
     run = Run(random, faults, teacher_restarts=8, student_restarts=8)
@@ -405,6 +405,7 @@ def test_deaths_within_the_budget_change_nothing(random, faults):
     assert all(ledger.free == ledger.num_slots for ledger in run.pipeline._ledgers.values())
 
 
+@settings(max_examples=200)
 @given(st.randoms(use_true_random=False))
 def test_one_that_hangs_is_replaced(random):
     run = Run(random, ["hangs"], teacher_restarts=8, student_restarts=8)
@@ -412,6 +413,7 @@ def test_one_that_hangs_is_replaced(random):
     assert whole(run.world)
 
 
+@settings(max_examples=200)
 @given(st.randoms(use_true_random=False))
 def test_a_run_goes_on_without_a_teacher_whose_budget_is_spent(random):
     run = Run(random, ["teacher dies"], teacher_restarts=0, lost_teacher="drop_and_reweight")
