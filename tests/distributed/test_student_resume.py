@@ -28,7 +28,7 @@ from tests.helpers.models import write_tiny_model
 
 pytestmark = pytest.mark.ranks
 
-VOCABULARY, WIDTH, STEPS = 320, 24, 8
+VOCABULARY, WIDTH, STEPS = 320, 24, 5
 
 
 def world_of(dp: int, tp: int, name: str, replicas: int = 1, sp: int = 1) -> World:
@@ -79,7 +79,7 @@ def straight_and_resumed(
     fused: str = "off",
     sp: int = 1,
 ) -> list[tuple]:
-    """Eight steps without interruption, then 3 + 2 + 3 steps with a new process group and engine each time.
+    """Five steps without interruption, then 2 + 1 + 2 steps with a new process group and engine each time.
 
     With `beside`, checkpoints are saved beside the training, otherwise at once.
     """
@@ -88,7 +88,7 @@ def straight_and_resumed(
     outcomes = [(run_steps(engine, teacher, 0, STEPS), whole_state(engine), torch.get_rng_state())]
     close_world(world)
     losses: list[float] = []
-    for first, last in ((0, 3), (3, 5), (5, 8)):
+    for first, last in ((0, 2), (2, 3), (3, STEPS)):
         world = world_of(dp, tp, f"resumed-{first}", replicas, sp)
         engine = engine_on(world, student, teacher, fused)
         if first:
@@ -117,7 +117,7 @@ def resharded(
     engine.load(source)
     loaded = whole_state(engine)
     engine.save(target)
-    run_steps(engine, teacher, 5, STEPS)
+    run_steps(engine, teacher, 3, STEPS)
     return loaded, whole_state(engine)
 
 
@@ -130,10 +130,10 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def straight(folders, tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """The checkpoint after five steps and the state after eight, of a run on one rank."""
+    """The checkpoint after three steps and the state after five, of a run on one rank."""
     folder = tmp_path_factory.mktemp("checkpoints")
     ((_, state, _), _) = ranks.run_ranks(1, straight_and_resumed, 1, 1, *folders, folder, group=False)[0]
-    return folder / "step-5", state
+    return folder / "step-3", state
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_other_families_resume_and_reshard(folders, tmp_path, family: str):
         (losses, state, _), (resumed_losses, resumed_state, _) = outcomes
         assert losses == resumed_losses
         assert all(torch.equal(tensor, resumed_state[name]) for name, tensor in state.items())
-    loaded, ended = ranks.run_ranks(4, resharded, 2, 2, *pair, tmp_path / "step-5", tmp_path / "wide")[0]
+    loaded, ended = ranks.run_ranks(4, resharded, 2, 2, *pair, tmp_path / "step-3", tmp_path / "wide")[0]
     again, _ = ranks.run_ranks(1, resharded, 1, 1, *pair, tmp_path / "wide", tmp_path / "narrow")[0]
     assert all(torch.equal(tensor, again[name]) for name, tensor in loaded.items())
     for name, tensor in ended.items():
