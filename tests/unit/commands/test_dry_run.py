@@ -157,7 +157,7 @@ def test_examples_request_the_machine_of_their_recipe(material, tmp_path, exampl
     script = clone() / "launch" / "examples" / f"{example}.sh"
     done = subprocess.run(
         ["bash", script, *models, *small, *ranks, f"data.path={material.root}/corpus.jsonl"],
-        capture_output=True, text=True, env=variables | {"RUNS": str(tmp_path / "runs")}, cwd=tmp_path, timeout=120,
+        capture_output=True, text=True, env=variables | {"RUNS": str(tmp_path / "runs")}, cwd=tmp_path, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (submitted,) = (tmp_path / "runs").glob("*/submit.sbatch")

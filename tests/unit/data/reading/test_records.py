@@ -318,3 +318,9 @@ def test_a_damaged_copy_is_made_again(tmp_path, monkeypatch, cache, damage):
     (kept,) = cache.rglob("*.parquet")
     kept.write_bytes(damage)
     assert texts(tmp_path / "c.jsonl.gz") == TEXTS
+
+
+def test_the_columns_are_those_of_the_first_row(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b", "more": 1}\n')
+    assert files.column_names(tmp_path / "rows.jsonl") == ["text"]
+    assert set(files.column_names(tmp_path / "rows.jsonl", strict=False)) == {"text", "more"}

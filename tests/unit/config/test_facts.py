@@ -1,0 +1,22 @@
+"""What follows from a teacher's settings."""
+
+import pytest
+
+from distill_rl.config.facts import may_be_quantized
+from distill_rl.config.schema import StudentConfig, TeacherConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "may"),
+    [
+        ({}, False),
+        ({"backend": "vllm"}, True),
+        ({"backend": "endpoint"}, True),
+        ({"backend": "store"}, True),
+        ({"backend": "store", "missing": "live"}, False),
+        ({"quantization": "as_stored"}, True),
+    ],
+)
+def test_weights_that_the_run_does_not_read_may_be_quantized(settings, may):
+    assert may_be_quantized(TeacherConfig(**settings)) is may
+    assert not may_be_quantized(StudentConfig())
