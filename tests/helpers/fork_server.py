@@ -26,14 +26,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-ACTOR = "/ray/_private/workers/default_worker.py"
-SERVICES = (
-    "/ray/_private/log_monitor.py",
-    "/ray/_private/runtime_env/agent/main.py",
-    "/ray/autoscaler/_private/monitor.py",
-    "/ray/dashboard/agent.py",
-    "/ray/dashboard/dashboard.py",
-)
 _IMPORTED = (
     "datasets",
     "distill_rl.cli",
@@ -66,7 +58,9 @@ _WITH_RAY = {
         "ray.dashboard.dashboard",
     ),
 }
-"""What stands in place of a program's arguments to run a process that forks such programs: and what that imports."""
+"""What stands in place of a program's arguments to run a process that forks such programs; and what that imports."""
+ACTOR, *SERVICES = (f"/{name.replace('.', '/')}.py" for name in (_WITH_RAY["actors"][0], *_WITH_RAY["services"]))
+"""How the paths of Ray's programs end."""
 _OF_ONE_SERVICE = ("RAY_AUTH_TOKEN_PATH", "RAY_RAYLET_PID", "RAY_NODE_ID")
 """Variables that services read when they run, not when `ray` is imported."""
 _IDLE_S = {"actors": 5.0, "services": 60.0}
@@ -130,13 +124,13 @@ def write_script(folder: str, name: str, session: str) -> str:
     return str(path)
 
 
-def _ask_for_one_of_rays(name: str, session: str, python: str, *arguments: str) -> None:
+def _ask_for_a_program_of_ray(name: str, session: str, python: str, *arguments: str) -> None:
     """Asks for a fork that runs one of Ray's programs; runs Python in this process if there is none."""
     with suppress(OSError):  # whom it asks has ended
         if any(word.endswith(ACTOR) for word in arguments):
             if _ask_for_an_actor(name, arguments):
                 return
-        elif any(word.endswith(SERVICES) for word in arguments):
+        elif any(word.endswith(tuple(SERVICES)) for word in arguments):
             _be_a_service(session, arguments)
     os.execv(python, [python, *arguments])
 
@@ -161,7 +155,7 @@ def _ask_for_an_actor(name: str, arguments: Sequence[str]) -> bool:
 
 def _be_a_service(session: str, arguments: Sequence[str]) -> None:
     """Ends as a fork does that runs the program, and which is killed when this process is. Returns if there is none."""
-    first = next(i for i, word in enumerate(arguments) if word.endswith(SERVICES))
+    first = next(i for i, word in enumerate(arguments) if word.endswith(tuple(SERVICES)))
     variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
     variables.pop("LD_PRELOAD", "")  # an allocator that Ray prefers for the dashboard
     forks = _with_ray(session, "services", variables, session.rpartition("-")[2])
@@ -332,6 +326,6 @@ def main(listening: int, pid: int, scripts: str) -> None:
 
 if __name__ == "__main__":
     if sys.flags.isolated:
-        _ask_for_one_of_rays(*sys.argv[1:])
+        _ask_for_a_program_of_ray(*sys.argv[1:])
     else:
         main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
