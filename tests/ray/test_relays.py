@@ -60,30 +60,38 @@ class Rank(Worker):
         return row
 
 
-EACH = {"params": [0, 2, 5], "ids": ["no relays", "pairs and one", "one relay"]}
-
-
-@pytest.fixture(scope="class", **EACH)
+@pytest.fixture(scope="class", params=[0, 2, 5], ids=["no relays", "pairs and one", "one relay"])
 def group(request, ray_cluster) -> Iterator[WorkerGroup]:
     """Ranks that live on after the test."""
-    with ranks(request.param) as group:
+    with ranks(5, request.param) as group:
         yield group
 
 
-@pytest.fixture(**EACH)
+RELAYS = {"params": [2, 3], "ids": ["a pair and one", "one relay"]}
+
+
+@pytest.fixture(params=[0, *RELAYS["params"]], ids=["no relays", *RELAYS["ids"]])
 def mortal(request, ray_cluster) -> Iterator[WorkerGroup]:
-    """Ranks that die or hang in the test."""
-    with ranks(request.param) as group:
+    """Three ranks that die or hang in the test."""
+    with ranks(3, request.param) as group:
+        yield group
+
+
+@pytest.fixture(**RELAYS)
+def relayed(request, ray_cluster) -> Iterator[WorkerGroup]:
+    """Three ranks, some of which are called through a relay that dies in the test."""
+    with ranks(3, request.param) as group:
         yield group
 
 
 @contextmanager
-def ranks(together: int) -> Iterator[WorkerGroup]:
+def ranks(count: int, together: int) -> Iterator[WorkerGroup]:
     calls = Calls(interrupted=lambda: None)
-    placements = {name: ActorPlacement(i, 0.0) for i, name in enumerate(NAMES)}
-    plan = PlacementPlan(tuple({"CPU": 1.0} for _ in NAMES), placements)
+    names = NAMES[:count]
+    placements = {name: ActorPlacement(i, 0.0) for i, name in enumerate(names)}
+    plan = PlacementPlan(tuple({"CPU": 1.0} for _ in names), placements)
     with reserve(lambda: plan, RayConfig(), "relays", interrupted=lambda: None) as (_, placement):
-        group = WorkerGroup(Rank, NAMES, plan, placement, calls)
+        group = WorkerGroup(Rank, names, plan, placement, calls)
         group.identify(60)
         if together:
             group.open_relays(together)
@@ -92,7 +100,7 @@ def ranks(together: int) -> Iterator[WorkerGroup]:
 
 
 def gather(group: WorkerGroup, method: str, rows: list[Any], *more: Any, timeout_s: float = 60.0) -> list[Any]:
-    calls = group.submit_each(method, rows, *more, ranks=range(len(NAMES)))
+    calls = group.submit_each(method, rows, *more, ranks=range(len(rows)))
     return group._calls.gather(calls, what="adding", timeout_s=timeout_s)
 
 
@@ -154,45 +162,41 @@ class TestRanksThatLive:
 
 
 def test_the_dead_one_among_collected_results_is_named(mortal):
-    (good, failed) = [*mortal.submit("fail", "a", ranks=[1]), *mortal.submit("fail", "die", ranks=[4])]
-    with pytest.raises(WorkerError, match=r"rank-4: its process died"):
-        gather(mortal, "listed", [1] * 5, *mortal.collect([good, failed]))
+    (good, failed) = [*mortal.submit("fail", "a", ranks=[1]), *mortal.submit("fail", "die", ranks=[2])]
+    with pytest.raises(WorkerError, match=r"rank-2: its process died"):
+        gather(mortal, "listed", [1] * 3, *mortal.collect([good, failed]))
 
 
 def test_the_rank_that_raises_is_named_while_others_still_work(mortal):
-    with pytest.raises(WorkerError, match="rank-2: adding failed; got ValueError: this row is bad") as caught:
-        gather(mortal, "fail", ["hang", "a", "raise", "a", "a"])
+    with pytest.raises(WorkerError, match="rank-1: adding failed; got ValueError: this row is bad") as caught:
+        gather(mortal, "fail", ["hang", "raise", "a"])
     assert "this row is bad" in "".join(caught.value.__notes__)
 
 
 def test_the_rank_that_dies_is_named_while_others_hang(mortal):
-    with pytest.raises(WorkerError, match=r"rank-3: its process died during adding"):
-        gather(mortal, "fail", ["hang", "hang", "a", "die", "hang"])
-    assert set(mortal._calls.dead()) == {"rank-3"}
+    with pytest.raises(WorkerError, match=r"rank-1: its process died during adding"):
+        gather(mortal, "fail", ["hang", "die", "hang"])
+    assert set(mortal._calls.dead()) == {"rank-1"}
 
 
 def test_everybody_that_is_late_is_named(mortal):
     with pytest.raises(Overdue) as caught:
-        gather(mortal, "fail", ["hang", "a", "a", "a", "a"], timeout_s=2.0)
+        gather(mortal, "fail", ["hang", "a", "a"], timeout_s=2.0)
     assert "rank-0" in caught.value.actors
 
 
-def test_a_relay_that_dies_counts_as_its_first_rank(ray_cluster, mortal):
-    if not mortal._relays:
-        pytest.skip("there are none")
-    relay = mortal._relays[0].actor
+def test_a_relay_that_dies_counts_as_its_first_rank(ray_cluster, relayed):
+    relay = relayed._relays[0].actor
     os.kill(ray_cluster.get(relay.identify.remote()).pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match="rank-0: its process died"):
-        gather(mortal, "add", [1] * 5)
-    assert set(mortal._calls.dead()) == {"rank-0"}
-    mortal.renew(range(2) if mortal._together == 2 else range(5), 60)
-    assert gather(mortal, "add", [1] * 5) == [(i, 1) for i in range(5)]
-
-
-def test_relays_end_with_their_group(ray_cluster, mortal):
-    processes = [ray_cluster.get(relay.actor.identify.remote()) for relay in mortal._relays.values()]
-    assert len(processes) == {0: 0, 2: 2, 5: 1}[mortal._together]
-    mortal.kill()
-    assert mortal._relays == {}
+        gather(relayed, "add", [1] * 3)
+    assert set(relayed._calls.dead()) == {"rank-0"}
+    relayed.renew(range(relayed._together), 60)
+    assert gather(relayed, "add", [1] * 3) == [(i, 1) for i in range(3)]
+    # The new relay ends with its group.
+    processes = [ray_cluster.get(relay.actor.identify.remote()) for relay in relayed._relays.values()]
+    assert len(processes) == 1
+    relayed.kill()
+    assert relayed._relays == {}
     for process in processes:
         until(lambda pid=process.pid: not Path(f"/proc/{pid}").exists(), "the relay to end", 60)
