@@ -28,11 +28,7 @@ def test_with_a_process():
     subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
     wait()
 
-def test_with_a_cluster(cluster):
-    wait()
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_with_a_session():
+def test_with_a_cluster_and_a_session(cluster, ray_cluster):
     wait()
 """
 
@@ -71,10 +67,9 @@ def assert_nothing_left(family: list[psutil.Process], worker: int) -> None:
     until(lambda: not [path for name in folders for path in Path("/tmp").glob(name)], "Ray's folder removed")
 
 
-@pytest.mark.parametrize("test", ["test_with_a_cluster", "test_with_a_session"])
-def test_ray_of_a_killed_pytest_ends(test: str, tmp_path: Path) -> None:
-    family, worker = family_of_killed(test, tmp_path, kill_worker=False, xdist=False)
-    assert any("raylet" in line for line in told(family)) or len(family) > 5
+def test_ray_of_a_killed_pytest_ends(tmp_path: Path) -> None:
+    family, worker = family_of_killed("test_with_a_cluster_and_a_session", tmp_path, kill_worker=False, xdist=False)
+    assert [process.name() for process in family].count("raylet") == 2
     assert_nothing_left(family, worker)
 
 
