@@ -2,18 +2,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distill_rl.errors import ConfigError, DataError
-from distill_rl.evals.backends.base import Settings
+from distill_rl.errors import ConfigError, DataError, WorkerError
+from distill_rl.evals.backends.base import Output, Settings
 from distill_rl.evals.executor import LocalExecutor
+from distill_rl.evals.grading.grader import Graded
 from distill_rl.evals.options import Options, load_questions
 from distill_rl.evals.results.statistics import wilson
-from distill_rl.evals.run import Model, evaluate_models
+from distill_rl.evals.run import Model, _PendingGrades, evaluate_models
+from distill_rl.evals.suites.base import Item, Verdict
 from distill_rl.evals.suites.registry import SUITES
 from tests.helpers.models import write_tiny_model
 from tests.helpers.suites import write_suite
@@ -176,6 +180,43 @@ def test_bad_rows_are_reported_before_loading_the_model(tmp_path: Path) -> None:
 def test_a_size_below_one_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: must be 1 or more; got 0"):
         evaluate(tmp_path, ["exact_match"], tmp_path, **{name: 0})
+
+
+class PlayedGrader:
+    """Its grades arrive when a test says so."""
+
+    def __init__(self, longest_s: float):
+        self.longest_s, self.futures = longest_s, list[Future[Graded]]()
+
+    def submit(self, suite: str, item: Item, completion: str) -> Future[Graded]:
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+def pending_grades(longest_s: float, moments: Iterator[int | None]) -> _PendingGrades:
+    """Two items whose grades are awaited; at each look, the grade of the item that `moments` names next arrives."""
+    grader = PlayedGrader(longest_s)
+
+    def interrupted() -> None:
+        if (number := next(moments)) is not None:
+            grader.futures[number].set_result(Graded("judged", Verdict(1.0, "")))
+
+    pending = _PendingGrades("exact_match", grader, interrupted)
+    for name in "ab":
+        pending.submit(Item(name, "a question", "an answer"), Output("an answer"))
+    return pending
+
+
+def test_the_time_for_a_grade_starts_anew_with_each_that_arrives() -> None:
+    pending = pending_grades(60.0, iter([1, None, None, 0]))
+    assert [[row["id"] for row in rows] for rows in pending.rest()] == [["b"], ["a"]]
+
+
+def test_a_grader_that_is_silent_for_too_long_ends_the_evaluation() -> None:
+    rest = pending_grades(0.1, iter([0, None, None, None])).rest()
+    assert [row["id"] for row in next(rest)] == ["a"]
+    with pytest.raises(WorkerError, match=r"grader: must judge an item within 0\.1 s; got no verdict"):
+        next(rest)
 
 
 def test_every_suite_is_registered_under_its_name() -> None:
