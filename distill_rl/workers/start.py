@@ -16,7 +16,7 @@ from distill_rl.config.derive import ring_plan, sizes, stored_targets
 from distill_rl.config.facts import ranks_per_replica, wire_dtype, without_student
 from distill_rl.config.layout import aligner_workers, compute_groups, evaluators
 from distill_rl.config.schema import Config
-from distill_rl.errors import DistillError
+from distill_rl.errors import ConfigError, DistillError
 from distill_rl.models.files.facts import visible_gpus
 from distill_rl.observe.log import say
 from distill_rl.observe.timing import StepTimer
@@ -319,10 +319,18 @@ def _pool(job: Job, group: WorkerGroup, calls: Calls) -> AlignerPool:
 
 
 def threads_per_worker(num_compute_actors: int) -> int:
-    """Torch threads of each student and teacher rank: the machine's cores, divided evenly; at most those of THREADS."""
+    """Torch threads of each student and teacher rank: the machine's cores, divided evenly; at most those of THREADS.
+
+    Raises:
+        ConfigError: THREADS is set, but not to a number of threads.
+    """
     share = max(1, len(os.sched_getaffinity(0)) // num_compute_actors)
-    limit = os.environ.get(THREADS, "")
-    return min(share, int(limit)) if limit.isdecimal() and int(limit) else share
+    limit = os.environ.get(THREADS, "").strip()
+    if not limit:
+        return share
+    if not (limit.isdecimal() and int(limit)):
+        raise ConfigError(THREADS, "must be a number of threads, 1 or more", limit, "correct or unset this variable")
+    return min(share, int(limit))
 
 
 def _memory_needs(job: Job, gpus: int) -> dict[str, float] | None:

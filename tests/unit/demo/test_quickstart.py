@@ -13,6 +13,7 @@ from distill_rl.config.rules.validate import problems
 from distill_rl.demo import quickstart as run
 from distill_rl.demo.recipe import RECIPES
 from distill_rl.demo.table import print_table
+from distill_rl.errors import ConfigError
 
 
 def scores(after: float = 0.9, control: float = 0.6) -> dict[str, dict[str, Any]]:
@@ -168,3 +169,6 @@ def test_a_run_of_the_quickstart_has_one_thread_in_each_rank(monkeypatch: pytest
     for name, value in run.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     assert threads_per_worker(1) == 1
+    monkeypatch.setenv("DISTILL_RL_THREADS", "many")
+    with pytest.raises(ConfigError, match="DISTILL_RL_THREADS: must be a number of threads, 1 or more; got many"):
+        threads_per_worker(1)
