@@ -25,9 +25,13 @@ config.data.max_length = 64
 plan = BatchPlan(BatchSharding(1, 1), (BatchSharding(1, 1),), 64, packing=not other_tokenizer, pad_id=2)
 worker = AlignerWorker(0, config, "text", plan, (other_tokenizer,))
 worker.start()
+shown = {}
+worker._gauges.set = worker._gauges.add = shown.__setitem__
 _, documents = worker.align([{"row": 0, "text": "kalomi ter"}])
 info, *ranks = worker.assemble(0, Cursor(), documents)
 assert info.num_documents == 1 and len(ranks) == 2, (info, ranks)
+tokens = sum(len(document.input_ids) for document in documents.encoded)
+assert shown["aligner_seconds"] > 0 and shown["aligner_tokens"] == tokens > 0, shown
 print(" ".join(sorted({"torch", "datasets"} & sys.modules.keys())))
 """
 
