@@ -17,6 +17,8 @@ from distill_rl.store.manifest import TEACHER, write_manifest
 from distill_rl.store.store import Store
 from distill_rl.store.writer import StoreWriter
 from tests.helpers.command import Cluster, Ended, distill_rl, distill_rl_in_process, series
+from tests.helpers.one_process import Trained
+from tests.helpers.one_process import train as train_in_process
 
 pytestmark = pytest.mark.cli
 
@@ -31,6 +33,10 @@ METRICS = (
 VALIDATED = "evaluate.every=4"
 PACKED = ("data.packing=true", "student.parallel.dp=2", "train.micro_batch_size=1", "teachers.0.micro_batch_size=2")
 """Another layout than the usual one; the same file is captured and trained on."""
+
+
+TWICE = ("train.steps=6", "train.global_batch_size=24")
+"""Two epochs."""
 
 
 def config_of(material, folder: Path, teacher: str) -> Path:
@@ -66,30 +72,36 @@ def assert_equal_runs(run: Path, other: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def assert_equal_training(trained: Trained, run: Path) -> None:
+    """The same of a run in this process, which does not validate."""
+    for metric in METRICS[:4]:
+        assert trained.series(metric) == series(run, metric), metric
+    theirs = load_file(run / "export" / "model.safetensors")
+    assert trained.weights.keys() == theirs.keys()
+    assert all(torch.equal(trained.weights[name], theirs[name]) for name in theirs)
+
+
 @dataclass(frozen=True)
 class Captured:
     store: Path
     """A copy of the store. The folder that was captured, and the teacher's, are gone."""
-    first: Ended
-    again: Ended | None
-    """The same command, while the teacher was there."""
+    ended: Ended
 
 
-def captured(material, folder: Path, teacher: str, *overrides: str, cluster: Cluster, twice: bool = False) -> Captured:
+def captured(material, folder: Path, teacher: str, *overrides: str, cluster: Cluster) -> Captured:
     model = shutil.copytree(material.root / teacher, folder / "model")
     config = config_of(material, folder, f"model: {model}, dtype: fp32")
-    first = capture(config, folder / "captured", *overrides, cluster=cluster)
-    again = capture(config, folder / "captured", *overrides, cluster=cluster) if twice else None
+    ended = capture(config, folder / "captured", *overrides, cluster=cluster)
     store = shutil.copytree(folder / "captured", folder / "store")
     shutil.rmtree(folder / "captured")
     shutil.rmtree(model)
-    return Captured(store, first, again)
+    return Captured(store, ended)
 
 
 @pytest.fixture(scope="module")
 def same(material, cluster, tmp_path_factory) -> Captured:
     """Targets of the usual configuration."""
-    return captured(material, tmp_path_factory.mktemp("same"), "teacher", cluster=cluster, twice=True)
+    return captured(material, tmp_path_factory.mktemp("same"), "teacher", cluster=cluster)
 
 
 def test_a_run_from_a_store_has_the_bits_of_the_live_run(straight, same, material, cluster, tmp_path):
@@ -116,21 +128,22 @@ def test_packed_rows_of_two_student_ranks_are_read_as_captured(material, cluster
     assert_equal_runs(run, live)
 
 
-def test_other_rows_change_the_last_digits_only(straight, same, material, cluster, tmp_path):
+def test_other_rows_change_the_last_digits_only(straight, same, material, tmp_path):
     """Unpacked targets serve packed rows; the teacher's arithmetic depends on the shape of a batch."""
-    config = config_of(material, tmp_path, stored(same.store))
-    run = train(config, "data.packing=true", "train.micro_batch_size=1", cluster=cluster)
+    config = load_config(
+        config_of(material, tmp_path, stored(same.store)), ["data.packing=true", "train.micro_batch_size=1"]
+    )
+    trained = train_in_process(config, tmp_path / "export")
     for metric in ("train/kl_loss", "train/nll_loss"):
-        ours, theirs = ([value for _, value in series(folder, metric)] for folder in (run, straight))
+        ours, theirs = ([value for _, value in values] for values in (trained.series(metric), series(straight, metric)))
         assert ours == pytest.approx(theirs, rel=1e-4), metric
 
 
-def test_a_second_capture_computes_nothing(same):
+def test_a_capture_says_how_much_it_stored(same):
     tokens = sum(piece.length for piece in Store(same.store).pieces())
     assert re.search(
-        rf"^stored    {tokens:,} tokens, .* MiB; 0 tokens were already stored$", same.first.out, re.MULTILINE
+        rf"^stored    {tokens:,} tokens, .* MiB; 0 tokens were already stored$", same.ended.out, re.MULTILINE
     )
-    assert f"stored    0 tokens, 0.0 MiB; {tokens:,} tokens were already stored" in same.again.out
 
 
 def test_a_capture_leaves_logs_and_nothing_of_a_run(same):
@@ -193,30 +206,49 @@ def test_documents_that_are_missing_are_skipped_and_counted(half, material, clus
     assert len(series(run, "train/kl_loss")) == 8
 
 
-def test_documents_that_are_missing_are_computed_by_the_teacher(straight, half, material, cluster, tmp_path):
+def test_documents_that_are_missing_are_computed_by_the_teacher(straight, half, material, tmp_path):
     teacher = stored(half, missing="live", model=f"{material.root}/teacher", dtype="fp32")
-    run = train(config_of(material, tmp_path, teacher), VALIDATED, cluster=cluster)
-    assert_equal_runs(run, straight)
+    trained = train_in_process(load_config(config_of(material, tmp_path, teacher)), tmp_path / "export")
+    assert_equal_training(trained, straight)
     assert len(Store(half)) == len(list(Store(half).pieces())), "nothing was written"
 
 
-def test_a_cache_is_filled_by_one_run_and_read_by_the_next(material, cluster, tmp_path):
-    """Two epochs; the second reads, and so does another run from its first step on."""
-    config = config_of(material, tmp_path, f"model: {material.root}/teacher, dtype: fp32, cache: {tmp_path}/cache")
-    twice = ("train.steps=6", "train.global_batch_size=24", "data.validation.fraction=0.1")
-    runs, sizes = [], []
-    for name in ("one", "two"):
-        ended = distill_rl("train", "-c", config, f"run.name={name}", *twice, cluster=cluster)
-        assert ended.code == 0, ended.err
-        runs.append(tmp_path / "runs" / name)
-        store = Store(tmp_path / "cache")
-        sizes.append((len(store), len({(piece.name, piece.first) for piece in store.pieces()})))
-    assert sizes[0] == sizes[1], "the second run writes nothing"
-    assert sizes[0][0] == sizes[0][1], "no piece is stored twice"
+@pytest.fixture(scope="module")
+def cached(material, cluster, tmp_path_factory) -> Path:
+    """The folder of a run of two epochs that fills a cache, `cache`, and is called `one`."""
+    folder = tmp_path_factory.mktemp("cached")
+    train(cached_config(material, folder), *TWICE, "run.name=one", cluster=cluster)
+    return folder
+
+
+def cached_config(material, folder: Path) -> Path:
+    return config_of(material, folder, f"model: {material.root}/teacher, dtype: fp32, cache: {folder}/cache")
+
+
+def size_of(store: Path) -> tuple[int, int]:
+    """How many pieces there are, and how many different ones."""
+    pieces = list(Store(store).pieces())
+    return len(pieces), len({(piece.name, piece.first) for piece in pieces})
+
+
+def test_a_cache_is_filled_by_one_run_and_read_by_the_next(cached, material, tmp_path):
+    """The second epoch reads, and so does another run from its first step on."""
+    cache, run = cached / "cache", cached / "runs" / "one"
+    filled = size_of(cache)
+    assert filled[0] == filled[1], "no piece is stored twice"
+    shutil.copytree(cache, tmp_path / "cache")
+    again = train_in_process(load_config(cached_config(material, tmp_path), TWICE), tmp_path / "export")
+    assert size_of(tmp_path / "cache") == filled, "the second run writes nothing"
     for metric in ("train/kl_loss", "train/grad_norm"):
-        one, two = (series(run, metric) for run in runs)
-        assert one == two
-        assert len(one) == 6
+        assert again.series(metric) == series(run, metric)
+        assert len(again.series(metric)) == 6
+
+
+def test_a_capture_computes_nothing_that_is_stored(cached, material, cluster, tmp_path):
+    """Such as what a run has put into its cache."""
+    tokens = sum(piece.length for piece in Store(cached / "cache").pieces())
+    ended = capture(material.config(tmp_path), cached / "cache", *TWICE, cluster=cluster)
+    assert f"stored    0 tokens, 0.0 MiB; {tokens:,} tokens were already stored" in ended.out
 
 
 def test_everything_that_does_not_fit_a_store_is_refused_at_once(same, material, tmp_path):

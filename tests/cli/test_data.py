@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.command import Cluster, distill_rl
+from distill_rl.config.load import load_config
+from tests.helpers.command import Cluster, distill_rl, distill_rl_in_process
 from tests.helpers.corpus import corpus_rows
+from tests.helpers.one_process import train
 
 pytestmark = pytest.mark.cli
 
@@ -80,7 +82,7 @@ def test_a_folder_of_compressed_texts_is_packed_and_split_across_tokenizers(mate
     config.write_text(f"extends: {material.config(tmp_path, 'foreign')}\ndata: {{path: {folder}}}\n")
     settings = ("checkpoint.every=3", "train.steps=6", "schedule.steps=6")
 
-    checked = distill_rl("check", "-c", config, *settings)
+    checked = distill_rl_in_process("check", "-c", config, *settings)
     assert checked.code == 0, checked.err
     said = re.search(r"texts: 72 rows, text, .* of a sample: ([\d.]+) % of the documents split, .*", checked.out)
     assert said, checked.out
@@ -99,4 +101,5 @@ def test_a_folder_of_compressed_texts_is_packed_and_split_across_tokenizers(mate
     assert all(record["align/exact"] == 1 for record in straight.values())
     assert "Share of positions that hold a token" in (run / "report.html").read_text()
 
-    assert losses_after_resuming(run, config, settings, cluster) == {s: straight[s]["train/loss"] for s in (4, 5, 6)}
+    again = train(load_config(config, settings), tmp_path / "again", run / "checkpoints" / "step-3")
+    assert dict(again.series("train/loss")) == {step: straight[step]["train/loss"] for step in (4, 5, 6)}

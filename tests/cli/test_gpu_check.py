@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import distill_rl
-from tests.gpu.check import PARTS, RAY_PARTS
+from tests.gpu.check import LOG, PARTS, RAY_PARTS
 from tests.helpers.command import leftovers, survivors, until
 
 pytestmark = pytest.mark.cli
@@ -53,7 +53,7 @@ def bare(tmp_path_factory) -> dict[str, str]:
 
 
 def test_the_blocked_packages_cannot_be_imported(bare):
-    program = "import importlib.util as u, pytest, torch, transformers; print([n for n in {!r} if u.find_spec(n)])"
+    program = "import importlib.util as u; print([n for n in {!r} if u.find_spec(n)])"
     command = [sys.executable, "-c", program.format(BLOCKED)]
     assert subprocess.run(command, env=bare, capture_output=True, text=True, check=True).stdout == "[]\n"
     done = subprocess.run([sys.executable, "-c", "import omegaconf"], env=bare, capture_output=True, text=True)
@@ -85,14 +85,29 @@ def test_the_parts_are_listed(bare):
     assert [line.split()[0] for line in done.stdout.splitlines()] == [part.name for part in (*PARTS, *RAY_PARTS)]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_stopped_check_leaves_its_record_and_no_process(bare, tmp_path, number, code):
-    command = ["bash", str(SCRIPT), "--device", "cpu", "--tiny", "--out", str(tmp_path), "--only", "environment,resume"]
+@pytest.mark.parametrize(
+    ("number", "code", "before"), [(signal.SIGTERM, 143, ["environment"]), (signal.SIGINT, 130, [])]
+)
+def test_a_stopped_check_leaves_its_record_and_no_process(bare, tmp_path, number, code, before):
+    """Stopped in the part `resume`, after others or as the only one."""
+    command = [
+        "bash",
+        str(SCRIPT),
+        "--device",
+        "cpu",
+        "--tiny",
+        "--out",
+        str(tmp_path),
+        "--only",
+        ",".join([*before, "resume"]),
+    ]
+    log = tmp_path / LOG
     process = subprocess.Popen(command, env=bare, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        assert "environment  ok" in process.stdout.readline()
-        until(lambda: leftovers(process.pid), "the next part")
+        for name in before:
+            assert f"{name}  ok" in process.stdout.readline()
+        until(lambda: log.exists() and "== resume" in log.read_text() and leftovers(process.pid), "the part")
         children = leftovers(process.pid)
         process.send_signal(number)
         rest, _ = process.communicate(timeout=60)
@@ -103,5 +118,5 @@ def test_a_stopped_check_leaves_its_record_and_no_process(bare, tmp_path, number
     assert survivors(children.values()) == []
     record = json.loads((tmp_path / "gpu_check.json").read_text())
     assert record["state"] == f"stopped by {number.name}"
-    assert [part["status"] for part in record["parts"]] == ["ok", "waiting"]
+    assert [part["status"] for part in record["parts"]] == [*["ok"] * len(before), "waiting"]
     assert "1 not done" in (tmp_path / "gpu_check.txt").read_text().splitlines()[0]

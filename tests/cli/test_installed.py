@@ -108,7 +108,7 @@ def folder(tmp_path: Path) -> Path:
     write_corpus(tmp_path / "corpus.jsonl", rows=20, seed=5)
     (tmp_path / "my.yaml").write_text(
         "student: {model: student}\nteachers: [{model: teacher}]\ndata: {path: corpus.jsonl, max_length: 32}\n"
-        "loss: {top_k: 8}\ntrain: {steps: 2, global_batch_size: 4, micro_batch_size: 2}\nrun: {name: my}\n"
+        "loss: {top_k: 8}\naligner: {workers: 0}\ntrain: {steps: 2, global_batch_size: 4, micro_batch_size: 2}\nrun: {name: my}\n"
     )
     return tmp_path
 

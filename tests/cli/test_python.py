@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.command import DEADLINE_S, environment, series, temporary
+from tests.helpers.command import DEADLINE_S, environment, run_python, series, temporary
 from tests.unit.test_docs import DOCS, snippets
 
 pytestmark = pytest.mark.cli
@@ -95,12 +95,17 @@ def test_runs_in_one_process_end_resume_and_stop(material, tmp_path: Path):
     assert temporary(pid) == []
 
 
-def test_the_page_runs_and_prints_what_it_shows(tmp_path: Path):
+def test_the_page_runs_and_prints_what_it_shows(cluster, tmp_path: Path):
+    """The first run starts Ray; the later ones join a cluster, as the page says that they can."""
     blocks = snippets((DOCS / "python.md").read_text("utf-8"))
     assert len(blocks) == 7
-    script = "".join(f"{block.code}print('=====')\n" for block in blocks)
-    _, out = ended(script, tmp_path)
-    printed = out.split("=====\n")
+    first = next(i for i, block in enumerate(blocks) if "distill_rl.distill(**settings)" in block.code)
+    joins = f"settings['ray'] = {{'address': {cluster.address!r}}}\n"
+    script = "".join(f"{block.code}print('=====')\n{joins if i == first else ''}" for i, block in enumerate(blocks))
+    (tmp_path / "page.py").write_text(script)
+    ended = run_python(["-m", "page"], environment() | cluster.variables, tmp_path, 2 * DEADLINE_S)
+    assert ended.code == 0, ended.err
+    printed = ended.out.split("=====\n")
     for block, text in zip(blocks, printed, strict=False):
         if block.printed is not None:
             assert text.rstrip() == block.printed.rstrip(), f"python.md:{block.line}"

@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
-from tests.helpers.command import Cluster, distill_rl, distill_rl_in_process, series
+from distill_rl.config.load import load_config
+from tests.helpers.command import distill_rl, distill_rl_in_process, series
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
+from tests.helpers.one_process import train
 from tests.helpers.tokenizers import tiny_tokenizer
 
 pytestmark = pytest.mark.cli
 
 EXPORTS = ("topk", "hidden", "logits")
+LOSSES = ("train/loss", "train/nll_loss", *(f"train/kl_loss/{export}" for export in EXPORTS))
 STEPS = 3
 
 
@@ -58,18 +61,20 @@ def config(root: Path, student: str, teacher: str) -> Path:
 
 
 def losses(root: Path, run: str) -> list[list[tuple[int, float]]]:
-    names = ("train/loss", "train/nll_loss", *(f"train/kl_loss/{export}" for export in EXPORTS))
-    found = [series(root / "runs" / run, name) for name in names]
+    found = [series(root / "runs" / run, name) for name in LOSSES]
     assert all(found)
     return found
 
 
 @pytest.fixture(scope="module")
-def plain(root: Path, cluster: Cluster) -> list[list[tuple[int, float]]]:
-    ended = distill_rl("train", "-c", config(root, "plain", "plain"), cluster=cluster)
-    assert ended.code == 0, ended.err
-    assert "more than" not in ended.out
-    return losses(root, "plain-plain")
+def plain(root: Path, tmp_path_factory) -> list[list[tuple[int, float]]]:
+    """Without a token more, in one process."""
+    file = config(root, "plain", "plain")
+    checked = distill_rl_in_process("check", "-c", file)
+    assert checked.code == 0, checked.err
+    assert "more than" not in checked.out
+    trained = train(load_config(file), tmp_path_factory.mktemp("plain") / "export")
+    return [trained.series(name) for name in LOSSES]
 
 
 def test_teacher_with_a_token_more_gives_the_losses_of_one_without(root, plain, cluster):

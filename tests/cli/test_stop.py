@@ -45,8 +45,8 @@ def training(material, folder: Path, *overrides: str):
     assert not temporary(process.pid)
 
 
-def test_ctrl_c_says_what_is_saved_and_how_to_go_on(material, tmp_path):
-    """First before any checkpoint; then the printed command, after one."""
+def test_ctrl_c_says_what_is_saved_and_how_to_go_on(material, cluster, tmp_path):
+    """First before any checkpoint; then the printed command, after one, on another Ray."""
     with training(material, tmp_path) as (process, run, log):
         os.killpg(process.pid, signal.SIGINT)  # to the whole group, as a terminal does
         assert process.wait(timeout=2 * PROMISE_S) == 130, log.read_text()
@@ -61,7 +61,7 @@ def test_ctrl_c_says_what_is_saved_and_how_to_go_on(material, tmp_path):
     assert words == [sys.executable, "-m", "distill_rl", "train", "-c", str(tmp_path / "tiny.yaml"),
                      "train.steps=100000", "aligner.workers=0", "--resume", "auto"]  # fmt: skip
 
-    with running(*words[3:], "checkpoint.every=2", log=log) as process:
+    with running(*words[3:], *cluster.settings, "checkpoint.every=2", log=log, cluster=cluster) as process:
         until(lambda: newest_step(run / "checkpoints") or process.poll() is not None, "a checkpoint")
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=2 * PROMISE_S) == 130, log.read_text()

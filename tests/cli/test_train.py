@@ -172,15 +172,6 @@ def test_resume_refuses_another_teacher_order_or_data(straight, material):
         assert any(name in line for line in ended.errors), ended.errors
 
 
-def test_no_teacher_runs_with_zero_kd_weight(material, cluster, tmp_path):
-    settings = ("loss.kd_weight=0", "train.steps=2", "teachers.0.dtype=bf16", "aligner.workers=0")
-    ended = distill_rl("train", "-c", material.config(tmp_path), *settings, cluster=cluster)
-    assert ended.code == 0, ended.err
-    run = tmp_path / "runs" / "tiny"
-    assert len(series(run, "train/nll_loss")) == 2
-    assert series(run, "train/kl_loss") == []
-
-
 def test_any_checkpoint_can_be_exported_later(straight, tmp_path):
     ended = distill_rl_in_process("export", straight, "--checkpoint", "8", "--out", tmp_path / "again")
     assert ended.code == 0, ended.err

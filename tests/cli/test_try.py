@@ -15,6 +15,7 @@ from distill_rl.demo import pair
 from distill_rl.models.attention.choice import installed
 from tests.helpers.command import Ended, distill_rl, distill_rl_in_process, records
 from tests.helpers.corpus import write_corpus
+from tests.helpers.one_process import train
 
 pytestmark = pytest.mark.cli
 
@@ -38,7 +39,7 @@ def tried(material, cluster, tmp_path_factory) -> Tried:
     root = tmp_path_factory.mktemp("try")
     models = material.root / "student", material.root / "teacher"
     ended = distill_rl(
-        "try", *models, material.root / "corpus.jsonl", "--minutes", "0.05", "--out", "tried", f"optimizer.lr={LR}",
+        "try", *models, material.root / "corpus.jsonl", "--minutes", "0.02", "--out", "tried", f"optimizer.lr={LR}",
         cwd=root, cluster=cluster,
     )  # fmt: skip
     assert ended.code == 0, ended.err
@@ -62,7 +63,7 @@ def test_both_students_are_compared_with_the_teacher_and_with_the_start(tried):
 def test_the_terminal_says_what_is_chosen_shown_and_next(tried):
     out = tried.ended.out
     for words in (
-        "same tokenizer: token by token", "rate      0.01: ", "yours     optimizer.lr=0.01", "8 are held out", "time      0.05 min with the teacher",
+        "same tokenizer: token by token", "rate      0.01: ", "yours     optimizer.lr=0.01", "8 are held out", "time      0.02 min with the teacher",
         "bits per byte", "student, trained with the teacher", result_of(tried)["verdict"], "  with teacher     ",
         "go on     distill-rl train -c tried/try.yaml run.name=longer train.steps=",
     ):  # fmt: skip
@@ -96,16 +97,17 @@ def test_the_trainings_differ_in_their_losses_alone_and_record_their_steps(tried
         assert result_of(tried)["trainings"][name.replace("-", "_")]["steps"] == last
 
 
-def test_the_configuration_repeats_the_training_bit_for_bit(tried, cluster, tmp_path):
-    """Run from another directory; its length was chosen while the first training ran, and the schedule with it."""
+def test_the_configuration_repeats_the_training_bit_for_bit(tried, tmp_path, monkeypatch):
+    """Read in another directory; its length was chosen while the first training ran, and the schedule with it."""
     path = tried.out / "try.yaml"
     assert path.read_text().startswith("# Chosen by `distill-rl try ")
-    ended = distill_rl("train", "-c", path, "run.name=again", f"run.dir={tmp_path}", cwd=tmp_path, cluster=cluster)
-    assert ended.code == 0, ended.err
-    folders = tried.out / "with-teacher", tmp_path / "again"
-    first, again = (load_file(folder / "export" / "model.safetensors") for folder in folders)
-    assert first.keys() == again.keys()
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    monkeypatch.chdir(tmp_path)
+    checked = distill_rl_in_process("check", "-c", path, "run.name=again", f"run.dir={tmp_path}")
+    assert checked.code == 0, checked.err
+    again = train(load_config(path), tmp_path / "export")
+    first = load_file(tried.out / "with-teacher" / "export" / "model.safetensors")
+    assert first.keys() == again.weights.keys()
+    assert all(torch.equal(first[name], again.weights[name]) for name in first)
 
 
 def test_a_trial_is_not_overwritten(tried, material):

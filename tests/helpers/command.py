@@ -104,13 +104,12 @@ def command_lines() -> list[str]:
 
 
 @contextlib.contextmanager
-def running(*arguments: str | Path, log: Path) -> Iterator[psutil.Popen]:
-    """Starts `distill-rl` in its own process group, and kills the group at the end of the block."""
+def running(*arguments: str | Path, log: Path, cluster: Cluster | None = None) -> Iterator[psutil.Popen]:
+    """Starts `distill-rl` in its own process group, on the given Ray cluster if there is one; kills the group at the end."""
     command = [sys.executable, "-m", "distill_rl", *map(str, arguments)]
+    variables = environment() | dict(cluster.variables if cluster else {})
     with log.open("wb") as output:
-        process = psutil.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment()
-        )
+        process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=variables)
     try:
         yield process
     finally:

@@ -11,11 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.document_aligner import AlignedDocuments
 from distill_rl.losses.targets import target_of
-from distill_rl.observe.metrics import Metric, merge
-from distill_rl.parallel.mesh import World
+from distill_rl.models.files.hub import tokenizer_of
+from distill_rl.observe.metrics import Metric, merge, values
+from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.preflight.batches import open_builder
 from distill_rl.preflight.job import prepare
 from distill_rl.preflight.run_directory import paths_of
@@ -113,3 +118,46 @@ class _Targets:
     @contextmanager
     def __call__(self, first_row: int, num_rows: int) -> Iterator[list[Any]]:
         yield [target_of(tensors[first_row], self._temperature) for tensors in self._by_row]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Lets torch use one thread inside the block, as in a worker of `distill-rl train`."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run in this process computed."""
+
+    first_step: int
+    metrics: list[dict[str, float]]
+    """One entry per step."""
+    batches: list[BatchInfo]
+    weights: dict[str, Tensor]
+    """Those of the export."""
+
+    def series(self, metric: str) -> list[tuple[int, float]]:
+        """(step, value) of one metric, as `command.series` reads it from a run directory."""
+        return [(step, each[metric]) for step, each in enumerate(self.metrics, self.first_step) if metric in each]
+
+
+def train(config: Config, export: Path, checkpoint: Path | None = None) -> Trained:
+    """Trains in this process and writes the student to the folder `export`; arguments as of `OneProcess`."""
+    with one_thread():
+        world = open_world(rank=0, dp=1, tp=1)
+        try:
+            run = OneProcess(config, world, checkpoint)
+            first_step, metrics, infos = run.student.step + 1, [], []
+            for batch in run.batches():
+                metrics.append(values(run.step(batch)))
+                infos.append(batch.info)
+            run.student.export(export, tokenizer_of(config.student))
+        finally:
+            close_world(world)
+    return Trained(first_step, metrics, infos, load_file(export / "model.safetensors"))
