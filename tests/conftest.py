@@ -3,8 +3,10 @@
 A test that looks at shared memory or at processes must tolerate those of another test that runs at the same time.
 """
 
+import gc
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,6 +33,18 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(guard())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected lives until the end, so the garbage collector does not search it again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
