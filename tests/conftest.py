@@ -31,6 +31,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+TOGETHER = ("tests/ray", "tests/unit/store/compact")
+"""All files of such a folder go to one process: the first shares one Ray, the second a codec that takes long to compile"""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(guard())
 
@@ -54,7 +58,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            # All of tests/ray shares one Ray, so that it starts once.
-            return "tests/ray" if file.startswith("tests/ray/") else file
+            return next((folder for folder in TOGETHER if file.startswith(f"{folder}/")), file)
 
     return Scheduling(config, log)
