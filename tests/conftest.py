@@ -3,8 +3,10 @@
 A test that looks at shared memory or at processes must tolerate those of another test that runs at the same time.
 """
 
+import gc
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,8 +31,24 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+TOGETHER = ("tests/ray", "tests/unit/store/compact")
+"""All files of such a folder go to one process: the first shares one Ray, the second a codec that takes long to compile"""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(guard())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected lives until the end, so the garbage collector does not search it again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -40,7 +58,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            # All of tests/ray shares one Ray, so that it starts once.
-            return "tests/ray" if file.startswith("tests/ray/") else file
+            return next((folder for folder in TOGETHER if file.startswith(f"{folder}/")), file)
 
     return Scheduling(config, log)

@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from distill_rl.align import Alignment
+from distill_rl.align import Alignment, Vocabulary
 from tests.helpers.tokenizers import CHAT_TEMPLATE, seeded_words
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -194,6 +194,12 @@ def unknown_is_eos(name: str) -> PreTrainedTokenizerFast:
 def real(name: str) -> PreTrainedTokenizerFast:
     """One of the tokenizers of the shared data; callers skip their test if it is missing."""
     return AutoTokenizer.from_pretrained(DATA / "tokenizers" / name)
+
+
+@cache
+def real_vocabulary(name: str) -> Vocabulary:
+    """The vocabulary of one of them."""
+    return Vocabulary.from_tokenizer(real(name))
 
 
 @cache

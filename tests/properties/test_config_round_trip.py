@@ -63,7 +63,7 @@ def instances(kind: Any) -> st.SearchStrategy:
     return st.none() | strategy if optional else strategy
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(instances(Config))
 def test_saving_and_loading_are_inverse(config: Config):
     with tempfile.TemporaryDirectory() as folder:

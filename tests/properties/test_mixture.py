@@ -23,20 +23,22 @@ seeds = st.integers(0, 2**63 - 1)
 
 
 @given(weights, st.integers(1, 400))
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_every_count_is_within_one_of_its_share(parts, total):
     schedule, shares = Schedule(parts), [Fraction(str(weight)) for weight in parts]
+    whole = sum(shares)
+    shares = [share / whole for share in shares]
     counts = [0] * len(parts)
     for i in range(total):
         source, rank = schedule(i)
         assert rank == counts[source]
         counts[source] += 1
         for count, share in zip(counts, shares):
-            assert abs(count - share / sum(shares) * (i + 1)) < 1
+            assert abs(count - share * (i + 1)) < 1
 
 
-@given(weights, st.lists(st.integers(0, 3000), min_size=1, max_size=20))
-@settings(deadline=None)
+@given(weights, st.lists(st.integers(0, 1000), min_size=1, max_size=20))
+@settings(max_examples=50, deadline=None)
 def test_a_place_of_the_schedule_needs_no_other(parts, places):
     straight = Schedule(parts)
     expected = [straight(i) for i in range(max(places) + 1)]

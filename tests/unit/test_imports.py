@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,7 @@ class Module:
         yield from ((line, name.rpartition(".")[2]) for line, name in self.imports())
 
 
+@cache
 def read(package: Path) -> list[Module]:
     paths = sorted(package.rglob("*.py"))
     return [Module(path.relative_to(package).as_posix(), ast.parse(path.read_text("utf-8"))) for path in paths]

@@ -108,6 +108,11 @@ def test_places_inside_chunks_are_removed():
     assert outside_of_chunks(places[:0], student, teacher).shape == (0, 2)
 
 
+@cache
+def with_real_teacher(teacher: str) -> TokenAligner:
+    return TokenAligner(real("qwen3"), real(teacher))
+
+
 @pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="real tokenizers and texts are not in ../shared/data")
 @pytest.mark.parametrize(
     ("teacher", "language"),
@@ -116,8 +121,6 @@ def test_places_inside_chunks_are_removed():
 def test_unreadable_script_does_not_shorten_the_student(teacher, language):
     rows = map(json.loads, (DATA / "corpus/multilingual/udhr.jsonl").read_text("utf-8").splitlines())
     texts = {row["lang"]: row["text"][:2000] for row in rows} | {"emoji": "🧑🚀👨👩👧👦🎉" * 90}
-    result = TokenAligner(real("qwen3"), real(teacher)).align(
-        texts[language], max_student_tokens=64, max_teacher_tokens=64
-    )
+    result = with_real_teacher(teacher).align(texts[language], max_student_tokens=64, max_teacher_tokens=64)
     assert 32 <= len(result.student_ids) <= 64
     check_numbers(result)

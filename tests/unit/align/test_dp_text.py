@@ -8,14 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from distill_rl.align.dp.canonical import CanonicalTables
 from distill_rl.align.tokenizer.vocabulary import Vocabulary
+from tests.helpers.align import DATA, real, real_vocabulary
 from tests.helpers.windows import align_window, check_chunks
 
-DATA = Path(__file__).parents[4] / "shared" / "data"
-EXACT = [("qwen3", "cl100k_base"), ("qwen3", "mistral-v1"), ("minimind", "mistral-tekken"), ("llm-jp-v2.2", "qwen3")]
+EXACT = [("qwen3", "cl100k_base"), ("qwen3", "mistral-v1"), ("llm-jp-v2.2", "qwen3")]
 LOSSY = [("qwen3", "t5-small"), ("minimind", "bert-uncased")]
 LANGUAGES = {"eng", "cmn_hans", "jpn", "arb", "hin", "tha", "fra", "rus"}
 
@@ -23,8 +22,7 @@ LANGUAGES = {"eng", "cmn_hans", "jpn", "arb", "hin", "tha", "fra", "rus"}
 def load(name: str):
     if not (DATA / "tokenizers" / name / "tokenizer.json").exists():
         pytest.skip(f"no tokenizer {name} beside the repository")
-    tokenizer = AutoTokenizer.from_pretrained(DATA / "tokenizers" / name)
-    return tokenizer, Vocabulary.from_tokenizer(tokenizer)
+    return real(name), real_vocabulary(name)
 
 
 def texts() -> list[str]:

@@ -19,20 +19,18 @@ pytestmark = pytest.mark.skipif(
     not (DATA / "tokenizers").is_dir(), reason="real tokenizers and texts are not in ../shared/data"
 )
 
+# Reading the tokenizers takes most of the time: each occurs, the large ones once, and byte-level and SentencePiece ones
+# are paired with each other and among themselves.
 PAIRS = [
     ("qwen3", "cl100k_base"),
-    ("qwen3", "mistral-tekken"),
-    ("qwen3", "mistral-v1"),
-    ("qwen3", "llm-jp-v2.2"),
-    ("minimind", "qwen3"),
+    ("minimind", "mistral-tekken"),
+    ("minimind", "mistral-v1"),
     ("mistral-v1", "llm-jp-v2.2"),
     ("gpt2", "roberta-base"),
-    ("mistral-v1", "mistral-tekken"),
-    ("roberta-base", "cl100k_base"),
 ]
 LOSSY_PAIRS = [
     ("qwen3", "t5-small"),
-    ("qwen3", "bert-uncased"),
+    ("minimind", "bert-uncased"),
     ("t5-small", "mistral-v1"),
     ("bert-uncased", "t5-small"),
 ]
@@ -112,7 +110,7 @@ def test_lossy_rows_are_inexact_with_correct_chunks(student: str, teacher: str) 
     assert exact < len(texts()) / 3
 
 
-@pytest.mark.parametrize(("student", "teacher"), [("qwen3", "t5-small"), ("qwen3", "bert-uncased")])
+@pytest.mark.parametrize(("student", "teacher"), [("qwen3", "t5-small"), ("minimind", "bert-uncased")])
 def test_dp_chunks_cover_the_same_place(student: str, teacher: str) -> None:
     """Rows in which one tokenizer knows hardly any letter: its commas and full stops stand between unknown tokens."""
     aligner = make_aligner(student, teacher)

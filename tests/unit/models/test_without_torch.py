@@ -23,7 +23,7 @@ from distill_rl.system.without_torch import import_transformers_without_torch
 
 def main():
     import_transformers_without_torch()
-    folder = Path(sys.argv[1])
+    root = Path(sys.argv[1])
     {body}
 
 if __name__ == "__main__":
@@ -31,11 +31,53 @@ if __name__ == "__main__":
 """
 
 
-def without_torch(tmp_path: Path, body: str, folder: Path) -> list[str]:
-    """The list that a function's body prints as JSON in a process without PyTorch; nothing goes to stderr."""
-    script = tmp_path / "script.py"
-    script.write_text(WITHOUT.format(body="\n    ".join(body.strip().splitlines())))
-    done = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, text=True, timeout=240)
+EXAMINE = "examine('student', folder, attention='sdpa', packing=True, weights=True)"
+WRONG = {"dtype": ("read_config(folder)", {"dtype": "bogus"}), "activation": (EXAMINE, {"hidden_act": "bogus"})}
+"""Folder → what raises an error of its model, and what is changed in the model's configuration"""
+
+BODY = f"""
+import os
+from distill_rl.errors import ConfigError
+from distill_rl.models.files.architecture import architecture_problems
+from distill_rl.models.files.examine import examine
+from distill_rl.models.files.hub import read_config, read_tokenizer
+from transformers.utils import is_torch_available
+folder = root / "llama"
+found = dict(reads=[is_torch_available(), read_config(folder).model_type, len(read_tokenizer(folder)) > 0])
+found["architecture"] = architecture_problems("student", folder)
+folder = root / "gpt2"
+found["gpt2"] = {EXAMINE}
+assert "torch" not in sys.modules
+for name, function in {[(name, function) for name, (function, _) in WRONG.items()]!r}:
+    folder = root / name
+    try:
+        eval(function)
+    except ConfigError as error:
+        found[name] = list(error.problems)
+assert "TRANSFORMERS_NO_ADVISORY_WARNINGS" not in os.environ
+import torch
+assert torch.ones(1).item() == 1
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, some with a wrong configuration."""
+    root = tmp_path_factory.mktemp("models")
+    write_tiny_model(root / "llama")
+    edit(write_tiny_model(root / "gpt2", "gpt2", layers=2), n_layer=1)
+    for name, (_, change) in WRONG.items():
+        edit(write_tiny_model(root / name), **change)
+    return root
+
+
+@pytest.fixture(scope="module")
+def found(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
+    """What a process without PyTorch finds of these models; nothing goes to stderr."""
+    script = tmp_path_factory.mktemp("script") / "script.py"
+    script.write_text(WITHOUT.replace("{body}", "\n    ".join(BODY.strip().splitlines())))
+    done = subprocess.run([sys.executable, str(script), str(root)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return json.loads(done.stdout)
@@ -46,54 +88,22 @@ def edit(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_transformers_reads_configs_and_leaves_torch_to_others(tmp_path):
-    body = """
-import os
-from transformers.utils import is_torch_available
-from distill_rl.models.files.architecture import architecture_problems
-from distill_rl.models.files.hub import read_config, read_tokenizer
-print(json.dumps([is_torch_available(), read_config(folder).model_type, len(read_tokenizer(folder)) > 0]))
-assert architecture_problems("student", folder) == []
-assert "TRANSFORMERS_NO_ADVISORY_WARNINGS" not in os.environ
-assert "torch" not in sys.modules
-import torch
-assert torch.ones(1).item() == 1
-"""
-    assert without_torch(tmp_path, body, write_tiny_model(tmp_path / "model")) == [False, "llama", True]
+def test_transformers_reads_configs_and_leaves_torch_to_others(found):
+    assert found["reads"] == [False, "llama", True]
+    assert found["architecture"] == []
 
 
-def test_a_class_is_asked_in_another_process(tmp_path):
-    folder = write_tiny_model(tmp_path / "model", "gpt2", layers=2)
-    edit(folder, n_layer=1)
-    body = """
-from distill_rl.models.files.examine import examine
-print(json.dumps(examine("student", folder, attention="sdpa", packing=True, weights=True)))
-assert "torch" not in sys.modules
-"""
-    expected = examine("student", folder, attention="sdpa", packing=True, weights=True)
+def test_a_class_is_asked_in_another_process(root, found):
+    expected = examine("student", root / "gpt2", attention="sdpa", packing=True, weights=True)
     assert len(expected) == 1
-    assert without_torch(tmp_path, body, folder) == expected
+    assert found["gpt2"] == expected
 
 
-@pytest.mark.parametrize(("function", "change"), [
-    ("read_config(folder)", {"dtype": "bogus"}),
-    ("examine('student', folder, attention='sdpa', packing=True, weights=True)", {"hidden_act": "bogus"}),
-])  # fmt: skip
-def test_errors_are_those_with_torch(tmp_path, function, change):
-    folder = write_tiny_model(tmp_path / "model")
-    edit(folder, **change)
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_are_those_with_torch(root, found, name):
     with pytest.raises(ConfigError) as expected:
-        eval(function, {"read_config": read_config, "examine": examine, "folder": folder})
-    body = f"""
-from distill_rl.errors import ConfigError
-from distill_rl.models.files.examine import examine
-from distill_rl.models.files.hub import read_config
-try:
-    {function}
-except ConfigError as error:
-    print(json.dumps(error.problems))
-"""
-    assert without_torch(tmp_path, body, folder) == list(expected.value.problems)
+        eval(WRONG[name][0], {"read_config": read_config, "examine": examine, "folder": root / name})
+    assert found[name] == list(expected.value.problems)
 
 
 @pytest.fixture

@@ -187,7 +187,7 @@ def test_phi3_tokens_and_template():
         "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
     )
-    for aligner in (TokenAligner(real("qwen3"), phi), TokenAligner(phi, real("qwen3"))):
+    for aligner in (TokenAligner(real("minimind"), phi), TokenAligner(phi, real("minimind"))):
         result = aligner.align_messages(CHAT)
         assert (result.method, result.exact) == ("bytes", True)
         assert len(result.stop_pairs) == len(CHAT)

@@ -23,7 +23,7 @@ launched = []
 launch = dp_cuda._launch
 dp_cuda._launch = lambda problems: launched.append(len(problems)) or launch(problems)
 tables = CanonicalTables(vocabulary(STUDENT), vocabulary(TEACHER))
-windows = random_windows(3, 14, 12)
+windows = random_windows(3, 12, 12)
 for band in (1, 3, 64):
     found, wanted = (align_windows(windows, tables, backend=backend, band=band) for backend in ("cuda", "numpy"))
     assert same(found, wanted), (band, found, wanted)

@@ -7,13 +7,13 @@ from transformers import PreTrainedTokenizerFast
 
 from distill_rl.align import Vocabulary, common_vocabulary
 from distill_rl.align.tokenizer.families import byte_of_letter
-from tests.helpers.align import DATA, FAMILIES, REAL, REAL_LOSSY, SPECIALS, family, real, slow_table
+from tests.helpers.align import DATA, FAMILIES, REAL, REAL_LOSSY, SPECIALS, family, real, real_vocabulary, slow_table
 
 needs_data = pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="real tokenizers are not in ../shared/data")
 
 
-def check_table(tokenizer) -> None:
-    vocabulary, expected = Vocabulary.from_tokenizer(tokenizer), slow_table(tokenizer)
+def check_table(tokenizer, vocabulary: Vocabulary) -> None:
+    expected = slow_table(tokenizer)
     special = {
         token["id"] for token in json.loads(tokenizer.backend_tokenizer.to_str())["added_tokens"] if token["special"]
     }
@@ -29,13 +29,13 @@ def check_table(tokenizer) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bytes_of_every_id(name):
-    check_table(family(name))
+    check_table(family(name), Vocabulary.from_tokenizer(family(name)))
 
 
 @needs_data
 @pytest.mark.parametrize("name", REAL + REAL_LOSSY)
 def test_bytes_of_every_id_of_real_tokenizers(name):
-    check_table(real(name))
+    check_table(real(name), real_vocabulary(name))
 
 
 def test_byte_map_is_that_of_the_tokenizers_library():
@@ -179,7 +179,7 @@ def test_plain_piece_precedes_a_fallback_piece():
     [("gpt2", "roberta-base", 50256), ("qwen3", "mistral-v1", 29234), ("qwen3", "cl100k_base", 99156)],
 )
 def test_size_of_real_common_vocabularies(left, right, count):
-    student, teacher = (Vocabulary.from_tokenizer(real(name)) for name in (left, right))
+    student, teacher = real_vocabulary(left), real_vocabulary(right)
     student_ids, teacher_ids = common_vocabulary(student, teacher)
     spelled = student.lengths[student_ids] > 0
     assert abs(int(spelled.sum()) - count) <= 20

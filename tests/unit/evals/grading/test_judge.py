@@ -27,7 +27,6 @@ HOSTILE = {
     "roots": ("\\boxed{" + "\\sqrt{" * 300 + "5" + "}" * 300 + "}", "6", TOO_MUCH | {"wrong"}),
     "megabytes": ("\\boxed{" + "9" * (1 << 22) + "}", "5", "wrong"),
     "power tower": ("\\boxed{9^{9^{9^{9}}}}", "5", TOO_MUCH),
-    "great power": ("\\boxed{2^{99999999999}}", "5", TOO_MUCH),
     "10^9 terms": ("\\boxed{\\sum_{k=1}^{1000000000} \\frac{1}{k^2}}", "5", TOO_MUCH),
     "10^9 factors": ("\\boxed{1000000000!}", "5", TOO_MUCH),
 }  # fmt: skip
