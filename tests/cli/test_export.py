@@ -200,6 +200,7 @@ def test_pushes(tmp_path: Path, session: Session) -> None:
     assert f"{hub.address}/me/student (private" in pushed.out
     repo, folder = hub.repos["me/student"], run / "export"
     assert repo.private
+    assert [commit["summary"] for commit in repo.commits] == [f"Step 8 of {run.name}"]
     assert [commit["deleted"] for commit in repo.commits] == [[]]
     assert repo.files == {path.name: path.read_bytes() for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= repo.files.keys()

@@ -38,8 +38,9 @@ def test_any_end_is_found(case):
     for length in range(len(block)):
         with pytest.raises(ValueError, match=r"^block: "):
             decode(tokens, block[:length], vocabulary_size=SIZE)
-    with pytest.raises(ValueError, match=r"^block: "):
-        decode(tokens, block + bytes(4), vocabulary_size=SIZE)
+    for longer in (block + bytes(4), with_checksum(tokens, block + bytes(4))):
+        with pytest.raises(ValueError, match=r"^block: "):
+            decode(tokens, longer, vocabulary_size=SIZE)
 
 
 def test_damage_behind_a_right_checksum_is_survived(case):
