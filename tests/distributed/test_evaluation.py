@@ -24,10 +24,10 @@ pytestmark = pytest.mark.ranks
 
 WORDS = seeded_words(3, 200)
 PREFIX = " ".join(WORDS[:30]) + "\n\n"
-COMPLETE, CHOOSE = Task(choose=False, max_new_tokens=9, stop=(" lo",)), Task(choose=True)
-ITEMS = [Item(f"row {n}", " ".join(WORDS[30 + 9 * n :][: 1 + 2 * n]), "", prefix=PREFIX * (n % 2)) for n in range(6)]
-CHOICES = [replace(item, choices=(" ka", " mi lo", " mi ka", " re")) for item in ITEMS]
-SETTINGS = Settings(batch_size=4, dtype="fp32")
+COMPLETE, CHOOSE = Task(choose=False, max_new_tokens=6, stop=(" lo",)), Task(choose=True)
+ITEMS = [Item(f"row {n}", " ".join(WORDS[30 + 9 * n :][: 1 + 2 * n]), "", prefix=PREFIX * (n % 2)) for n in range(4)]
+CHOICES = [replace(item, choices=(" ka", " mi lo", " mi ka")) for item in ITEMS]
+SETTINGS = Settings(batch_size=3, dtype="fp32")
 
 
 def outputs(executor: LocalExecutor | LeadingExecutor, folder: str, settings: Settings) -> list[list[Output]]:

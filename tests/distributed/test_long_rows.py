@@ -54,17 +54,18 @@ def gradients(dp: int, sp: int, tp: int, students: dict[str, Path], teacher: Pat
     world = world_of(dp, sp, tp)
     batch = engines.rank_batch(batch_rows(), world.dp_rank, dp)
     found: dict[str, Any] = {"rank": (world.dp_rank, world.sp_rank, world.tp_rank)}
+    common = {"loss__temperature": TEMPERATURE, "loss__ce_weight": CE_WEIGHT, "loss__top_k": TOP}
+    config = engines.engine_config("unused", [teacher], **common, train__micro_batch_size=1)
+    config.teachers[0].score = "ce"
+    teaching = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
+    targets = engines.engine_targets(teaching, batch)
+    found["score"], found["targets"] = teaching.score, targets
+    source = engines.fixed_targets([targets], WIDTH, first_row=batch.first_row, temperature=TEMPERATURE)
     for name, path in students.items():
         for variant, settings in VARIANTS.items():
-            common = {"loss__temperature": TEMPERATURE, "loss__ce_weight": CE_WEIGHT, "loss__top_k": TOP}
             config = engines.engine_config(path, [teacher], **common, **settings)
             if name == "mixtral":  # only its own forward makes its logits
                 config.loss.fused, config.loss.router_weight = "off", ROUTER_WEIGHT
-            config.teachers[0].score = "ce"
-            teaching = TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY)
-            targets = engines.engine_targets(teaching, batch)
-            found["score"], found["targets"] = teaching.score, targets
-            source = engines.fixed_targets([targets], WIDTH, first_row=batch.first_row, temperature=TEMPERATURE)
             engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
             trained = engine.forward_backward(batch, source)
             whole = engines.whole_gradients(engine.model)

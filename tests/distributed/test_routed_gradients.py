@@ -41,7 +41,7 @@ from tests.helpers.tokenizers import tiny_tokenizer
 
 pytestmark = pytest.mark.ranks
 
-OURS, COLUMNS, THEIRS, TOP, WIDTH, CE_WEIGHT = 320, 507, 420, 16, 40, 0.5
+OURS, COLUMNS, THEIRS, DOCUMENTS, TOP, WIDTH, CE_WEIGHT = 320, 507, 420, 12, 16, 40, 0.5
 LAYOUTS = [(1, 1), (2, 1), (1, 2)]
 WEIGHTS_OF = [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (0.5, 2.0), (3.0, 0.0), (0.0, 0.25)]
 """Of the documents in turn: for a teacher of the student's tokenizer, and one of another."""
@@ -60,8 +60,8 @@ def build(
     """
     student = tiny_tokenizer(OURS)
     other = CrossTokenizerTeacher.of("t1", student, tiny_tokenizer(THEIRS, seed=8), AlignerConfig())
-    texts = [" ".join(row["text"].split()[: 1 + i % 5]) for i, row in enumerate(corpus_rows(18, seed=2))]
-    kept = [i for i in range(18) if only is None or i % len(WEIGHTS_OF) == only]
+    texts = [" ".join(row["text"].split()[: 1 + i % 5]) for i, row in enumerate(corpus_rows(DOCUMENTS, seed=2))]
+    kept = [i for i in range(DOCUMENTS) if only is None or i % len(WEIGHTS_OF) == only]
     documents = [{"row": i, "text": texts[i]} for i in kept]
     if only is None:
         documents = [document | {WEIGHTS: WEIGHTS_OF[document["row"] % len(WEIGHTS_OF)]} for document in documents]
@@ -73,7 +73,7 @@ def build(
 
 
 def gradients(dp: int, tp: int, folders: dict[str, Path]) -> dict:
-    """Runs on a rank. The whole gradient by case, packing and micro-batch size."""
+    """Runs on a rank. The whole gradient by case, packing and micro-batch size. An evaluation comes before the last."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     results = {}
     for (export, method, other_export), sizes in CASES.items():
@@ -99,9 +99,10 @@ def gradients(dp: int, tp: int, folders: dict[str, Path]) -> dict:
             )
             for size in sizes:
                 engine.config.train.micro_batch_size = size
+                if packing and size == sizes[-1]:
+                    engine.evaluate(batch, source)
                 metrics = engine.forward_backward(batch, source)
                 results[export, method, packing, size] = whole_gradients(engine.model), metrics
-                engine.evaluate(batch, source)
                 engine.optimizer.zero_grad()
     return results
 

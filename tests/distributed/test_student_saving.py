@@ -18,7 +18,7 @@ from tests.helpers.models import write_tiny_model
 
 pytestmark = pytest.mark.ranks
 
-VOCABULARY, WIDTH, STEPS = 320, 24, 6
+VOCABULARY, WIDTH, STEPS = 320, 24, 3
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +83,10 @@ def test_a_late_write_holds_the_copied_state(student, tmp_path, dp, tp):
 
 
 def with_and_without_saving(dp: int, tp: int, student: Path, folder: Path) -> list[tuple]:
-    """Six steps without saves, with an async save after each step, and with a synchronous save after each step."""
+    """Three steps without saves, with an async save after each step, and with a synchronous save after each step."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     outcomes: list[tuple] = []
+    loaded = engine_on(world, student)
     for mode in ("never", "beside", "at once"):
         engine = engine_on(world, student)
         losses, states = [], {}
@@ -97,7 +98,6 @@ def with_and_without_saving(dp: int, tp: int, student: Path, folder: Path) -> li
                 engine.save(target, target.with_suffix(".json") if mode == "beside" else None)
         engine.finish_saving()
         for step in range(STEPS) if mode != "never" else ():
-            loaded = engine_on(world, student)
             loaded.load(folder / mode / f"step-{step}")
             assert equal(local_state(loaded), states[step])
         outcomes.append((losses, states))

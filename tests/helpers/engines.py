@@ -136,11 +136,16 @@ def plain_topk(
 ) -> dict[str, Tensor]:
     """Top-k targets from the definition, flattened to [N, …]."""
     with torch.no_grad():
-        logprobs = torch.log_softmax(plain_logits(model, rows, vocabulary) / temperature, dim=-1).flatten(0, 1)
-    labels = torch.tensor(rows.labels, dtype=torch.long).flatten()
+        return topk_of(plain_logits(model, rows, vocabulary), rows.labels, k, temperature)
+
+
+def topk_of(logits: Tensor, labels: np.ndarray, k: int, temperature: float = 1.0) -> dict[str, Tensor]:
+    """Top-k targets of logits [R, S, vocabulary] and labels [R, S] from the definition, flattened to [N, …]."""
+    logprobs = torch.log_softmax(logits / temperature, dim=-1).flatten(0, 1)
+    chosen = torch.tensor(labels, dtype=torch.long).flatten()
     top, ids = logprobs.topk(k, dim=-1)
     rest = logprobs.scatter(1, ids, float("-inf")).logsumexp(-1)
-    label = logprobs.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    label = logprobs.gather(1, chosen.clamp(min=0)[:, None])[:, 0]
     return {"ids": ids.int(), "logprobs": top, "rest_logprob": rest, "label_logprob": label}
 
 

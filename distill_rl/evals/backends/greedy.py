@@ -101,7 +101,7 @@ class StopDetector:
         return next((output for output in outputs if output is not None), None)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: Any, rows: Sequence[Row], prefix: SharedPrefix, stops: StopDetector
 ) -> Iterator[tuple[int, Output]]:
@@ -153,7 +153,7 @@ def generate(
         positions = positions[:, -1:] + 1
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate_with_transformers(model: Any, rows: Sequence[Row], stops: StopDetector) -> Iterator[tuple[int, Output]]:
     """Yields (`Row.item_index`, output) for the completions of one batch, like `generate` but by transformers' own
     `generate`, for models whose cache is not plain. All rows run until the last one has ended; only then is the first

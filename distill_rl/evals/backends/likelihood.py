@@ -97,7 +97,7 @@ class ChoiceCollector:
         return replace(scores.output, logprobs=tuple(scores.by_choice[i] for i in range(scores.num_choices)))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def score(model: Any, rows: Sequence[Row], prefix: SharedPrefix) -> list[dict[int, float]]:
     """Runs a batch; returns, per row, {index of a choice: sum of its tokens' log-probabilities (natural logarithm)}.
 

@@ -108,7 +108,7 @@ class SharedPrefix:
         ids: [P] token ids; empty: nothing is shared, and nothing is run.
     """
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def __init__(self, model: Any, ids: Sequence[int]):
         self.length = len(ids)
         self._cache: Any = None
