@@ -5,7 +5,7 @@
 
     values = run_ranks(2, shards_agree, 507)            # [rank 0's value, rank 1's value]
 
-Starting a process that imports torch costs seconds, so the workers are kept for the whole session and
+A process that imports torch costs seconds, so the workers are forks of one that has, are kept for the whole session, and
 every call opens a fresh gloo group among the first `world_size` of them (about 20 ms). Batch what
 belongs together into one call all the same.
 
@@ -123,7 +123,10 @@ def run_ranks(
 
 class _Pool:
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(
+            ["distill_rl.student.engine", "distill_rl.teacher.engine", "tests.helpers.engines", __name__]
+        )
         self._workers: list[tuple[Any, Connection]] = []
         self._server: dist.TCPStore | None = None
         self._calls = 0
