@@ -103,7 +103,7 @@ class Observer:
     def close(self) -> None:
         """Writes pending metrics, then closes every sink, live ones too, even if the writing or a sink fails.
 
-        The error is raised afterwards; of several, the last one, with the one before it as its context.
+        The error is raised afterwards; of several, the last one.
         """
         with ExitStack() as stack:
             for sink in reversed(self._sinks + self._live):

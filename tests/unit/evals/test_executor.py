@@ -13,6 +13,7 @@ from distill_rl.evals.backends.base import Output, Settings
 from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.evals.executor import BATCHES_PER_CHUNK, VLLM_CHUNK, LocalExecutor, Task, chunks
 from distill_rl.evals.suites.base import Item
+from distill_rl.workers.evaluation.executor import RayExecutor, Shards
 from tests.helpers.models import ask_otherwise, write_tiny_model
 
 ITEMS = [Item(str(n), "q" * (1 + n * 7 % 13), "a", prefix=f"subject {n % 3}: ") for n in range(40)]
@@ -47,6 +48,28 @@ def test_chats_are_as_long_as_their_messages() -> None:
         return Item(text, ({"role": "user", "content": text},), "a")
 
     assert chunks([chat("a"), chat("aaa"), chat("aa")], Task(False), "hf", 9) == [[1, 2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("count", "each", "gpus", "backend", "tp", "expected"),
+    [
+        (1, None, 0, "hf", 2, 0),  # a copy divided over ranks on CPUs
+        (2, None, 4, "hf", 2, 2),
+        (2, None, 4, "vllm", 2, 2),
+        (2, None, 4, "hf", 1, 1),
+        (3, None, 2, "hf", 1, 0.5),
+        (3, None, 0, "hf", 1, 0),
+        (2, 0.25, 4, "hf", 1, 0.25),
+    ],
+)
+def test_gpus_are_shared_by_the_copies(count, each, gpus, backend, tp, expected) -> None:
+    assert RayExecutor(Shards(count, each))._gpus_each(gpus, backend, tp) == expected
+
+
+@pytest.mark.parametrize(("backend", "gpus"), [("hf", 3), ("vllm", 0)])
+def test_copies_that_need_more_gpus_than_there_are_are_refused(backend, gpus) -> None:
+    with pytest.raises(ConfigError, match=rf"--tp: 2 shards x 2 GPUs are asked, the cluster has {gpus}; lower"):
+        RayExecutor(Shards(2))._gpus_each(gpus, backend, 2)
 
 
 CPU = Settings(device="cpu", dtype="fp32")

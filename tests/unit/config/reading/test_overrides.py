@@ -54,6 +54,7 @@ def test_section_as_a_mapping_is_merged(load):
         ("'quoted # text'", "quoted # text"),
         ('"007"', "007"),
         ("[x", "[x"),
+        (" x ", "x"),
         ("", ""),
     ],
 )

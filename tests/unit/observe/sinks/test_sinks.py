@@ -23,7 +23,7 @@ from distill_rl.types import RunPaths
 
 
 class ListSink:
-    def __init__(self, *, fails_to_close: bool = False) -> None:
+    def __init__(self, *, fails_to_close: str = "") -> None:
         self.records: list[tuple[int, dict[str, float]]] = []
         self.closed, self.fails_to_close = False, fails_to_close
 
@@ -33,7 +33,7 @@ class ListSink:
     def close(self) -> None:
         self.closed = True
         if self.fails_to_close:
-            raise OSError("full")
+            raise OSError(self.fails_to_close)
 
 
 def steps_of(path: Path) -> list[int]:
@@ -93,8 +93,8 @@ def test_busy_shares_are_weighted_by_the_seconds_of_the_steps() -> None:
 
 
 def test_every_sink_is_closed_even_if_one_fails() -> None:
-    first, second, live = ListSink(fails_to_close=True), ListSink(), ListSink()
-    with pytest.raises(OSError, match="full"):
+    first, second, live = ListSink(fails_to_close="first"), ListSink(), ListSink(fails_to_close="live")
+    with pytest.raises(OSError, match="live"):  # they are closed in the order in which they were given
         Observer([first, second], every=1, live=[live]).close()
     assert second.closed
     assert live.closed
