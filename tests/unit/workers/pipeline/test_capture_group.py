@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
@@ -59,8 +59,8 @@ def test_a_teacher_that_dies_while_writing_is_replaced():
 class PlayedSubBatch:
     """Two replicas of a teacher, whose calls both have to end."""
 
-    state, leaders = State.TEACHING, [["leader 0", "leader 1"]]
-    all_teacher_calls = {name: "big" for name in ("leader 0", "other rank 0", "leader 1", "other rank 1")}
+    state, leaders = State.TEACHING, (("leader 0",), ("leader 1",))
+    all_teacher_calls = MappingProxyType(dict.fromkeys(("leader 0", "other rank 0", "leader 1", "other rank 1"), "big"))
 
     def __init__(self):
         self.ended = []
