@@ -9,9 +9,10 @@ import pytest
 from distill_rl.config.load import load_config, read_config
 from distill_rl.demo import compare, files
 from distill_rl.demo import trial as run
-from distill_rl.demo.measure import Measured, make_prompts
+from distill_rl.demo.measure import Measured, Prompt, make_prompts
 from distill_rl.demo.pair import Request, count, in_words
 from distill_rl.errors import ConfigError
+from distill_rl.evals.suites.base import Item
 from distill_rl.run.pace import settled
 
 CHAT = [
@@ -35,6 +36,21 @@ def test_verdict_follows_the_interval(taught, control, words):
     outcome = compare.difference(measured(taught, 1), measured(control, 1 if "0.500" in words else 2))
     assert words in outcome.verdict
     assert outcome.low <= outcome.saved <= outcome.high
+
+
+def test_samples_are_shown_on_a_line_each_and_cut_where_they_are_long(capsys):
+    prompt = Prompt(Item("row 1", "", ""), "word " * 50, "two\nlines")
+    samples = {compare.BEFORE: "", compare.CONTROL: "x" * 200, compare.TAUGHT: "fine"}
+    compare.print_samples([prompt], {name: Measured((1.0,), (1,), (text,)) for name, text in samples.items()})
+    _, first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("  prompt           … ")
+    assert first.endswith(" word word")
+    assert rest[0] == "  text             two lines"
+    assert rest[1:4] == [
+        "  before           (nothing)",
+        f"  without teacher  {'x' * 160} …",
+        "  with teacher     fine",
+    ]
 
 
 @pytest.mark.parametrize("documents", [1, 2, 7, 8])
