@@ -118,13 +118,13 @@ def _add_quickstart(commands: Any) -> None:
     """Adds the command quickstart to the subparsers."""
     description = (
         "Distil a small student that sorts, train the same student on the same noisy answers without a teacher, and "
-        "compare the two. Takes two to three minutes; needs no GPU and no download."
+        "compare the two. Takes about two minutes; needs no GPU and no download."
     )
     add = _command(
         commands,
         "quickstart",
         "quickstart.quickstart",
-        "a whole distillation in miniature, in two to three minutes",
+        "a whole distillation in miniature, in about two minutes",
         description,
     )
     add("--cross", action="store_true", help="use a teacher with another tokenizer; runs go to runs/quickstart-cross")
