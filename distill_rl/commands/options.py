@@ -129,6 +129,10 @@ def _add_quickstart(commands: Any) -> None:
     )
     add("--cross", action="store_true", help="use a teacher with another tokenizer; runs go to runs/quickstart-cross")
     add("--stored", action="store_true", help="capture the teacher's targets first, and train from them without it")
+    real_help = "pretrained models (SmolLM2, fetched once, 89 MiB) and real text; takes some twenty minutes"
+    add("--real", action="store_true", help=real_help)
+    terms_help = "with --real --cross: you have read and accept the terms of Gemma, the teacher"
+    add("--accept-terms", action="store_true", help=terms_help)
     config_help = "default: quickstart.yaml, or with --cross quickstart-cross.yaml, of the package's configs"
     add("-c", "--config", type=Path, metavar="FILE", help=config_help)
     add("--seed", type=int, default=0, metavar="N", help="seed of data, models and data order; default: 0")
@@ -153,7 +157,9 @@ def _add_try(commands: Any) -> None:
     add("text", metavar="TEXT", help="text or chats: a file, a folder or a glob, as data.path accepts them")
     minutes_help = "minutes of each of the two trainings; default: %(default)g"
     add("--minutes", type=float, default=5.0, metavar="M", help=minutes_help)
+    add("--steps", type=int, metavar="N", help="steps of each of the two trainings, in place of minutes")
     add("--out", type=Path, metavar="DIR", help="folder for all results; default: runs/try-STUDENT-TEACHER")
+    add("--resume", dest="continued", action="store_true", help="go on with a trial that was stopped")
     seed_help = "seed of what is held out and of the order of the text; default: %(default)s"
     add("--seed", type=int, default=0, metavar="N", help=seed_help)
     add("--clean", action="store_true", help="delete an earlier trial in the folder")

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from distill_rl.demo import quickstart as demo
+from distill_rl.demo import real as real_demo
+from distill_rl.errors import ConfigError
 
 
-def quickstart(**options: Any) -> int:
-    """Runs the quickstart with the fields of `demo.quickstart.Options`; its results and errors are those of
-    `demo.quickstart.quickstart`.
+def quickstart(*, real: bool, accept_terms: bool, stored: bool, config: Path | None, **options: Any) -> int:
+    """Runs the quickstart with the fields of `demo.quickstart.Options`, or with `real` that of pretrained models; results and
+    errors are those of `demo.quickstart.quickstart` and `demo.real.try_real`.
+
+    Raises:
+        ConfigError: also options that do not go together.
     """
-    return demo.quickstart(demo.Options(**options))
+    wrong = [("--stored", stored), ("--config", config)] if real else [("--accept-terms", accept_terms)]
+    for flag, given in wrong:
+        if given:
+            with_it = "does not go with --real, which chooses its settings as `distill-rl try` does"
+            raise ConfigError(flag, with_it if real else "goes with --real --cross alone")
+    if real:
+        return real_demo.try_real(accepted=accept_terms, **options)
+    return demo.quickstart(demo.Options(stored=stored, config=config, **options))

@@ -63,6 +63,8 @@ class Known:
     """Of each training."""
     quantizes: bool = False
     """Whether the package is installed that weights of 8 and 4 bits need."""
+    steps: int | None = None
+    """Of each training, if it does not end after `minutes`."""
 
     @property
     def on_gpu(self) -> bool:
@@ -229,10 +231,11 @@ def reasons(known: Known, method: str, config: Config) -> list[str]:
     ce = f", with {loss.ce_weight:g} x cross-entropy with the text" if loss.ce_weight else ""
     device = f"{known.gpus} GPU{'s' if known.gpus > 1 else ''}" if known.on_gpu else f"CPU, {known.cores} cores"
     documents = f"documents of {known.tokens_per_document:,.0f} tokens on average"
+    why = f"few, for many steps in {known.minutes:g} min" if known.steps is None else f"{known.steps:,} of them"
     return [
         f"method    {how}; on {on}{ce}",
         f"rows      of {config.data.max_length} tokens, for {documents}; {way(config)}",
-        f"step      {batch} document{'s' if batch > 1 else ''}: few, for many steps in {known.minutes:g} min",
+        f"step      {batch} document{'s' if batch > 1 else ''}: {why}",
         f"rate      {config.optimizer.lr:g}: smaller models take larger ones; {config.schedule.warmup_steps} steps of warm-up, "
         f"then a {config.schedule.kind} to the end",
         f"device    {device}: {config.student.dtype}",

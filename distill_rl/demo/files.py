@@ -45,27 +45,34 @@ def default_out(student: str, teacher: str) -> Path:
     return Path("runs") / f"try-{'-'.join(names)}"
 
 
-def out_problems(root: Path, *, clean: bool) -> Iterator[str]:
+def out_problems(root: Path, *, clean: bool, resume: bool = False) -> Iterator[str]:
     """Yields at most one problem: the folder of a new trial is a file or holds something.
 
     Args:
         clean: whether an earlier trial in it will be deleted.
+        resume: whether a trial in it that was stopped will be gone on with.
     """
     if os.path.lexists(root) and not root.is_dir():
         found = "a file" if root.exists() else "a link to nothing"
         yield problem(f"{root}", "the folder of a trial must be a folder", found, "choose another --out")
     elif root.is_dir() and _entries(root):
         is_trial = (root / CONFIGURATION).is_file()
+        if resume and is_trial and not (root / RESULT).exists():
+            return
         if clean and not is_trial:
             rule = f"holds files and no earlier trial (no {CONFIGURATION})"
             yield problem(f"{root}", rule, remedy="choose another --out")
         elif not clean:
-            remedy = "start over with --clean, or choose another --out" if is_trial else "choose another --out"
+            over, other = "start over with --clean", "choose another --out"
+            stopped = is_trial and not (root / RESULT).exists()
+            remedy = (
+                f"go on with --resume, {over}, or {other}" if stopped else f"{over}, or {other}" if is_trial else other
+            )
             yield problem(f"{root}", "the folder is in use", remedy=remedy)
 
 
 @contextmanager
-def claimed(root: Path, *, clean: bool) -> Iterator[None]:
+def claimed(root: Path, *, clean: bool, resume: bool = False) -> Iterator[None]:
     """Keeps the folder of a trial from other trials until the block ends; it is made if needed.
 
     The lock is removed at the end, and so is what was made, if nothing came into it. A folder that has problems
@@ -74,7 +81,7 @@ def claimed(root: Path, *, clean: bool) -> Iterator[None]:
     Raises:
         ConfigError: another trial uses the folder, or it cannot be made or written.
     """
-    if any(out_problems(root, clean=clean)):
+    if any(out_problems(root, clean=clean, resume=resume)):
         yield
         return
     new = [folder for folder in (root, *root.parents) if not folder.exists()]

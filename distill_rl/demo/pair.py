@@ -38,6 +38,7 @@ RESERVED = {
     "run.dir": "--out",
     "run.seed": "--seed",
     "train.minutes": "--minutes",
+    "train.steps": "--steps",
     "loss.kd_weight": "distill-rl train",
 }
 """Settings that an override may not change → what sets them."""
@@ -47,6 +48,7 @@ _NAMES = {
     "teachers.0": "TEACHER",
     "data.path": "TEXT",
     "train.minutes": "--minutes",
+    "train.steps": "--steps",
     "run.seed": "--seed",
 }
 LARGER = 1.5
@@ -68,11 +70,21 @@ class Request:
     teacher: str
     text: str
     minutes: float
+    """Of each training; with `steps`, what measuring may take is derived from it alone."""
     seed: int
     out: Path
     clean: bool = False
     """Delete an earlier trial in `out`."""
     overrides: Sequence[str] = ()
+    steps: int | None = None
+    """Of each training, in place of minutes."""
+    resume: bool = False
+    """Go on with a trial in `out` that was stopped."""
+
+    @property
+    def length(self) -> str:
+        """Of a training, in words."""
+        return f"{self.minutes:g} min" if self.steps is None else f"{self.steps:,} step{'' if self.steps == 1 else 's'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +169,7 @@ def settings_of(request: Request, chosen: Settings) -> Settings:
         "student": {"model": _local(request.student)},
         "teachers": [{"model": _local(request.teacher), "dtype": chosen.get("teachers.0.dtype", "fp32")}],
         "data": {"path": _local(request.text)},
-        "train": {"minutes": request.minutes},
+        "train": {"minutes": request.minutes} if request.steps is None else {"steps": request.steps},
         **{key: value for key, value in chosen.items() if not key.startswith("teachers.")},
     }
 
@@ -202,7 +214,7 @@ def _request_problems(request: Request) -> Iterator[str]:
         if (name := RESERVED.get(text.partition("=")[0].strip())) is not None:
             yield problem(text, f"is set by {name}", remedy=f"use {name}")
     yield from _held_out_problems(request)
-    yield from files.out_problems(request.out, clean=request.clean)
+    yield from files.out_problems(request.out, clean=request.clean, resume=request.resume)
     if _local(request.student) == _local(request.teacher):
         rule = "must be two models: a model has nothing to learn from itself"
         yield problem("STUDENT and TEACHER", rule, request.student, "give the model to train first, then its teacher")
@@ -270,6 +282,7 @@ def _known(request: Request, facts: Facts, models: tuple[ModelFacts, ModelFacts]
         chats=facts.data_kind == "messages",
         turns_known=True,
         minutes=request.minutes,
+        steps=request.steps,
         quantizes=installed("torchao"),
     )
 

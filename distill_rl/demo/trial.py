@@ -51,10 +51,15 @@ class Options:
     teacher: str
     text: str
     minutes: float
+    """Of each training."""
     out: Path | None
     seed: int
     clean: bool
     overrides: Sequence[str]
+    steps: int | None = None
+    """Of each training, in place of minutes."""
+    continued: bool = False
+    """Go on with a trial that was stopped."""
 
 
 def try_pair(options: Options) -> int:
@@ -80,9 +85,11 @@ def try_pair(options: Options) -> int:
         out,
         options.clean,
         options.overrides,
+        options.steps,
+        options.continued,
     )
     paths = TrialPaths(out)
-    with _stopped_by_signals(), files.claimed(out, clean=options.clean):
+    with _stopped_by_signals(), files.claimed(out, clean=options.clean, resume=options.continued):
         with status("checking  models and text"):
             pair = examine(request)
         _introduce(request, pair)
@@ -91,10 +98,12 @@ def try_pair(options: Options) -> int:
         ])  # fmt: skip
         before = found.models[compare.BEFORE].bits_per_byte
         say(f"measured  teacher {found.models[compare.TEACHER].bits_per_byte:.3f}, student {before:.3f} bits per byte")
-        files.begin(paths, clean=options.clean)
-        files.write_configuration(paths.configuration, pair.config, _comments(request, pair))
+        if not (options.continued and paths.configuration.exists()):
+            files.begin(paths, clean=options.clean)
+            files.write_configuration(paths.configuration, pair.config, _comments(request, pair))
         if code := _train(paths):
-            say(f"stopped   start over with --clean; what there is lies in {paths.root}")
+            again = "the same command goes on" if options.continued else "go on with --resume"
+            say(f"stopped   {again}, or start over with --clean")
             return code
         trained = _measured(pair, "both students", [
             Subject(compare.CONTROL, paths.control.export), Subject(compare.TAUGHT, paths.taught.export),
@@ -116,10 +125,16 @@ def _introduce(request: Request, pair: Pair) -> None:
     say(f"text      {request.text}: {known.documents:,} {kind}, of which about {held:,} are held out{cut}")
     for line in (*pair.reasons, *(f"note      {note}" for note in pair.notes)):
         say(line)
-    total, epochs = 2 * request.minutes + OVERHEAD_S / 60, pair.config.train.epochs
+    epochs = pair.config.train.epochs
     cap = "" if epochs is None else f" (at most {epochs:g} passes over the text)"
+    if request.steps is not None:
+        say(
+            f"time      {request.length} with the teacher, {request.length} without it{cap}; each says how long it will take"
+        )
+        return
+    total = 2 * request.minutes + OVERHEAD_S / 60
     say(
-        f"time      {request.minutes:g} min with the teacher, {request.minutes:g} min without it{cap}, and about "
+        f"time      {request.length} with the teacher, {request.length} without it{cap}, and about "
         f"{OVERHEAD_S:.0f} s for starting and measuring: {total:.1f} min in all, more if models are slow to load"
     )
 
@@ -137,10 +152,15 @@ def _train(paths: TrialPaths) -> int:
     """Trains with the teacher, then without it; returns 0, or the exit code of the one that failed."""
     common = ("train", "-c", os.fspath(paths.configuration))
     control = (f"run.name={files.WITHOUT}", *(f"{key}={value:g}" for key, value in WITHOUT_TEACHER.items()))
-    runs = [
-        ChildRun((*common, *overrides), what, f"the training {what}")
-        for what, overrides in (("with the teacher", ()), ("without the teacher", control))
-    ]
+    runs = []
+    for what, run, overrides in (
+        ("with the teacher", paths.taught, ()),
+        ("without the teacher", paths.control, control),
+    ):
+        if run.export.exists():  # of a trial that is resumed: this training had ended
+            continue
+        begun = ("--resume",) if run.checkpoints.exists() and any(run.checkpoints.iterdir()) else ("--clean",)
+        runs.append(ChildRun((*common, *begun, *overrides), what, f"the training {what}"))
     # One after the other, on any machine: each trains for some minutes, in which another would take cores and memory from it.
     return run_all(runs, {"RAY_USAGE_STATS_ENABLED": "0"}, at_once=1)
 
@@ -152,7 +172,12 @@ def _conclude(request: Request, pair: Pair, paths: TrialPaths, found: Findings, 
     files.write_configuration(paths.configuration, config, _comments(request, pair))
     shutil.rmtree(paths.control.checkpoints, ignore_errors=True)
     trainings = {compare.TAUGHT: _training(paths.taught), compare.CONTROL: _training(paths.control)}
-    outcome = compare.difference(models[compare.TAUGHT], models[compare.CONTROL], request.seed)
+    outcome = compare.difference(
+        models[compare.TAUGHT],
+        models[compare.CONTROL],
+        request.seed,
+        equal="time" if request.steps is None else "number of steps",
+    )
     seconds = time.perf_counter() - start
     write_json(paths.result, _result(request, pair, paths, found, outcome, trainings, seconds))
     evaluation = of_run(paths.taught.root, [paths.control.root])
@@ -196,7 +221,8 @@ def _result(
         "student": request.student,
         "teacher": request.teacher,
         "text": request.text,
-        "minutes": request.minutes,
+        "minutes": request.minutes if request.steps is None else None,
+        "steps": request.steps,
         "seed": request.seed,
         "method": pair.method,
         "bits_per_byte": {name: models[name].bits_per_byte for name in compare.ROWS},
@@ -219,7 +245,8 @@ def _result(
 
 def _comments(request: Request, pair: Pair) -> list[str]:
     """The comment above the settings."""
-    command = ["distill-rl", "try", request.student, request.teacher, request.text, "--minutes", f"{request.minutes:g}"]
+    command = ["distill-rl", "try", request.student, request.teacher, request.text]
+    command += ["--minutes", f"{request.minutes:g}"] if request.steps is None else ["--steps", str(request.steps)]
     if request.seed:
         command += ["--seed", str(request.seed)]
     if request.out != files.default_out(request.student, request.teacher):

@@ -210,3 +210,40 @@ def test_problems_name_the_arguments(line, words):
 
 def test_parameters_are_counted_in_words():
     assert [count(n) for n in (999, 82_000, 135_000_000, 8_030_000_000)] == ["999", "82k", "135M", "8.03B"]
+
+
+def test_a_trial_that_was_stopped_can_be_gone_on_with_and_one_that_ended_cannot(tmp_path):
+    paths = files.TrialPaths(tmp_path)
+    paths.configuration.write_text("")
+    assert [*files.out_problems(tmp_path, clean=False, resume=True)] == []
+    (line,) = files.out_problems(tmp_path, clean=False)
+    assert (
+        line
+        == f"{tmp_path}: the folder is in use; go on with --resume, start over with --clean, or choose another --out"
+    )
+    paths.result.write_text("")
+    (line,) = files.out_problems(tmp_path, clean=False, resume=True)
+    assert line == f"{tmp_path}: the folder is in use; start over with --clean, or choose another --out"
+
+
+def test_a_training_that_ended_is_not_repeated_and_one_with_a_checkpoint_resumes(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(run, "run_all", lambda runs, *_, **__: started.extend(runs) or 0)
+    paths = files.TrialPaths(tmp_path)
+    (paths.control.checkpoints / "step-5").mkdir(parents=True)
+    run._train(paths)
+    paths.taught.export.mkdir(parents=True)
+    run._train(paths)
+    assert [(each.name, each.arguments[3]) for each in started] == [
+        ("with the teacher", "--clean"),
+        ("without the teacher", "--resume"),
+        ("without the teacher", "--resume"),
+    ]
+
+
+def test_trainings_of_equal_steps_say_so():
+    request = Request("a", "b", "c", minutes=5.0, seed=0, out=Path("runs/try-a-b"), steps=30)
+    (line, *_) = run._comments(request, SimpleNamespace(reasons=[]))
+    assert line == "Chosen by `distill-rl try a b c --steps 30`:"
+    outcome = compare.difference(measured(1.0), measured(1.5), equal="number of steps")
+    assert "than the same number of steps without it" in outcome.verdict

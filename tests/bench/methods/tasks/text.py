@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from distill_rl.demo.real import pieces, unseen
+
 REFERENCE, LIBRARY = DOMAINS = ("reference", "library")
 PIECE = 400
 """Characters of a document, about: they end at the end of a paragraph, or of a line where a paragraph is long."""
@@ -40,34 +42,10 @@ def texts(domain: str) -> Texts:
     seen: set[str] = set()
     for name, text in sources:
         place = random.Random(name).randrange(HELD_OUT)
-        parts[place if place in (1, 2) else 0].extend(pieces(_unseen(text, seen)))
+        parts[place if place in (1, 2) else 0].extend(pieces(unseen(text, seen), PIECE))
     for part in parts:
         random.Random(domain).shuffle(part)
     return Texts(*map(tuple, parts))
-
-
-def pieces(text: str, size: int = PIECE) -> Iterator[str]:
-    """Yields the text in pieces of at least `size` characters, each as short as its last line allows; the last may be shorter."""
-    lines: list[str] = []
-    length = 0
-    for line in text.splitlines(keepends=True):
-        lines.append(line)
-        length += len(line)
-        if length >= size:
-            yield "".join(lines)
-            lines, length = [], 0
-    if length >= size // 4:
-        yield "".join(lines)
-
-
-def _unseen(text: str, seen: set[str]) -> str:
-    """The text without the paragraphs that are in `seen`, which gets the others: sources quote one another."""
-    kept = []
-    for paragraph in text.split("\n\n"):
-        if (key := " ".join(paragraph.split())) not in seen:
-            kept.append(paragraph)
-        seen.add(key)
-    return "\n\n".join(kept) + "\n"
 
 
 def _topics() -> Iterator[tuple[str, str]]:
