@@ -17,11 +17,11 @@ def quickstart(*, real: bool, accept_terms: bool, stored: bool, config: Path | N
     Raises:
         ConfigError: also options that do not go together.
     """
-    wrong = [("--stored", stored), ("--config", config)] if real else [("--accept-terms", accept_terms)]
-    for flag, given in wrong:
+    if not real:
+        if accept_terms:
+            raise ConfigError("--accept-terms", "goes with --real --cross alone")
+        return demo.quickstart(demo.Options(stored=stored, config=config, **options))
+    for flag, given in (("--stored", stored), ("--config", config)):
         if given:
-            with_it = "does not go with --real, which chooses its settings as `distill-rl try` does"
-            raise ConfigError(flag, with_it if real else "goes with --real --cross alone")
-    if real:
-        return real_demo.try_real(accepted=accept_terms, **options)
-    return demo.quickstart(demo.Options(stored=stored, config=config, **options))
+            raise ConfigError(flag, "does not go with --real, which chooses its settings as `distill-rl try` does")
+    return real_demo.try_real(accepted=accept_terms, **options)

@@ -57,17 +57,16 @@ def out_problems(root: Path, *, clean: bool, resume: bool = False) -> Iterator[s
         yield problem(f"{root}", "the folder of a trial must be a folder", found, "choose another --out")
     elif root.is_dir() and _entries(root):
         is_trial = (root / CONFIGURATION).is_file()
-        if resume and is_trial and not (root / RESULT).exists():
+        stopped = is_trial and not (root / RESULT).exists()
+        if resume and stopped:
             return
         if clean and not is_trial:
             rule = f"holds files and no earlier trial (no {CONFIGURATION})"
             yield problem(f"{root}", rule, remedy="choose another --out")
         elif not clean:
-            over, other = "start over with --clean", "choose another --out"
-            stopped = is_trial and not (root / RESULT).exists()
-            remedy = (
-                f"go on with --resume, {over}, or {other}" if stopped else f"{over}, or {other}" if is_trial else other
-            )
+            remedy = "choose another --out"
+            if is_trial:
+                remedy = f"{'go on with --resume, ' if stopped else ''}start over with --clean, or {remedy}"
             yield problem(f"{root}", "the folder is in use", remedy=remedy)
 
 

@@ -78,7 +78,7 @@ class Request:
     overrides: Sequence[str] = ()
     steps: int | None = None
     """Of each training, in place of minutes."""
-    resume: bool = False
+    continued: bool = False
     """Go on with a trial in `out` that was stopped."""
 
     @property
@@ -214,7 +214,7 @@ def _request_problems(request: Request) -> Iterator[str]:
         if (name := RESERVED.get(text.partition("=")[0].strip())) is not None:
             yield problem(text, f"is set by {name}", remedy=f"use {name}")
     yield from _held_out_problems(request)
-    yield from files.out_problems(request.out, clean=request.clean, resume=request.resume)
+    yield from files.out_problems(request.out, clean=request.clean, resume=request.continued)
     if _local(request.student) == _local(request.teacher):
         rule = "must be two models: a model has nothing to learn from itself"
         yield problem("STUDENT and TEACHER", rule, request.student, "give the model to train first, then its teacher")

@@ -175,14 +175,10 @@ def make_gemma(root: Path, *, accepted: bool) -> Path:
 
 
 def _make(material: RealMaterial) -> None:
-    model = _write_weights(SMOLLM2, material.smollm2)
+    model, tokenizer = _write_weights(SMOLLM2, material.smollm2)
     layers = range(model.config.num_hidden_layers)
-    student = cut(model, [*layers[::2], *layers[-1:][: (len(layers) + 1) % 2]])
-    student.save_pretrained(material.student)
-    for path in material.smollm2.glob("*token*"):
-        shutil.copy(path, material.student)
-    for path in material.smollm2.glob("*.jinja"):
-        shutil.copy(path, material.student)
+    cut(model, sorted({*layers[::2], layers[-1]})).save_pretrained(material.student)
+    tokenizer.save_pretrained(material.student)
     train, held_out = documents()
     write_json_lines(material.train, ({"text": text} for text in train))
     write_json_lines(material.held_out, ({"text": text} for text in held_out))
@@ -210,8 +206,8 @@ def cut(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     return shallow
 
 
-def _write_weights(weights: Weights, folder: Path) -> PreTrainedModel:
-    """Fetches a model, writes it to a folder as the hub has it, and returns it."""
+def _write_weights(weights: Weights, folder: Path) -> tuple[PreTrainedModel, Any]:
+    """Fetches a model, writes it to a folder as the hub has it, and returns it with its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -234,7 +230,7 @@ def _write_weights(weights: Weights, folder: Path) -> PreTrainedModel:
         _write_beginning(tokenizer)
     model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return model
+    return model, tokenizer
 
 
 def _write_beginning(tokenizer: Any) -> None:
