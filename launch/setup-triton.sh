@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes or updates .venv-triton: it sees the packages of .venv, and has Triton and torchao. Does nothing if nothing has changed. Run it,
+# Makes or updates .venv-triton: it sees the packages of .venv, and has Triton, torchao and gguf. Does nothing if nothing has changed. Run it,
 # or source it after setup.sh: it exports PYTHON_TRITON (the environment's interpreter). A torch for CUDA comes with Triton and
 # needs no such environment.
 set -euo pipefail
@@ -8,4 +8,4 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 PYTHON_TRITON="$DISTILL_RL_ROOT/.venv-triton/bin/python"
 export PYTHON_TRITON
 
-distill_rl_extension setup-triton .venv-triton triton,quantization launch/constraints.txt
+distill_rl_extension setup-triton .venv-triton triton,quantization,gguf launch/constraints.txt

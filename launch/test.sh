@@ -12,6 +12,7 @@
 #   bash launch/test.sh vllm                  tests that need vLLM, in .venv-vllm
 #   bash launch/test.sh triton                the Triton kernels, interpreted and compiled without a GPU, in .venv-triton
 #   bash launch/test.sh quantization          frozen weights of 8 and 4 bits, which need torchao, in .venv-triton
+#   bash launch/test.sh real                  pretrained models, which are fetched once, in .venv-triton; Gemma with ACCEPT_GEMMA_TERMS=1
 #   bash launch/test.sh slurm                 jobs on a real Slurm with two nodes, installed by apt-get and started here
 #   bash launch/test.sh service               the jobs service, which needs Ray's dashboard, in .venv-ops
 #   bash launch/test.sh monitoring            Prometheus, W&B and MLflow with real runs, in .venv-ops
@@ -20,7 +21,7 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 source "$DISTILL_RL_ROOT/launch/environment.sh"
 cd -- "$DISTILL_RL_ROOT"
-groups="default oldest layouts examples faults gpu vllm triton quantization slurm service monitoring"
+groups="default oldest layouts examples faults gpu vllm triton quantization real slurm service monitoring"
 
 group=default
 if [[ -n ${1:-} && $1 != -* && ! -e ${1%%::*} ]]; then
@@ -67,6 +68,10 @@ triton)
 quantization)
     source "$DISTILL_RL_ROOT/launch/setup-triton.sh"
     exec "$PYTHON_TRITON" -m pytest tests/unit/models/test_quantization.py tests/distributed/test_quantized_{student,teacher}.py tests/cli/test_quantized_{student,teacher}.py -n 2 --dist loadscope "$@"
+    ;;
+real)
+    source "$DISTILL_RL_ROOT/launch/setup-triton.sh"
+    exec "$PYTHON_TRITON" -m pytest tests/real "$@"
     ;;
 slurm)
     # Installs Slurm if that is possible: as root, with apt-get. Otherwise the tests are skipped and name what is missing.

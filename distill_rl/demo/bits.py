@@ -36,6 +36,7 @@ class Encoded:
     """bool [n]: tokens whose log-probability counts; never the first, which nothing predicts."""
     num_bytes: int
     """UTF-8 bytes of the text that they spell."""
+    chat: bool = False
 
 
 def encode(tokenizer: Any, document: Mapping[str, Any], data: DataConfig) -> Encoded:
@@ -56,6 +57,12 @@ def encode(tokenizer: Any, document: Mapping[str, Any], data: DataConfig) -> Enc
     if counted[:1].any():
         unpredicted, counted[0] = int(ends[0, 1]), False
     return Encoded(ids, counted, len(text[unpredicted:].encode("utf-8", "surrogatepass")))
+
+
+def begun(document: Encoded, token: int) -> Encoded:
+    """The document with a token before it; as before, its own first token does not count."""
+    ids, counted = np.insert(document.ids, 0, token), np.insert(document.counted, 0, False)
+    return Encoded(ids, counted, document.num_bytes)
 
 
 def beginning(tokenizer: Any, document: Mapping[str, Any], longest: int | None) -> Mapping[str, Any]:
@@ -83,7 +90,7 @@ def _encode_chat(tokenizer: Any, document: Mapping[str, Any], data: DataConfig) 
     roles = tokenization.roles
     contents = [text_of(message) for message in document["messages"] if not roles or message["role"] in roles]
     num_bytes = sum(len(content.encode("utf-8", "surrogatepass")) for content in contents)
-    return Encoded(encoded.input_ids.astype(np.int64), counted, num_bytes)
+    return Encoded(encoded.input_ids.astype(np.int64), counted, num_bytes, chat=True)
 
 
 @dataclass(frozen=True, slots=True)

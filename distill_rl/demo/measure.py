@@ -15,6 +15,7 @@ from distill_rl.align.chats.form import text_of
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import DataError, GpuMemoryError, WorkerError, first_line
 from distill_rl.evals.suites.base import Item
+from distill_rl.models.files.beginning import unwritten_beginning
 from distill_rl.system.gpu_memory import amounts, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ NEW_TOKENS = 48
 PROMPT_CHARACTERS = 200
 _LEAST_CHARACTERS = 16
 """Of a text from which a prompt is taken."""
+BEGUN = 6
+"""Documents that a model also reads with its first token before them, if its tokenizer writes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,15 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """Bits per byte of a few documents as a tokenizer reads them, and with a token before each that it does not write."""
+
+    token: str
+    as_read: float
+    begun: float
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """What was found of one model."""
 
@@ -58,6 +70,8 @@ class Measured:
     num_bytes: tuple[int, ...]
     samples: tuple[str, ...] = ()
     """Its continuation of every prompt."""
+    begun: Begun | None = None
+    """None: the tokenizer writes the model's first token, or the model has none."""
 
     @property
     def bits_per_byte(self) -> float:
@@ -110,15 +124,16 @@ def find(config: Config, subjects: Sequence[Subject], reading: Reading) -> Findi
         with _memory_in_one_line(subject):
             if subject.teacher:
                 teacher = replace(config.teachers[0], model=os.fspath(subject.folder), revision=None)
-                found[subject.name] = _teacher(teacher, encoded[-1], reading.length)
+                found[subject.name] = _teacher(teacher, readers[-1], encoded[-1], reading.length)
             else:
-                found[subject.name] = _student(subject.folder, encoded[0], prompts, reading.length)
+                found[subject.name] = _student(subject.folder, readers[0], encoded[0], prompts, reading.length)
     return Findings(prompts, found)
 
 
-def _student(folder: Path, encoded: Sequence[Encoded], prompts: Sequence[Prompt], length: int) -> Measured:
+def _student(
+    folder: Path, tokenizer: Any, encoded: Sequence[Encoded], prompts: Sequence[Prompt], length: int
+) -> Measured:
     """Measures a student with whole weights, as others will use it."""
-    from distill_rl.demo import bits
     from distill_rl.evals.backends.base import Settings
     from distill_rl.evals.backends.hf import HfBackend
 
@@ -126,14 +141,13 @@ def _student(folder: Path, encoded: Sequence[Encoded], prompts: Sequence[Prompt]
     with closing(HfBackend(folder, Settings(batch_size=8))) as backend:
         for i, output in backend.generate([prompt.item for prompt in prompts], max_new_tokens=NEW_TOKENS):
             texts[i] = output.text
-        return _measured(bits.bits(backend.model, encoded, length), encoded, texts)
+        return _measured(backend.model, tokenizer, encoded, length, texts)
 
 
-def _teacher(teacher: TeacherConfig, encoded: Sequence[Encoded], length: int) -> Measured:
+def _teacher(teacher: TeacherConfig, tokenizer: Any, encoded: Sequence[Encoded], length: int) -> Measured:
     """Measures a teacher as the training loads it: whole weights may be more than fits."""
     import torch
 
-    from distill_rl.demo import bits
     from distill_rl.models.determinism import start_vector_math
     from distill_rl.models.load import load_model
     from distill_rl.parallel.mesh import close_world, open_world
@@ -141,7 +155,7 @@ def _teacher(teacher: TeacherConfig, encoded: Sequence[Encoded], length: int) ->
     start_vector_math()
     world = open_world(rank=0, dp=1, tp=1, device="cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return _measured(bits.bits(load_model(teacher, world, packing=False), encoded, length), encoded)
+        return _measured(load_model(teacher, world, packing=False), tokenizer, encoded, length)
     finally:
         close_world(world)
         gc.collect()
@@ -149,8 +163,20 @@ def _teacher(teacher: TeacherConfig, encoded: Sequence[Encoded], length: int) ->
             torch.cuda.empty_cache()
 
 
-def _measured(found: Any, encoded: Sequence[Encoded], texts: Sequence[str] = ()) -> Measured:
-    return Measured(tuple(found.tolist()), tuple(document.num_bytes for document in encoded), tuple(texts))
+def _measured(
+    model: Any, tokenizer: Any, encoded: Sequence[Encoded], length: int, texts: Sequence[str] = ()
+) -> Measured:
+    from distill_rl.demo import bits
+
+    found = bits.bits(model, encoded, length)
+    num_bytes = tuple(document.num_bytes for document in encoded)
+    begun = None
+    if (token := unwritten_beginning(tokenizer)) is not None and not encoded[0].chat:
+        first = slice(BEGUN)
+        total, read = sum(num_bytes[first]), [bits.begun(document, token) for document in encoded[first]]
+        with_token = float(bits.bits(model, read, length).sum())
+        begun = Begun(tokenizer.bos_token, float(found[first].sum()) / total, with_token / total)
+    return Measured(tuple(found.tolist()), num_bytes, tuple(texts), begun)
 
 
 @contextmanager

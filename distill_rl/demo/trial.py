@@ -24,10 +24,11 @@ from distill_rl.config.schema import Config
 from distill_rl.demo import compare, files
 from distill_rl.demo.choose import WITHOUT_TEACHER
 from distill_rl.demo.files import TrialPaths
-from distill_rl.demo.measure import Findings, Subject, measure
+from distill_rl.demo.measure import BEGUN, Findings, Measured, Subject, measure
 from distill_rl.demo.pair import Pair, Request, count, examine
 from distill_rl.demo.runs import ChildRun, figures, run_all
 from distill_rl.evals.results.compare import of_run
+from distill_rl.models.files.beginning import ADVICE
 from distill_rl.observe.log import say, status
 from distill_rl.observe.report.report import write_report
 from distill_rl.system.files import write_json
@@ -39,6 +40,8 @@ OVERHEAD_S = 60.0
 """What starting four processes with their workers takes, roughly; large models take longer to load."""
 MEASURING_TIMES_S = 600.0, 20.0
 """Most seconds of one measuring process: these, and this many times the time of a training."""
+WORSE = 0.97
+"""A first token that leaves no more than this part of the bits is worth writing."""
 TIMES_LONGER = 10
 """How much longer the training is that is proposed to go on with."""
 
@@ -98,6 +101,8 @@ def try_pair(options: Options) -> int:
         ])  # fmt: skip
         before = found.models[compare.BEFORE].bits_per_byte
         say(f"measured  teacher {found.models[compare.TEACHER].bits_per_byte:.3f}, student {before:.3f} bits per byte")
+        for line in beginning_lines(found.models):
+            say(line)
         if not (options.continued and paths.configuration.exists()):
             files.begin(paths, clean=options.clean)
             files.write_configuration(paths.configuration, pair.config, _comments(request, pair))
@@ -146,6 +151,18 @@ def _measured(pair: Pair, what: str, subjects: Sequence[Subject]) -> Findings:
     deadline_s = least + times * 60 * pair.known.minutes
     arguments = pair.config, subjects, pair.reading, os.getpid()
     return call_in_child("the measurement", measure, *arguments, deadline_s=deadline_s)
+
+
+def beginning_lines(models: Mapping[str, Measured]) -> list[str]:
+    """A line for each model that reads the text worse because its tokenizer does not write the model's first token."""
+    settings = {"teacher": "teachers.0.tokenizer", "student": "student.tokenizer"}
+    measured = {"teacher": models[compare.TEACHER], "student": models[compare.BEFORE]}
+    return [
+        f"note      {name}: {begun.as_read:.3f} bits per byte of {BEGUN} documents as its tokenizer reads them, {begun.begun:.3f} "
+        f"with {begun.token} before each; give one that writes it ({settings[name]}=FOLDER; {ADVICE})"
+        for name in settings
+        if (begun := measured[name].begun) is not None and begun.begun < WORSE * begun.as_read
+    ]
 
 
 def _train(paths: TrialPaths) -> int:

@@ -37,7 +37,13 @@ from distill_rl.preflight.memory import compare_memory
 from distill_rl.preflight.models.attention import attention_problems, class_problems, packing_notes, width_problems
 from distill_rl.preflight.models.lora import look_at_adapters
 from distill_rl.preflight.models.opened import Findings, Opened, open_models
-from distill_rl.preflight.models.pairs import compared_ids, projection_problems, teacher_facts, vocabulary_problems
+from distill_rl.preflight.models.pairs import (
+    beginning_notes,
+    compared_ids,
+    projection_problems,
+    teacher_facts,
+    vocabulary_problems,
+)
 from distill_rl.preflight.models.quantization import stored_problems
 from distill_rl.preflight.stores.check import cache_problems, room_problems, stored_ids_problems
 from distill_rl.preflight.suites import check_suites
@@ -163,6 +169,7 @@ def inspect(
     problems += stored_problems(teachers, gpus=facts.gpus)
     problems += head_problems(config, teachers, facts.gpus)
     findings.notes += packing_notes(config, models)
+    findings.notes += beginning_notes(facts.data_kind, models)
     problems += kernel_problems(config, student, facts.gpus) if trains else ()
     problems += router_problems(config, student) if trains else ()
     problems += backend_problems(config, teachers, facts.gpus)

@@ -193,6 +193,8 @@ def folder_problems(key: str, folder: Path, *, weights: bool = True) -> list[str
         remedy = "give the folder of a Hugging Face model"
         if (folder / "export" / "config.json").is_file():
             remedy = f"it is the directory of a run: give its model, {folder / 'export'}"
+        elif quantized := sorted(folder.glob("*.gguf")):
+            remedy = f"it holds {quantized[0].name}: write that in safetensors first (docs/models.md#models-in-gguf)"
         return [problem(key, "must hold a config.json", str(folder), remedy)]
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

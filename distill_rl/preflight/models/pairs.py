@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,22 @@ def _pair_problems(config: Config, settings: TeacherConfig, student: Opened, tea
     if method not in ("alm", "uld") and vocabularies[0].special[common].all():
         rule = f"the loss {method} compares ids that spell the same bytes in both tokenizers; the common vocabulary is empty"
         yield problem(teacher.key, rule, None, "use loss.cross_tokenizer=alm, or check the tokenizers")
+
+
+def beginning_notes(kind: str | None, models: Sequence[Opened]) -> Iterator[str]:
+    """Yields a line for each tokenizer that does not write the first token of its model; chat templates write it themselves.
+
+    Args:
+        kind: of the data, `text` or `messages`; None: not known.
+    """
+    from distill_rl.models.files.beginning import ADVICE, unwritten_beginning
+
+    for model in models:
+        if kind == "text" and model.tokenizer is not None and unwritten_beginning(model.tokenizer) is not None:
+            yield (
+                f"{model.key}.tokenizer: writes no {model.tokenizer.bos_token} before a text; a model that was trained with it is "
+                f"much worse without; distill-rl try measures both ({ADVICE})"
+            )
 
 
 def projection_problems(config: Config, student: Opened, teachers: list[Opened]) -> Iterator[str]:

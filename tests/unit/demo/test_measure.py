@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
 
 from distill_rl.config.load import read_config
 from distill_rl.config.schema import Config
 from distill_rl.demo import bits
-from distill_rl.demo.measure import Findings, Reading, Subject, _memory_in_one_line, find
+from distill_rl.demo.measure import BEGUN, Findings, Reading, Subject, _memory_in_one_line, find
 from distill_rl.errors import DataError, DistillError, GpuMemoryError
 from distill_rl.models.attention.choice import installed
+from distill_rl.models.files.beginning import unwritten_beginning
 from distill_rl.models.files.hub import read_tokenizer
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.models import write_tiny_model
@@ -96,6 +101,54 @@ def test_a_teacher_with_another_tokenizer_reads_the_same_documents(folders, tmp_
     config = config_of((folders[0], other), tmp_path, [{"text": "x"}])
     with pytest.raises(DataError, match=r"^TEXT: "):
         measured((folders[0], other), config, Reading(length=512, longest=None, same=False))
+
+
+def begin(folder: Path) -> None:
+    """Lets the tokenizer in a folder write its first token before every text."""
+    tokenizer = read_tokenizer(folder)
+    first = tokenizer.bos_token, tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first[0]} $A", special_tokens=[first])
+    tokenizer.save_pretrained(folder)
+
+
+def test_a_first_token_that_is_not_written_is_tried(folders, tmp_path):
+    """Against plain forward passes in fp64; of a tokenizer that writes it, and of chats, there is nothing to try."""
+    rows = corpus_rows(9)
+    found = measured(folders, config_of(folders, tmp_path, rows)).models["teacher"].begun
+    tokenizer = read_tokenizer(folders[1])
+    model = AutoModelForCausalLM.from_pretrained(folders[1]).double().eval()
+    lost, num_bytes = [0.0, 0.0], 0
+    for row in rows[:BEGUN]:
+        ids = tokenizer(row["text"])["input_ids"]
+        num_bytes += len(row["text"].encode()) - len(tokenizer.decode(ids[:1]).encode())
+        for i, before in enumerate(([], [tokenizer.bos_token_id])):
+            with torch.no_grad():
+                logits = model(torch.tensor([[*before, *ids]])).logits[0, len(before) : -1]
+            lost[i] += float(cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum")) / math.log(2)
+    assert found.token == "<s>"
+    assert [found.as_read, found.begun] == pytest.approx([each / num_bytes for each in lost], rel=1e-5)
+    assert found.as_read != pytest.approx(found.begun, rel=1e-3)
+    assert measured(folders, config_of(folders, tmp_path, CHATS)).models["teacher"].begun is None
+    begins = write_tiny_model(tmp_path / "begins", hidden=64, seed=1)
+    begin(begins)
+    pair = folders[0], begins
+    reading = Reading(length=512, longest=None, same=False)
+    again = measured(pair, config_of(pair, tmp_path, rows), reading).models
+    assert again["teacher"].begun is None
+    assert again["student_before"].begun is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "unwritten"),
+    [("<s>", {}, True), ("<|begin_of_text|>", {}, True), ("<bos>", {}, True), ("<|im_start|>", {}, False),
+     ("</s>", {"eos_token": "</s>"}, False), ("<s>", {"eos_token": "<s>"}, False), ("<s>", {"pad_token": "<s>"}, False)],
+)  # fmt: skip
+def test_a_token_that_also_does_something_else_is_no_first_token(name, other, unwritten):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": name, **other})
+    assert (unwritten_beginning(tokenizer) == tokenizer.bos_token_id) == unwritten
+    tokenizer.bos_token = None
+    assert unwritten_beginning(tokenizer) is None
 
 
 @pytest.mark.parametrize("family", ["gpt2", "olmo2"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 from distill_rl.config.load import load_config, read_config
 from distill_rl.demo import compare, files
 from distill_rl.demo import trial as run
-from distill_rl.demo.measure import Measured, Prompt, make_prompts
+from distill_rl.demo.measure import Begun, Measured, Prompt, make_prompts
 from distill_rl.demo.pair import Request, count, in_words
 from distill_rl.errors import ConfigError
 from distill_rl.evals.suites.base import Item
@@ -70,6 +71,20 @@ def test_table_shows_all_models(capsys):
     shown = capsys.readouterr().out
     for words in ("60 held-out documents", "1.25", "1 step in 3 s", "1,234 steps in 3 s", "The teacher helped"):
         assert words in shown
+
+
+def test_a_first_token_that_helps_is_a_note():
+    plain = measured(1.0)
+    models = {
+        compare.TEACHER: replace(plain, begun=Begun("<bos>", 1.46, 1.02)),
+        compare.BEFORE: replace(plain, begun=Begun("<s>", 1.0, 0.99)),
+    }
+    (line,) = run.beginning_lines(models)
+    assert line.startswith(
+        "note      teacher: 1.460 bits per byte of 6 documents as its tokenizer reads them, 1.020 with <bos>"
+    )
+    assert "teachers.0.tokenizer=FOLDER" in line
+    assert run.beginning_lines({compare.TEACHER: plain, compare.BEFORE: plain}) == []
 
 
 def test_prompts_are_beginnings_of_texts_and_questions_of_chats():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -20,7 +20,7 @@ from distill_rl.models.quantization import apply
 from distill_rl.models.quantization.weight import QuantizedLinear, QuantizedWeight, quantize_layer
 from distill_rl.parallel.mesh import World
 from tests.helpers.load import load_model
-from tests.helpers.quantized import store_quantized
+from tests.helpers.quantized import meant, store_quantized
 from tests.helpers.zoo import write_family, write_model
 
 pytest.importorskip("torchao", reason="torchao is not installed here: bash launch/test.sh quantization")
@@ -28,20 +28,6 @@ pytest.importorskip("torchao", reason="torchao is not installed here: bash launc
 FORMATS = ("int8", "int4", "fp8")
 IDS = torch.arange(3, 27)[None]
 POSITIONS = torch.arange(24)[None]
-
-
-def meant(weight: QuantizedWeight) -> Tensor:
-    """What the numbers of a weight stand for, by the definition in fp64."""
-    data, scale = weight.data, weight.scale.double()
-    if weight.zero is None:
-        made = data.double() * scale
-    else:
-        codes = torch.zeros(*data.shape[:-1], 2 * data.shape[-1], dtype=torch.float64)
-        codes[..., ::2], codes[..., 1::2] = (data % 16).double(), (data // 16).double()
-        repeats = codes.shape[-1] // scale.shape[-1]
-        zero = weight.zero.double().repeat_interleave(repeats, -1)
-        made = (codes - zero) * scale.repeat_interleave(repeats, -1)
-    return made.mT if weight.transposed else made
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -70,6 +70,8 @@ def only(lines):
 def test_missing_or_damaged_config_is_named(tmp_path, llama):
     bare = copy(llama, tmp_path / "bare", "config.json")
     assert "must hold a config.json" in only(folder_problems("student.model", bare))
+    (bare / "model.gguf").write_bytes(b"GGUF")
+    assert "it holds model.gguf: write that in safetensors first" in only(folder_problems("student.model", bare))
     (bare / "config.json").write_text("{")
     assert "config.json cannot be read" in only(folder_problems("student.model", bare))
 

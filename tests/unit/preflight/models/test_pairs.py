@@ -37,6 +37,17 @@ def test_facts_name_the_cross_tokenizer_loss(material):
     assert forced.facts.teachers[0].cross_tokenizer_loss == "alm"
 
 
+def test_a_first_token_that_is_not_written_is_a_note(material, tmp_path):
+    """Texts alone: a chat template writes it itself."""
+    notes = [note for note in gather(material / "pair.yaml").notes if "writes no <s> before a text" in note]
+    assert [note.partition(":")[0] for note in notes] == ["student.tokenizer", "teachers.0.tokenizer"]
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 40)
+    assert not [
+        note for note in gather(material / "pair.yaml", [f"data.path={chats}"]).notes if "before a text" in note
+    ]
+
+
 def test_advice_is_that_of_an_audit_of_the_first_documents(material):
     (teacher,) = gather(material / "pair.yaml").facts.teachers
     rows = [json.loads(line)["text"] for line in (material / "data.jsonl").read_text().splitlines()]
