@@ -106,11 +106,11 @@ def test_adapters(case: Case, world: World) -> None:
     wanted = other(input_ids=ids[:, :size], use_cache=False).logits
     assert (wanted[0] - case.wanted[2, :size]).abs().max() > 0.1
     found = forward.logits(model, ids, positions)[:, :size]
-    torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-3)
+    torch.testing.assert_close(found, wanted, rtol=2e-4, atol=5e-3)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("format", "most"), [("int8", 0.002), ("int4", 0.2), ("fp8", 0.02)])
+@pytest.mark.parametrize(("format", "most"), [("int8", 0.005), ("int4", 0.45), ("fp8", 0.025)])
 def test_weights_in_few_bits(case: Case, world: World, format: str, most: float) -> None:
     """The logits are those of the numbers that the weights stand for, and the whole model's up to their own error."""
     pytest.importorskip("torchao")
