@@ -17,9 +17,9 @@ def quickstart(*, real: bool, accept_terms: bool, stored: bool, config: Path | N
     Raises:
         ConfigError: also options that do not go together.
     """
+    if accept_terms and not (real and options["cross"]):
+        raise ConfigError("--accept-terms", "goes with --real --cross alone")
     if not real:
-        if accept_terms:
-            raise ConfigError("--accept-terms", "goes with --real --cross alone")
         return demo.quickstart(demo.Options(stored=stored, config=config, **options))
     for flag, given in (("--stored", stored), ("--config", config)):
         if given:

@@ -112,6 +112,7 @@ def test_held_out_documents_share_no_paragraph_with_the_others() -> None:
         (["--real", "--stored"], "--stored: does not go with --real"),
         (["--real", "-c", "mine.yaml"], "--config: does not go with --real"),
         (["--accept-terms"], "--accept-terms: goes with --real --cross alone"),
+        (["--real", "--accept-terms"], "--accept-terms: goes with --real --cross alone"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(capsys, flags: list[str], line: str) -> None:
