@@ -110,17 +110,17 @@ def test_a_lost_teacher_can_be_dropped_and_the_others_reweighted(disturb, materi
         "recorded at every step from then on"
     )
     for step, record in losses.items():
-        per_teacher = {"train/kl_loss/big", "train/kl_loss/other"} & record.keys()
-        if step < alone[0]["step"]:
+        if "train/kl_loss/big" in record:
+            assert step <= alone[0]["step"], "it may die on a later batch while the student takes this step"
             expected = 0.75 * record["train/kl_loss/big"] + 0.25 * record["train/kl_loss/other"]
         else:
-            assert per_teacher == {"train/kl_loss/other"}
+            assert step >= alone[0]["step"]
             expected = record["train/kl_loss/other"]
         assert record["train/kl_loss"] == pytest.approx(expected, rel=1e-6)
         assert 2.0 < record["train/nll_loss"] < 7.0, "CE is recorded with and without the first teacher"
     assert len(series(run.run, "validation/kl_loss")) >= 2
     driver_log = (run.run / "logs" / "latest" / "driver.log").read_text()
-    assert driver_log.count("this step had no targets from big") >= len(alone)
+    assert driver_log.count("lost, and without targets from now on: big") >= len(alone)
 
 
 def test_a_killed_teacher_of_some_rows_is_replaced_without_a_trace(disturb, undisturbed, material):

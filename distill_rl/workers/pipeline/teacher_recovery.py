@@ -58,7 +58,7 @@ class TeacherRecovery:
             "faults/aligner_restarts": self._pipeline.aligners.restarts,
         }
         if self._pipeline.lost:
-            log.warning("this step had no targets from %s", ", ".join(sorted(self._pipeline.lost)))
+            log.warning("lost, and without targets from now on: %s", ", ".join(sorted(self._pipeline.lost)))
         return {name: Metric(float(count), "last") for name, count in counts.items() if count}
 
     def find_dead(self, error: DistillError, what: str) -> None:
