@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill_rl.demo.real import RealMaterial
@@ -20,7 +22,8 @@ from tests.helpers.command import actor_pid, distill_rl, running, series, until
 CONFIG = """\
 student: {{model: {student}, dtype: fp32}}
 teachers: [{{name: whole, model: {teacher}, dtype: fp32}}]
-data: {{path: {text}, max_length: 128, long_documents: cut}}
+data: {{path: {text}, max_length: 128, long_documents: cut, validation: {{path: {held_out}, max_documents: 5}}}}
+evaluate: {{at_start: true}}
 loss: {{top_k: 64, kd_weight: 1.0, ce_weight: 0.5}}
 optimizer: {{lr: 0.0003}}
 schedule: {{warmup_steps: 2, steps: 6}}
@@ -36,7 +39,7 @@ def write_config(material: RealMaterial, folder: Path, *, steps: int = 6, **chan
     folder.mkdir()
     named = {"student": material.student, "teacher": material.smollm2, **changed}
     path = folder / "run.yaml"
-    path.write_text(CONFIG.format(text=material.train, runs=folder, steps=steps, **named))
+    path.write_text(CONFIG.format(text=material.train, held_out=material.held_out, runs=folder, steps=steps, **named))
     return path
 
 
@@ -52,6 +55,21 @@ def straight(material: RealMaterial, tmp_path_factory: pytest.TempPathFactory) -
     losses = [value for _, value in series(folder / "r", "train/loss")]
     assert losses[-1] < losses[0]
     return folder
+
+
+@torch.no_grad()
+def test_the_loss_of_a_validation_is_recomputed(material: RealMaterial, straight: Path) -> None:
+    """Before the first step, over all tokens that a document has in a row; the end of a text is one."""
+    model = AutoModelForCausalLM.from_pretrained(material.student, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(material.student)
+    nll = count = 0.0
+    for line in material.held_out.read_text("utf-8").splitlines()[:5]:
+        ids = torch.tensor([[*tokenizer(json.loads(line)["text"])["input_ids"], tokenizer.eos_token_id][:128]])
+        nll += float(cross_entropy(model(input_ids=ids).logits[0, :-1].double(), ids[0, 1:], reduction="sum"))
+        count += ids.shape[1] - 1
+    ((step, found), *_) = series(straight / "r", "validation/nll_loss")
+    assert step == 0
+    assert found == pytest.approx(nll / count, rel=1e-4)
 
 
 @torch.no_grad()
