@@ -214,8 +214,8 @@ def run_part(part: Part, options: argparse.Namespace, out: Path, limit_s: float)
         log.write(f"\n== {part.name}, limit {limit_s:.0f} s\n".encode())
         log.flush()
         command = [
-            *(sys.executable, "-m", "pytest", "-s", "-v", "-o", "filterwarnings=default", "--device", options.device),
-            *["--tiny"] * options.tiny,
+            *(sys.executable, "-m", "pytest", "-s", "-v", "--override-ini=filterwarnings=default"),
+            *(f"--device={options.device}", *["--tiny"] * options.tiny),
             *(f"--budget-s={max(limit_s - _MARGIN_S, 1)}", f"--outcome={path}", f"--parent={os.getpid()}", *part.tests),
         ]
         try:
