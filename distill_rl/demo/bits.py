@@ -36,7 +36,6 @@ class Encoded:
     """bool [n]: tokens whose log-probability counts; never the first, which nothing predicts."""
     num_bytes: int
     """UTF-8 bytes of the text that they spell."""
-    chat: bool = False
 
 
 def encode(tokenizer: Any, document: Mapping[str, Any], data: DataConfig) -> Encoded:
@@ -90,7 +89,7 @@ def _encode_chat(tokenizer: Any, document: Mapping[str, Any], data: DataConfig) 
     roles = tokenization.roles
     contents = [text_of(message) for message in document["messages"] if not roles or message["role"] in roles]
     num_bytes = sum(len(content.encode("utf-8", "surrogatepass")) for content in contents)
-    return Encoded(encoded.input_ids.astype(np.int64), counted, num_bytes, chat=True)
+    return Encoded(encoded.input_ids.astype(np.int64), counted, num_bytes)
 
 
 @dataclass(frozen=True, slots=True)

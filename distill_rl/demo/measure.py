@@ -38,6 +38,8 @@ class Subject:
     folder: Path
     teacher: bool = False
     """Loaded as the training's teacher is, with its quantization; it continues no prompts."""
+    begin: bool = False
+    """Whether it also reads texts with a first token that its tokenizer does not write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Measured:
     samples: tuple[str, ...] = ()
     """Its continuation of every prompt."""
     begun: Begun | None = None
-    """None: the tokenizer writes the model's first token, or the model has none."""
+    """None: not asked for, chats, or the tokenizer writes the model's first token or has none."""
 
     @property
     def bits_per_byte(self) -> float:
@@ -121,18 +123,18 @@ def find(config: Config, subjects: Sequence[Subject], reading: Reading) -> Findi
     prompts = make_prompts(documents)
     found: dict[str, Measured] = {}
     for subject in subjects:
+        reader = readers[-1 if subject.teacher else 0]
+        begins = reader if subject.begin and "text" in documents[0] else None
         with _memory_in_one_line(subject):
             if subject.teacher:
                 teacher = replace(config.teachers[0], model=os.fspath(subject.folder), revision=None)
-                found[subject.name] = _teacher(teacher, readers[-1], encoded[-1], reading.length)
+                found[subject.name] = _teacher(teacher, begins, encoded[-1], reading.length)
             else:
-                found[subject.name] = _student(subject.folder, readers[0], encoded[0], prompts, reading.length)
+                found[subject.name] = _student(subject.folder, begins, encoded[0], prompts, reading.length)
     return Findings(prompts, found)
 
 
-def _student(
-    folder: Path, tokenizer: Any, encoded: Sequence[Encoded], prompts: Sequence[Prompt], length: int
-) -> Measured:
+def _student(folder: Path, begins: Any, encoded: Sequence[Encoded], prompts: Sequence[Prompt], length: int) -> Measured:
     """Measures a student with whole weights, as others will use it."""
     from distill_rl.evals.backends.base import Settings
     from distill_rl.evals.backends.hf import HfBackend
@@ -141,10 +143,10 @@ def _student(
     with closing(HfBackend(folder, Settings(batch_size=8))) as backend:
         for i, output in backend.generate([prompt.item for prompt in prompts], max_new_tokens=NEW_TOKENS):
             texts[i] = output.text
-        return _measured(backend.model, tokenizer, encoded, length, texts)
+        return _measured(backend.model, begins, encoded, length, texts)
 
 
-def _teacher(teacher: TeacherConfig, tokenizer: Any, encoded: Sequence[Encoded], length: int) -> Measured:
+def _teacher(teacher: TeacherConfig, begins: Any, encoded: Sequence[Encoded], length: int) -> Measured:
     """Measures a teacher as the training loads it: whole weights may be more than fits."""
     import torch
 
@@ -155,7 +157,7 @@ def _teacher(teacher: TeacherConfig, tokenizer: Any, encoded: Sequence[Encoded],
     start_vector_math()
     world = open_world(rank=0, dp=1, tp=1, device="cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return _measured(load_model(teacher, world, packing=False), tokenizer, encoded, length)
+        return _measured(load_model(teacher, world, packing=False), begins, encoded, length)
     finally:
         close_world(world)
         gc.collect()
@@ -163,19 +165,18 @@ def _teacher(teacher: TeacherConfig, tokenizer: Any, encoded: Sequence[Encoded],
             torch.cuda.empty_cache()
 
 
-def _measured(
-    model: Any, tokenizer: Any, encoded: Sequence[Encoded], length: int, texts: Sequence[str] = ()
-) -> Measured:
+def _measured(model: Any, begins: Any, encoded: Sequence[Encoded], length: int, texts: Sequence[str] = ()) -> Measured:
+    """The bits of the documents; and of some with a first token, if the tokenizer `begins` does not write it."""
     from distill_rl.demo import bits
 
     found = bits.bits(model, encoded, length)
     num_bytes = tuple(document.num_bytes for document in encoded)
     begun = None
-    if (token := unwritten_beginning(tokenizer)) is not None and not encoded[0].chat:
+    if begins is not None and (token := unwritten_beginning(begins)) is not None:
         first = slice(BEGUN)
         total, read = sum(num_bytes[first]), [bits.begun(document, token) for document in encoded[first]]
         with_token = float(bits.bits(model, read, length).sum())
-        begun = Begun(tokenizer.bos_token, float(found[first].sum()) / total, with_token / total)
+        begun = Begun(begins.bos_token, float(found[first].sum()) / total, with_token / total)
     return Measured(tuple(found.tolist()), num_bytes, tuple(texts), begun)
 
 

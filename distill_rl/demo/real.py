@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from distill_rl.demo.trial import Options, try_pair
 from distill_rl.errors import ConfigError
+from distill_rl.models.files.beginning import write_beginning
 from distill_rl.observe.log import say, status
 from distill_rl.system.files import write_json_lines
 from distill_rl.system.install import install_extra
@@ -231,20 +232,10 @@ def _write_weights(weights: Weights, folder: Path) -> tuple[PreTrainedModel, Any
     model.load_state_dict(read.state_dict())
     model.generation_config = copy.deepcopy(read.generation_config)
     if weights.begins:
-        _write_beginning(tokenizer)
+        write_beginning(tokenizer)
     model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model, tokenizer
-
-
-def _write_beginning(tokenizer: Any) -> None:
-    """Lets a tokenizer write its first token before every text, as the published one does."""
-    from tokenizers.processors import TemplateProcessing
-
-    begin, number = tokenizer.bos_token, tokenizer.bos_token_id
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{begin}:0 $A:0", pair=f"{begin}:0 $A:0 {begin}:1 $B:1", special_tokens=[(begin, number)]
-    )
 
 
 def _require_reader() -> None:

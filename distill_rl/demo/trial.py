@@ -97,7 +97,8 @@ def try_pair(options: Options) -> int:
             pair = examine(request)
         _introduce(request, pair)
         found = _measured(pair, "teacher, student", [
-            Subject(compare.TEACHER, pair.teacher, teacher=True), Subject(compare.BEFORE, pair.student),
+            Subject(compare.TEACHER, pair.teacher, teacher=True, begin=True),
+            Subject(compare.BEFORE, pair.student, begin=True),
         ])  # fmt: skip
         before = found.models[compare.BEFORE].bits_per_byte
         say(f"measured  teacher {found.models[compare.TEACHER].bits_per_byte:.3f}, student {before:.3f} bits per byte")
@@ -155,13 +156,12 @@ def _measured(pair: Pair, what: str, subjects: Sequence[Subject]) -> Findings:
 
 def beginning_lines(models: Mapping[str, Measured]) -> list[str]:
     """A line for each model that reads the text worse because its tokenizer does not write the model's first token."""
-    settings = {"teacher": "teachers.0.tokenizer", "student": "student.tokenizer"}
-    measured = {"teacher": models[compare.TEACHER], "student": models[compare.BEFORE]}
+    read = (("teacher", "teachers.0", compare.TEACHER), ("student", "student", compare.BEFORE))
     return [
         f"note      {name}: {begun.as_read:.3f} bits per byte of {BEGUN} documents as its tokenizer reads them, {begun.begun:.3f} "
-        f"with {begun.token} before each; give one that writes it ({settings[name]}=FOLDER; {ADVICE})"
-        for name in settings
-        if (begun := measured[name].begun) is not None and begun.begun < WORSE * begun.as_read
+        f"with {begun.token} before each; give one that writes it ({key}.tokenizer=FOLDER; {ADVICE})"
+        for name, key, model in read
+        if (begun := models[model].begun) is not None and begun.begun < WORSE * begun.as_read
     ]
 
 

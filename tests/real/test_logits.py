@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,6 @@ class Case:
     folder: Path
     packed: TokenRows
     """Five documents in three rows."""
-    plain: torch.nn.Module
     wanted: Tensor
     """[R, S, V] of each document alone; padding is 0."""
     told: Tensor
@@ -43,7 +41,7 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def case(folder: Path) -> Iterator[Case]:
+def case(folder: Path) -> Case:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -56,14 +54,14 @@ def case(folder: Path) -> Iterator[Case]:
     told = torch.zeros(packed.shape, dtype=torch.bool)
     for row, lengths in enumerate((LENGTHS[:2], LENGTHS[2:4], LENGTHS[4:])):
         told[row, : sum(lengths)] = True
-    return Case(folder, packed, plain, wanted, told)
+    return Case(folder, packed, wanted, told)
 
 
 def tensors(rows: TokenRows) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(rows.input_ids).long(), torch.from_numpy(rows.position_ids).long()
 
 
-def require_close(found: Tensor, case: Case, rows: slice = slice(None)) -> None:
+def assert_close(found: Tensor, case: Case, rows: slice = slice(None)) -> None:
     told = case.told[rows]
     torch.testing.assert_close(found[told], case.wanted[rows][told], rtol=0, atol=2e-4)
 
@@ -74,17 +72,17 @@ def test_packed_rows_of_a_training(case: Case, world: World, role: Any) -> None:
     """Together, and one row at a time."""
     model = load_model(case.folder, world, role=role, dtype="fp32")
     ids, positions = tensors(case.packed)
-    require_close(forward.logits(model, ids, positions), case)
+    assert_close(forward.logits(model, ids, positions), case)
     for row in range(len(ids)):
         part = slice(row, row + 1)
-        require_close(forward.logits(model, ids[part], positions[part]), case, part)
+        assert_close(forward.logits(model, ids[part], positions[part]), case, part)
     if role == "teacher":
-        require_close(forward.head(model, forward.body(model, ids, positions)), case)
+        assert_close(forward.head(model, forward.body(model, ids, positions)), case)
 
 
 @torch.no_grad()
 def test_an_evaluation(case: Case) -> None:
-    """It reads documents that are padded on the right, as `try` does."""
+    """Its model reads the first document alone."""
     with closing(HfBackend(case.folder, Settings(dtype="fp32"))) as backend:
         ids, positions = tensors(case.packed[:1])
         first = LENGTHS[0]
@@ -97,7 +95,7 @@ def test_adapters(case: Case, world: World) -> None:
     """New ones change nothing; of known values they compute what PEFT's do."""
     model = load_model(case.folder, world, role="student", dtype="fp32", lora=LoraConfig(rank=4, alpha=6.0)).eval()
     ids, positions = tensors(case.packed)
-    require_close(forward.logits(model, ids, positions), case)
+    assert_close(forward.logits(model, ids, positions), case)
     set_adapters(model)
     ids, positions = ids[2:], positions[2:]
     size = LENGTHS[4]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from distill_rl.demo.real import RealMaterial, documents
 from distill_rl.parallel.mesh import World
@@ -62,7 +62,7 @@ def test_what_the_likeliest_tokens_hold(
 
 
 def test_bytes_of_a_stored_token(folder: Path, targets: list[tuple[np.ndarray, dict[str, Tensor]]]) -> None:
-    vocabulary = plain_columns(folder)
+    vocabulary = AutoConfig.from_pretrained(folder).vocab_size
 
     def size(k: int, mass: float | None) -> float:
         taken = count = 0
@@ -78,12 +78,6 @@ def test_bytes_of_a_stored_token(folder: Path, targets: list[tuple[np.ndarray, d
     print(f"{folder.name}: top 64 in {all_of_them:.1f} bytes per token, {cut:.1f} with mass 0.98")
     assert all_of_them < MOST_BYTES
     assert cut < MOST_BYTES_OF_98
-
-
-def plain_columns(folder: Path) -> int:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(folder).vocab_size
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

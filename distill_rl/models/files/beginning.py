@@ -21,3 +21,13 @@ def unwritten_beginning(tokenizer: Any) -> int | None:
     if token is None or number in (tokenizer.eos_token_id, tokenizer.pad_token_id) or not _BEGINS.search(token):
         return None
     return None if tokenizer("a", verbose=False)["input_ids"][:1] == [number] else number
+
+
+def write_beginning(tokenizer: Any) -> None:
+    """Lets a tokenizer write its first token before every text, as the published one does."""
+    from tokenizers.processors import TemplateProcessing
+
+    begin, number = tokenizer.bos_token, tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin}:0 $A:0", pair=f"{begin}:0 $A:0 {begin}:1 $B:1", special_tokens=[(begin, number)]
+    )

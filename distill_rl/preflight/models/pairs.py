@@ -120,8 +120,10 @@ def beginning_notes(kind: str | None, models: Sequence[Opened]) -> Iterator[str]
     """
     from distill_rl.models.files.beginning import ADVICE, unwritten_beginning
 
+    if kind != "text":
+        return
     for model in models:
-        if kind == "text" and model.tokenizer is not None and unwritten_beginning(model.tokenizer) is not None:
+        if model.tokenizer is not None and unwritten_beginning(model.tokenizer) is not None:
             yield (
                 f"{model.key}.tokenizer: writes no {model.tokenizer.bos_token} before a text; a model that was trained with it is "
                 f"much worse without; distill-rl try measures both ({ADVICE})"

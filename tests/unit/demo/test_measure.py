@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +18,7 @@ from distill_rl.demo import bits
 from distill_rl.demo.measure import BEGUN, Findings, Reading, Subject, _memory_in_one_line, find
 from distill_rl.errors import DataError, DistillError, GpuMemoryError
 from distill_rl.models.attention.choice import installed
-from distill_rl.models.files.beginning import unwritten_beginning
+from distill_rl.models.files.beginning import unwritten_beginning, write_beginning
 from distill_rl.models.files.hub import read_tokenizer
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.models import write_tiny_model
@@ -55,7 +54,10 @@ def config_of(folders: tuple[Path, Path], tmp_path: Path, rows: list[Any], **set
 
 
 def measured(folders: tuple[Path, Path], config: Config, reading: Reading = WHOLE) -> Findings:
-    subjects = Subject("teacher", folders[1], teacher=True), Subject("student_before", folders[0])
+    subjects = (
+        Subject("teacher", folders[1], teacher=True, begin=True),
+        Subject("student_before", folders[0], begin=True),
+    )
     return find(config, subjects, reading)
 
 
@@ -106,8 +108,7 @@ def test_a_teacher_with_another_tokenizer_reads_the_same_documents(folders, tmp_
 def begin(folder: Path) -> None:
     """Lets the tokenizer in a folder write its first token before every text."""
     tokenizer = read_tokenizer(folder)
-    first = tokenizer.bos_token, tokenizer.bos_token_id
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first[0]} $A", special_tokens=[first])
+    write_beginning(tokenizer)
     tokenizer.save_pretrained(folder)
 
 

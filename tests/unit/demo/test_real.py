@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distill_rl.cli import main
 from distill_rl.demo import real
 from distill_rl.errors import ConfigError
+from distill_rl.models.files.beginning import write_beginning
 from tests.helpers.models import write_tiny_model
 
 CONTENT = b"weights, in two parts"
@@ -88,7 +89,7 @@ def test_a_cut_model_computes_with_the_chosen_layers(tmp_path: Path, family: str
 def test_a_tokenizer_is_made_to_write_its_first_token(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(write_tiny_model(tmp_path / "model"))
     before = tokenizer("some text")["input_ids"]
-    real._write_beginning(tokenizer)
+    write_beginning(tokenizer)
     tokenizer.save_pretrained(tmp_path / "saved")
     assert AutoTokenizer.from_pretrained(tmp_path / "saved")("some text")["input_ids"] == [
         tokenizer.bos_token_id,
