@@ -6,6 +6,7 @@ import signal
 import psutil
 import pytest
 
+from tests.helpers.command import ended
 from tests.ray.test_pool import assert_same, batch, config, open_pool, pids, settled, wanted
 
 __all__ = ["config", "open_pool", "wanted"]
@@ -21,7 +22,7 @@ def test_a_dead_or_stopped_aligner_is_replaced_and_its_batches_redone(open_pool,
     psutil.Process(first).send_signal(number)
     assert_same(settled(opened, *(batch(index) for index in range(5))), wanted)
     assert set(pids(opened.group)) - set(before), "no aligner was replaced"
-    assert not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE
+    assert ended(first)
 
 
 def test_a_fault_that_does_not_recur_costs_nothing(open_pool, tmp_path):

@@ -23,7 +23,7 @@ from tests.helpers.command import until
 process_monitor._ANSWER_WITHIN_S, process_monitor._UPDATE_EVERY_S = 3.0, 0.1
 
 def node_monitors():
-    return [process for process in psutil.process_iter() if process.name().startswith("ray::NodeMonito")]
+    return [process for process in psutil.process_iter(["name"]) if process.info["name"].startswith("ray::NodeMonito")]
 
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR", namespace="watch")
 own = ray.get_runtime_context().get_node_id()

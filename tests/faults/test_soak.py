@@ -1,5 +1,6 @@
 """Five hundred steps (R24): memory, shared memory and open files of our processes and of Ray's do not grow."""
 
+import contextlib
 import statistics
 from pathlib import Path
 
@@ -28,7 +29,11 @@ def _measure(processes: dict[str, psutil.Process]) -> dict[str, tuple[int, int, 
 
 
 def _of_ray(driver: psutil.Process) -> dict[str, psutil.Process]:
-    return {process.name(): process for process in driver.children(recursive=True) if process.name() in RAY}
+    found = {}
+    for process in driver.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[process.name()] = process
+    return {name: found[name] for name in RAY if name in found}
 
 
 def test_memory_and_files_stay_flat_over_five_hundred_steps(disturb):

@@ -152,15 +152,32 @@ def leftovers(root: int) -> dict[int, psutil.Process]:
 def survivors(processes: Iterable[psutil.Process], deadline_s: float = 10.0) -> list[psutil.Process]:
     """The processes that still run at the deadline. Zombies do not count: init may take seconds to reap them."""
     deadline = time.monotonic() + deadline_s
-    while (left := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
+    while (left := [process for process in processes if runs(process)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
 
 
-def _runs(process: psutil.Process) -> bool:
+def runs(process: psutil.Process) -> bool:
+    """Whether the process has not ended. A zombie has."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
+
+
+def ended(pid: int) -> bool:
+    """Whether no process of this id runs any more."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return not runs(psutil.Process(pid))
+    return True
+
+
+def names(processes: Iterable[psutil.Process]) -> list[str]:
+    """The names of those processes that have not ended yet."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(process.name())
+    return found
 
 
 def told(processes: Iterable[psutil.Process]) -> list[str]:

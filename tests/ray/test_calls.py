@@ -4,7 +4,6 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -12,7 +11,7 @@ from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError, DataError, GpuMemoryError, NumericsError, WorkerError
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.session import ray_session
-from tests.helpers.command import until
+from tests.helpers.command import ended, until
 
 pytestmark = pytest.mark.ray
 
@@ -137,7 +136,7 @@ def test_a_dead_actor_is_named_instead_of_one_missing_its_objects(workers, ray_c
     calls, student, teacher = workers
     pid = ray_cluster.get(teacher.pid.remote(), timeout=60)
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "the death")
+    until(lambda: ended(pid), "the death")
     with pytest.raises(WorkerError, match=r"^big/dp0-tp0: its process died during step 3"):
         calls.gather({student.fail.remote(KeyError("object lost")): "student-dp0-tp0"}, what="step 3", timeout_s=120)
 

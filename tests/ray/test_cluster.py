@@ -21,6 +21,7 @@ import json, os, stat, sys
 import psutil
 from distill_rl.config.schema import RayConfig
 from distill_rl.workers.cluster.session import ray, ray_session
+from tests.helpers.command import command_lines
 
 with ray_session(RayConfig(), num_cpus=5):
     token = os.environ["RAY_AUTH_TOKEN_PATH"]
@@ -29,7 +30,7 @@ with ray_session(RayConfig(), num_cpus=5):
         "started": [process.pid for process in psutil.Process().children(recursive=True)],
         "mode": os.environ["RAY_AUTH_MODE"],
         "token_bits": oct(stat.S_IMODE(os.stat(token).st_mode)),
-        "in_arguments": any(open(token).read() in part for p in psutil.Process().children(recursive=True) for part in p.cmdline()),
+        "in_arguments": any(open(token).read() in line for line in command_lines()),
         "secret_seen": ray.get(ray.remote(lambda: "MY_API_KEY" in os.environ).remote()),
         "cpus": ray.cluster_resources()["CPU"],
     }

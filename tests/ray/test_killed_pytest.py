@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.command import leftovers, survivors, told, until
+from tests.helpers.command import leftovers, names, survivors, told, until
 from tests.helpers.guard import temporary_prefix
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,9 @@ def test_with_a_cluster_and_a_session(cluster, ray_cluster):
 """
 
 
-def family_of_killed(test: str, folder: Path, *, kill_worker: bool, xdist: bool) -> tuple[list[psutil.Process], int]:
+def family_of_killed(
+    test: str, folder: Path, *, kill_worker: bool = False, xdist: bool = False, raylets: int = 0
+) -> tuple[list[psutil.Process], int]:
     """Kills a pytest while its test waits.
 
     Returns all that it had started, and the id of the process in which the test ran.
@@ -50,6 +52,7 @@ def family_of_killed(test: str, folder: Path, *, kill_worker: bool, xdist: bool)
         until(lambda: (waits.exists() and waits.read_text()) or process.poll() is not None, "the test to wait")
         assert process.poll() is None, (folder / "log").read_text()
         family, worker = list(leftovers(process.pid).values()), int(waits.read_text())
+        assert names(family).count("raylet") == raylets
         if kill_worker:
             family = psutil.Process(worker).children(recursive=True)
             psutil.Process(worker).kill()
@@ -68,8 +71,7 @@ def assert_nothing_left(family: list[psutil.Process], worker: int) -> None:
 
 
 def test_ray_of_a_killed_pytest_ends(tmp_path: Path) -> None:
-    family, worker = family_of_killed("test_with_a_cluster_and_a_session", tmp_path, kill_worker=False, xdist=False)
-    assert [process.name() for process in family].count("raylet") == 2
+    family, worker = family_of_killed("test_with_a_cluster_and_a_session", tmp_path, raylets=2)
     assert_nothing_left(family, worker)
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.cli.conftest import Material
-from tests.helpers.command import command_lines, leftovers, running, series, temporary, until
+from tests.helpers.command import command_lines, leftovers, running, series, temporary, told, until
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
 from tests.unit.test_security import SECRET
@@ -69,7 +69,7 @@ def test_secrets_do_not_leak_and_the_dashboard_is_local(tmp_path, monkeypatch):
         actors = [name for name in environments if name.startswith("ray::")]
         assert len(actors) >= 2, sorted(environments)
         assert not [(title, name) for title, variables in environments.items() for name in SECRET if name in variables]
-        dashboards = [child for child in family if "dashboard.py" in " ".join(child.cmdline())]
+        dashboards = [child for child, line in zip(family, told(family), strict=True) if "dashboard.py" in line]
         assert dashboards
         assert all(listening(process) <= {"127.0.0.1", "::1"} for process in dashboards)
     assert "hunter2" not in log.read_text()

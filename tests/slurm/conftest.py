@@ -14,7 +14,7 @@ import pytest
 
 import distill_rl
 from tests.cli.conftest import Material
-from tests.helpers.command import series, survivors, told, until
+from tests.helpers.command import names, series, survivors, told, until
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
 from tests.slurm.cluster import Slurm, slurm, why_not
@@ -96,7 +96,7 @@ class Job:
             with contextlib.suppress(psutil.Error):
                 if process.cmdline()[0].startswith(f"ray::{name}"):
                     return process
-        raise AssertionError(f"no actor {name}: {[process.name() for process in self.seen.values()]}")
+        raise AssertionError(f"no actor {name}: {names(self.seen.values())}")
 
     def assert_nothing_left(self) -> None:
         alive = survivors(self.seen.values(), deadline_s=60)

@@ -19,6 +19,7 @@ from tests.bench.methods.run import ENVIRONMENT, complete, read_rows, rows_file
 from tests.bench.methods.settings import PEERS, RATES, SAME_TOKENIZER, SEEDS, is_trl
 from tests.bench.methods.tables import BESIDE, NOISY, TABLES, Rows, compare, findings
 from tests.bench.methods.tasks.text import DOMAINS, pieces, texts
+from tests.helpers.command import told
 
 
 def record(
@@ -318,7 +319,7 @@ def test_an_error_ends_all_trainings_and_keeps_what_is_finished(tmp_path):
         complete({NOISY: {"CE": (), "TVD": ()}}, Rows(), tmp_path, file, 1, attempt=failing_training)
     assert {row.setting for row in read_rows([file]).by_row} == {"CE"}
     left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
-    assert not [process for process in left if "resource_tracker" not in " ".join(process.cmdline())]
+    assert not [command for command in told(left) if "resource_tracker" not in command]
 
 
 def test_rows_of_another_setting_are_refused(tmp_path, capsys):

@@ -22,7 +22,7 @@ from distill_rl.evals.grading import child as child_module
 from distill_rl.evals.grading import grader as grader_module
 from distill_rl.evals.grading.grader import Graded, Grader
 from distill_rl.evals.suites.base import Item, Verdict
-from tests.helpers.command import until
+from tests.helpers.command import runs, until
 
 HOSTILE = str(Path(__file__).with_name("hostile.py"))
 ITEM = Item("an id", "a prompt", "42")
@@ -173,7 +173,7 @@ def test_closing_kills_running_and_cancels_waiting_items(tmp_path: Path) -> None
         running.result(timeout=0)
     assert waiting.cancelled()
     assert not child.is_running()
-    until(lambda: not alive(grandchild), "the grandchild has ended")
+    until(lambda: not runs(grandchild), "the grandchild has ended")
     with pytest.raises(RuntimeError, match="closed"):
         pool.submit(HOSTILE, ITEM, "echo x")
 
@@ -187,7 +187,7 @@ def test_close_may_come_from_another_thread_than_submit(tmp_path: Path) -> None:
     until(lambda: mark.exists() and mark.read_text(), "the judge has begun")
     child = psutil.Process(int(mark.read_text()))
     pool.close()
-    assert not alive(child)
+    assert not runs(child)
     assert futures[0].done()
 
 
@@ -238,7 +238,7 @@ def test_unkillable_child_is_abandoned(held: Held, monkeypatch: pytest.MonkeyPat
     with Grader(workers=1, deadline_s=DEADLINE_S) as pool:
         stuck = judged(pool, f"sleep {held.marks / '1'}")
         assert stuck.outcome == "grader_timeout"
-        assert alive(psutil.Process(held.lost[0]))
+        assert runs(psutil.Process(held.lost[0]))
         assert extracted(pool, "echo next") == "next"
 
 
@@ -271,14 +271,14 @@ def test_children_die_with_a_parent_that_is_killed(deed: str, tmp_path: Path) ->
         until(lambda: all(mark.exists() and mark.read_text() for mark in (busy, idle)), "both children have judged")
         children = [psutil.Process(int(mark.read_text())) for mark in (busy, idle)]
         assert len({child.pid for child in children}) == 2
-        assert all(alive(child) for child in children)
+        assert all(runs(child) for child in children)
     finally:
         parent.kill()
         parent.wait()
     try:
-        until(lambda: not any(alive(child) for child in children), "the children have ended", deadline_s=20)
+        until(lambda: not any(runs(child) for child in children), "the children have ended", deadline_s=20)
     finally:
-        for child in filter(alive, children):
+        for child in filter(runs, children):
             child.kill()
 
 
@@ -292,10 +292,3 @@ def test_process_exit_without_close_leaves_no_child(tmp_path: Path) -> None:
         [sys.executable, "-c", script, HOSTILE], capture_output=True, text=True, timeout=120, check=True
     )
     until(lambda: not psutil.pid_exists(int(done.stdout)), "the child has ended", deadline_s=20)
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -20,7 +20,7 @@ from distill_rl.observe.sinks.sinks import open_observer, read_records
 from distill_rl.observe.sinks.tracker_process import RunId, flat, metric_name
 from distill_rl.observe.sinks.trackers import TrackerSink, open_trackers
 from distill_rl.types import RunPaths
-from tests.helpers.command import until
+from tests.helpers.command import survivors, told, until
 from tests.helpers.socket_tracker import Server, command
 
 
@@ -34,8 +34,8 @@ def messages(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 def folder(tmp_path: Path) -> Iterator[Path]:
     before = set(psutil.Process().children(recursive=True))  # other tests may leave processes for the session
     yield tmp_path
-    left = [process.cmdline() for process in set(psutil.Process().children(recursive=True)) - before]
-    assert not [command for command in left if any("tracker" in word for word in command)], "no process is left"
+    left = told(set(psutil.Process().children(recursive=True)) - before)
+    assert not [command for command in left if "tracker" in command], "no process is left"
 
 
 def sink(folder: Path, port: int, *, host: str = "127.0.0.1", **options: Any) -> TrackerSink:
@@ -151,7 +151,7 @@ def test_killed_driver_leaves_no_child(folder: Path, behaviour: Any) -> None:
             child = psutil.Process(int(driver.stdout.readline()))
             until(lambda: server.messages or behaviour == "down", "the tracker is contacted")
             driver.kill()
-        until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "the child ends by itself", 30)
+        assert not survivors([child], 30), "the child ends by itself"
 
 
 def test_broken_tracker_does_not_affect_metrics_file(

@@ -9,14 +9,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-import psutil
 import pytest
 
 from distill_rl.errors import WorkerError
 from distill_rl.system.owned_folder import OwnedFolder, remove_abandoned
 from distill_rl.workers.cluster import node as ray_node
 from distill_rl.workers.cluster.node import Node, address_of_this_machine, require_free_ports
-from tests.helpers.command import until
+from tests.helpers.command import ended, until
 
 EPHEMERAL = 32768
 """The first of the ports that Linux assigns by itself."""
@@ -109,7 +108,7 @@ def test_daemon_that_blocks_signals_ends_with_the_node():
     done = subprocess.run([sys.executable, "-c", DAEMONS], capture_output=True, text=True, timeout=60)
     pid, left = done.stdout.split(maxsplit=1)
     assert left.strip() == "[]", done.stderr
-    assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+    assert ended(int(pid))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
