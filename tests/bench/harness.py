@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from distill_rl.errors import ConfigError
 from tests.bench import record
 
 Name = TypeVar("Name", bound=Hashable)
@@ -73,7 +74,7 @@ def program(
                 options["sizes"] = {name: options.pop(name) or default for name, default in sizes[device].items()}
             with tempfile.TemporaryDirectory() as folder:
                 figures = measure(Path(folder), **options)
-        except Refused as error:
+        except (Refused, ConfigError) as error:
             print(f"{name}: error: {error}", file=sys.stderr)
             return 2
         print_figures(figures, columns)

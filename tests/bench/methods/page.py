@@ -13,7 +13,7 @@ from distill_rl.observe.report.charts import Chart, Curve
 from distill_rl.observe.report.svg import Dots, dots_svg, lines_svg
 from distill_rl.system.files import write_atomic
 from tests.bench import harness
-from tests.bench.methods.settings import ROWS, SEEDS
+from tests.bench.methods.settings import ROWS
 from tests.bench.methods.tables import BASELINE, TABLES, Finding, Rows, Settings, findings
 
 BY_ROWS = "few_rows"
@@ -109,7 +109,7 @@ def _columns(measure: str, found: Sequence[Finding], *, with_cost: bool) -> dict
     columns: dict[str, Callable[[Finding], str]] = {
         "setting": lambda one: one.setting,
         measure: lambda one: f"**{one.score:.3f}**",
-        **{f"seed {seed}": _of_seed(i) for i, seed in enumerate(SEEDS)},
+        **{f"seed {i}": _of_seed(i) for i in range(len(found[0].seeds))},
         "difference to CE": lambda one: "" if one.setting == BASELINE else "{:+.3f} to {:+.3f}".format(*one.interval),
         "to CE": lambda one: one.verdict,
         "to the best": lambda one: one.against_best,
@@ -118,6 +118,9 @@ def _columns(measure: str, found: Sequence[Finding], *, with_cost: bool) -> dict
         columns["bits per byte"] = lambda one: f"{one.bits_per_byte:.3f}"
     if any(one.kl is not None for one in found):
         columns["KL to the teacher"] = lambda one: "–" if one.kl is None else f"{one.kl:.3f}"
+    if any(one.elsewhere is not None for one in found):
+        columns["elsewhere"] = lambda one: "–" if one.elsewhere is None else f"{one.elsewhere:.3f}"
+        columns["minutes"] = lambda one: f"{one.minutes:.1f}"
     columns["rate"] = lambda one: f"{one.rate:g}"
     if with_cost:
         columns["tokens/s"] = lambda one: f"{one.tokens_per_second:,.0f}"

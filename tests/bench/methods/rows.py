@@ -57,10 +57,17 @@ def run_row(row: Row, overrides: Overrides, root: Path) -> dict[str, Any]:
         student = Path(folder) / "student"
         trained = train(config, student)
         teacher = task.teacher if task.same_tokenizer else None
+        measured = (
+            ("selection", task.selection, teacher),
+            ("test", task.test, teacher),
+            ("elsewhere", task.elsewhere, None),
+        )
         scores = {
-            name: as_record(measure(student, held_out, config.data, teacher), held_out)
-            for name, held_out in (("selection", task.selection), ("test", task.test))
+            name: as_record(measure(student, held_out, config.data, compared), held_out)
+            for name, held_out, compared in measured
+            if held_out is not None
         }
-    scores["selection"].pop("items")
+    if "selection" in scores:
+        scores["selection"].pop("items")
     known = {"task_hash": task.fingerprint[:12], "overrides": list(overrides), "measure": task.test.measure}
     return asdict(row) | known | scores | asdict(trained)

@@ -21,7 +21,7 @@ from distill_rl.evals.suites.exact_match import ExactMatch
 
 Measure = Literal["exact match", "bits per byte"]
 LENGTH = 256
-"""Most tokens that a model reads at once; those of the models here."""
+"""Most tokens that models which are trained here read at once."""
 NEW_TOKENS = 32
 """Most tokens of an answer; the right ones have up to 19."""
 
@@ -34,6 +34,8 @@ class HeldOut:
     """JSON lines of texts or chats."""
     questions: Path | None = None
     """Questions of the suite `exact_match`; None: the score is the bits per byte of the documents."""
+    length: int = LENGTH
+    """Most tokens that a model reads at once."""
 
     @property
     def measure(self) -> Measure:
@@ -64,9 +66,9 @@ def measure(model: Path, held_out: HeldOut, data: DataConfig, teacher: Path | No
     rows = [{"row": i, **json.loads(line)} for i, line in enumerate(lines)]
     with closing(HfBackend(model, Settings(batch_size=100))) as backend:
         encoded = [bits.encode(backend.encoder.tokenizer, row, data) for row in rows]
-        found = bits.bits(backend.model, encoded, LENGTH)
+        found = bits.bits(backend.model, encoded, held_out.length)
         per_byte = float(found.sum() / sum(document.num_bytes for document in encoded))
-        kl = None if teacher is None else _kl(teacher, backend.model, encoded)
+        kl = None if teacher is None else _kl(teacher, backend.model, encoded, held_out.length)
         if held_out.questions is None:
             return Scores(per_byte, [round(value, 3) for value in found.tolist()], per_byte, kl)
         items = _answers(backend, held_out.questions)
@@ -84,11 +86,11 @@ def _answers(backend: HfBackend, questions: Path) -> list[float]:
 
 
 @torch.no_grad()
-def _kl(teacher: Path, student: Any, documents: Sequence[Encoded]) -> float:
+def _kl(teacher: Path, student: Any, documents: Sequence[Encoded], length: int) -> float:
     """KL(teacher ‖ student) over the whole vocabulary, in nats, the mean over the counted tokens of the documents."""
     total, count = 0.0, 0
     with closing(HfBackend(teacher, Settings())) as other:
-        for batch in bits.batches(documents, LENGTH):
+        for batch in bits.batches(documents, length):
             p, q = (
                 model(input_ids=batch.ids, use_cache=False).logits[batch.counted].log_softmax(-1)
                 for model in (other.model, student)

@@ -16,6 +16,18 @@ RATES = (1e-3, 3e-3, 1e-2)
 ROWS = (125, 250, 500, 1000, 2000)
 """Training rows of the `clean` tasks."""
 SEEDS = (0, 1, 2)
+HALF, HALF_FROM_GEMMA, FROM_GEMMA, LANGUAGES = (
+    "half of SmolLM2",
+    "half of SmolLM2, from Gemma",
+    "SmolLM2, from Gemma",
+    "SmolLM2, from Gemma, other languages",
+)
+PRETRAINED: Mapping[str, float] = MappingProxyType(
+    {HALF: 1e-3, HALF_FROM_GEMMA: 1e-3, FROM_GEMMA: 1e-4, LANGUAGES: 1e-4}
+)
+"""Task with pretrained models → its only rate; a training takes minutes. 1e-4 is what `distill-rl try` chooses for SmolLM2, and
+1e-3 is better than 3e-4 for the half of it on the text alone."""
+PRETRAINED_SEEDS = (0, 1)
 
 CE: Overrides = ("loss.kd_weight=0", "loss.ce_weight=1")
 """The data alone. No teacher is started."""
@@ -80,6 +92,20 @@ _METHODS: Mapping[str, Overrides] = MappingProxyType(
         "uld, mean": _method("uld", *_LOGITS, _MEAN),
         "uld, chain": _method("uld", *_LOGITS, _CHAIN),
         "strict": _method("strict", *_LOGITS),
+    }
+)
+CE_45: Mapping[str, Overrides] = MappingProxyType({"CE, 45 steps": (*CE, "train.steps=45")})
+CE_60: Mapping[str, Overrides] = MappingProxyType({"CE, 60 steps": (*CE, "train.steps=60")})
+"""The text alone for about as long as 30 steps with SmolLM2 or with Gemma as the teacher take."""
+PRETRAINED_TARGETS: Mapping[str, Overrides] = MappingProxyType(
+    {
+        "CE": CE,
+        **CE_45,
+        "top 16, bucket": _top(16, "bucket"),
+        **{
+            name: SAME_TOKENIZER[name]
+            for name in ("top 64, bucket", "all logits", "hidden states", "reverse KL", "JSD, β = 0.5")
+        },
     }
 )
 ACROSS_TOKENIZERS: Mapping[str, Overrides] = MappingProxyType(

@@ -22,8 +22,17 @@ from tests.bench.methods.rows import LOWER_IS_BETTER, Row, items_of
 from tests.bench.methods.settings import (
     ACROSS_TOKENIZERS,
     CE,
+    CE_45,
+    CE_60,
     DIVERGENCES,
+    FROM_GEMMA,
+    HALF,
+    HALF_FROM_GEMMA,
+    LANGUAGES,
     PEERS,
+    PRETRAINED,
+    PRETRAINED_SEEDS,
+    PRETRAINED_TARGETS,
     RATES,
     ROWS,
     SAME_TOKENIZER,
@@ -70,10 +79,13 @@ class Rows:
 
         Empty while a rate is missing, or if all have failed.
         """
-        found = [record for rate in RATES if (record := self.by_row.get(Row(task, setting, rate, SEEDS[0])))]
+        rates, seeds = _grid(task)
+        found = [record for rate in rates if (record := self.by_row.get(Row(task, setting, rate, seeds[0])))]
         scored = [record for record in found if "failed" not in record]
-        if len(found) < len(RATES) or not scored:
+        if len(found) < len(rates) or not scored:
             return []
+        if len(rates) == 1:
+            return [*rates]
         best = min(scored, key=_by_selection)
         close = _cost(best, "selection") + _noise(best)
         return [float(record["rate"]) for record in scored if record is best or _cost(record, "selection") < close]
@@ -83,28 +95,33 @@ class Rows:
 
         None while a row of `rates` is missing, or if each of them has a seed without a student.
         """
+        seeds = _grid(task)[1]
         costs: dict[float, tuple[float, float]] = {}
         for rate in self.rates(task, setting):
-            found = [self.by_row.get(Row(task, setting, rate, seed)) for seed in SEEDS]
+            found = [self.by_row.get(Row(task, setting, rate, seed)) for seed in seeds]
             records = [record for record in found if record is not None]
-            if len(records) < len(SEEDS):
+            if len(records) < len(seeds):
                 return None
-            if not any("failed" in record for record in records):
-                scores, bits = zip(*map(_by_selection, records))
-                costs[rate] = fmean(scores), fmean(bits)
+            if any("failed" in record for record in records):
+                continue
+            if task in PRETRAINED:
+                return rate
+            scores, bits = zip(*map(_by_selection, records))
+            costs[rate] = fmean(scores), fmean(bits)
         return min(costs, key=costs.__getitem__, default=None)
 
     def missing(self, task: str, settings: Settings) -> list[Row]:
         """The rows that can be trained next."""
-        due = [Row(task, setting, rate, SEEDS[0]) for setting in settings for rate in RATES]
+        rates, seeds = _grid(task)
+        due = [Row(task, setting, rate, seeds[0]) for setting in settings for rate in rates]
         for setting in settings:
-            due += [Row(task, setting, rate, seed) for rate in self.rates(task, setting) for seed in SEEDS[1:]]
+            due += [Row(task, setting, rate, seed) for rate in self.rates(task, setting) for seed in seeds[1:]]
         return [row for row in due if row not in self.by_row]
 
     def of(self, task: str, setting: str) -> list[Record]:
         """The records of all seeds at the best rate, in the order of the seeds; empty unless all have a student."""
         rate = self.best_rate(task, setting)
-        return [] if rate is None else [self.by_row[Row(task, setting, rate, seed)] for seed in SEEDS]
+        return [] if rate is None else [self.by_row[Row(task, setting, rate, seed)] for seed in _grid(task)[1]]
 
     def best(self, task: str, settings: Settings, count: int = BEST) -> dict[str, Overrides]:
         """The baseline and the `count` settings with the best mean selection score; as far as they have been trained."""
@@ -122,6 +139,11 @@ class Rows:
             record["measure"] for row, record in self.by_row.items() if row.task == task and "failed" not in record
         )
         return next(known, "")
+
+
+def _grid(task: str) -> tuple[Sequence[float], Sequence[int]]:
+    """The rates to choose from and the seeds of a task."""
+    return ((PRETRAINED[task],), PRETRAINED_SEEDS) if task in PRETRAINED else (RATES, SEEDS)
 
 
 def _by_selection(record: Record) -> tuple[float, float]:
@@ -232,6 +254,17 @@ def _peers(rows: Rows) -> Mapping[str, Settings]:
     return {BESIDE: {BASELINE: CE, **PEERS["gkd"]}, SAME_TEMPLATE: {BASELINE: CE, **PEERS["gold"]}}
 
 
+def _pretrained(rows: Rows) -> Mapping[str, Settings]:
+    across = {name: ACROSS_TOKENIZERS[name] for name in (BASELINE, "hybrid", "hybrid + CE")}
+    others = {name: ACROSS_TOKENIZERS[name] for name in ("alm", "gold, chain")}
+    return {
+        HALF: PRETRAINED_TARGETS,
+        HALF_FROM_GEMMA: {**across, **others, **CE_60},
+        FROM_GEMMA: {**across, **CE_45},
+        LANGUAGES: {**across, **CE_45},
+    }
+
+
 TABLES: Mapping[str, Table] = MappingProxyType(
     {
         table.name: table
@@ -245,6 +278,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             Table("shift", "Another domain", _shift, ("same",)),
             Table("teachers", "One teacher or two", _teachers),
             Table("peers", "Beside TRL", _peers, fresh=True),
+            Table("pretrained", "Pretrained models", _pretrained),
         )
     }
 )
@@ -266,9 +300,13 @@ class Finding:
     against_best: str
     """The same against the setting with the best mean."""
     bits_per_byte: float
+    elsewhere: float | None
+    """Bits per byte of text of another kind; None where it is not measured."""
     kl: float | None
     tokens_per_second: float
     """Tokens with a label, repetitions included."""
+    minutes: float
+    """Of all steps."""
     peak_mib: float
     """Of the process that trained; only where each row has its own (`Table.fresh`)."""
 
@@ -290,6 +328,7 @@ def _finding(setting: str, records: Sequence[Record], base: Sequence[Record], be
     scores = [record["test"]["score"] for record in records]
     interval, verdict = compare(records, base) if base else ((0.0, 0.0), "")
     kls = [record["test"]["kl"] for record in records]
+    elsewhere = [record.get("elsewhere", {}).get("score") for record in records]
     return Finding(
         setting,
         records[0]["rate"],
@@ -299,8 +338,10 @@ def _finding(setting: str, records: Sequence[Record], base: Sequence[Record], be
         verdict,
         "" if records is best else compare(records, best)[1],
         fmean(record["test"]["bits_per_byte"] for record in records),
+        None if None in elsewhere else fmean(elsewhere),
         None if None in kls else fmean(kls),
         fmean(record["labels"] / record["seconds"] for record in records),
+        fmean(record["seconds"] for record in records) / 60,
         fmean(record["peak_mib"] for record in records),
     )
 

@@ -23,11 +23,13 @@ class Prepared:
     """The first one."""
     same_tokenizer: bool
     """Whether it is the only teacher and has the student's tokenizer."""
-    selection: HeldOut
-    """By which the learning rate is chosen."""
+    selection: HeldOut | None
+    """By which the learning rate is chosen; None: there is one rate."""
     test: HeldOut
     fingerprint: str
     """Of models and data: the figures of another fingerprint are those of another task."""
+    elsewhere: HeldOut | None = None
+    """Text of another kind than the student is trained on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 - `noisy`: the quickstart as it is; 30 % of the training answers are wrong. Others are the same with a teacher of another tokenizer,
   or with a student that has learnt from the rows alone before, as there is of `language`.
 - `clean`: the same questions with right answers, and few rows.
+- `half of SmolLM2` and others: pretrained models.
 - `language`: the next tokens of real text, with one teacher or two. `shift`: the student sees one domain of it, and is measured
   on the other.
 """
@@ -14,9 +15,10 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from distill_rl.demo.recipe import CROSS, RECIPE
-from tests.bench.methods.settings import ROWS
+from tests.bench.methods.settings import FROM_GEMMA, HALF, HALF_FROM_GEMMA, LANGUAGES, ROWS
 from tests.bench.methods.tasks.base import Task
 from tests.bench.methods.tasks.language import Language
+from tests.bench.methods.tasks.pretrained import Pretrained
 from tests.bench.methods.tasks.questions import Questions
 from tests.bench.methods.tasks.text import LIBRARY, REFERENCE
 
@@ -41,6 +43,10 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             Language("language, two teachers", ("4k", "1k, spaces apart")),
             Language("language, two alike", ("2k", "2k")),
             Language("shift", train=(REFERENCE,), measured=(LIBRARY,)),
+            Pretrained(HALF, "half", "smollm2"),
+            Pretrained(HALF_FROM_GEMMA, "half", "gemma"),
+            Pretrained(FROM_GEMMA, "whole", "gemma"),
+            Pretrained(LANGUAGES, "whole", "gemma", "languages"),
         )
     }
 )
