@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.autograd import untraced
 from distill_rl.losses.core.dense import TeacherChunks
-from distill_rl.losses.core.logits.head import TeacherLogits
+from distill_rl.losses.core.logits.head import HiddenChunks, TeacherLogits
 from distill_rl.losses.core.logits.student import Student, StudentHidden, student_of
 from distill_rl.losses.core.row_function import Pass, RowFunction
 from distill_rl.losses.core.shards import VocabularyShard
@@ -107,7 +107,9 @@ def token_agreement(
         valid = valid & (targets.ids[:, 0] >= 0)
     else:
         rows = _DenseAgreement(targets, shard, temperature, task.num_rows, student.like)
-    size = chunk_size or student.default_chunk(shard.widest, dense=not isinstance(targets, TopKLogprobs))
+    dense = not isinstance(targets, TopKLogprobs)
+    computed = isinstance(targets, HiddenChunks)
+    size = chunk_size or student.default_chunk(shard.widest, dense=dense, computed=computed)
     plan = RowPlan.of(task.num_rows, size, order=kept)
     _, (top1, acceptance, *_) = student.loss(rows, plan, [student.like.new_ones(task.num_rows), None])
     top1, acceptance = (torch.where(valid, each, 0).sum() for each in (top1, acceptance))
@@ -127,7 +129,7 @@ def top_tokens(teacher: Teacher, rows: Tensor) -> Tensor:
     if isinstance(teacher, SampledTokens):
         return teacher.most_drawn()[rows].long()
     dense = TeacherLogits(teacher)
-    pieces = chunks(len(rows), default_chunk(dense.columns, rows.device))
+    pieces = chunks(len(rows), default_chunk(dense.columns, rows.device, computed=dense.computed))
     found = [dense.of(rows[piece], torch.float32).argmax(1) for piece in pieces]
     return torch.cat(found) if found else rows.new_empty(0)
 

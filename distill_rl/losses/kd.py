@@ -7,6 +7,7 @@ from torch.distributed import ProcessGroup
 
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.autograd import untraced
+from distill_rl.losses.core.logits.head import HiddenChunks
 from distill_rl.losses.core.logits.student import Student, StudentHidden, student_of
 from distill_rl.losses.core.reduce import ReductionName
 from distill_rl.losses.core.streaming import RowPlan
@@ -95,8 +96,9 @@ def kd_loss(
         targets = targets.select(kept)
     mask = None if leave_out or labels is None else task.reduction.valid
     dense = targets is not None and not isinstance(targets, TopKLogprobs | SampledTokens)
+    computed = isinstance(targets, HiddenChunks)
     rows = counted.rows(targets, student.like)
-    size = chunk_size or student.default_chunk(shard.widest, dense=dense, function=rows)
+    size = chunk_size or student.default_chunk(shard.widest, dense=dense, computed=computed, function=rows)
     plan = RowPlan.of(counted.num_rows, size, order=kept, counts=mask)
 
     # Per row: T²·D, CE and the compared masses, with a streamed gradient. Then the one reduction.

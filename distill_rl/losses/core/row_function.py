@@ -150,11 +150,14 @@ class StudentLogits(ABC):
         """A copy of the logits of these rows, [n, Vl], without a gradient."""
 
     @abstractmethod
-    def default_chunk(self, columns: int, *, dense: bool, function: RowFunction | None = None) -> int:
+    def default_chunk(
+        self, columns: int, *, dense: bool, computed: bool = False, function: RowFunction | None = None
+    ) -> int:
         """Rows to work on at once, if there are this many columns.
 
         Args:
             dense: whether every column is compared, which takes more copies of a chunk than top-k targets or labels.
+            computed: whether the teacher's logits are computed from hidden states, too, a chunk at a time.
             function: what is computed; if it has kernels, these take fewer copies. None: not known yet.
         """
 

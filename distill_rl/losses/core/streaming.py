@@ -28,6 +28,8 @@ from distill_rl.losses.core.shards import VocabularyShard
 
 _CPU_CHUNK = 2**17
 _CUDA_CHUNK = 2**25
+PRODUCT_ROWS = 64
+"""Fewer make a poor matrix product."""
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -40,9 +42,15 @@ def floor_of(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 4
 
 
-def default_chunk(columns: int, device: torch.device) -> int:
-    """Rows per chunk, at least 1: on CUDA 128 MiB of fp32; on a CPU 512 KiB, so that copies fit into a core's cache."""
-    return max(1, (_CUDA_CHUNK if device.type == "cuda" else _CPU_CHUNK) // max(columns, 1))
+def default_chunk(columns: int, device: torch.device, *, computed: bool = False) -> int:
+    """Rows per chunk, at least 1: on CUDA 128 MiB of fp32; on a CPU 512 KiB, so that copies fit into a core's cache.
+
+    Args:
+        computed: whether a matrix product makes logits of the chunk, which reads the whole output layer whatever the number
+            of rows: at least PRODUCT_ROWS then.
+    """
+    rows = (_CUDA_CHUNK if device.type == "cuda" else _CPU_CHUNK) // max(columns, 1)
+    return max(1, rows, PRODUCT_ROWS if computed else 1)
 
 
 def chunks(num_rows: int, size: int) -> Iterator[slice]:

@@ -235,7 +235,9 @@ def make_task(
     pairing = pair(numbers, student.num_rows, num_teacher, validate)
     if checks.looked_at(validate, labels) and not bool(valid[pairing.student.rows].all()):
         raise ValueError("labels: every row of a chunk must have one; one is ignore_index")
-    columns = max(shard.widest, given.columns) if isinstance(given, TeacherLogits) else shard.widest
+    columns, computed = shard.widest, False
+    if isinstance(given, TeacherLogits):
+        columns, computed = max(columns, given.columns), given.computed
     return ChunkTask(
         student=student,
         shard=shard,
@@ -246,7 +248,7 @@ def make_task(
         projection=projection,
         options=options,
         # The same on every rank, however uneven the shards: some methods end each piece with a collective.
-        piece=options.chunk_size or student.default_chunk(columns, dense=True),
+        piece=options.chunk_size or student.default_chunk(columns, dense=True, computed=computed),
     )
 
 

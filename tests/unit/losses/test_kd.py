@@ -12,12 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distill_rl.losses import (
     DenseLogits,
     KDLoss,
+    TeacherHidden,
     TopKLogprobs,
     fused_linear_kd_loss,
     kd_loss,
     vocab_parallel_logprobs,
     vocab_parallel_topk,
 )
+from distill_rl.losses.agreement import token_agreement, top_tokens
 from tests.helpers.losses import assert_close, batch
 
 DATA = batch(6, 40)
@@ -181,6 +183,29 @@ def test_the_fused_loss_waits_once_for_the_number_of_rows() -> None:
             DATA.hidden.clone().requires_grad_(), DATA.head, TARGET, validate=False, **KEYWORDS
         ).loss.backward()
     assert waits.seen == ["nonzero"]
+
+
+class _Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function._schema.name in ("aten::mm", "aten::addmm")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
+def test_a_product_makes_the_logits_of_many_rows(divergence: str) -> None:
+    """Each of them reads the whole output layer, which is large where the vocabulary is."""
+    rows, columns = 128, 50_000
+    student = torch.randn(rows, columns).requires_grad_()
+    teacher = TeacherHidden(torch.randn(rows, 4), torch.randn(columns, 4))
+    with _Products() as products:
+        kd_loss(student, teacher, divergence=divergence).loss.backward()
+        token_agreement(student.detach(), teacher, labels=torch.zeros(rows, dtype=torch.long))
+        top_tokens(teacher, torch.arange(rows))
+    assert products.count <= 2 * (3 + 2 + 1), "two chunks, of which each pass, there and back, may make the logits"
 
 
 def test_the_library_needs_torch_and_nothing_else_of_this_package() -> None:

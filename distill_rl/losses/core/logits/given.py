@@ -42,8 +42,10 @@ class GivenLogits(StudentLogits):
     def rows(self, numbers: Tensor) -> Tensor:
         return self.logits.detach().index_select(0, numbers)
 
-    def default_chunk(self, columns: int, *, dense: bool, function: RowFunction | None = None) -> int:
-        return default_chunk(columns, self.logits.device)
+    def default_chunk(
+        self, columns: int, *, dense: bool, computed: bool = False, function: RowFunction | None = None
+    ) -> int:
+        return default_chunk(columns, self.logits.device, computed=computed)
 
     def apart(self, numbers: Tensor) -> tuple[GivenLogits, GivenLogits]:
         whole, some = RowsApart.apply(self.logits, numbers)

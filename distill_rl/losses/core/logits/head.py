@@ -152,6 +152,11 @@ class TeacherLogits:
     def num_rows(self) -> int:
         return self._rows.shape[0]
 
+    @property
+    def computed(self) -> bool:
+        """Whether its logits are computed from hidden states, and do not exist."""
+        return self._head is not None
+
     def of(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """The logits of the rows with these numbers, [n, V_t], a copy."""
         found = self._rows.index_select(0, rows)

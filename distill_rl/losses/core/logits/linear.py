@@ -23,10 +23,8 @@ from distill_rl.losses.core.logits.gradients import Gradients, scaled
 from distill_rl.losses.core.logits.head import Head
 from distill_rl.losses.core.row_function import KernelChoice, RowFunction, StudentLogits, part
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import Buffers, RowPlan, accumulator, padded_width
+from distill_rl.losses.core.streaming import PRODUCT_ROWS, Buffers, RowPlan, accumulator, padded_width
 
-_LEAST_CHUNK = 64
-"""Rows; fewer make a poor matrix product."""
 _LEAST_ROWS = 16
 _CUDA_ROWS = 2048
 """Rows per chunk on CUDA, if memory allows: with fewer, adding to the weight's gradient takes longer than the products."""
@@ -50,7 +48,7 @@ def default_chunk(hidden_size: int, columns: int, device: torch.device, *, dense
         dense: as in `StudentLogits.default_chunk`.
         kernels: whether kernels read the logits.
     """
-    wanted, most = max(_LEAST_CHUNK, hidden_size // 2), _CHUNK_BYTES
+    wanted, most = max(PRODUCT_ROWS, hidden_size // 2), _CHUNK_BYTES
     if device.type == "cuda":
         wanted, most = _CUDA_ROWS, _CUDA_CHUNK_BYTES
     row = (_KERNEL_BYTES if kernels else _BYTES)[dense] * padded_width(columns)
@@ -105,7 +103,9 @@ class ComputedLogits(StudentLogits):
         self._layer.head(self.weight.detach(), self.bias).logits(self.hidden.detach()[numbers], logits)
         return logits
 
-    def default_chunk(self, columns: int, *, dense: bool, function: RowFunction | None = None) -> int:
+    def default_chunk(
+        self, columns: int, *, dense: bool, computed: bool = False, function: RowFunction | None = None
+    ) -> int:
         kernels = None
         if self.kernels is not None and function is not None:
             kernels = self.kernels(function, self.like.new_empty(1, 1))
