@@ -71,6 +71,8 @@ quantization)
     ;;
 real)
     source "$DISTILL_RL_ROOT/launch/setup-triton.sh"
+    # It judges evaluations, and nothing else needs it and what it requires. Its tests skip without it.
+    "$PYTHON_TRITON" -m pip show -qq lm-eval || "$PYTHON_TRITON" -m pip install -q -c launch/constraints.txt lm-eval==0.4.13 || true
     exec "$PYTHON_TRITON" -m pytest tests/real "$@"
     ;;
 slurm)

@@ -82,7 +82,7 @@ def test_mmlu(subject: str, material: RealMaterial, data: Path, tmp_path: Path) 
     expected = theirs(material.smollm2, "mmlu/default", f"mmlu_{subject}", {"test": test, "dev": dev}, num_fewshot=5)
     assert len(found) == len(expected) == QUESTIONS
     for mine, other in zip(found, expected):
-        assert mine["scores"] == pytest.approx([response[0][0] for response in other["resps"]], abs=1e-3)
+        assert mine["choice_logprobs"] == pytest.approx([response[0][0] for response in other["resps"]], abs=1e-3)
     assert [row["score"] for row in found] == [sample["acc"] for sample in expected]
 
 
