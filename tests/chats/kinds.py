@@ -174,12 +174,12 @@ _KINDS = (
     ),
     Kind("call", "a call at the end, arguments as an object", _always(user(1), call(1))),
     Kind(
-        "call, text",
+        "call text",
         "arguments as JSON text; a result and an answer",
         _always(user(1), call(1, text=True), result(1), answer(2)),
     ),
-    Kind("call, null", "a call beside a content of null", _always(user(1), call(1, None), result(1), answer(2))),
-    Kind("call, answer", "a call beside text", _always(user(1), call(1, say("ans", 1)), result(1), answer(2))),
+    Kind("call null", "a call beside a content of null", _always(user(1), call(1, None), result(1), answer(2))),
+    Kind("call answer", "a call beside text", _always(user(1), call(1, say("ans", 1)), result(1), answer(2))),
     Kind(
         "calls",
         "several calls in a turn",
@@ -191,13 +191,13 @@ _KINDS = (
         _always(user(1), call(1), result(1), call(2), result(2), answer(2), user(2), answer(3)),
     ),
     Kind(
-        "thought, call",
+        "thought call",
         "thoughts before a call and before the answer",
         _always(user(1), call(1, **thought(1)), result(1), answer(2, **thought(2))),
     ),
     Kind("tools", "tools, which no turn calls", _always(system(1), user(1), answer(1), tools=[tool(1), tool(2)])),
     Kind(
-        "tools, call",
+        "tools call",
         "tools, one of which is called",
         _always(user(1), call(1), result(1), answer(2), user(2), answer(3), tools=[tool(1)]),
     ),
