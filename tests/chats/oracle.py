@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tests.chats.kinds import LEARNT, WORD, Chat, Message, answer, say, thought, user
-from tests.chats.templates import CLOSE, OPEN, Template, unmarked
+from tests.chats.templates import CLOSE, OPEN, Template
 
 Reason = Literal["template", "left out", "no stop"]
 
