@@ -195,6 +195,11 @@ _KINDS = (
         "thoughts before a call and before the answer",
         _always(user(1), call(1, **thought(1)), result(1), answer(2, **thought(2))),
     ),
+    Kind(
+        "thinking call",
+        "thoughts under the key `thinking` before a call and before the answer",
+        _always(user(1), call(1, **thought(1, "thinking")), result(1), answer(2, **thought(2, "thinking"))),
+    ),
     Kind("tools", "tools, which no turn calls", _always(system(1), user(1), answer(1), tools=[tool(1), tool(2)])),
     Kind(
         "tools call",

@@ -124,12 +124,13 @@ def _in_form(message: Message, template: Template) -> Message:
 def _lacks(tokenizer: Any, template: Template, chat: Chat, text: str) -> bool:
     """Whether a marked word of the chat is missing in its text, and is not a thought that is left out on purpose.
 
-    Thoughts before the last question are, if the template writes such thoughts behind it.
+    Thoughts of all turns but the last are, and of those before the last question, if the template writes such thoughts
+    at the end of a chat.
     """
     missing = set(WORD.findall(json.dumps([chat.messages, chat.tools]))) - set(WORD.findall(text))
-    asked = max((i for i, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
-    for i, message in enumerate(chat.messages):
-        if i > asked or message["role"] != "assistant":
+    # An answer at the end is not an earlier one.
+    for message in chat.messages[:-1]:
+        if message["role"] != "assistant":
             continue
         for key in ("reasoning_content", "thinking", "content"):
             value = message.get(key)

@@ -6,7 +6,8 @@ behind every stretch that the model generates: from the end of the generation pr
 - What the generation prompt writes is not generated if the turn begins with all of it. If the prompt opens or empties a
   thought and the turn does not begin so, the turn begins at the end of the role's header.
 - White space behind the token that ends a turn is not generated.
-- The token of the next role is generated where nothing else ends a turn (`ends`).
+- The token of the next role is generated where nothing else ends a turn. The last turn of such a template ends without
+  one, and one of `ends` has to follow it.
 
 The comment at the start of a file describes the template, one `key: value` a line.
 """
@@ -43,7 +44,7 @@ class Template:
     stop: str
     """The token that ends an answer"""
     ends: tuple[str, ...]
-    """The tokens of other roles that end a turn, for a template that writes no other end"""
+    """The tokens that end a turn, for a template that writes none behind the last one"""
     arguments: Literal["object", "text", "either"]
     """The form of a call's arguments that it reads"""
     parts: bool
