@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from distill_rl.data.batch.tokenization import Encoded, Tokenization
+from distill_rl.data.reading.layouts import VARIABLES
 from distill_rl.errors import DataError
 from tests.chats.kinds import KINDS, Chat, Kind
 from tests.chats.oracle import Expected, expected, labels
@@ -45,7 +46,7 @@ class Cell:
         chat = self.kind.chat(self.template)
         wanted = expected(tokenizer, self.template, chat)
         try:
-            encoded = _encode(tokenizer, chat)
+            encoded = _encode(tokenizer, self.template, chat)
         except DataError as error:
             return _outcome_of_refusal(error, wanted)
         if wanted.refused is not None:
@@ -97,12 +98,12 @@ def outcomes(tokenizer: str, template: str) -> dict[str, str]:
     return {kind.name: Cell(TEMPLATES[template], kind, tokenizer).outcome(made) for kind in kinds}
 
 
-def _encode(tokenizer: Any, chat: Chat) -> Encoded:
+def _encode(tokenizer: Any, template: Template, chat: Chat) -> Encoded:
     """The tokens and labels of a chat, by the code under test."""
     tokenization = Tokenization(
         tokenizer, format="messages", loss_on="assistant", max_length=100_000, unrendered="fail"
     )
-    document = {"row": 0, "messages": copy.deepcopy(chat.messages)}
+    document = {"row": 0, "messages": copy.deepcopy(chat.messages), VARIABLES: dict(template.variables)}
     if chat.tools:
         document["tools"] = copy.deepcopy(chat.tools)
     return tokenization.encode_all(document)

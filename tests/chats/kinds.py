@@ -102,7 +102,7 @@ def _parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-def _inline(number: int) -> str:
+def inline(number: int) -> str:
     """An answer that begins with its thought."""
     return f"<think>\n{say('tht', number)}\n</think>\n\n{say('ans', number)}"
 
@@ -170,7 +170,7 @@ _KINDS = (
     Kind(
         "inline",
         "thoughts inside the answers' text",
-        _always(user(1), answer(1, _inline(1)), user(2), answer(2, _inline(2))),
+        _always(user(1), answer(1, inline(1)), user(2), answer(2, inline(2))),
     ),
     Kind("call", "a call at the end, arguments as an object", _always(user(1), call(1))),
     Kind(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tests.chats.kinds import LEARNT, WORD, Chat, Message, answer, say, thought, user
+from tests.chats.kinds import LEARNT, WORD, Chat, Message, answer, inline, say, thought, user
 from tests.chats.templates import CLOSE, OPEN, Template
 
 Reason = Literal["template", "left out", "no stop"]
+_THOUGHT = re.compile(r"tht\d+q[a-z]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ def _write(tokenizer: Any, template: Template, chat: Chat) -> str | None:
 def _render(tokenizer: Any, template: Template, messages: list[Message], tools: list[dict[str, Any]]) -> str | None:
     """The text with marks; None if the template raises anything."""
     options = {"tools": tools} if tools else {}
+    options |= template.variables
     try:
         return tokenizer.apply_chat_template(
             copy.deepcopy(messages),
@@ -122,21 +125,16 @@ def _in_form(message: Message, template: Template) -> Message:
 
 
 def _lacks(tokenizer: Any, template: Template, chat: Chat, text: str) -> bool:
-    """Whether a marked word of the chat is missing in its text, and is not a thought that is left out on purpose.
+    """Whether a marked word of the chat is missing in its text.
 
-    Thoughts of all turns but the last are, and of those before the last question, if the template writes such thoughts
-    at the end of a chat.
+    Thoughts of earlier turns do not count if the template writes such a thought at the end of a chat: it leaves them out
+    on purpose.
     """
     missing = set(WORD.findall(json.dumps([chat.messages, chat.tools]))) - set(WORD.findall(text))
-    # An answer at the end is not an earlier one.
     for message in chat.messages[:-1]:
-        if message["role"] != "assistant":
-            continue
         for key in ("reasoning_content", "thinking", "content"):
             value = message.get(key)
-            thoughts = (
-                {word for word in WORD.findall(value) if word.startswith("tht")} if isinstance(value, str) else set()
-            )
+            thoughts = set(_THOUGHT.findall(value)) if isinstance(value, str) else set()
             if thoughts & missing and _writes_thought(tokenizer, template, key):
                 missing -= thoughts
     return bool(missing)
@@ -161,8 +159,7 @@ def _learnt_names(text: str, learnt: Sequence[bool]) -> Counter[str]:
 
 def _writes_thought(tokenizer: Any, template: Template, key: str) -> bool:
     """Whether the template writes the thought of the last answer, under a key or inside the content."""
-    inline = f"<think>\n{say('tht', 1)}\n</think>\n\n{say('ans', 1)}"
-    last = answer(1, inline) if key == "content" else answer(1, **thought(1, key))
+    last = answer(1, inline(1)) if key == "content" else answer(1, **thought(1, key))
     return say("tht", 1) in (_render(tokenizer, template, [user(1), last], []) or "")
 
 

@@ -15,9 +15,10 @@ The comment at the start of a file describes the template, one `key: value` a li
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 OPEN, CLOSE = "⟦", "⟧"
 FOLDER = Path(__file__).parent / "templates"
@@ -49,6 +50,8 @@ class Template:
     """The form of a call's arguments that it reads"""
     parts: bool
     """Whether it reads a content that is a list of text parts"""
+    variables: Mapping[str, Any]
+    """Variables of the template that all chats are written with"""
     no_stop: bool
     """Whether it writes nothing that ends a turn"""
 
@@ -81,6 +84,7 @@ def _read(file: Path) -> Template:
         ends=tuple(entries.pop("ends", "").split()),
         arguments=cast(Literal["object", "text", "either"], entries.pop("arguments", "either")),
         parts=entries.pop("parts", "no") == "yes",
+        variables=json.loads(entries.pop("variables", "{}")),
         no_stop=entries.pop("no_stop", "no") == "yes",
     )
     if entries:
