@@ -90,6 +90,11 @@ class Cell:
         return _wrong_labels(labels(tokens["offset_mapping"], wanted.learnt), encoded)
 
 
+def tokenizers_of(template: Template) -> list[str]:
+    """The byte-level tokenizers that a template is tried with: a turn that ends with a token needs one that knows it."""
+    return [name for name in BYTE_LEVEL if name == "special" or not template.ends]
+
+
 @cache
 def outcomes(tokenizer: str, template: str) -> dict[str, str]:
     """Kind → `Cell.outcome` for one template and one kind of tokenizer."""
@@ -110,7 +115,11 @@ def _encode(tokenizer: Any, template: Template, chat: Chat) -> Encoded:
 
 
 def _outcome_of_refusal(error: DataError, wanted: Expected) -> str:
-    """The outcome for a chat that was refused."""
+    """The outcome for a chat that was refused.
+
+    A chat that has to be refused is so for the oracle's reason, whatever the message says; but a template that refuses a
+    chat itself has to be named as the one that does.
+    """
     of_template = "accepts" in error.rule
     if wanted.refused == "template":
         return "template" if of_template else f"refused as if the template accepted it: {error}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.chats.cells import RIGHT, outcomes
+from tests.chats.cells import RIGHT, outcomes, tokenizers_of
 from tests.chats.kinds import KINDS
-from tests.chats.templates import TEMPLATES, Template
-from tests.chats.tokenizers import BYTE_LEVEL
+from tests.chats.templates import TEMPLATES
+from tests.chats.wrong_today import WRONG_TODAY
 
 PAGE = Path(__file__).parents[2] / "docs" / "chat-templates.md"
 _SYMBOLS = {
@@ -16,8 +16,8 @@ _SYMBOLS = {
     "template": ("t", RIGHT["template"]),
     "left out": ("o", RIGHT["left out"]),
     "no stop": ("s", RIGHT["no stop"]),
-    "refused": ("**r**", "refused, although the labels follow from the template"),
-    "wrong": ("**x**", "wrong"),
+    "refused": ("**r**", "refused without need, since the labels follow from the template"),
+    "wrong": ("**x**", "wrong labels or tokens, or a chat that should be refused"),
 }
 """Outcome → symbol in the table, and its meaning"""
 _HEAD = """\
@@ -51,16 +51,12 @@ def page() -> str:
             "\nTwo outcomes in a cell are those with the template's special tokens, and with a tokenizer that knows none of",
             "them, so that headers are text and tokens reach across the borders of turns.\n",
             *_rows(table),
+            *_wrong_today(),
             "\n## Templates\n",
             *_rows([["template", "as in", "constructs"], *families]),
             "",
         ]
     )
-
-
-def tokenizers_of(template: Template) -> list[str]:
-    """The byte-level tokenizers that a template is tried with: a turn that ends with a token needs one that knows it."""
-    return [name for name in BYTE_LEVEL if name == "special" or not template.ends]
 
 
 def _cell(template: str, kind: str) -> str:
@@ -74,6 +70,16 @@ def _symbol(outcome: str) -> str:
     if outcome not in RIGHT:
         outcome = "refused" if outcome.startswith("refused") else "wrong"
     return _SYMBOLS[outcome][0]
+
+
+def _wrong_today() -> list[str]:
+    """A section about the cells that are not as they should be: each reason and the templates that it concerns."""
+    reasons: dict[str, dict[str, None]] = {}
+    for by_reason in WRONG_TODAY.values():
+        for reason, templates in by_reason.items():
+            reasons.setdefault(reason, {}).update(dict.fromkeys(templates))
+    lines = [f"- {reason}: {', '.join(sorted(names))}" for reason, names in sorted(reasons.items())]
+    return ["\n## Why cells are wrong\n", *lines] if lines else []
 
 
 def _rows(table: list[list[str]]) -> list[str]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.chats import cells
-from tests.chats.cells import RIGHT, Cell, outcomes
+from tests.chats.cells import RIGHT, Cell, outcomes, tokenizers_of
 from tests.chats.kinds import KINDS, say
 from tests.chats.oracle import Expected, contradictions, expected
-from tests.chats.page import PAGE, page, tokenizers_of
+from tests.chats.page import PAGE, page
 from tests.chats.templates import TEMPLATES, Template
 from tests.chats.tokenizers import TOKENIZERS, byte_spans, plain, special
 from tests.chats.wrong_today import WRONG_TODAY
@@ -24,8 +25,10 @@ TRIED = [(tokenizer, name) for name, template in TEMPLATES.items() for tokenizer
 TRIED += [(tokenizer, name) for name in OTHER_TOKENIZERS for tokenizer in ("metaspace", "wordpiece")]
 
 
-def wanted(template: Template) -> dict[str, Expected]:
-    """Kind → what must come of its chat."""
+@cache
+def wanted(name: str) -> dict[str, Expected]:
+    """Kind → what must come of its chat with a template."""
+    template = TEMPLATES[name]
     tokenizer = special(template)
     return {kind.name: expected(tokenizer, template, kind.chat(template)) for kind in KINDS.values()}
 
@@ -64,7 +67,7 @@ def test_the_page_has_the_outcome_of_every_cell() -> None:
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=lambda template: template.name)
 def test_marks_and_words_say_the_same(template: Template) -> None:
-    for kind, cell in wanted(template).items():
+    for kind, cell in wanted(template.name).items():
         if cell.refused is None:
             assert contradictions(KINDS[kind].chat(template), cell.text, cell.learnt) == [], kind
 
@@ -73,7 +76,7 @@ def test_marks_and_words_say_the_same(template: Template) -> None:
     "template", [t for t in TEMPLATES.values() if not t.no_stop], ids=lambda template: template.name
 )
 def test_every_turn_ends_with_a_token_and_begins_behind_the_header(template: Template) -> None:
-    for kind, cell in wanted(template).items():
+    for kind, cell in wanted(template.name).items():
         turns = stretches(cell.text, cell.learnt)
         if kind == "two turns":
             assert len(turns) == 2
@@ -87,10 +90,10 @@ def test_every_turn_ends_with_a_token_and_begins_behind_the_header(template: Tem
 def test_the_corpus_covers_the_families_and_the_outcomes() -> None:
     assert len(TEMPLATES) >= 40
     assert len(KINDS) >= 20
-    cells = [cell for template in TEMPLATES.values() for cell in wanted(template).values()]
-    assert {cell.refused for cell in cells} == {None, "template", "left out", "no stop"}
-    assert sum(cell.refused is None for cell in cells) > 0.6 * len(cells)
-    assert any(cell.open for cell in cells)
+    found = [cell for name in TEMPLATES for cell in wanted(name).values()]
+    assert {cell.refused for cell in found} == {None, "template", "left out", "no stop"}
+    assert sum(cell.refused is None for cell in found) > 0.6 * len(found)
+    assert any(cell.open for cell in found)
 
 
 def test_tokens_of_plain_headers_reach_across_the_borders_of_turns() -> None:
@@ -131,7 +134,7 @@ def test_an_outcome_says_what_is_wrong(
 
 def test_words_contradict_labels_that_are_not_theirs() -> None:
     chat = KINDS["tools call"].chat(TEMPLATES["qwen3"])
-    cell = wanted(TEMPLATES["qwen3"])["tools call"]
+    cell = wanted("qwen3")["tools call"]
     until = cell.text.index("ans2qb") + 3
     cut = tuple(flag and i < until for i, flag in enumerate(cell.learnt))
     without_name = tuple(flag and i < cell.text.rindex("nam1qa") for i, flag in enumerate(cell.learnt))
