@@ -236,6 +236,7 @@ class TokenAligner:
         *,
         rendered: str | None = None,
         options: Mapping[str, Any] | None = None,
+        special_tokens_in_text: bool = False,
     ) -> Tokenized:
         """Tokenises a chat rendered with the template of `side` (student | teacher).
 
@@ -246,6 +247,7 @@ class TokenAligner:
         Args:
             rendered: the template's output for these messages; None: it is rendered here.
             options: what the template gets besides the messages, such as `tools`.
+            special_tokens_in_text: tokenise text in a message that looks like a special token as that token.
 
         Returns:
             the tokens with their offsets and the spans of the messages' texts (`message_spans`).
@@ -261,7 +263,7 @@ class TokenAligner:
         text = self.normalize(render(tokenizer, normalized, **options) if rendered is None else rendered)
         encode(text)
         spans = content_spans(text, normalized, lambda chat: self.normalize(render(tokenizer, chat, **options)))
-        ids, offsets = self._encoders[i].chat(text, spans)
+        ids, offsets = self._encoders[i].chat(text, () if special_tokens_in_text else spans)
         return Tokenized(ids, text, spans, offsets)
 
     def normalize_all(self, value: Any) -> Any:

@@ -119,9 +119,10 @@ def _documents(config: Config, tokenizer: object, rows: int) -> list[Encoded]:
     """
     from distill_rl.data.batch.tokenization import Tokenization
     from distill_rl.data.reading.sources import open_source
+    from distill_rl.models.files.hub import stops_of
 
     source = open_source(config.data)
-    tokenization = Tokenization.of(tokenizer, config.data, format=source.kind)
+    tokenization = Tokenization.of(tokenizer, config.data, format=source.kind, stops=stops_of(config.student))
     places = sorted({i * len(source) // rows for i in range(rows)}) if len(source) else []
     documents = []
     for place in places:

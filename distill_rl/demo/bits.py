@@ -82,6 +82,7 @@ def _encode_chat(tokenizer: Any, document: Mapping[str, Any], data: DataConfig) 
         max_length=data.max_length,
         loss_roles=data.loss_roles,
         unrendered="warn",
+        untaught_stops=True,
     )
     encoded = tokenization.encode_all(document)
     counted = encoded.label_mask.copy()

@@ -28,7 +28,7 @@ def open_builder(config: Config, data_format: str, plan: BatchPlan, other_tokeni
         StoreError: a store that decides what is trained on cannot be opened.
     """
     tokenizer = tokenizer_of(config.student)
-    tokenization = Tokenization.of(tokenizer, config.data, format=data_format)
+    tokenization = Tokenization.of(tokenizer, config.data, format=data_format, stops=stops_of(config.student))
     teachers: list[CrossTokenizerTeacher | None] = []
     for settings, other in zip(running_teachers(config), other_tokenizer, strict=True):
         if not other:

@@ -105,8 +105,16 @@ def outcomes(tokenizer: str, template: str) -> dict[str, str]:
 
 def _encode(tokenizer: Any, template: Template, chat: Chat) -> Encoded:
     """The tokens and labels of a chat, by the code under test."""
+    added = tokenizer.get_added_vocab()
+    stops = (*template.ends, *([] if template.no_stop else [template.stop]))
     tokenization = Tokenization(
-        tokenizer, format="messages", loss_on="assistant", max_length=100_000, unrendered="fail"
+        tokenizer,
+        format="messages",
+        loss_on="assistant",
+        max_length=100_000,
+        unrendered="fail",
+        stops=[added[stop] for stop in stops if stop in added],
+        untaught_stops=template.stop not in added and not template.no_stop,
     )
     document = {"row": 0, "messages": copy.deepcopy(chat.messages), VARIABLES: dict(template.variables)}
     if chat.tools:

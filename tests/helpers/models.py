@@ -112,6 +112,10 @@ def write_tiny_model(
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.to(getattr(torch, dtype)).save_pretrained(path)
     tokenizer.save_pretrained(path)
+    end_of_turn = tokenizer.added_tokens_encoder.get("<|end|>")
+    if end_of_turn is not None:
+        stops = {"eos_token_id": [special_ids["eos_token_id"], end_of_turn]}
+        (Path(path) / "generation_config.json").write_text(json.dumps(stops))
     return Path(path)
 
 

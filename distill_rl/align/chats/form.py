@@ -1,4 +1,4 @@
-"""The form in which a chat template reads tool calls and lists of text parts, found by rendering small chats."""
+"""The form in which a chat template reads contents and tool calls, found by rendering small chats."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from weakref import WeakKeyDictionary
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message under which data sets keep what an assistant thinks before it answers."""
+
+SWITCHES = ("weight", "train", "loss", "train_on_turn", "mask")
+"""Keys by which data sets take a turn out of what is trained on."""
 
 _MARK = "\ue000"
 _TOOL = {
@@ -30,38 +33,40 @@ _TOOL = {
 class TemplateForm:
     arguments: Literal["as given", "object", "text"]
     """How the template reads the arguments of a tool call: as an object, as its JSON text, or either way."""
-    parts: bool
-    """Whether it writes a content that is a list of text parts."""
+    content: Literal["text", "parts", "either"]
+    """How it reads a content: as a text, as a list of text parts, or either way."""
+    null: bool
+    """Whether it reads a content that is null as one that is empty, and does not write a word for it."""
 
 
-_FORMS: WeakKeyDictionary[Any, tuple[str, TemplateForm]] = WeakKeyDictionary()
+_FORMS: WeakKeyDictionary[Any, tuple[Any, TemplateForm]] = WeakKeyDictionary()
 
 
 def in_template_form(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages in the form that the tokenizer's chat template reads; the same list if they are in it.
+    """The messages in the form that the tokenizer's chat template reads.
 
     Data sets keep the arguments of tool calls as objects or as JSON text. A template that puts an object into its own
     JSON would write such text quoted twice, and one that joins texts fails on an object or writes Python's form of it.
-    Text parts are joined for a template that does not read lists: as those that do, without anything between them.
+    Text parts are joined for a template that does not read lists: as those that do, without anything between them. For one
+    that reads nothing else, a text becomes a list of one part. A content that is null is "" for a template that fails on
+    null, or writes it as a word.
     """
-    has_calls = any(message.get("tool_calls") for message in messages)
-    has_parts = any(isinstance(message.get("content"), list) for message in messages)
-    if not has_calls and not has_parts:
-        return messages
     form = template_form(tokenizer)
-    if has_parts and not form.parts:
-        messages = [
-            {**message, "content": text_of(message)} if isinstance(message.get("content"), list) else message
-            for message in messages
-        ]
-    if has_calls and form.arguments != "as given":
-        messages = [
-            {**message, "tool_calls": [_with_arguments(call, form.arguments) for call in message["tool_calls"]]}
-            if message.get("tool_calls")
-            else message
-            for message in messages
-        ]
-    return messages
+    return [_in_form(message, form) for message in messages]
+
+
+def _in_form(message: dict[str, Any], form: TemplateForm) -> dict[str, Any]:
+    content = message.get("content")
+    changed: dict[str, Any] = {}
+    if content is None and not form.null:
+        changed["content"] = content = ""
+    if isinstance(content, list) and form.content == "text":
+        changed["content"] = text_of(message)
+    elif isinstance(content, str) and form.content == "parts":
+        changed["content"] = [{"type": "text", "text": content}]
+    if message.get("tool_calls") and form.arguments != "as given":
+        changed["tool_calls"] = [_with_arguments(call, form.arguments) for call in message["tool_calls"]]
+    return message | changed if changed else message
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -81,10 +86,10 @@ def texts_of(document: Mapping[str, Any]) -> list[str]:
 
 def template_form(tokenizer: Any) -> TemplateForm:
     """The form that the tokenizer's chat template reads; found once for every tokenizer and template."""
-    template = repr(tokenizer.chat_template)
+    template = tokenizer.chat_template
     known = _FORMS.get(tokenizer)
     if known is None or known[0] != template:
-        known = template, TemplateForm(_arguments(tokenizer), _reads_parts(tokenizer))
+        known = template, TemplateForm(_arguments(tokenizer), _content(tokenizer), _reads_null(tokenizer))
         _FORMS[tokenizer] = known
     return known[1]
 
@@ -93,7 +98,7 @@ def _arguments(tokenizer: Any) -> Literal["as given", "object", "text"]:
     """How the template reads the arguments of a tool call; "as given" also if it writes neither form."""
     value = {"probe": _MARK}
     text = json.dumps(value, ensure_ascii=False)
-    of_object, of_text = _render_call(tokenizer, value), _render_call(tokenizer, text)
+    of_object, of_text = _render_call(tokenizer, value) or "", _render_call(tokenizer, text) or ""
     reads_object = _MARK in of_object and "{'probe'" not in of_object
     reads_text = text in of_text
     if reads_object == reads_text:
@@ -101,31 +106,47 @@ def _arguments(tokenizer: Any) -> Literal["as given", "object", "text"]:
     return "object" if reads_object else "text"
 
 
-def _render_call(tokenizer: Any, arguments: Any) -> str:
-    """A chat with one tool call, rendered; empty if the template fails on it.
+def _render_call(tokenizer: Any, arguments: Any, content: str | None = "") -> str | None:
+    """A chat with one tool call, rendered; None if the template fails on it.
 
     With a tool's result and an answer behind the call, if the template asks for them.
     """
     call = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": arguments}}
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     result = {"role": "tool", "name": "probe", "tool_call_id": "call00000", "content": "1"}
-    for messages in (chat, [*chat, result, {"role": "assistant", "content": "1"}]):
+    turn: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": [call]}
+    chat = [{"role": "user", "content": "?"}, turn]
+    return _rendered(tokenizer, chat, [*chat, result, {"role": "assistant", "content": "1"}])
+
+
+def _rendered(tokenizer: Any, *chats: list[dict[str, Any]]) -> str | None:
+    """The first chat that the template accepts, rendered; None if it accepts none."""
+    for messages in chats:
         try:
             return tokenizer.apply_chat_template(messages, tools=[_TOOL], tokenize=False)
         except Exception:  # a template can raise anything
             continue
-    return ""
+    return None
 
 
-def _reads_parts(tokenizer: Any) -> bool:
-    """Whether the template writes a content of one text part as it writes the text."""
-    texts = []
-    for content in (_MARK, [{"type": "text", "text": _MARK}]):
-        try:
-            texts.append(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
-        except Exception:  # a template can raise anything
-            return False
-    return texts[0] == texts[1]
+def _content(tokenizer: Any) -> Literal["text", "parts", "either"]:
+    """How the template reads a user's content; "text" also if it writes neither form."""
+    forms: tuple[Any, Any] = _MARK, [{"type": "text", "text": _MARK}]
+    of_text, of_parts = (_rendered(tokenizer, [{"role": "user", "content": form}]) or "" for form in forms)
+    if _MARK not in of_text and _MARK in of_parts:
+        return "parts"
+    return "either" if of_text == of_parts else "text"
+
+
+def _reads_null(tokenizer: Any) -> bool:
+    """Whether the template reads a content that is null beside a tool call as an empty one, and writes no word for it."""
+    null, empty = (_render_call(tokenizer, {}, content) for content in (None, ""))
+    if null is None and empty is None:  # it does not take calls
+        question = {"role": "user", "content": "?"}
+        answers: list[dict[str, Any]] = [{"role": "assistant", "content": content} for content in (None, "")]
+        null, empty = (_rendered(tokenizer, [question, answer]) for answer in answers)
+    if null is None or empty is None:
+        return null is not None
+    return all(null.count(word) <= empty.count(word) for word in ("None", "null"))
 
 
 def _with_arguments(call: Any, form: Literal["object", "text"]) -> Any:

@@ -77,6 +77,10 @@ class DataConfig:
     """Roles whose turns in a chat the student is trained on, such as [assistant, tool]. Of the assistant: as with loss_on=assistant; of other roles: the content, without what the template writes around it. Replaces loss_on. Empty: loss_on decides."""
     unrendered: Literal["fail", "warn"] = "fail"
     """What to do with a chat of which the chat template leaves something out. fail: refuse contents, tool calls, reasoning and tools that it leaves out, because the student would learn to answer without them; report other keys, such as names and ids. warn: only report. What it leaves out on purpose of earlier turns, such as their reasoning, is neither."""
+    stops: Literal["required", "none"] = "required"
+    """Whether a chat must teach the student to stop. required: refuse chats whose answers end in no token at which generation stops (eos_token_id of generation_config.json, or the tokenizer's eos), because a student that learnt from them would not end its answers. none: train on them all the same."""
+    special_tokens_in_text: bool = False
+    """What a special token's text inside a message is, such as `<|im_end|>` in a content. false: text, so that no content can end a turn. true: the token. Texts (data.format: text) always have their special tokens."""
     max_length: int = field(default=1024, metadata=POSITIVE)
     """Maximum number of tokens per row; longer documents are cut or split (data.long_documents) and counted. Rows are then padded to a multiple of 128 positions on GPUs, of 8 on CPUs."""
     long_documents: Literal["auto", "cut", "split"] = "auto"

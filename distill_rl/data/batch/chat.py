@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from os.path import commonprefix
-from typing import Any
+from typing import Any, NamedTuple
 
-from distill_rl.align.chats.form import text_of
-from distill_rl.align.chats.rendering import CharSpan, Message, message_spans, render
+from distill_rl.align.chats.form import REASONING_KEYS, SWITCHES, text_of
+from distill_rl.align.chats.rendering import CharSpan, Message, generation_blocks, message_spans, render
+from distill_rl.data.batch.turn_ends import with_stops
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.errors import DataError
 
 __all__ = ["render", "render_document", "roles_to_train_on"]
 
-Write = Callable[..., Any]
-"""Messages → text with one tokenizer's template and one document's tools and variables."""
-
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_CUT_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
+_TAG = re.compile(r"[<\[][^<>\[\]\s]*[>\]]")
+_OPENED_THOUGHT = re.compile(
+    r"(?:(?<=[>\]])\s+)?[<\[]\W?[\w:]*(?:think|thought|reason)\w*\W?[>\]](?:\s*[<\[]\W?/?[\w:]*(?:think|thought|reason)\w*\W?[>\]])?\s*\Z",
+    re.IGNORECASE,
+)
+"""At the end of a header: a thought that is opened, and perhaps ended."""
 _MARK = "\ue000"
+_QUESTION = {"role": "user", "content": "?"}
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Messages → text with one tokenizer's template and one document's tools and variables."""
+
+    tokenizer: Any
+    options: Mapping[str, Any]
+
+    def __call__(self, messages: Sequence[Message], **more: Any) -> str:
+        return render(self.tokenizer, messages, **self.options, **more)
+
+
+class Rendered(NamedTuple):
+    """A chat's text, and what is trained on in it."""
+
+    text: str
+    spans: list[CharSpan] | None
+    """Of characters that are trained on; None: all are."""
+    written: str
+    """The text as the template writes it, without a stop that is added behind the last turn."""
 
 
 def roles_to_train_on(loss_on: str, loss_roles: Sequence[str]) -> tuple[str, ...]:
@@ -32,8 +61,9 @@ def render_document(
     *,
     roles: Collection[str] = (),
     whose: str = "the student's tokenizer",
-) -> tuple[str, list[CharSpan]]:
-    """Renders a whole chat, and finds the character spans of the turns of these roles in it.
+    stops: Collection[str] = (),
+) -> Rendered:
+    """Renders a whole chat, and finds the character spans in it that are trained on.
 
     The span of an assistant's turn runs from the first character that the model would generate to the last one of the
     end-of-turn token, and so includes reasoning and tool calls. It is found by the first of these that works:
@@ -42,56 +72,96 @@ def render_document(
     2. Rendering the chat up to the turn and through it, for a template that writes a turn the same way whatever follows.
     3. Rendering the chat with another turn in its place: what stays the same around it is not the turn.
 
-    Spans of other roles are those of their texts, without what the template writes around them.
+    Spans of other roles are those of their texts, without what the template writes around them. A turn that a switch takes
+    out (SWITCHES: 0 or false) has no span.
 
     Args:
         document: with "row", "messages" and perhaps tools and variables (`Layout.document`).
         whose: the tokenizer, for error messages.
+        stops: what the stop tokens are written as, for a template that ends a turn by the next role's token (`with_stops`).
 
     Raises:
-        DataError: no chat template; a chat that the template refuses; turns that cannot be found in the text.
+        DataError: no chat template; a chat that the template refuses; turns that cannot be found in the text; a switch that
+            is neither on nor off.
     """
     row, messages = document["row"], document["messages"]
     if not tokenizer.chat_template:
         remedy = "give it one, or train on text"
         raise DataError(f"row {row}", f"chat messages need a chat template; {whose} has none", remedy=remedy)
-    options = template_options(document)
-
-    def write(chat: Sequence[Message], **more: Any) -> Any:
-        """The text of these messages with the document's tools and variables."""
-        return render(tokenizer, chat, **options, **more)
-
+    write = Write(tokenizer, template_options(document))
     try:
-        whole = write(messages)
+        written = whole = write(messages)
     except Exception as error:  # a template can raise anything
         raise DataError(f"row {row}", f"a chat that the template of {whose} accepts", str(error)) from error
-    spans: list[CharSpan] = []
-    if "assistant" in roles and any(message["role"] == "assistant" for message in messages):
-        turns = _assistant_turns(tokenizer, write, messages, whole)
-        if turns is None:
+    off = [i for i, message in enumerate(messages) if _is_off(message, i, row)]
+    turns: list[CharSpan] = []
+    of_turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if of_turns and ("assistant" in roles or (off and not roles) or stops):
+        found = _assistant_turns(tokenizer, write, messages, whole)
+        if found is None and (roles or off):
             raise DataError(
                 f"row {row}",
                 "the chat template renders an assistant turn the same way in any conversation, or marks it with {% generation %}",
                 "a template that rewrites earlier turns",
                 "use data.loss_on=all or a template with {% generation %} blocks",
             )
-        spans += turns
-    if others := set(roles) - {"assistant"}:
-        spans += _texts_of_roles(write, messages, whole, others, row)
-    return whole, sorted(spans)
+        whole, turns = with_stops(write, messages, whole, found or [], stops)
+    if not roles and not off:
+        return Rendered(whole, None, written)
+    if off and len(turns) not in (0, len(of_turns)):
+        rule = "the chat template marks every assistant turn once with {% generation %}, so that one can be taken out"
+        raise DataError(f"row {row}", rule, f"{len(turns)} marked stretches for {len(of_turns)} turns")
+    kept = [span for i, span in zip(of_turns, turns) if i not in off] if off else turns
+    others = {message["role"] for message in messages} - {"assistant"}
+    if roles:
+        spans = kept if "assistant" in roles else []
+        if others := others & set(roles):
+            spans = spans + _texts_of_roles(write, messages, whole, others, row, off)
+        return Rendered(whole, sorted(spans), written)
+    without = [span for i, span in zip(of_turns, turns) if i in off]
+    for i, texts in enumerate(message_spans(whole, messages, write)):
+        without += texts if i in off and i not in of_turns else ()
+    return Rendered(whole, _complement(sorted(without), len(whole)), written)
+
+
+def _is_off(message: Message, place: int, row: int) -> bool:
+    """Whether a switch takes a message out of what is trained on.
+
+    Raises:
+        DataError: a switch that is neither on nor off.
+    """
+    off = False
+    for key in SWITCHES:
+        value = message.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, int | float) or value not in (0, 1):
+            rule = f"`{key}` of message {place} must be 0 or 1, false or true: it says whether the turn is trained on"
+            raise DataError(f"row {row}", rule, repr(value), "write 0 or 1, or take the key out of the data")
+        off |= not value
+    return off
+
+
+def _complement(spans: Sequence[CharSpan], length: int) -> list[CharSpan]:
+    """What is left of a text without these spans."""
+    edges = [0, *(edge for span in spans for edge in span), length]
+    return [(start, stop) for start, stop in zip(edges[::2], edges[1::2]) if stop > start]
 
 
 def _texts_of_roles(
-    write: Write, messages: Sequence[Message], whole: str, roles: Collection[str], row: int
+    write: Write, messages: Sequence[Message], whole: str, roles: Collection[str], row: int, off: Collection[int]
 ) -> list[CharSpan]:
     """The spans of the texts of all messages with one of these roles.
+
+    Args:
+        off: messages to leave out.
 
     Raises:
         DataError: a message with text of which the rendered chat has nothing.
     """
     found: list[CharSpan] = []
-    for message, spans in zip(messages, message_spans(whole, messages, write)):
-        if message["role"] in roles:
+    for i, (message, spans) in enumerate(zip(messages, message_spans(whole, messages, write))):
+        if message["role"] in roles and i not in off:
             written = [(start, stop) for start, stop in spans if stop > start]
             if not written and text_of(message).strip():
                 rule = f"the chat template writes the content of a {message['role']} message as it is"
@@ -103,115 +173,193 @@ def _texts_of_roles(
 def _assistant_turns(tokenizer: Any, write: Write, messages: Sequence[Message], whole: str) -> list[CharSpan] | None:
     """The spans of all assistant turns in the rendered chat, as `render_document` says; None if they cannot be found."""
     if _has_generation_blocks(tokenizer):
-        blocks = _spans_by_template(write, messages)
+        blocks = generation_blocks(tokenizer, messages, write.options)
         if blocks:
-            return blocks
+            return [_without_header(write, whole, block) for block in blocks]
     spans = _spans_by_prefix(write, messages, whole)
     return spans if spans is not None else _spans_by_exchange(write, messages, whole)
+
+
+def _without_header(write: Write, whole: str, block: CharSpan) -> CharSpan:
+    """What the model generates of a {% generation %} block, some of which hold the header, and the white space behind the turn."""
+    start, stop = block
+    try:
+        opening, header, ends = _place_of_turn(write, [_QUESTION], "").opening, _header(write), _ends_of_turn(write)
+    except Exception:  # a template can raise anything
+        return block
+    given = next((text for text in (opening, header) if text and whole.startswith(text, start)), "")
+    turn = whole[start + len(given) : stop]
+    if any(end.strip() and turn.rstrip().endswith(end) for end in ends):
+        turn = turn.rstrip()
+    return start + len(given), start + len(given) + len(turn)
 
 
 def _spans_by_prefix(write: Write, messages: Sequence[Message], whole: str) -> list[CharSpan] | None:
     """The span of each assistant turn in `whole`, by rendering the chat up to the turn and through it.
 
-    None if the template rewrites earlier turns, or refuses a part of the chat. A turn starts where the generation
-    prompt ends, or where the text departs from the prompt: some prompts open a block of thought, or write an empty one,
-    that the rendered turn does not have.
+    None if the template rewrites earlier turns, or refuses a part of the chat.
 
     Args:
         whole: the rendered chat.
     """
-    spans = []
+    spans: list[CharSpan] = []
+    try:
+        ends, end_of_chat = _ends_of_turn(write), _end_of_chat(write)
+    except Exception:  # a template can raise anything
+        ends, end_of_chat = ("", ""), ""
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         try:
             through = write(messages[: index + 1])
-            before, prompt = _before_turn(write, messages[:index], through)
+            place = _place_of_turn(write, messages[:index], through)
+            start, last = place.start_in(write, whole), place.start_in(write, through)
         except Exception:  # a template can raise anything on a part of a chat
             return None
-        start = len(commonprefix([prompt, through, whole]))  # noqa: RUF071 (character by character is intended)
-        turn = _turn_in(whole[start:], through[start:], text_of(message).strip())
-        if start < len(before) or turn is None:
+        if start is None or last is None:
+            return None
+        turn = _turn_in(whole[start:], through[last:].removesuffix(end_of_chat), text_of(message).strip(), ends)
+        if turn is None:
             return None
         spans.append((start, start + len(turn)))
     return spans
 
 
-def _before_turn(write: Write, messages: Sequence[Message], through: str) -> tuple[str, str]:
-    """The text of the chat before a turn, without and with the generation prompt.
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a template writes where an assistant's turn begins."""
 
-    transformers cannot render an empty chat, so before a first turn the prompt is searched for in `through`, and both
-    texts are those up to its end; empty if it does not occur there.
+    before: str
+    """The text of the messages before the turn"""
+    opening: str
+    """The generation prompt that it writes there"""
+    end: str
+    """What it writes in its place at the end of a chat, behind the last turn"""
+
+    def start_in(self, write: Write, text: str) -> int | None:
+        """Where the turn starts in a text: what the model says, behind what the prompt gives it.
+
+        That is behind the generation prompt, if the turn begins with all of it. A prompt may also open a thought, or write
+        an empty one, that this turn does not have: then it is behind the role's header. None if the turn begins with
+        neither, or the text before it is another.
+        """
+        if text.startswith(self.before + self.opening):
+            return len(self.before) + len(self.opening)
+        header = _header(write)
+        return len(self.before) + len(header) if header and text.startswith(self.before + header) else None
+
+
+def _place_of_turn(write: Write, before: Sequence[Message], through: str) -> _Place:
+    """The place of the turn behind these messages.
+
+    transformers cannot render an empty chat, so before a first turn its header is searched for in `through`.
 
     Args:
-        messages: those before the turn.
         through: the rendered text up to the end of the turn.
+
+    Raises:
+        ValueError: the header of a first turn is not found.
     """
-    if messages:
-        return write(messages), write(messages, add_generation_prompt=True)
-    header = _header(write)
-    prompt = through[: through.find(header) + len(header)] if header in through else ""
-    return prompt, prompt
+    if before:
+        written, prompt = write(before), write(before, add_generation_prompt=True)
+        base = len(_common(written, prompt))
+        return _Place(prompt[:base], prompt[base:], written[base:])
+    place, header = _place_of_turn(write, [_QUESTION], ""), _header(write)
+    if not header:
+        raise ValueError("no header")
+    return _Place(through[: through.index(header)], place.opening, place.end)
 
 
 def _header(write: Write) -> str:
-    """The generation prompt: what the template writes before an answer."""
-    other = [{"role": "user", "content": "?"}]
-    return write(other, add_generation_prompt=True).removeprefix(write(other))
+    """The header of an assistant's turn: what the generation prompt has in common with a turn of one character, at the end
+    of a chat and before another question, but for the thought that both may open.
+    """
+    mark = {"role": "assistant", "content": _MARK}
+    place = _place_of_turn(write, [_QUESTION], "")
+    turns = [write([_QUESTION, mark]), write([_QUESTION, mark, _QUESTION])]
+    common = _common(place.opening, *(turn[len(place.before) :] for turn in turns))
+    return _OPENED_THOUGHT.sub("", common)
 
 
-def _turn_in(rest: str, last: str, content: str) -> str | None:
+def _common(*texts: str) -> str:
+    """The beginning that all texts share. Where it is none of them, it ends before a tag that it would cut (`<think>`, `[/INST]`)."""
+    common = commonprefix(texts)  # noqa: RUF071 (character by character is intended)
+    return common if common in texts else _CUT_TAG.sub("", common)
+
+
+def _turn_in(rest: str, last: str, content: str, ends: tuple[str, str]) -> str | None:
     """The assistant's turn that `rest` starts with, up to its end-of-turn token; None if it does not start with it.
 
-    Some templates write more before the content of the last turn than of earlier ones (a block of thought), so the turn
-    is also searched for without what precedes its content, and a content without its block of thought.
+    Some templates write more before the content of the last turn than of earlier ones (a block of thought), and end it in
+    another way; so the turn is the longest end of the last one that `rest` starts with, and that has the content, or the
+    content without its block of thought.
 
     Args:
         rest: the whole rendered chat from the turn on.
         last: the turn as the template renders it at the end of a chat.
         content: the turn's stripped content.
+        ends: as from `_ends_of_turn`.
     """
     contents = [content, content.rpartition("</think>")[2].strip()] if "</think>" in content else [content]
-    if all(last.find(text) < 0 for text in contents):
-        return last.rstrip() if rest.startswith(last) else None
-    for text in contents:
-        place = last.find(text)
-        while place >= 0:
-            before, after = last[:place], last[place + len(text) :]
+    forms = [last]
+    if ends[0] and ends[0] != ends[1] and last.rstrip().endswith(ends[0]):
+        forms.append(last.rstrip().removesuffix(ends[0]) + ends[1])
+    if all(text not in last for text in contents):
+        return next((form.rstrip() for form in forms if rest.startswith(form)), None)
+    for form in forms:
+        for text in filter(form.__contains__, contents):
             # White space after the end-of-turn token is not part of the turn, unless nothing else ends it.
-            after = after.rstrip() or after
-            for turn in (before + text + after, text + after):
-                if turn and rest.startswith(turn):
-                    return turn
-            place = last.find(text, place + 1)
+            only_ends = form.strip() != text.strip() and not (text and form.rstrip().endswith(text))
+            turn = form.rstrip() if only_ends else form
+            if not turn and not text:
+                return ""
+            place = turn.find(rest[:1])
+            while 0 <= place < len(turn):
+                if rest.startswith(turn[place:]) and text in turn[place:]:
+                    return turn[place:]
+                place = turn.find(rest[:1], place + 1)
     return None
 
 
 def _spans_by_exchange(write: Write, messages: Sequence[Message], whole: str) -> list[CharSpan] | None:
-    """The span of each assistant turn in `whole`, by rendering the chat with a turn of one character in its place.
+    """The span of each assistant turn in `whole`, by rendering the chat with another turn in its place.
 
-    The character occurs nowhere else, so the turn's text is what differs, apart from the beginning that both turns share
-    and from the end-of-turn token. None if other turns change with it, or the template refuses the chat or writes another
-    content than the message's.
+    Its texts occur nowhere else, so the turn is what differs, apart from the beginning that both turns share and from the
+    end-of-turn token. None if other turns change with it, or the template refuses the chat or writes another content than
+    the message's.
     """
     try:
-        header = _header(write)
+        opening, header = _place_of_turn(write, [_QUESTION], "").opening, _header(write)
+        ends = [end for end in _ends_of_turn(write) if end]
         mark = {"role": "assistant", "content": _MARK}
-        ends = _ends_of_turn(write, mark)
         spans: list[CharSpan] = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            other = write([*messages[:i], mark, *messages[i + 1 :]])
-            same = len(commonprefix([whole, other]))  # noqa: RUF071 (character by character is intended)
-            after = other.partition(_MARK)[2]
-            end = next(end for end in ends if after.startswith(end))  # StopIteration: none fits
-            start, stop = _start_of_turn(whole[:same], header), len(whole) - len(after) + len(end)
-            turn = whole[start:stop]
+            behind = next(
+                (k for k in range(i + 1, len(messages)) if messages[k]["role"] not in ("tool", "assistant")),
+                len(messages),
+            )
+            begun = write([*messages[:i], mark, *messages[behind:]])
+            same = len(commonprefix([whole, begun]))  # noqa: RUF071 (character by character is intended)
             earlier = spans[-1][1] if spans else 0
+            # Without a prompt, white space before an answer is what the model says.
+            start, base = len(whole[:same].rstrip()), whole.rfind(header, earlier, same) if header else -1
+            if header:
+                start = same
+            if base >= 0:
+                start = base + len(opening if whole.startswith(opening, base) else header)
+            for exchanged in _exchanged(message):
+                other = write([*messages[:i], exchanged, *messages[i + 1 :]])
+                if _MARK in other:
+                    break
+            after = other[other.rindex(_MARK) + 1 :]  # ValueError: neither is written
+            stop = len(whole) - len(after) + _end_in(after, [_last_end(write, exchanged), *ends])
+            turn = whole[start:stop]
             content = text_of(message).rpartition("</think>")[2].strip()
             found = whole.endswith(after) and earlier <= start < stop and content in turn
-            if not found or (header and header in turn):
+            thinks = any(message.get(key) for key in REASONING_KEYS)  # which may have a header of its own
+            if not found or (header and not thinks and header in turn.replace(content, "")):
                 return None
             spans.append((start, stop))
     except Exception:  # a template can raise anything on another chat
@@ -219,33 +367,61 @@ def _spans_by_exchange(write: Write, messages: Sequence[Message], whole: str) ->
     return spans
 
 
-def _ends_of_turn(write: Write, turn: Message) -> list[str]:
-    """What the template writes behind an assistant's turn: at the end of a chat, and before a user's turn.
+def _exchanged(message: Message) -> Iterator[Message]:
+    """Yields turns of one character: a call in the place of calls, because templates refuse a result without one, and an answer."""
+    if message.get("tool_calls"):
+        call, *rest = message["tool_calls"]
+        function = call.get("function", call)
+        arguments: Any = {_MARK: _MARK}
+        if isinstance(function.get("arguments"), str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        changed = {**function, "arguments": arguments}
+        marked = {**call, "function": changed} if "function" in call else changed
+        yield {"role": "assistant", "content": "", "tool_calls": [marked, *rest]}
+    yield {"role": "assistant", "content": _MARK}
 
-    They differ if the template also writes the end of the whole chat. White space behind an end-of-turn token is not
-    part of it, unless nothing else ends the turn.
 
-    Args:
-        turn: an assistant's message with the content `_MARK`.
+def _ends_of_turn(write: Write) -> tuple[str, str]:
+    """What the template writes behind an assistant's turn: at the end of a chat, and before a user's turn; empty if it does not
+    take such chats.
+
+    They differ if it ends the last turn by another token, or writes the end of the whole chat. White space behind an
+    end-of-turn token is not part of it, unless nothing else ends the turn.
     """
-    user = {"role": "user", "content": "?"}
-    last = write([user, turn]).partition(_MARK)[2]
-    middle, alone = write([user, turn, user]).partition(_MARK)[2], write([user])
+    turn = {"role": "assistant", "content": _MARK}
+    try:
+        last = _last_end(write, turn)
+        middle, alone = write([_QUESTION, turn, _QUESTION]).partition(_MARK)[2], write([_QUESTION])
+    except Exception:  # a template can raise anything
+        return "", ""
     common = commonprefix([middle[::-1], alone[::-1]])  # noqa: RUF071 (character by character is intended)
-    return [end.rstrip() or end for end in (last, middle[: len(middle) - len(common)])]
+    end = len(middle) - len(common)
+    # What both share may begin inside the end-of-turn token; or with it, if another message ends in the same way.
+    cut = _CUT_TAG.search(middle, 0, end)
+    begun = cut.start() if cut else 0
+    if (cut or (end == 0 and last.strip())) and (tag := _TAG.match(middle, begun)):
+        end = tag.end()
+    middle = middle[:end]
+    return last, middle.rstrip() or middle
 
 
-def _start_of_turn(before: str, header: str) -> int:
-    """Where a turn starts: where the text departs from the generation prompt, or behind the last one.
+def _last_end(write: Write, turn: Message) -> str:
+    """What the template writes behind the last mark in a turn at the end of a chat, up to the end of the turn."""
+    text = write([_QUESTION, turn])
+    end = text[text.rindex(_MARK) + 1 :].removesuffix(_end_of_chat(write))
+    return end.rstrip() or end
 
-    Args:
-        before: the text up to where two turns in the same place differ.
-        header: the generation prompt; empty for a template without one.
-    """
-    for length in range(len(header), 3, -1):
-        if before.endswith(header[:length]):
-            return len(before)
-    return before.rfind(header) + len(header) if header in before else len(before)
+
+def _end_in(after: str, ends: Sequence[str]) -> int:
+    """Where the first end of a turn ends in a text; 0 if there is none."""
+    places = [(after.find(end), -len(end)) for end in ends if end and end in after]
+    place, size = min(places, default=(0, 0))
+    return place - size
+
+
+def _end_of_chat(write: Write) -> str:
+    """What the template writes at the end of a chat in place of a generation prompt."""
+    return _place_of_turn(write, [_QUESTION], "").end
 
 
 def _has_generation_blocks(tokenizer: Any) -> bool:
@@ -253,26 +429,3 @@ def _has_generation_blocks(tokenizer: Any) -> bool:
     template = tokenizer.chat_template
     texts = template.values() if isinstance(template, dict) else [template]
     return any(_GENERATION_BLOCK.search(text) for text in texts)
-
-
-def _spans_by_template(write: Write, messages: Sequence[Message]) -> list[CharSpan]:
-    """The character spans of the template's {% generation %} blocks, in order; adjoining blocks count as one.
-
-    Tokenises the chat, because transformers reports them by token.
-    """
-    encoded = write(
-        messages,
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        tokenizer_kwargs={"return_offsets_mapping": True},
-    )
-    spans: list[CharSpan] = []
-    in_block = False
-    for is_assistant, (start, end) in zip(encoded["assistant_masks"], encoded["offset_mapping"]):
-        if is_assistant and in_block:
-            spans[-1] = (spans[-1][0], end)
-        elif is_assistant:
-            spans.append((start, end))
-        in_block = bool(is_assistant)
-    return spans

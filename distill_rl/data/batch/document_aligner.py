@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.batch.chat import render_document
 from distill_rl.data.batch.naming import NONE_STORED, NOTHING, StoredTargets, name_of, ref_of
 from distill_rl.data.batch.pieces import STUDENT, Extent, Piece, splitter_of
-from distill_rl.data.batch.tokenization import NO_TOKENS, Encoded, Tokenization, starts_within
+from distill_rl.data.batch.tokenization import NO_TOKENS, Encoded, StopTokens, Tokenization
 from distill_rl.data.batch.unrendered import TemplateCoverage
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.data.routing import asked, weights_of
@@ -36,6 +36,7 @@ class CrossTokenizerTeacher:
     aligner: TokenAligner
     coverage: TemplateCoverage
     """Of its chat template."""
+    stops: StopTokens
 
     @classmethod
     def of(
@@ -67,7 +68,13 @@ class CrossTokenizerTeacher:
             student_stops=student_stops,
             teacher_stops=stops,
         )
-        return cls(name, tokenizer, aligner, TemplateCoverage(tokenizer, f"teacher {name}'s tokenizer"))
+        return cls(
+            name,
+            tokenizer,
+            aligner,
+            TemplateCoverage(tokenizer, f"teacher {name}'s tokenizer"),
+            StopTokens.of(tokenizer, stops),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,22 +307,47 @@ class DocumentAligner:
             document = {key: teacher.aligner.normalize_all(value) for key, value in document.items()}
         text, spans, left_out = self._tokenization.render(document)
         aligner, options = next(iter(teachers.values())).aligner, template_options(document)
-        student = aligner.tokenize_messages(document["messages"], "student", rendered=text, options=options)
+        as_tokens = self._tokenization.special_tokens_in_text
+        student = aligner.tokenize_messages(
+            document["messages"], "student", rendered=text, options=options, special_tokens_in_text=as_tokens
+        )
         assert student.offsets is not None
-        mask = np.ones(len(student.ids), dtype=bool)
-        if self._tokenization.roles:
-            if student.text != text:
-                # The aligner also normalised what the template itself writes, so the spans have moved.
-                spans = [
-                    (len(aligner.normalize(text[:first])), len(aligner.normalize(text[:stop]))) for first, stop in spans
-                ]
-            mask = starts_within(spans, student.offsets[:, 0])
+        if spans is not None and student.text != text:
+            # The aligner also normalised what the template itself writes, so the spans have moved.
+            spans = [
+                (len(aligner.normalize(text[:first])), len(aligner.normalize(text[:stop]))) for first, stop in spans
+            ]
+        mask = self._tokenization.labels(document, spans, student.ids, student.offsets)
         theirs = {}
         for i, teacher in teachers.items():
-            theirs[i], missing = _tokenize_for(teacher, document, self._tokenization.unrendered)
+            theirs[i], missing = self._tokenize_for(teacher, document)
             left_out += missing
         encoded = Encoded(student.ids, mask, left_out=left_out, name=name_of(student.text))
         return TokenizedDocument(student, encoded, theirs, {i: name_of(other.text) for i, other in theirs.items()})
+
+    def _tokenize_for(
+        self, teacher: CrossTokenizerTeacher, document: Mapping[str, Any]
+    ) -> tuple[Tokenized, tuple[str, ...]]:
+        """A chat rendered with the teacher's template and tokenised for it, and what the template leaves out.
+
+        Args:
+            document: normalised already.
+
+        Raises:
+            DataError: no chat template, or a chat that it refuses or does not render in full.
+        """
+        text, _, written = render_document(
+            teacher.tokenizer, document, whose=teacher.coverage.whose, stops=teacher.stops.texts
+        )
+        left_out = teacher.coverage.check(document, written, self._tokenization.unrendered)
+        tokens = teacher.aligner.tokenize_messages(
+            document["messages"],
+            "teacher",
+            rendered=text,
+            options=template_options(document),
+            special_tokens_in_text=self._tokenization.special_tokens_in_text,
+        )
+        return tokens, left_out
 
     def _cut(self, document: TokenizedDocument) -> Piece:
         """Steps 2 and 3: the beginning of a document, up to the last boundary shared with every teacher that is asked.
@@ -369,22 +401,3 @@ def _recording_failure(document: Mapping[str, Any], bad_rows: list[BadRow]) -> I
         raise
     except Exception as error:
         bad_rows.append(BadRow(row_of(document), f"{type(error).__name__}: {error}"))
-
-
-def _tokenize_for(
-    teacher: CrossTokenizerTeacher, document: Mapping[str, Any], unrendered: Literal["fail", "warn"]
-) -> tuple[Tokenized, tuple[str, ...]]:
-    """A chat rendered with the teacher's template and tokenised for it, and what the template leaves out.
-
-    Args:
-        document: normalised already.
-        unrendered: `data.unrendered`.
-
-    Raises:
-        DataError: no chat template, or a chat that it refuses or does not render in full.
-    """
-    text, _ = render_document(teacher.tokenizer, document, whose=teacher.coverage.whose)
-    left_out = teacher.coverage.check(document, text, unrendered)
-    options = template_options(document)
-    tokens = teacher.aligner.tokenize_messages(document["messages"], "teacher", rendered=text, options=options)
-    return tokens, left_out

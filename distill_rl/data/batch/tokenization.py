@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
 
-from distill_rl.align.chats.rendering import CharSpan
+from distill_rl.align.chats.rendering import CharSpan, content_spans
+from distill_rl.align.tokenizer.encoder import Encoder
 from distill_rl.config.schema import DataConfig
-from distill_rl.data.batch.chat import render_document, roles_to_train_on
+from distill_rl.data.batch.chat import render, render_document, roles_to_train_on
 from distill_rl.data.batch.naming import name_of
 from distill_rl.data.batch.unrendered import TemplateCoverage
+from distill_rl.data.reading.layouts import template_options
 from distill_rl.errors import DataError
 
 
@@ -68,6 +72,9 @@ class Tokenization:
         max_length: most tokens of a document, for `encode`.
         loss_roles: roles to train on in place of `loss_on`; empty: `loss_on` decides.
         unrendered: `data.unrendered`.
+        stops: ids at which generation stops, besides the tokenizer's eos.
+        untaught_stops: whether chats may be trained on from which the student does not learn to stop (`data.stops`: none).
+        special_tokens_in_text: `data.special_tokens_in_text`.
 
     Raises:
         DataError: a slow tokenizer; turns to train on with `format` "text".
@@ -82,6 +89,9 @@ class Tokenization:
         max_length: int,
         loss_roles: Sequence[str] = (),
         unrendered: Literal["fail", "warn"] = "fail",
+        stops: Collection[int] = (),
+        untaught_stops: bool = False,
+        special_tokens_in_text: bool = False,
     ):
         if not tokenizer.is_fast:
             rule = "a fast tokenizer (tokenizer.json), which reports the offsets of its tokens"
@@ -89,16 +99,21 @@ class Tokenization:
         self.tokenizer, self.max_length, self.unrendered = tokenizer, max_length, unrendered
         self.roles = roles_to_train_on(loss_on, loss_roles)
         """The roles whose turns are trained on; empty: all tokens are."""
+        self.stops = StopTokens.of(tokenizer, stops)
+        self.special_tokens_in_text = special_tokens_in_text
+        self._untaught_stops = untaught_stops
+        self._teaches_stops: bool | None = None
         self._coverage = TemplateCoverage(tokenizer, "the student's tokenizer")
         if format == "text" and self.roles:
             raise self._no_turns("rows of text")
 
     @classmethod
-    def of(cls, tokenizer: Any, data: DataConfig, *, format: str) -> Tokenization:
+    def of(cls, tokenizer: Any, data: DataConfig, *, format: str, stops: Collection[int] = ()) -> Tokenization:
         """The tokenisation of a run's documents.
 
         Args:
             format: what the rows hold; `data.format` may leave that open.
+            stops: the student's, `models.files.hub.stops_of`.
         """
         return cls(
             tokenizer,
@@ -107,6 +122,9 @@ class Tokenization:
             max_length=data.max_length,
             loss_roles=data.loss_roles,
             unrendered=data.unrendered,
+            stops=stops,
+            untaught_stops=data.stops == "none",
+            special_tokens_in_text=data.special_tokens_in_text,
         )
 
     def encode(self, document: Mapping[str, Any]) -> Encoded:
@@ -143,29 +161,83 @@ class Tokenization:
             DataError: a chat that cannot be rendered, or whose assistant turns cannot be found; names the row.
         """
         text, spans, left_out = self.render(document)
-        encoded = self.tokenizer(
-            text,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_offsets_mapping=bool(self.roles),
-            verbose=False,
-        )
-        mask = None
-        if self.roles:
-            starts = np.asarray([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
-            mask = starts_within(spans, starts)
-        return replace(_encoded(encoded["input_ids"], mask), left_out=left_out, name=name_of(text))
+        ids, offsets = self._tokens(document, text)
+        mask = self.labels(document, spans, ids, offsets)
+        return Encoded(ids, mask, left_out=left_out, name=name_of(text))
 
-    def render(self, document: Mapping[str, Any]) -> tuple[str, list[CharSpan], tuple[str, ...]]:
-        """A chat's text, the character spans of the turns that are trained on, and what the template leaves out.
-
-        Without `roles`, all tokens are trained on and there are no spans.
+    def render(self, document: Mapping[str, Any]) -> tuple[str, list[CharSpan] | None, tuple[str, ...]]:
+        """A chat's text, the character spans of the turns that are trained on (None: all of it), and what the template
+        leaves out.
 
         Raises:
             DataError: as for `encode`.
         """
-        text, spans = render_document(self.tokenizer, document, roles=self.roles)
-        return text, spans, self._coverage.check(document, text, self.unrendered)
+        text, spans, written = render_document(self.tokenizer, document, roles=self.roles, stops=self.stops.texts)
+        return text, spans, self._coverage.check(document, written, self.unrendered)
+
+    def labels(
+        self, document: Mapping[str, Any], spans: Sequence[CharSpan] | None, ids: np.ndarray, offsets: np.ndarray
+    ) -> np.ndarray:
+        """bool [n]: which tokens of a chat are trained on.
+
+        Args:
+            spans: of the turns that are; None: everything is.
+            ids: int32 [n].
+            offsets: int64 [n, 2], the characters that each token holds.
+
+        Raises:
+            DataError: no stop is ever learnt with this template.
+        """
+        if spans is None:
+            return np.ones(len(ids), dtype=bool)
+        mask = holding(spans, offsets)
+        if "assistant" in self.roles and not self._untaught_stops and mask.any():
+            self._require_stop(document, int(ids[mask.nonzero()[0][-1]]))
+        return mask
+
+    def _tokens(self, document: Mapping[str, Any], text: str) -> tuple[np.ndarray, np.ndarray]:
+        """A rendered chat's ids, int32 [n], and the characters that each holds, int64 [n, 2]."""
+        if not self.special_tokens_in_text and self.stops.quoted_in(document["messages"]):
+            options = template_options(document)
+            spans = content_spans(text, document["messages"], partial(render, self.tokenizer, **options))
+            return self._encoder.chat(text, spans)
+        encoded = self.tokenizer(
+            text, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True, verbose=False
+        )
+        offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        return np.asarray(encoded["input_ids"], dtype=np.int32), offsets
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return Encoder(self.tokenizer)
+
+    def _require_stop(self, document: Mapping[str, Any], last: int) -> None:
+        """Raises DataError if the last token that is trained on is no stop, and never is with this template."""
+        if last in self.stops.ids:
+            self._teaches_stops = True
+        elif self._teaches_stops is None:
+            self._teaches_stops = self._teaches_a_stop()
+        if not self._teaches_stops:
+            shown = self.tokenizer.decode([last])
+            stops = ", ".join(map(repr, self.stops.texts)) or "no token"
+            rule = f"an answer must end in a token at which generation stops; the student's stops at {stops}"
+            remedy = (
+                "add the token that ends a turn to eos_token_id of the student's generation_config.json, use a template that "
+                "writes a stop, or set data.stops=none"
+            )
+            raise DataError(f"row {document['row']}", rule, f"turns that end in {shown!r}", remedy)
+
+    def _teaches_a_stop(self) -> bool:
+        """Whether an answer to a question ends in a stop; also if the template does not take them."""
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
+        document = {"row": 0, "messages": chat}
+        try:
+            text, spans, _ = render_document(self.tokenizer, document, roles=("assistant",), stops=self.stops.texts)
+        except DataError:
+            return True
+        ids, offsets = self._tokens(document, text)
+        labelled = ids[holding(spans or (), offsets)]
+        return len(labelled) == 0 or int(labelled[-1]) in self.stops.ids
 
     def require_text_allowed(self, document: Mapping[str, Any]) -> None:
         """Raises DataError, naming the row, for a document of text if only some turns are trained on."""
@@ -182,16 +254,54 @@ class Tokenization:
         return DataError(setting, "chat messages", found, "use data.loss_on=all or data.format=messages")
 
 
-def starts_within(spans: Sequence[tuple[int, int]], starts: np.ndarray) -> np.ndarray:
-    """bool [n]: which tokens start inside one of the spans.
+@dataclass(frozen=True, slots=True)
+class StopTokens:
+    """The special tokens of a tokenizer, and those at which generation stops."""
+
+    ids: frozenset[int]
+    """Of the stops."""
+    texts: tuple[str, ...]
+    """What the stops are written as."""
+    special: re.Pattern[str] | None
+    """Matches the text of any special token."""
+
+    @classmethod
+    def of(cls, tokenizer: Any, stops: Collection[int]) -> StopTokens:
+        """Those of a tokenizer.
+
+        Args:
+            stops: ids besides the tokenizer's eos.
+        """
+        added = tokenizer.added_tokens_decoder
+        eos = tokenizer.eos_token_id
+        ids = frozenset([*stops, *([] if eos is None else [eos])])
+        texts = tuple(
+            str(added[token]) if token in added else tokenizer.convert_ids_to_tokens(token) for token in sorted(ids)
+        )
+        special = sorted({str(token) for token in added.values() if token.special} - {""}, key=len, reverse=True)
+        pattern = re.compile("|".join(map(re.escape, special))) if special else None
+        return cls(ids, tuple(text for text in texts if text), pattern)
+
+    def quoted_in(self, value: Any) -> bool:
+        """Whether a text in the value, such as a chat's messages, contains what a special token is written as."""
+        if isinstance(value, str):
+            return self.special is not None and self.special.search(value) is not None
+        if isinstance(value, Mapping):
+            return any(map(self.quoted_in, value.values()))
+        return isinstance(value, list | tuple) and any(map(self.quoted_in, value))
+
+
+def holding(spans: Sequence[CharSpan], offsets: np.ndarray) -> np.ndarray:
+    """bool [n]: which tokens hold a character of one of the spans; one without characters, if it stands inside.
 
     Args:
         spans: (first, stop), in characters of the text, `stop` excluded.
-        starts: int [n], each token's first character.
+        offsets: int64 [n, 2], the characters that each token holds.
     """
-    mask = np.zeros(len(starts), dtype=bool)
+    starts, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
+    mask = np.zeros(len(offsets), dtype=bool)
     for first, stop in spans:
-        mask |= (starts >= first) & (starts < stop)
+        mask |= (starts < stop) & (ends > first)
     return mask
 
 

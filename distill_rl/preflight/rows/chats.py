@@ -106,8 +106,8 @@ def _render_all(
         )
         if rendered is None:
             return None
-        texts.append(rendered[0])
-        left.add(coverage.left_out(row, rendered[0]), row)
+        texts.append(rendered.text)
+        left.add(coverage.left_out(row, rendered.written), row)
     for part, where in left.rows.items():
         what = f"the chat template of {whose} leaves out {part} in {len(where)} of {len(rows)} rows"
         example = f"row {where[0]}: {left.examples[part]}"
@@ -137,7 +137,7 @@ def _other_template(teacher: Opened, rows: Sequence[Mapping[str, Any]], texts: S
     different, example = 0, ""
     for row, text in zip(rows, texts):
         try:
-            other, _ = render_document(tokenizer, row)
+            other = render_document(tokenizer, row).text
         except DataError as error:
             other, difference = "", f"row {row['row']}, which its own template refuses: {error.value}"
         else:

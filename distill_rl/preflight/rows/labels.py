@@ -22,10 +22,12 @@ def check_labels(
         kind: of the documents, `text` or `messages`; one that `data.loss_on` allows.
     """
     if student.tokenizer is not None:
-        findings.attempt(key, partial(_require_label, config, key, kind, documents, student.tokenizer))
+        findings.attempt(key, partial(_require_label, config, key, kind, documents, student))
 
 
-def _require_label(config: Config, key: str, kind: str, documents: Sequence[Mapping[str, Any]], tokenizer: Any) -> None:
+def _require_label(
+    config: Config, key: str, kind: str, documents: Sequence[Mapping[str, Any]], student: Opened
+) -> None:
     """Checks that one row at least has a token to train on.
 
     A row of blank text has none, even if the tokenizer adds special tokens to it.
@@ -38,7 +40,9 @@ def _require_label(config: Config, key: str, kind: str, documents: Sequence[Mapp
 
     data = config.data
     # What a template leaves out is checked with the chats (preflight/rows/chats.py).
-    tokenization = Tokenization.of(tokenizer, replace(data, unrendered="warn"), format=kind)
+    tokenization = Tokenization.of(
+        student.tokenizer, replace(data, unrendered="warn"), format=kind, stops=student.stops
+    )
     for document in documents:
         if not _is_blank(document, tokenization.roles) and tokenization.encode(document).has_labels:
             return

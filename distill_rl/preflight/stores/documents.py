@@ -221,7 +221,7 @@ def _divider(
     from distill_rl.data.batch.tokenization import Tokenization
 
     data = replace(config.data, unrendered="warn", loss_on="all", loss_roles=[])
-    tokenization = Tokenization.of(student.tokenizer, data, format=kind)
+    tokenization = Tokenization.of(student.tokenizer, data, format=kind, stops=student.stops)
     split = splits_documents(config, kind)
     crossing = {
         i: CrossTokenizerTeacher.of(

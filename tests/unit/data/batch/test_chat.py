@@ -60,7 +60,7 @@ def tokenizer():
 
 def assistant_turns(tokenizer, template, chat):
     tokenizer.chat_template = template
-    text, spans = render_document(tokenizer, {"row": 0, "messages": chat}, roles=("assistant",))
+    text, spans, _ = render_document(tokenizer, {"row": 0, "messages": chat}, roles=("assistant",))
     return [text[first:stop] for first, stop in spans]
 
 
@@ -109,7 +109,7 @@ def test_template_that_rewrites_history_is_refused(tokenizer):
     tokenizer.chat_template = SHORTENED
     with pytest.raises(DataError, match=r"row 41: .*generation.*data\.loss_on=all"):
         render_document(tokenizer, {"row": 41, "messages": CHAT}, roles=("assistant",))
-    assert render_document(tokenizer, {"row": 41, "messages": CHAT})[1] == []
+    assert render_document(tokenizer, {"row": 41, "messages": CHAT}).spans is None
     assert assistant_turns(tokenizer, SHORTENED, CHAT[:2]) == ["four, é 中<|end|>"]
 
 
@@ -131,7 +131,7 @@ def test_tokenizer_without_a_chat_template_is_refused(tokenizer):
 
 def test_dated_templates_do_not_depend_on_the_day(tokenizer):
     tokenizer.chat_template = DATED
-    text, _ = render_document(tokenizer, {"row": 0, "messages": CHAT})
+    text = render_document(tokenizer, {"row": 0, "messages": CHAT}).text
     assert text.startswith("Today is 26 Jul 2024\n")
     # The aligner searches for contents in exactly the text that the data module renders.
     assert text == render(tokenizer, CHAT) == render_for_alignment(tokenizer, CHAT)
@@ -145,7 +145,9 @@ def test_dated_templates_do_not_depend_on_the_day(tokenizer):
 def test_label_mask_spells_the_assistant_turns(tokenizer):
     for template in (TURNS + PROMPT, INSTRUCTION):
         tokenizer.chat_template = template
-        tokenization = Tokenization(tokenizer, format="messages", loss_on="assistant", max_length=10_000)
+        tokenization = Tokenization(
+            tokenizer, format="messages", loss_on="assistant", max_length=10_000, untaught_stops=True
+        )
         for row, document in enumerate(corpus_rows(12, seed=2, messages=True)):
             encoded = tokenization.encode({"row": row, **document})
             text = tokenizer.decode(encoded.input_ids[encoded.label_mask])

@@ -42,7 +42,7 @@ def tokenizer(template: str):
 
 
 def encode(tokenizer, messages, *, tools=None, **settings):
-    settings = {"loss_on": "assistant", "unrendered": "fail", **settings}
+    settings = {"loss_on": "assistant", "unrendered": "fail", "untaught_stops": True, **settings}
     document = {"row": 5, "messages": messages, **({"tools": tools} if tools else {})}
     return Tokenization(tokenizer, format="messages", max_length=10_000, **settings).encode(document)
 
@@ -165,7 +165,7 @@ def test_text_parts_are_joined_for_templates_that_read_no_lists(template):
 def test_variables_of_a_row_reach_the_template():
     made = tokenizer("{{ mood or '' }}" + CHATML)
     document = {"row": 0, "messages": plain_chat(), "chat_template_kwargs": {"mood": "calm"}}
-    encoded = Tokenization(made, format="messages", loss_on="assistant", max_length=999).encode(document)
+    encoded = Tokenization(made, format="messages", loss_on="all", max_length=999).encode(document)
     assert made.decode(encoded.input_ids).startswith("calm<|im_start|>")
 
 
@@ -179,7 +179,7 @@ def test_tool_calls_across_tokenizers():
     for text in ("weather", json.dumps(ARGUMENTS, ensure_ascii=False), "12 degrees", "Welcome."):
         assert text in compared
 
-    tokenization = Tokenization(student, format="messages", loss_on="assistant", max_length=4096)
+    tokenization = Tokenization(student, format="messages", loss_on="assistant", max_length=4096, untaught_stops=True)
     plan = BatchPlan(BatchSharding(1, 1), (BatchSharding(1, 1),), 4096, packing=False, pad_id=0)
     pair = CrossTokenizerTeacher.of("big", student, teacher, AlignerConfig())
     document = {"row": 0, "messages": tool_chat(ARGUMENTS), "tools": TOOLS}

@@ -115,7 +115,9 @@ class TestLayOut:
 
 class TestBuildBatch:
     def build(self, tokenizer, layout, rows=20, messages=False, loss_on="all", max_length=64):
-        tokenization = Tokenization(tokenizer, format="auto", loss_on=loss_on, max_length=max_length)
+        tokenization = Tokenization(
+            tokenizer, format="auto", loss_on=loss_on, max_length=max_length, untaught_stops=True
+        )
         return BatchBuilder(tokenization, layout).build(documents(corpus_rows(rows, 1, messages), index=3))
 
     @pytest.mark.parametrize("packing", [True, False])

@@ -53,7 +53,7 @@ def builder(
     plan = BatchPlan(
         BatchSharding(dp, 1), shardings, max_length, packing, pad_id=2, teacher_lengths=teacher_lengths, split=split
     )
-    tokenization = Tokenization(student, format="auto", loss_on=loss_on, max_length=max_length)
+    tokenization = Tokenization(student, format="auto", loss_on=loss_on, max_length=max_length, untaught_stops=True)
     teachers = [
         tokenizer and CrossTokenizerTeacher.of(f"t{i}", student, tokenizer, AlignerConfig())
         for i, tokenizer in enumerate(teachers)

@@ -15,7 +15,9 @@ from tests.helpers.tokenizers import tiny_tokenizer
 @pytest.mark.parametrize("messages", [False, True])
 def test_parts_of_a_batch_give_what_the_whole_gives(messages):
     student, teacher = tiny_tokenizer(), tiny_tokenizer(600, seed=7)
-    tokenization = Tokenization(student, format="auto", loss_on="assistant" if messages else "all", max_length=160)
+    tokenization = Tokenization(
+        student, format="auto", loss_on="assistant" if messages else "all", max_length=160, untaught_stops=True
+    )
     teachers = {1: CrossTokenizerTeacher.of("t", student, teacher, AlignerConfig())}
     aligner = DocumentAligner(tokenization, teachers, {1: 160})
     documents = [{"row": i, **row} for i, row in enumerate(corpus_rows(9, 4, messages))]

@@ -35,10 +35,10 @@ def template(whole, alone, length):
 )
 def test_key_before_the_last_message_counts_by_either_text(whole, alone, written):
     chat = [{"role": "user", "content": "a", "name": "n"}, {"role": "assistant", "content": "b"}]
-    assert _message_changes(template(whole, alone, 2), chat, 0, "name", "text", {}) is written
+    assert _message_changes(template(whole, alone, 2), chat, 0, "name", "text") is written
 
 
 @pytest.mark.parametrize(("whole", "written"), [(True, True), (None, True), (False, False)])
 def test_key_of_the_last_message_counts_by_the_whole_text(whole, written):
     chat = [{"role": "user", "content": "a", "name": "n"}]
-    assert _message_changes(template(whole, None, 1), chat, 0, "name", "text", {}) is written
+    assert _message_changes(template(whole, None, 1), chat, 0, "name", "text") is written
