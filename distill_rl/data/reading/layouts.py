@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.reading.convert import from_alpaca, from_sharegpt
-from distill_rl.data.reading.values import MEDIA, check_strings, check_text, check_value, parse_json, without_nulls
+from distill_rl.data.reading.values import MEDIA, check_strings, check_text, check_value, parse_json
 from distill_rl.data.routing import WEIGHTS, Routing
 from distill_rl.errors import DataError
 
@@ -235,7 +235,7 @@ def _tools(value: Any, what: str) -> list[dict[str, Any]]:
         DataError: anything else.
     """
     rule = "a list of tools, each a JSON schema"
-    value = parse_json(value, what, rule) if isinstance(value, str) and value.strip() else without_nulls(value)
+    value = parse_json(value, what, rule) if isinstance(value, str) and value.strip() else value
     if not value:
         return []
     tools = value if isinstance(value, list) else []
@@ -253,7 +253,7 @@ def _variables(value: Any, what: str) -> dict[str, Any]:
         DataError: anything else; the name of an argument of `apply_chat_template`.
     """
     rule = "an object with variables of the chat template"
-    value = parse_json(value, what, rule) if isinstance(value, str) and value.strip() else without_nulls(value)
+    value = parse_json(value, what, rule) if isinstance(value, str) and value.strip() else value
     if not value:
         return {}
     if not isinstance(value, Mapping):
