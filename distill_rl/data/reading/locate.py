@@ -106,14 +106,15 @@ class Loaded:
         """The columns of the layout: the type of the main one is checked, with `access.strict` rows up to `CHECK_BYTES`.
 
         Raises:
-            DataError: a missing column; a column of another type; a row that does not fit the layout.
+            DataError: a missing column, or one twice; a column of another type; a row that does not fit the layout.
         """
         table = self.table.select(layout.columns(self.columns(), self.name))
+        restore = restore_of(table.schema, layout.key, self.name)
         if layout.format in ("text", "messages"):
             check_type(table.column(layout.key).type, layout.kind, f"{self.name}, column {layout.key!r}")
         if access.strict and table.nbytes <= CHECK_BYTES:
             files.check_columns(table, layout, f"{self.name},")
-        return Part(self.name, TableRows(table, restore_of(table.schema, layout.key, self.name)))
+        return Part(self.name, TableRows(table, restore))
 
 
 def locate(
