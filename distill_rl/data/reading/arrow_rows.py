@@ -95,6 +95,7 @@ def _read_of_struct(kind: pa.StructType, what: str, kept: frozenset[str]) -> Rea
 
 
 def _apply(read: Read | None, value: Any) -> Any:
+    """A value that may be None, as `read` makes it."""
     return value if read is None or value is None else read(value)
 
 
