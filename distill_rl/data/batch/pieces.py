@@ -10,8 +10,9 @@ A document that fits into a row is one piece. With `cut`, so is any other: its b
 3. A stretch without such a place that is longer than a row is cut at each side's own limit. The next piece begins behind
    it.
 
-The first token of a piece is predicted only if one of these comes before it; without them a split loses one token per
-piece.
+The first token of a piece is predicted only if one of these special tokens comes before it; without them a split loses one
+token per piece. So that the last token, mostly eos, is not alone in a piece that trains nothing, the piece before ends one
+place earlier then.
 """
 
 from __future__ import annotations
@@ -113,6 +114,8 @@ class Splitter:
         left_out = False
         while start[0] < end[0]:
             stop, following = _next_places(places, start, room)
+            if end[0] - following[0] == 1 and not len(prefixes[0]):
+                stop, following = _place_before(places, start, stop, following, rooms)
             left_out |= bool((stop < following).any())
             part = encoded.part(int(start[0]), int(stop[0]), before[0])
             pairs = {
@@ -175,3 +178,20 @@ def _next_places(places: np.ndarray, start: np.ndarray, room: np.ndarray) -> tup
         return places[fitting - 1], places[fitting - 1]
     following = places[int(places[:, 0].searchsorted(start[0], "right"))]
     return np.minimum(start + room, following), following
+
+
+def _place_before(
+    places: np.ndarray, start: np.ndarray, stop: np.ndarray, following: np.ndarray, room: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The end of a piece one place earlier, and again as the begin of the last piece, which then has a token more.
+
+    Without a place that leaves two tokens to the piece, and to the last one no more than its room: the given two.
+
+    Args:
+        start, stop, following: of the piece.
+        room: int64 [sides]: most tokens of the last piece on each side.
+    """
+    earlier = int(places[:, 0].searchsorted(stop[0])) - 1
+    if earlier < 0 or places[earlier, 0] - start[0] < 2 or (places[-1] - places[earlier] > room).any():
+        return stop, following
+    return places[earlier], places[earlier]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable
 from pathlib import Path
@@ -12,10 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from distill_rl.data.order import Blocks
+from distill_rl.data.reading.arrow_rows import Restore, one_chunk
 from distill_rl.data.reading.layouts import Layout
 from distill_rl.data.reading.lines import LineIndex
-from distill_rl.data.reading.records import PROBLEM, json_row, kind_of, text_row, with_columns
-from distill_rl.errors import DataError, UnreadableFile
+from distill_rl.data.reading.records import json_row, kind_of, text_row, with_columns, without_mark
+from distill_rl.data.reading.values import MEDIA
+from distill_rl.errors import UnreadableFile
 
 _KEPT = 4
 
@@ -65,6 +68,7 @@ class GroupRows:
         columns: those to read.
         measured: those of them whose size counts, so that optional columns do not change the order.
         store: shared by the files of a source.
+        restore: makes the columns of a row into their values, or raises the DataError of a bad row.
         block_bytes: of every row group; 0: of each the bytes of the measured columns in the footer, uncompressed.
     """
 
@@ -75,9 +79,11 @@ class GroupRows:
         columns: list[str],
         measured: Collection[str],
         store: BlockStore,
+        restore: Restore,
         block_bytes: int = 0,
     ):
         self._path, self._metadata, self._columns, self._store = path, metadata, columns, store
+        self._restore = restore
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         leaves = _leaves_of(metadata.schema.to_arrow_schema(), measured)
         sizes = [block_bytes or sum(group.column(i).total_uncompressed_size for i in leaves) for group in groups]
@@ -96,7 +102,7 @@ class GroupRows:
         block = int(np.searchsorted(self.blocks.ends, index, side="right"))
         columns = self._store.get(self.key(block), lambda: self._read(block))
         first = int(self.blocks.ends[block - 1]) if block else 0
-        return raise_problem({name: column[index - first].as_py() for name, column in columns.items()})
+        return self._restore({name: column[index - first].as_py() for name, column in columns.items()})
 
     def key(self, block: int) -> Hashable:
         return (self._path, block)
@@ -109,7 +115,7 @@ class GroupRows:
         except (pa.ArrowException, OSError) as error:
             rule, found = f"row group {block} is readable", str(error)[:200]
             raise UnreadableFile(str(self._path), rule, found, "the file may be damaged") from error
-        return {name: _one_chunk(table.column(name)) for name in table.column_names}
+        return {name: one_chunk(table.column(name)) for name in table.column_names}
 
 
 def _leaves_of(schema: pa.Schema, names: Collection[str]) -> list[int]:
@@ -130,18 +136,6 @@ def _num_leaves(kind: pa.DataType) -> int:
     return sum(map(_num_leaves, children)) if children else 1
 
 
-def _one_chunk(column: pa.ChunkedArray) -> Any:
-    """A column whose values are found without a search for their chunk, if it has one chunk only."""
-    return column.chunk(0) if column.num_chunks == 1 else column
-
-
-def raise_problem(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row, or raises the DataError that its PROBLEM holds."""
-    if problem := row.pop(PROBLEM, None):
-        raise DataError(problem)
-    return row
-
-
 class LineRows:
     """The rows of a file of JSON lines, or of lines of text.
 
@@ -153,7 +147,7 @@ class LineRows:
     def __init__(self, path: Path, index: LineIndex, layout: Layout, store: BlockStore):
         self._path, self._layout, self._store, self._index = path, layout, store, index
         self._parse = text_row if kind_of(path) == ".txt" else json_row
-        self._names = layout.names
+        self._names = {*layout.names, *(() if layout.kind == "text" else MEDIA)}
         self.blocks = Blocks(index.rows[1:], np.diff(index.offsets))
 
     def __len__(self) -> int:
@@ -169,7 +163,7 @@ class LineRows:
         lines = self._store.get(self.key(block), lambda: self._read(block))
         what = f"{self._path}: row {index}"
         row = with_columns(self._parse(lines[index - int(self._index.rows[block])], what), self._layout, what)
-        return {name: row[name] for name in self._names if name in row}
+        return {name: value for name, value in row.items() if name in self._names}
 
     def key(self, block: int) -> Hashable:
         return (self._path, block)
@@ -184,6 +178,8 @@ class LineRows:
         except OSError as error:
             raise UnreadableFile(str(self._path), "is readable", str(error)) from error
         lines = [line for line in text.split(b"\n") if line.strip()]
+        if first == 0 and text.startswith(BOM_UTF8):
+            lines[0] = without_mark(lines[0])
         if len(lines) != self._index.rows[block + 1] - self._index.rows[block]:
             rule = "has the lines that it had when it was opened"
             raise UnreadableFile(str(self._path), rule, f"other lines from byte {first} on", "start again")
@@ -213,6 +209,6 @@ class WholeFile:
 
     def _read(self) -> dict[str, Any]:
         try:
-            return text_row(self._path.read_bytes(), f"{self._path}: row 0")
+            return text_row(without_mark(self._path.read_bytes()), f"{self._path}: row 0")
         except OSError as error:
             raise UnreadableFile(str(self._path), "is readable", str(error)) from error

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from distill_rl.data.reading.arrow_rows import KEPT, is_list, read_of
 from distill_rl.data.reading.values import MEDIA, check_value
 from distill_rl.errors import DataError
 
@@ -24,44 +25,49 @@ def check_column(
     Raises:
         DataError: the column's type is wrong, or a row is one that `check_value` would refuse; names such a row.
     """
-    if kind == "text":
-        _require_string(column.type, what, first_row)
-        _require_all(column.is_valid(), what, first_row, "text", "null")
-        _require_utf8(column, what, first_row)
-        return
+    check_type(column.type, kind, what, first_row)
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-    for chunk in chunks:
-        _check_messages(chunk, what, first_row)
+    for chunk in map(_decoded, chunks):
+        if kind == "text":
+            _require_all(chunk.is_valid(), what, first_row, "text", "null")
+            _require_utf8(chunk, what, first_row)
+        else:
+            _check_messages(chunk, what, first_row)
         first_row += len(chunk)
 
 
-def check_type(column_type: pa.DataType, kind: Literal["text", "messages"], what: str) -> None:
+def check_type(column_type: pa.DataType, kind: Literal["text", "messages"], what: str, first_row: int = 0) -> None:
     """Checks the type of a column: text, or messages: lists of structs with a role, or the JSON text of such a list.
+
+    Either may be in dictionary form, as categories are.
 
     Args:
         what: file and column, for error messages.
+        first_row: row number of the column's first value.
 
     Raises:
         DataError: another type.
     """
     if kind == "text":
-        _require_string(column_type, what, 0)
+        _require_string(column_type, what, first_row)
         return
-    if is_string(column_type):
+    column_type = _plain_type(column_type)
+    if is_string(column_type) or isinstance(column_type, pa.JsonType):
         return
     found = str(column_type)
-    item = column_type.value_type if _is_list(column_type) else None
+    item = column_type.value_type if is_list(column_type) else None
     names = {field.name for field in item} if item is not None and pa.types.is_struct(item) else set()
     if item is None or "role" not in names:
         remedy = "set data.format=sharegpt" if {"from", "value"} <= names else ""
-        raise DataError(f"{what}, row 0", "a list of messages {role, content}", f"the type {found[:100]}", remedy)
-    _require_string(item.field("role").type, f"{what}, role", 0)
+        where, rule = f"{what}, row {first_row}", "a list of messages {role, content}"
+        raise DataError(where, rule, f"the type {found[:100]}", remedy)
+    _require_string(item.field("role").type, f"{what}, role", first_row)
 
 
 def _check_messages(chunk: pa.Array, what: str, first_row: int) -> None:
     """Checks one chunk of a column of messages.
 
-    Its type must be that of messages, and every row a list of at least one complete message. Rows are only made into
+    Every row must be a list of at least one complete message. Rows are only made into
     Python objects if a content is null or not text, or the column holds JSON.
 
     Args:
@@ -71,9 +77,8 @@ def _check_messages(chunk: pa.Array, what: str, first_row: int) -> None:
     Raises:
         DataError: names the first row that breaks a rule; the rules are checked one after another.
     """
-    check_type(chunk.type, "messages", what)
     _require_all(chunk.is_valid(), what, first_row, "a list of messages", "null")
-    if is_string(chunk.type):
+    if not is_list(chunk.type):
         _require_utf8(chunk, what, first_row)
         _check_rows(chunk, range(len(chunk)), what, first_row)
         return
@@ -86,15 +91,15 @@ def _check_messages(chunk: pa.Array, what: str, first_row: int) -> None:
         return first_row + parents[message].as_py()
 
     names = {field.name: field.type for field in messages.type}
-    roles = pc.struct_field(messages, "role")
+    roles = _decoded(pc.struct_field(messages, "role"))
     bad = pc.index(roles.is_valid(), False).as_py()
     if bad >= 0:
         raise DataError(f"{what}, row {row_of(bad)}, role", "text", "null")
     _require_utf8(roles, f"{what}, role", first_row, row_of)
-    if "content" not in names or not is_string(names["content"]) or names.keys() & (MEDIA | {"from"}):
+    if "content" not in names or not is_string(_plain_type(names["content"])) or names.keys() & (MEDIA | {"from"}):
         _check_rows(chunk, range(len(chunk)), what, first_row)
         return
-    contents = pc.struct_field(messages, "content")
+    contents = _decoded(pc.struct_field(messages, "content"))
     _require_utf8(contents, f"{what}, content", first_row, row_of)
     if contents.null_count:
         nulls = pc.filter(parents, contents.is_null())
@@ -103,14 +108,19 @@ def _check_messages(chunk: pa.Array, what: str, first_row: int) -> None:
 
 def _check_rows(chunk: pa.Array, rows: Iterable[int], what: str, first_row: int) -> None:
     """Checks some rows of a column of messages one by one, as `check_value` does; indices count within the chunk."""
+    read = read_of(chunk.type, what, KEPT) or (lambda value: value)
     for row in rows:
-        check_value(chunk[row].as_py(), "messages", f"{what}, row {first_row + row}")
+        check_value(read(chunk[row].as_py()), "messages", f"{what}, row {first_row + row}")
 
 
-def _is_list(column_type: pa.DataType) -> bool:
-    """Whether a type is one of Arrow's list types: list, large list or fixed-size list."""
-    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(is_kind(column_type) for is_kind in kinds)
+def _plain_type(column_type: pa.DataType) -> pa.DataType:
+    """The type of a column's values, also of one in dictionary form."""
+    return column_type.value_type if pa.types.is_dictionary(column_type) else column_type
+
+
+def _decoded(column: pa.Array) -> pa.Array:
+    """An array that is not in dictionary form."""
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
 def is_string(column_type: pa.DataType) -> bool:
@@ -121,7 +131,7 @@ def is_string(column_type: pa.DataType) -> bool:
 
 def _require_string(column_type: pa.DataType, what: str, first_row: int) -> None:
     """Raises DataError, naming `first_row`, unless the type is string, large string or string view."""
-    if not is_string(column_type):
+    if not is_string(_plain_type(column_type)):
         raise DataError(f"{what}, row {first_row}", "text", f"the type {str(column_type)[:100]}")
 
 

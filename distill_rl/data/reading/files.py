@@ -3,7 +3,7 @@
 Arrow files are memory-mapped in place. Small data are read into memory and checked row by row. Of large data, only the
 index is: Parquet has it in its footer, of JSON lines and text the lines are counted once; rows are checked as they are
 read, and nothing is copied. What can only be read from the start (compressed files, CSV, a JSON list) is converted once to
-Parquet in the cache. `datasets` is imported only where it is needed: small JSON files do without.
+Parquet in the cache. `datasets` is not imported: it takes half a second.
 """
 
 from __future__ import annotations
@@ -13,23 +13,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from distill_rl.data.reading import records
-from distill_rl.data.reading.block_rows import BlockStore, GroupRows, LineRows, WholeFile, raise_problem
+from distill_rl.data.reading.arrow_rows import HeadRows, TableRows, restore_of
+from distill_rl.data.reading.block_rows import BlockStore, GroupRows, LineRows, WholeFile
 from distill_rl.data.reading.cache import Cache, replacing, size_text
 from distill_rl.data.reading.columns import check_column, check_type
 from distill_rl.data.reading.layouts import Layout
 from distill_rl.data.reading.lines import LineIndex
-from distill_rl.data.reading.records import COMPRESSIONS, PROBLEM, SampleBy
+from distill_rl.data.reading.records import AS_JSON, COMPRESSIONS, SampleBy, stored_columns, stored_row
 from distill_rl.errors import DataError
-
-if TYPE_CHECKING:
-    import datasets
 
 _PACKABLE = (".json", ".jsonl", ".ndjson", ".txt", ".csv")
 SUFFIXES = (".arrow", ".parquet", *_PACKABLE, *(kind + packed for kind in _PACKABLE for packed in COMPRESSIONS))
@@ -60,39 +58,15 @@ class Access:
 
 
 class Rows(Protocol):
-    """Rows by index, each as {column: value}; `datasets.Dataset` is one."""
+    """Rows by index, each as {column: value}."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> dict[str, Any]: ...
 
 
-class TextRows:
-    """`Rows` of a table in memory whose columns are text. Importing `datasets` takes half a second, and this does not.
-
-    Args:
-        table: columns of type large_string. Other types may need the features of `datasets`.
-    """
-
-    def __init__(self, table: pa.Table):
-        table = table.combine_chunks()
-        self._length = int(table.num_rows)
-        self._columns = {name: table.column(name) for name in table.column_names}
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int, /) -> dict[str, Any]:
-        """Row `index`, which is at least 0 and less than the length. Raises the DataError of one that is bad."""
-        return raise_problem({name: column[index].as_py() for name, column in self._columns.items()})
-
-
 class EmptyFile(DataError):
     """A file without rows."""
-
-
-class HeadRows(TextRows):
-    """The first rows of a file that is not converted yet; how many it has is not known."""
 
 
 def column_names(path: Path, sample_by: SampleBy = "line", *, strict: bool = True) -> list[str]:
@@ -128,17 +102,12 @@ def bytes_in_memory(path: Path) -> int:
     return path.stat().st_size * (_RATIO if records.compression_of(path) else 1)
 
 
-def open_arrow(path: Path, layout: Layout) -> datasets.Dataset:
-    """The columns of an Arrow file that the layout reads, as a data set with nothing else. Rows are not checked.
-
-    Raises:
-        DataError: a missing column; a damaged file.
-    """
-    import datasets
-
-    columns = layout.columns(column_names(path), str(path))
+def open_arrow(path: Path) -> pa.Table:
+    """The table of an Arrow file, memory-mapped. Raises DataError for a damaged one."""
+    if path.stat().st_size == 0:
+        raise _empty(path)
     try:
-        return datasets.Dataset(_open_arrow(path).select(columns))
+        return _open_arrow(path)
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, error) from error
 
@@ -162,7 +131,7 @@ def open_file(path: Path, layout: Layout, access: Access) -> Rows:
             if kind in (".json", ".jsonl", ".txt") and not records.is_json_list(path):
                 return LineRows(path, LineIndex.of(path, access.cache), layout, access.store)
         if access.small:
-            return TextRows(_table(path, layout, access))
+            return TableRows(_table(path, layout, access), stored_row)
         return _open_converted(path, layout, access)
     except (pa.ArrowException, OSError, EOFError) as error:
         raise _damaged(path, error) from error
@@ -178,26 +147,24 @@ def _open_parquet(path: Path, layout: Layout, access: Access) -> Rows:
     if not metadata.num_rows:
         raise _empty(path)
     what = f"{path}, column {layout.key!r}"
+    restore = restore_of(pa.schema([schema.field(name) for name in columns]), layout.key, str(path))
     if not (access.small and access.strict):
         if layout.format in ("text", "messages"):
             check_type(schema.field(layout.key).type, layout.kind, what)
-        return GroupRows(path, metadata, columns, layout.required, access.store)
-    import datasets
-
+        return GroupRows(path, metadata, columns, layout.required, access.store, restore)
     with pq.ParquetFile(path, metadata=metadata) as file:
         table = file.read(columns=columns)
     check_columns(table, layout, f"{path}:")
-    return datasets.Dataset(table)
+    return TableRows(table, restore)
 
 
 def _table(path: Path, layout: Layout, access: Access, rows: int | None = None) -> pa.Table:
     """The rows of a file, or the first of them, as a table of text. Raises DataError if there are none."""
-    names = layout.names
-    found = records.documents(path, layout, names, access.sample_by, strict=access.strict)
-    batches = list(_batches(islice(found, rows), names if access.strict else [*names, PROBLEM]))
+    found = records.documents(path, layout, access.sample_by, strict=access.strict)
+    batches = list(_batches(islice(found, rows), stored_columns(layout, strict=access.strict)))
     if not batches:
         raise _empty(path)
-    return pa.Table.from_batches(batches)
+    return pa.Table.from_batches(batches).combine_chunks()
 
 
 def _open_converted(path: Path, layout: Layout, access: Access) -> Rows:
@@ -206,15 +173,14 @@ def _open_converted(path: Path, layout: Layout, access: Access) -> Rows:
     Copies are keyed by path, size, modification time and layout, so an edited file is converted again. If nothing may be
     written, only the first rows are read.
     """
-    cache, names = access.cache, [*layout.names]
-    names += [] if access.strict else [PROBLEM]
+    cache, names = access.cache, stored_columns(layout, strict=access.strict)
     columns = f"{layout}{' '.join(map(repr, layout.chosen_by))}"
-    target = cache.entry(path, f"{columns}\0{access.strict}\0{access.sample_by}", ".parquet")
+    target = cache.entry(path, f"{columns}\0{access.strict}\0{access.sample_by}\0{AS_JSON}", ".parquet")
     if not _is_complete(target):
         if not cache.write:
-            return HeadRows(_table(path, layout, access, _HEAD_ROWS))
+            return HeadRows(_table(path, layout, access, _HEAD_ROWS), stored_row)
         cache.say(f"converting {path} ({size_text(path.stat().st_size)}) to Parquet, once, in {cache.folder}")
-        found = records.documents(path, layout, names, access.sample_by, strict=access.strict)
+        found = records.documents(path, layout, access.sample_by, strict=access.strict)
         schema = pa.schema([(name, pa.large_string()) for name in names])
         with replacing(target) as partial:
             with pq.ParquetWriter(partial, schema, compression="zstd", use_dictionary=False) as writer:
@@ -223,7 +189,7 @@ def _open_converted(path: Path, layout: Layout, access: Access) -> Rows:
             if not pq.read_metadata(partial).num_rows:
                 raise _empty(path)
         cache.say(f"converted  {path}: {size_text(target.stat().st_size)}")
-    return GroupRows(target, pq.read_metadata(target), names, (), access.store, _GROUP_BYTES)
+    return GroupRows(target, pq.read_metadata(target), names, (), access.store, stored_row, _GROUP_BYTES)
 
 
 def _is_complete(target: Path) -> bool:
@@ -241,7 +207,7 @@ def _batches(rows: Iterator[dict[str, str | None]], names: Sequence[str]) -> Ite
     size = 0
     for row in rows:
         batch.append(row)
-        size += sum(len(value) for value in row.values() if value is not None)
+        size += sum(len(value) for name, value in row.items() if value is not None and name != AS_JSON)
         if size >= _GROUP_BYTES or len(batch) >= _GROUP_ROWS:
             yield _record_batch(batch, names)
             batch, size = [], 0
@@ -277,7 +243,8 @@ def check_columns(columns: Any, layout: Layout, what: str, first_row: int = 0) -
         columns = columns.select([name for name in columns.schema.names if name != layout.key])
         if not columns.num_columns:
             return
-    for row, values in enumerate(_pylist(columns)):
+    restore = restore_of(columns.schema, layout.key, what.rstrip(":,"))
+    for row, values in enumerate(map(restore, _pylist(columns))):
         layout.check(values, lambda column, row=row: f"{what} column {column!r}, row {first_row + row}")  # type: ignore[misc]
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.reading.convert import from_alpaca, from_sharegpt
-from distill_rl.data.reading.values import MEDIA, check_strings, check_text, check_value, parse_json, without_nulls
+from distill_rl.data.reading.values import MEDIA, check_strings, check_text, check_value, parse_json
 from distill_rl.data.routing import WEIGHTS, Routing
 from distill_rl.errors import DataError
 
@@ -37,9 +37,10 @@ _OPTIONAL: dict[Format, tuple[str, ...]] = {
     "alpaca": ("input", "system", "history", VARIABLES),
 }
 
+_PROMPT_COMPLETION = ("prompt", "completion")
 _QUESTION_AND_ANSWER = (
     ("instruction", "response"),
-    ("prompt", "completion"),
+    _PROMPT_COMPLETION,
     ("prompt", "response"),
     ("question", "answer"),
     ("query", "response"),
@@ -93,7 +94,7 @@ class Layout:
         """The columns to read of a file or folder that has these.
 
         Raises:
-            DataError: one is missing, or the chats come with images, audio or video.
+            DataError: one is missing or there twice, or the chats come with images, audio or video.
         """
         for key in self.required:
             if key not in available:
@@ -111,7 +112,14 @@ class Layout:
             raise DataError(
                 f"{name}: column {media[0]!r}", "chats are text only", f"the columns {list(available)}", remedy
             )
-        return [*self.required, *self.chosen_by, *(key for key in self.optional if key in available)]
+        found = [*self.required, *self.chosen_by, *(key for key in self.optional if key in available)]
+        if twice := [key for key in found if list(available).count(key) > 1]:
+            rule, remedy = "a column that is read is there once", "rename the one to read, or drop the others"
+            raise DataError.many(
+                str(DataError(f"{name}: column {key!r}", rule, f"{list(available).count(key)} of that name", remedy))
+                for key in twice
+            )
+        return found
 
     def document(self, row: Mapping[str, Any], at: Callable[[str], str]) -> dict[str, Any]:
         """The document that a row becomes: `{"text": …}`, or `{"messages": […]}` with "tools" and VARIABLES if it has any.
@@ -215,6 +223,9 @@ def no_column(name: str, key: str, columns: Sequence[str], kind: Format) -> Data
         renamed = zip(pairs[0], ("instruction", "output"))
         changes = " and ".join(f"{old!r} to {new!r}" for old, new in renamed if old != new)
         remedy = f"rename {changes}, and set data.format=alpaca"
+        if pairs[0] == _PROMPT_COMPLETION:
+            joined = " + ".join(f"row[{column!r}]" for column in pairs[0])
+            remedy += f"; if both are lists of messages, write {joined} into a column 'messages' instead"
     elif close:
         remedy = f"did you mean {close[0]!r}? {remedy}"
     return DataError(f"{name}: column {key!r}", "a column of the data", f"the columns {list(columns)}", remedy)
@@ -235,7 +246,7 @@ def _tools(value: Any, what: str) -> list[dict[str, Any]]:
         DataError: anything else.
     """
     rule = "a list of tools, each a JSON schema"
-    value = parse_json(value, what, rule) if isinstance(value, str) and value.strip() else without_nulls(value)
+    value = parse_json(value, what, rule) if isinstance(value, str) and value.strip() else value
     if not value:
         return []
     tools = value if isinstance(value, list) else []
@@ -253,7 +264,7 @@ def _variables(value: Any, what: str) -> dict[str, Any]:
         DataError: anything else; the name of an argument of `apply_chat_template`.
     """
     rule = "an object with variables of the chat template"
-    value = parse_json(value, what, rule) if isinstance(value, str) and value.strip() else without_nulls(value)
+    value = parse_json(value, what, rule) if isinstance(value, str) and value.strip() else value
     if not value:
         return {}
     if not isinstance(value, Mapping):

@@ -7,7 +7,7 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.reading import files
+from distill_rl.data.reading.arrow_rows import TableRows, restore_of
 from distill_rl.data.reading.columns import check_type
 from distill_rl.data.reading.layouts import Layout
 from distill_rl.data.reading.records import SampleBy, kind_of
@@ -80,38 +81,40 @@ class DataFile:
                 file without rows, other than an Arrow file.
         """
         if kind_of(self.path) == ".arrow":
-            return Loaded(self.name, files.open_arrow(self.path, layout)).open(layout, access)
+            return Loaded(self.name, files.open_arrow(self.path)).open(layout, access)
         return Part(self.name, files.open_file(self.path, layout, access))
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A data set that `datasets` has opened: an Arrow file or folder, or a hub data set."""
+    """A memory-mapped table: an Arrow file, or what `datasets` has opened, an Arrow folder or a hub data set."""
 
     name: str
-    dataset: datasets.Dataset
+    table: pa.Table
+    content: list[Path] = field(default_factory=list)
+    """The Arrow files that `datasets` has mapped for the rows."""
 
-    @property
-    def content(self) -> list[Path]:
-        """The Arrow files that `datasets` has mapped for the rows; empty for a single Arrow file."""
-        return [Path(file["filename"]) for file in self.dataset.cache_files]
+    @classmethod
+    def of(cls, name: str, dataset: datasets.Dataset) -> Loaded:
+        """A data set whose rows are those of its table, as they are after loading."""
+        return cls(name, dataset.data.table, [Path(file["filename"]) for file in dataset.cache_files])
 
     def columns(self) -> list[str]:
-        return self.dataset.column_names
+        return list(self.table.column_names)
 
     def open(self, layout: Layout, access: files.Access) -> Part:
         """The columns of the layout: the type of the main one is checked, with `access.strict` rows up to `CHECK_BYTES`.
 
         Raises:
-            DataError: a missing column; a column of another type; a row that does not fit the layout.
+            DataError: a missing column, or one twice; a column of another type; a row that does not fit the layout.
         """
-        dataset = self.dataset.select_columns(layout.columns(self.columns(), self.name))
-        table = dataset.data
+        table = self.table.select(layout.columns(self.columns(), self.name))
+        restore = restore_of(table.schema, layout.key, self.name)
         if layout.format in ("text", "messages"):
             check_type(table.column(layout.key).type, layout.kind, f"{self.name}, column {layout.key!r}")
         if access.strict and table.nbytes <= CHECK_BYTES:
             files.check_columns(table, layout, f"{self.name},")
-        return Part(self.name, dataset)
+        return Part(self.name, TableRows(table, restore))
 
 
 def locate(
@@ -284,7 +287,7 @@ def _open_folder(path: Path, splits: Sequence[str]) -> Loaded:
         raise DataError(
             str(path), "a complete Arrow folder", str(error)[:200], "a file may be missing or truncated"
         ) from error
-    return Loaded(str(path), _pick_split(loaded, splits, str(path)))
+    return Loaded.of(str(path), _pick_split(loaded, splits, str(path)))
 
 
 def _pick_split(loaded: Any, splits: Sequence[str], name: str) -> datasets.Dataset:
@@ -350,4 +353,4 @@ def _open_hub(name: str, splits: Sequence[str], setting: str, data: DataConfig) 
         if offline and isinstance(error, OSError):
             raise unreachable from error
         raise DataError(setting, "a hub data set that `datasets` can load", f"{name}: {str(error)[:200]}") from error
-    return Loaded(name, _pick_split(loaded, splits, name))
+    return Loaded.of(name, _pick_split(loaded, splits, name))

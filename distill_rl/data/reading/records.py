@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,12 +16,14 @@ from typing import IO, Any, Literal
 import pyarrow as pa
 
 from distill_rl.data.reading.layouts import Layout
-from distill_rl.data.reading.values import check_text
+from distill_rl.data.reading.values import check_strings, check_text
 from distill_rl.errors import DataError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 PROBLEM = "distill_rl_problem"
 """Column of converted data that says why a row could not be read; null in a good row."""
+AS_JSON = "distill_rl_json"
+"""Column of converted data that says, as a JSON list, which columns of the row hold JSON; null if all hold text."""
 
 Record = tuple[str, Callable[[], dict[str, Any]]]
 """A row: its label for error messages, and a function that parses it or raises DataError."""
@@ -67,7 +70,7 @@ def records(path: Path, sample_by: SampleBy = "line") -> Iterator[Record]:
         elif kind == ".txt" and sample_by == "document":
             text = file.read()
             if text.strip():
-                yield "row 0", partial(text_row, text, f"{path}: row 0")
+                yield "row 0", partial(text_row, without_mark(text), f"{path}: row 0")
         elif kind == ".json" and _is_list(file):
             for i, row in enumerate(_parse(file.read(), f"{path}: the JSON list")):
                 yield f"row {i}", partial(_object, row, f"{path}: row {i}")
@@ -76,6 +79,7 @@ def records(path: Path, sample_by: SampleBy = "line") -> Iterator[Record]:
             i = 0
             for number, line in enumerate(file, start=1):
                 if line.strip():
+                    line = without_mark(line) if number == 1 else line
                     label = f"row {i} (line {number})"
                     yield label, partial(parse, line, f"{path}: {label}")
                     i += 1
@@ -118,10 +122,23 @@ def first_columns(path: Path, sample_by: SampleBy, *, strict: bool = True) -> li
     return list(found) or None
 
 
-def documents(
-    path: Path, layout: Layout, names: Sequence[str], sample_by: SampleBy, *, strict: bool
-) -> Iterator[dict[str, str | None]]:
-    """Yields the columns of a file, row by row: text as it is, anything else as its JSON text.
+def stored_columns(layout: Layout, *, strict: bool) -> list[str]:
+    """The columns of what `documents` yields."""
+    return [*layout.names, AS_JSON] if strict else [*layout.names, AS_JSON, PROBLEM]
+
+
+def stored_row(row: dict[str, Any]) -> dict[str, Any]:
+    """The values of a row of `documents`, as they were in the file. Raises the DataError that PROBLEM holds."""
+    if problem := row.pop(PROBLEM, None):
+        raise DataError(problem)
+    names = row.pop(AS_JSON)
+    for name in json.loads(names) if names else ():
+        row[name] = json.loads(row[name])
+    return row
+
+
+def documents(path: Path, layout: Layout, sample_by: SampleBy, *, strict: bool) -> Iterator[dict[str, str | None]]:
+    """Yields the columns of a file, row by row: text as it is, anything else as its JSON text (AS_JSON).
 
     So a column can hold objects of different shapes, such as the arguments of different tools.
 
@@ -138,7 +155,9 @@ def documents(
         try:
             row = with_columns(parse(), layout, what)
             layout.document(row, lambda column, what=what: f"{what}, column {column!r}")  # type: ignore[misc]
-            values = {name: _as_text(row.get(name), f"{what}, column {name!r}") for name in names if name in row}
+            values = {name: _as_text(row[name], f"{what}, column {name!r}") for name in layout.names if name in row}
+            others = [name for name in values if not isinstance(row[name], str | None)]
+            values[AS_JSON] = json.dumps(others) if others else None
         except (DataError, RecursionError) as error:
             bad = error if isinstance(error, DataError) else DataError(what, "is nested less deeply", "too many levels")
             if strict:
@@ -159,13 +178,20 @@ def with_columns(row: dict[str, Any], layout: Layout, what: str) -> dict[str, An
     for key in (*layout.required, *layout.chosen_by):
         if key not in row:
             raise DataError(what, f"has the column {key!r}, like the first row", sorted(row))
+    for key in layout.chosen_by:
+        check_strings(row[key], f"{what}, column {key!r}")
     return row
+
+
+def without_mark(text: bytes) -> bytes:
+    """The bytes of a file, or of its first line, without a byte-order mark; elsewhere U+FEFF is a character like others."""
+    return text.removeprefix(BOM_UTF8)
 
 
 def text_row(text: bytes, what: str) -> dict[str, Any]:
     """The row `{"text": …}` of a line, or of a whole file, without the line break at its end. Raises DataError unless UTF-8."""
     try:
-        return {"text": text.decode("utf-8-sig").rstrip("\r\n")}
+        return {"text": text.decode().rstrip("\r\n")}
     except UnicodeDecodeError as error:
         raise _not_utf8(what, error) from error
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distill_rl.data.order import WINDOW_BYTES, Blocks, FullOrder, Order, WindowedOrder
+from distill_rl.data.reading.arrow_rows import HeadRows
 from distill_rl.data.reading.block_rows import BlockStore
-from distill_rl.data.reading.files import HeadRows, content_hash
+from distill_rl.data.reading.files import content_hash
 from distill_rl.data.reading.layouts import Kind, Layout
 from distill_rl.data.reading.locate import Part
 from distill_rl.errors import DataError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from distill_rl.errors import DataError
@@ -15,10 +15,9 @@ MEDIA = frozenset({"image", "images", "image_url", "input_image", "audio", "audi
 def check_value(value: Any, kind: Literal["text", "messages"], what: str) -> Any:
     """Checks one value, and returns it: the text, or the messages as a new list with all of their keys.
 
-    Messages may also be given as the JSON text of their list. A key whose value is null is dropped, so that a template
-    sees it as absent, as Arrow fills up the messages of a column with nulls until all have the same keys. Only a null
-    content stays, which some templates test for; it needs another key beside it, such as tool calls. In messages that
-    are not JSON text, nulls are dropped inside of the values, too.
+    Messages may also be given as the JSON text of their list. A key of a message whose value is null is dropped, so that
+    a template sees it as absent. Only a null content stays, which some templates test for; it needs another key beside
+    it, such as tool calls. Nulls inside of the values stay.
 
     Args:
         what: file, row and column, for error messages.
@@ -28,7 +27,7 @@ def check_value(value: Any, kind: Literal["text", "messages"], what: str) -> Any
     """
     if kind == "text":
         return check_text(value, what)
-    value = parse_json(value, what) if isinstance(value, str) else without_nulls(value, keep=("role", "content"))
+    value = parse_json(value, what) if isinstance(value, str) else value
     if not isinstance(value, list) or not value:
         found = "an empty list" if value == [] else type(value).__name__
         raise DataError(what, "a list of at least one message {role, content}", found)
@@ -110,19 +109,6 @@ def check_strings(value: Any, what: str) -> None:
     elif isinstance(value, (list, tuple)):
         for item in value:
             check_strings(item, what)
-
-
-def without_nulls(value: Any, keep: Sequence[str] = ()) -> Any:
-    """A copy without the keys whose value is null, at any depth.
-
-    Args:
-        keep: keys that may be null in the dicts of a list.
-    """
-    if isinstance(value, Mapping):
-        return {k: without_nulls(item) for k, item in value.items() if item is not None or k in keep}
-    if isinstance(value, (list, tuple)):
-        return [without_nulls(item, keep) for item in value]
-    return value
 
 
 def parse_json(text: str, what: str, rule: str = "a list of messages, or its JSON text") -> Any:

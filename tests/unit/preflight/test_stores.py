@@ -305,7 +305,8 @@ def test_pieces_are_looked_up_one_by_one(kit):
     store = kit.store(max_length=24, split=True)
     assert kit.check(store, *EPOCH, "data.max_length=24", "data.long_documents=split").problems == []
     line = only(kit.check(store, *EPOCH, "data.max_length=25", "data.long_documents=split").problems)
-    longer = sum(len(record.tokens) > 24 for record in records(corpus_rows(64), tiny_tokenizer()))
+    lengths = [len(record.tokens) for record in records(corpus_rows(64), tiny_tokenizer())]
+    longer = sum(length > 24 and length != 26 for length in lengths)  # 26 are pieces of 24 and 2 with either
     assert f"lacks {longer} of 64 documents" in line
 
 

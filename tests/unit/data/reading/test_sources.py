@@ -541,3 +541,99 @@ def test_column_of_another_type_is_refused_when_opened(tmp_path, monkeypatch, ch
     datasets.Dataset.from_dict({"text": [1, 2, 3]}).save_to_disk(str(tmp_path / "set"))
     with pytest.raises(DataError, match="column 'text'"):
         open_source(config(tmp_path / "set", bad_rows=bad_rows))
+
+
+def write_table(path: Path, table: pa.Table) -> Path:
+    """Writes a table as Parquet or Arrow, by the suffix."""
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("small", [1 << 30, 0])
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+class TestColumns:
+    @pytest.fixture(autouse=True)
+    def size(self, monkeypatch, small):
+        monkeypatch.setattr(files, "SMALL_BYTES", small)
+        monkeypatch.setattr(locate, "CHECK_BYTES", small - 1)
+
+    def test_one_that_is_there_twice_is_named(self, tmp_path, suffix):
+        names = ["text", "text", "id", "id"]
+        path = write_table(tmp_path / f"c.{suffix}", pa.table([pa.array(["a"])] * 4, names=names))
+        expected = f"{path}: column 'text': a column that is read is there once; got 2 of that name; rename"
+        assert problem(path).startswith(expected)
+        once = write_table(tmp_path / f"d.{suffix}", pa.table([pa.array(["a"])] * 3, names=names[1:]))
+        assert open_source(config(once))[0] == {"row": 0, "text": "a"}, "columns that are not read do not matter"
+
+    def test_dictionaries_are_read(self, tmp_path, suffix):
+        texts = pa.array(["a", "b", "a"]).dictionary_encode()
+        source = open_source(config(write_table(tmp_path / f"t.{suffix}", pa.table({"text": texts}))))
+        assert [source[i]["text"] for i in range(3)] == ["a", "b", "a"]
+        roles = pa.array(["user", "assistant"] * 2).dictionary_encode()
+        turns = pa.StructArray.from_arrays([roles, pa.array(list("abcd"))], names=["role", "content"])
+        chats = pa.ListArray.from_arrays([0, 2, 4], turns)
+        source = open_source(config(write_table(tmp_path / f"m.{suffix}", pa.table({"messages": chats}))))
+        assert [message["role"] for message in source[1]["messages"]] == ["user", "assistant"]
+        with_null = pa.table({"text": pa.array(["a", None]).dictionary_encode()})
+        path = write_table(tmp_path / f"n.{suffix}", with_null)
+        assert "row 1: text; got null" in problem(path)
+
+    def test_maps_and_json_keep_their_nulls(self, tmp_path, suffix):
+        kind = pa.map_(pa.string(), pa.int64())
+        table = pa.table(
+            {
+                "messages": pa.array([json.dumps(TOOL_CHAT)], pa.json_()),
+                "tools": [[json.dumps({"name": "f", "default": None})]],
+                "chat_template_kwargs": pa.array([[("a", None), ("b", 1)]], kind),
+            }
+        )
+        document = open_source(config(write_table(tmp_path / f"c.{suffix}", table)))[0]
+        assert document["messages"] == TOOL_CHAT
+        assert document["tools"] == [{"name": "f", "default": None}]
+        assert document["chat_template_kwargs"] == {"a": None, "b": 1}
+        broken = write_table(tmp_path / f"d.{suffix}", pa.table({"messages": pa.array(["[{"], pa.json_())}))
+        assert "column 'messages': JSON, as the type of the column says; got text '[{'" in problem(broken)
+
+    def test_a_struct_with_a_key_twice_is_named(self, tmp_path, suffix):
+        roles = pa.array(["user"])
+        turn = pa.StructArray.from_arrays([roles, roles, roles], names=["role", "content", "content"])
+        table = pa.table({"messages": pa.ListArray.from_arrays([0, 1], turn)})
+        path = write_table(tmp_path / f"c.{suffix}", table)
+        assert "column 'messages', key 'content': a struct has every key once; got twice" in problem(path)
+
+
+def test_json_that_datasets_writes_is_read(tmp_path):
+    """It stores arguments of different types as JSON text, and says so."""
+    given = [{"a": None}, {"b": [1, "x"]}]
+    rows = [
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": arguments}}]}]}
+        for arguments in given
+    ]
+    written = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    written.save_to_disk(str(tmp_path / "set"))
+    written.to_parquet(str(tmp_path / "c.parquet"))
+    for path in (tmp_path / "set", tmp_path / "c.parquet"):
+        source = open_source(config(path))
+        assert [source[i]["messages"] for i in range(2)] == [row["messages"] for row in rows]
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_images_in_a_later_row_are_refused(tmp_path, monkeypatch, small):
+    chat = [{"role": "user", "content": "a"}]
+    rows = [{"messages": chat}, {"messages": chat, "images": []}, {"messages": chat, "images": ["x"]}]
+    path = write_lines(tmp_path / "c.jsonl", [json.dumps(row).encode() for row in rows])
+    monkeypatch.setattr(files, "SMALL_BYTES", 1 << 30 if small else 0)
+    assert "row 2" in problem(path)
+    assert "column 'images'" in problem(path)
+
+
+def test_prompts_and_completions_are_told_apart(tmp_path):
+    chat = [{"role": "user", "content": "a"}]
+    path = write_lines(tmp_path / "c.jsonl", [json.dumps({"prompt": chat, "completion": chat}).encode()])
+    text = problem(path)
+    assert "rename 'prompt' to 'instruction' and 'completion' to 'output', and set data.format=alpaca" in text
+    assert "if both are lists of messages, write row['prompt'] + row['completion'] into a column 'messages'" in text
