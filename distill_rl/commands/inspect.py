@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 ROWS = 5
 """Rows that are shown unless the user says how many."""
 CHUNKS_SHOWN, PROBLEMS_SHOWN = 40, 5
-_LABELLED, _NOT, _ALONE = ("bold green", "bold cyan"), ("", "dim"), ("bold yellow", "bold yellow")
-"""Styles of tokens by turns, so that each can be told from its neighbours."""
+_LEARNT, _ALONE, _READ = ("bold green", "bold cyan"), ("bold yellow", "bold magenta"), ("", "dim")
+"""Styles of tokens by turns, so that each can be told from its neighbours: labelled, labelled but in no chunk, others."""
 
 
 def inspect(
@@ -317,7 +317,9 @@ class _Viewer:
     def _open(self, unrendered: Any) -> BatchBuilder:
         """The builder of the run's rows, on this machine, which may have no GPU; an aligner on a GPU changes no result."""
         config, plan = self.inputs.config, self.inputs.plan
-        dp = replace(config.aligner.dp, backend="numba" if config.aligner.dp.backend == "cuda" else config.aligner.dp.backend)
+        dp = replace(
+            config.aligner.dp, backend="numba" if config.aligner.dp.backend == "cuda" else config.aligner.dp.backend
+        )
         config = replace(
             config, data=replace(config.data, unrendered=unrendered), aligner=replace(config.aligner, dp=dp)
         )
@@ -325,14 +327,17 @@ class _Viewer:
         return open_builder(config, self.inputs.train.kind, plan, self.inputs.other_tokenizer)
 
     def first(self, count: int) -> Iterator[dict[str, Any]]:
-        """Yields the first rows of the run."""
+        """Yields the first rows of the run, up to a batch at which it would end."""
+        shown = 0
         for batch in self.inputs.loader():
             self.notes += [f"row {bad.row} is left out: {bad.reason}" for bad in batch.bad_rows]
             for row in self._rows(batch.documents):
                 yield {"step": batch.index + 1, **row}
-                count -= 1
-                if not count:
+                shown += 1
+                if shown == count:
                     return
+            if self.problems or (batch.cursor.epoch and not shown):
+                return
 
     def chosen(self, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Yields the rows that hold these rows of the data.
@@ -438,7 +443,9 @@ class _Viewer:
                     "loss": self.inputs.methods[i],
                     "text": side.text,
                     "tokens": side.tokens,
-                    "chunks": _chunks([sides[row] for sides in arrays.chunks[i]], self._special_ids(i), tokens, side.tokens),
+                    "chunks": _chunks(
+                        [sides[row] for sides in arrays.chunks[i]], self._special_ids(i), tokens, side.tokens
+                    ),
                 }
                 for i, side in teachers.items()
             },
@@ -452,7 +459,9 @@ class _Viewer:
         aligner = self._builder.teachers[teacher].aligner
         return aligner.student.special, aligner.teacher.special
 
-    def _explain(self, tokens: Sequence[dict[str, Any]], document: Mapping[str, Any], chunks: Mapping[str, Any]) -> None:
+    def _explain(
+        self, tokens: Sequence[dict[str, Any]], document: Mapping[str, Any], chunks: Mapping[str, Any]
+    ) -> None:
         """Says of the tokens of a document in a row that are not learnt, or not from all teachers, why.
 
         Args:
@@ -479,7 +488,11 @@ class _Viewer:
         """What trains a labelled token that these teachers do not, if no teacher does."""
         if len(missing) + len(document["not_asked"]) < len(self._names):
             return ""
-        return ": only cross-entropy trains it" if self.inputs.config.loss.ce_weight else ": nothing trains it (loss.ce_weight=0)"
+        return (
+            ": only cross-entropy trains it"
+            if self.inputs.config.loss.ce_weight
+            else ": nothing trains it (loss.ce_weight=0)"
+        )
 
     def _source(self, row: Row) -> str:
         """The path of a document's data, or the name of its source."""
@@ -543,3 +556,80 @@ def _print(console: Console, row: Mapping[str, Any], *, by_token: bool) -> None:
         outside = sum("why" in token and f"teacher {name}" in token["why"] for token in labelled)
         figures = f"{len(teacher['chunks']):,} chunks, {one_to_one:.1%} of them 1:1"
         line("teacher", f"{name}, loss {teacher['loss']}: {figures}; {outside:,} labelled tokens in no chunk", "bold")
+        table = Table("student", name, "kind", box=None, pad_edge=False)
+        for *ranges, kind in teacher["chunks"][:CHUNKS_SHOWN]:
+            sides = zip((row, teacher), ranges)
+            table.add_row(*(Text(_cell(side["text"], side["tokens"][slice(*each)])) for side, each in sides), kind)
+        console.print(table)
+        if len(teacher["chunks"]) > CHUNKS_SHOWN:
+            line("", f"and {len(teacher['chunks']) - CHUNKS_SHOWN:,} more chunks; --json prints all")
+    console.print()
+
+
+def _describe(document: Mapping[str, Any]) -> str:
+    """What a row holds of a document, in words."""
+    count, before, total = (document[key] for key in ("end_token", "tokens_before", "tokens_in_all"))
+    count -= document["start_token"]
+    held = f"{count:,} tokens"
+    if before:
+        held = f"a piece of {count:,} tokens, behind the first {before:,} of {total:,}"
+    elif count < total:
+        held = (
+            f"the first {count:,} of {total:,} tokens, because rows are shorter (data.max_length, data.long_documents)"
+        )
+    numbers = document["row"] if isinstance(document["row"], int) else ", ".join(map(str, document["row"]))
+    unasked = f"; not asked: {', '.join(document['not_asked'])}" if document["not_asked"] else ""
+    return f"{document['source']}, row {numbers}: {held}{unasked}"
+
+
+def _print_tokens(
+    console: Console, row: Mapping[str, Any], document: Mapping[str, Any], *, marked: bool, by_token: bool
+) -> None:
+    """Prints the text of a document in a row, or its tokens line by line.
+
+    Args:
+        marked: whether labelled tokens stand in brackets; otherwise they have colours.
+    """
+    from rich.text import Text
+
+    first, stop = document["start_token"], document["end_token"]
+    tokens = row["tokens"][first:stop]
+    if by_token:
+        for j, token in enumerate(tokens, start=first):
+            name = f"[{_visible(token['text'])}]" if marked and token["label"] else _visible(token["text"])
+            style = (_LEARNT if token["label"] else _READ)[0]
+            why = token.get("why", "")
+            console.print(Text(f"{j:>6} {token['id']:>7}  {name:<20} {why}".rstrip(), style), soft_wrap=True)
+        return
+    shown, before = Text(), False
+    at = row["tokens"][first - 1]["end"] if first else 0
+    for j, (token, text) in enumerate(zip(tokens, _texts_of(row["text"], tokens, at))):
+        label = token["label"]
+        if marked and label != before:
+            shown.append("[" if label else "]")
+        style = _ALONE if label and "why" in token else _LEARNT if label else _READ
+        shown.append(_visible(text).replace("↵", "↵\n"), style[j % 2])
+        before = label
+    shown.append("]" if marked and before else "")
+    console.print(shown, soft_wrap=True)
+
+
+def _texts_of(text: str, tokens: Sequence[Mapping[str, Any]], at: int) -> Iterator[str]:
+    """Yields what every token adds to a text, from a place on; of one without characters, its name.
+
+    What lies before a token and belongs to none is added to it. A character of several tokens is added to the first.
+    """
+    for token in tokens:
+        is_empty = token["start"] == token["end"]
+        yield text[at : token["end"]] + (token["text"] if is_empty else "")
+        at = max(at, token["end"])
+
+
+def _cell(text: str, tokens: Sequence[Mapping[str, Any]]) -> str:
+    """The text of the tokens of a chunk, with marks for blanks and between tokens."""
+    return "|".join(_visible(part).replace(" ", "␣") for part in _texts_of(text, tokens, tokens[0]["start"]))
+
+
+def _visible(text: str) -> str:
+    """A text without control characters, in one line."""
+    return "↵".join(printable(part) for part in text.split("\n"))
