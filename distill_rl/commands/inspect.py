@@ -6,7 +6,7 @@ import json
 import sys
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 ROWS = 5
 """Rows that are shown unless the user says how many."""
 CHUNKS_SHOWN, PROBLEMS_SHOWN = 40, 5
+_BRACKETS = "[…] is labelled: the student learns to write it. The rest it only reads.\n"
+_COLOURS = (
+    "Labelled tokens, which the student learns to write, are green and cyan by turns; yellow and magenta if they are in no "
+    "chunk of a teacher. The rest it only reads.\n"
+)
 _LEARNT, _ALONE, _READ = ("bold green", "bold cyan"), ("bold yellow", "bold magenta"), ("", "dim")
 """Styles of tokens by turns, so that each can be told from its neighbours: labelled, labelled but in no chunk, others."""
 
@@ -69,6 +74,8 @@ def inspect(
         viewer = _Viewer(inputs, packed=chosen is None)
         found = viewer.first(rows or ROWS) if chosen is None else viewer.chosen(chosen)
     console = open_console(110)
+    if not as_json:
+        console.print(_COLOURS if _has_colours(console) else _BRACKETS, markup=False, soft_wrap=True)
     for row in found:
         if as_json:
             print(json.dumps(row))
@@ -191,57 +198,53 @@ class _Texts:
             spans = read.offsets if is_chat else self._encoder(tokenizer).offsets(read.text)[1]
             return _Tokens.of(tokenizer, read.text, read.ids, spans)
 
-        if not is_chat:
-            theirs = {
-                i: tokens(teacher.tokenizer, teacher.aligner.tokenize_teacher(document["text"], end=True))
-                for i, teacher in teachers.items()
-            }
-            return tokens(tokenization.tokenizer, first.tokenize_student(document["text"], end=True)), theirs
-        messages, theirs = document["messages"], {}
+        theirs = {}
         for i, teacher in teachers.items():
-            text, _ = render_document(teacher.tokenizer, document)
-            read = teacher.aligner.tokenize_messages(messages, "teacher", rendered=text, options=options)
+            if is_chat:
+                text, _ = render_document(teacher.tokenizer, document)
+                read = teacher.aligner.tokenize_messages(
+                    document["messages"], "teacher", rendered=text, options=options
+                )
+            else:
+                read = teacher.aligner.tokenize_teacher(document["text"], end=True)
             theirs[i] = tokens(teacher.tokenizer, read)
-        text = tokenization.render(document)[0]
-        student = first.tokenize_messages(messages, "student", rendered=text, options=options)
-        return tokens(tokenization.tokenizer, student), theirs
+        if is_chat:
+            text = tokenization.render(document)[0]
+            own = first.tokenize_messages(document["messages"], "student", rendered=text, options=options)
+        else:
+            own = first.tokenize_student(document["text"], end=True)
+        return tokens(tokenization.tokenizer, own), theirs
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrays:
-    """The rows of a batch as workers get them: of all ranks and sub-batches, in order."""
+    """The rows of a batch as workers get them, of all ranks and sub-batches in order; every value at the token it is about."""
 
     ids: np.ndarray
     """int32 [R, S]"""
     labels: np.ndarray
-    widths: np.ndarray
-    """int32 [R]"""
+    """int32 [R, S]"""
     chunks: dict[int, tuple[np.ndarray, np.ndarray]]
-    """int32 [R, S], int32 [R, St] by index of the teacher: the chunk of every token, −1 for none"""
+    """int32 [R, S], int32 [R, St], by index of the teacher: the chunk of every token, −1 for none"""
 
     @classmethod
     def of(cls, parts: Sequence[Sequence[RankBatch]]) -> _Arrays:
-        """The student's rows, from what `BatchBuilder.assemble` returns."""
+        """From the student's rows that `BatchBuilder.assemble` returns, where a value is at the prediction of its token."""
         in_order = sorted(chain.from_iterable(parts), key=lambda part: part.first_row)
-        rows = [part.rows for part in in_order]
 
-        def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-            return np.concatenate(arrays)
+        def at_tokens(arrays: Iterable[np.ndarray], fill: int) -> np.ndarray:
+            """Moves values to the tokens; the first of a row, which is not predicted, gets `fill`."""
+            return np.pad(np.concatenate([*arrays])[:, :-1], ((0, 0), (1, 0)), constant_values=fill)
 
-        def of_tokens(arrays: Sequence[np.ndarray], fill: int) -> np.ndarray:
-            """What belongs to the prediction of every token, at the token itself; the first of a row has none."""
-            return np.pad(np.concatenate(arrays)[:, :-1], ((0, 0), (1, 0)), constant_values=fill)
-
-        chunks = {
-            i: (
-                of_tokens([part.chunks[i].student for part in in_order], -1),
-                of_tokens([part.chunks[i].teacher for part in in_order], -1),
-            )
-            for i, of_teacher in enumerate(in_order[0].chunks)
-            if of_teacher is not None
-        }
-        labels = of_tokens([each.labels for each in rows], IGNORE_INDEX)
-        return cls(joined([each.input_ids for each in rows]), labels, joined([each.widths for each in rows]), chunks)
+        chunks = {}
+        for i, of_teacher in enumerate(zip(*(part.chunks for part in in_order))):
+            if found := [rows for rows in of_teacher if rows is not None]:
+                chunks[i] = (
+                    at_tokens((rows.student for rows in found), -1),
+                    at_tokens((rows.teacher for rows in found), -1),
+                )
+        labels = at_tokens((part.rows.labels for part in in_order), IGNORE_INDEX)
+        return cls(np.concatenate([part.rows.input_ids for part in in_order]), labels, chunks)
 
 
 @dataclass
@@ -317,12 +320,9 @@ class _Viewer:
     def _open(self, unrendered: Any) -> BatchBuilder:
         """The builder of the run's rows, on this machine, which may have no GPU; an aligner on a GPU changes no result."""
         config, plan = self.inputs.config, self.inputs.plan
-        dp = replace(
-            config.aligner.dp, backend="numba" if config.aligner.dp.backend == "cuda" else config.aligner.dp.backend
-        )
-        config = replace(
-            config, data=replace(config.data, unrendered=unrendered), aligner=replace(config.aligner, dp=dp)
-        )
+        config = replace(config, data=replace(config.data, unrendered=unrendered))
+        if config.aligner.dp.backend == "cuda":
+            config = replace(config, aligner=replace(config.aligner, dp=replace(config.aligner.dp, backend="numba")))
         plan = plan if self.packed else replace(plan, packing=False)
         return open_builder(config, self.inputs.train.kind, plan, self.inputs.other_tokenizer)
 
@@ -378,9 +378,9 @@ class _Viewer:
         arrays = _Arrays.of(self._builder.assemble(0, Cursor(), parts)[1])
         order = sorted(range(len(members)), key=lambda row: 0 if self.packed else members[row])
         owner = {piece: i for i, pieces in enumerate(batch.by_document) for piece in pieces}
-        documents = cache(lambda i: _Document.of(self._texts, kept[i], batch, batch.by_document[i]))
+        described = cache(lambda i: _Document.of(self._texts, kept[i], batch, batch.by_document[i]))
         for row in order:
-            held = [(documents(owner[piece]), piece) for piece in members[row] if len(batch.encoded[piece].input_ids)]
+            held = [(described(owner[piece]), piece) for piece in members[row] if len(batch.encoded[piece].input_ids)]
             if held:
                 yield self._row(arrays, row, held)
 
@@ -408,7 +408,7 @@ class _Viewer:
         """
         student = _Side()
         teachers = {i: _Side() for i in arrays.chunks if any(i in document.sides for document, _ in held)}
-        listed = []
+        listed: list[dict[str, Any]] = []
         for document, piece in held:
             first = len(student.tokens)
             before = document.add(STUDENT, piece, student)
@@ -431,8 +431,8 @@ class _Viewer:
         for token, label in zip(tokens, arrays.labels[row].tolist()):
             token["label"] = label != IGNORE_INDEX
         chunks = {self._names[i]: arrays.chunks[i][0][row] for i in teachers}
-        for document in listed:
-            self._explain(tokens, document, chunks)
+        for each in listed:
+            self._explain(tokens, each, chunks)
         return {
             "source": listed[0]["source"],
             "row": listed[0]["row"],
@@ -451,7 +451,6 @@ class _Viewer:
             },
             "left_out": list(dict.fromkeys(chain.from_iterable(each["left_out"] for each in listed))),
             "documents": listed,
-            "padding": int(arrays.widths[row]) - len(tokens),
         }
 
     def _special_ids(self, teacher: int) -> tuple[np.ndarray, np.ndarray]:
@@ -532,8 +531,7 @@ def _print(console: Console, row: Mapping[str, Any], *, by_token: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    tokens, marked = row["tokens"], not (console.is_terminal and console.color_system and not console.no_color)
-    labelled = [token for token in tokens if token["label"]]
+    tokens, labelled = row["tokens"], [token for token in row["tokens"] if token["label"]]
     share = len(labelled) / max(len(tokens), 1)
 
     def line(name: str, text: str, style: str = "") -> None:
@@ -541,22 +539,21 @@ def _print(console: Console, row: Mapping[str, Any], *, by_token: bool) -> None:
         console.print(Text(f"{name:<10} {printable(text)}", style), soft_wrap=True)
 
     where = f"step {row['step']}, " if "step" in row else ""
-    padding = f", {row['padding']:,} positions of padding" if row["padding"] else ""
-    line("row", f"{where}{len(tokens):,} tokens, {len(labelled):,} labelled ({share:.1%}){padding}", "bold")
+    line("row", f"{where}{len(tokens):,} tokens, {len(labelled):,} labelled ({share:.1%})", "bold")
     for why, count in Counter(token["why"] for token in tokens if not token["label"]).items():
         line("unlabelled", f"{count:,}: {why}")
     for document in row["documents"]:
         line("document", _describe(document), "bold")
         for what in document["left_out"]:
             line("left out", what, "yellow")
-        _print_tokens(console, row, document, marked=marked, by_token=by_token)
+        _print_tokens(console, row, document, by_token=by_token)
     for name, teacher in row["teachers"].items():
         kinds = Counter(kind for *_, kind in teacher["chunks"])
         one_to_one = (kinds["1:1"] + kinds["stop"]) / max(len(teacher["chunks"]), 1)
-        outside = sum("why" in token and f"teacher {name}" in token["why"] for token in labelled)
+        outside = len(labelled) - sum(stop - start for (start, stop), *_ in teacher["chunks"])
         figures = f"{len(teacher['chunks']):,} chunks, {one_to_one:.1%} of them 1:1"
         line("teacher", f"{name}, loss {teacher['loss']}: {figures}; {outside:,} labelled tokens in no chunk", "bold")
-        table = Table("student", name, "kind", box=None, pad_edge=False)
+        table = Table("student", Text(printable(name)), "kind", box=None, pad_edge=False)
         for *ranges, kind in teacher["chunks"][:CHUNKS_SHOWN]:
             sides = zip((row, teacher), ranges)
             table.add_row(*(Text(_cell(side["text"], side["tokens"][slice(*each)])) for side, each in sides), kind)
@@ -578,20 +575,20 @@ def _describe(document: Mapping[str, Any]) -> str:
             f"the first {count:,} of {total:,} tokens, because rows are shorter (data.max_length, data.long_documents)"
         )
     numbers = document["row"] if isinstance(document["row"], int) else ", ".join(map(str, document["row"]))
-    unasked = f"; not asked: {', '.join(document['not_asked'])}" if document["not_asked"] else ""
+    unasked = "".join(f"; teacher {name} is not asked for it (teachers[].where)" for name in document["not_asked"])
     return f"{document['source']}, row {numbers}: {held}{unasked}"
 
 
-def _print_tokens(
-    console: Console, row: Mapping[str, Any], document: Mapping[str, Any], *, marked: bool, by_token: bool
-) -> None:
-    """Prints the text of a document in a row, or its tokens line by line.
+def _has_colours(console: Console) -> bool:
+    """Whether labelled tokens have colours; otherwise they stand in brackets."""
+    return console.is_terminal and console.color_system is not None and not console.no_color
 
-    Args:
-        marked: whether labelled tokens stand in brackets; otherwise they have colours.
-    """
+
+def _print_tokens(console: Console, row: Mapping[str, Any], document: Mapping[str, Any], *, by_token: bool) -> None:
+    """Prints the text of a document in a row, or its tokens line by line."""
     from rich.text import Text
 
+    marked = not _has_colours(console)
     first, stop = document["start_token"], document["end_token"]
     tokens = row["tokens"][first:stop]
     if by_token:
@@ -607,8 +604,8 @@ def _print_tokens(
         label = token["label"]
         if marked and label != before:
             shown.append("[" if label else "]")
-        style = _ALONE if label and "why" in token else _LEARNT if label else _READ
-        shown.append(_visible(text).replace("↵", "↵\n"), style[j % 2])
+        styles = _ALONE if label and "why" in token else _LEARNT if label else _READ
+        shown.append(_visible(text, "↵\n"), styles[j % 2])
         before = label
     shown.append("]" if marked and before else "")
     console.print(shown, soft_wrap=True)
@@ -630,6 +627,6 @@ def _cell(text: str, tokens: Sequence[Mapping[str, Any]]) -> str:
     return "|".join(_visible(part).replace(" ", "␣") for part in _texts_of(text, tokens, tokens[0]["start"]))
 
 
-def _visible(text: str) -> str:
-    """A text without control characters, in one line."""
-    return "↵".join(printable(part) for part in text.split("\n"))
+def _visible(text: str, newline: str = "↵") -> str:
+    """A text without control characters, with something else for its newlines."""
+    return newline.join(printable(part) for part in text.split("\n"))

@@ -209,10 +209,12 @@ def open_rows(config: Config) -> RowInputs:
             return read()
         except (ConfigError, DataError) as error:
             problems.extend(error.problems)
+            return None
 
     routing, teachers = Routing.of(config), running_teachers(config)
     source = attempt(lambda: open_source(config.data, routing=routing))
-    tokenizer, *others = [attempt(partial(tokenizer_of, model)) for model in (config.student, *teachers)]
+    models: list[StudentConfig | TeacherConfig] = [config.student, *teachers]
+    tokenizer, *others = [attempt(partial(tokenizer_of, model)) for model in models]
     if problems:
         raise ConfigError.many(dict.fromkeys(problems))
     train, validation = split_validation(source, config.data, config.run.seed, routing=routing)
