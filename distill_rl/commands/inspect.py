@@ -87,7 +87,7 @@ def inspect(
     if viewer.problems:
         more = len(viewer.problems) - PROBLEMS_SHOWN
         further = [f"{path}: {more:,} more rows are refused"] if more > 0 else []
-        raise ConfigError.many([*viewer.problems[:PROBLEMS_SHOWN], *further])
+        raise ConfigError.many([*list(viewer.problems)[:PROBLEMS_SHOWN], *further])
     return 0
 
 
@@ -306,8 +306,8 @@ class _Viewer:
     packed: bool
     notes: list[str] = field(default_factory=list)
     """Documents that the run leaves out."""
-    problems: list[str] = field(default_factory=list)
-    """Documents at which the run would end."""
+    problems: dict[str, None] = field(default_factory=dict)
+    """Documents at which the run would end, one line each."""
 
     def __post_init__(self) -> None:
         config = self.inputs.config
@@ -390,13 +390,13 @@ class _Viewer:
         try:
             aligned = self._builder.align([document])
         except (DataError, ValueError) as error:
-            self.problems += getattr(error, "problems", [str(error)])
+            self.problems |= dict.fromkeys(getattr(error, "problems", [str(error)]))
             return None
         if refuses and any(encoded.left_out for encoded in aligned.encoded):
             try:
                 self._strict().align([document])
             except DataError as error:
-                self.problems += error.problems
+                self.problems |= dict.fromkeys(error.problems)
         return aligned
 
     def _row(self, arrays: _Arrays, row: int, held: Sequence[tuple[_Document, int]]) -> dict[str, Any]:
@@ -553,7 +553,9 @@ def _print(console: Console, row: Mapping[str, Any], *, by_token: bool) -> None:
         outside = len(labelled) - sum(stop - start for (start, stop), *_ in teacher["chunks"])
         figures = f"{len(teacher['chunks']):,} chunks, {one_to_one:.1%} of them 1:1"
         line("teacher", f"{name}, loss {teacher['loss']}: {figures}; {outside:,} labelled tokens in no chunk", "bold")
-        table = Table("student", Text(printable(name)), "kind", box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False)
+        for heading in ("student", printable(name), "kind"):
+            table.add_column(Text(heading))
         for *ranges, kind in teacher["chunks"][:CHUNKS_SHOWN]:
             sides = zip((row, teacher), ranges)
             table.add_row(*(Text(_cell(side["text"], side["tokens"][slice(*each)])) for side, each in sides), kind)
