@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 ROWS = 5
 """Rows that are shown unless the user says how many."""
-CHUNKS_SHOWN, PROBLEMS_SHOWN = 40, 5
+CHUNKS_SHOWN, LINES_SHOWN = 40, 5
+"""Chunks of a row, and lines about rows that are refused or left out, that are printed."""
 _BRACKETS = "[…] is labelled: the student learns to write it. The rest it only reads.\n"
 _COLOURS = (
     "Labelled tokens, which the student learns to write, are green and cyan by turns; yellow and magenta if they are in no "
@@ -76,19 +77,28 @@ def inspect(
     console = open_console(110)
     if not as_json:
         console.print(_COLOURS if _has_colours(console) else _BRACKETS, markup=False, soft_wrap=True)
-    for row in found:
+    shown = 0
+    for shown, row in enumerate(found, start=1):
         if as_json:
             print(json.dumps(row))
         else:
             _print(console, row, by_token=tokens)
     sys.stdout.flush()
-    for note in viewer.notes:
+    problems, notes = _some(viewer.problems), _some(viewer.notes)
+    if not shown:
+        problems, notes = problems + notes, []
+    for note in notes:
         print(f"note       {printable(note)}", file=sys.stderr)
-    if viewer.problems:
-        more = len(viewer.problems) - PROBLEMS_SHOWN
-        further = [f"{path}: {more:,} more rows are refused"] if more > 0 else []
-        raise ConfigError.many([*list(viewer.problems)[:PROBLEMS_SHOWN], *further])
+    if problems:
+        raise ConfigError.many(problems)
     return 0
+
+
+def _some(lines: Iterable[str]) -> list[str]:
+    """The first lines, each once, and how many there are besides."""
+    once = list(dict.fromkeys(lines))
+    further = len(once) - LINES_SHOWN
+    return once[:LINES_SHOWN] + ([f"and {further:,} more"] if further > 0 else [])
 
 
 def _read(path: str, overrides: Sequence[str], rows: int | None, chosen: Sequence[int] | None) -> Config:
@@ -306,7 +316,7 @@ class _Viewer:
     packed: bool
     notes: list[str] = field(default_factory=list)
     """Documents that the run leaves out."""
-    problems: dict[str, None] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
     """Documents at which the run would end, one line each."""
 
     def __post_init__(self) -> None:
@@ -390,13 +400,13 @@ class _Viewer:
         try:
             aligned = self._builder.align([document])
         except (DataError, ValueError) as error:
-            self.problems |= dict.fromkeys(getattr(error, "problems", [str(error)]))
+            self.problems += getattr(error, "problems", [str(error)])
             return None
         if refuses and any(encoded.left_out for encoded in aligned.encoded):
             try:
                 self._strict().align([document])
             except DataError as error:
-                self.problems |= dict.fromkeys(error.problems)
+                self.problems += error.problems
         return aligned
 
     def _row(self, arrays: _Arrays, row: int, held: Sequence[tuple[_Document, int]]) -> dict[str, Any]:
@@ -422,6 +432,7 @@ class _Viewer:
                     "end_token": len(student.tokens),
                     "tokens_before": before,
                     "tokens_in_all": len(document.sides[STUDENT].ids),
+                    "pieces": len(document.held[STUDENT]),
                     "not_asked": [name for i, name in enumerate(self._names) if not asked(document.weights, i)],
                     "left_out": document.left_out,
                 }
@@ -570,12 +581,10 @@ def _describe(document: Mapping[str, Any]) -> str:
     count, before, total = (document[key] for key in ("end_token", "tokens_before", "tokens_in_all"))
     count -= document["start_token"]
     held = f"{count:,} tokens"
-    if before:
-        held = f"a piece of {count:,} tokens, behind the first {before:,} of {total:,}"
+    if document["pieces"] > 1:
+        held = f"one of {document['pieces']:,} pieces, {count:,} tokens behind the first {before:,} of {total:,}"
     elif count < total:
-        held = (
-            f"the first {count:,} of {total:,} tokens, because rows are shorter (data.max_length, data.long_documents)"
-        )
+        held = f"cut at {count:,} of {total:,} tokens (data.max_length, data.long_documents)"
     numbers = document["row"] if isinstance(document["row"], int) else ", ".join(map(str, document["row"]))
     unasked = "".join(f"; teacher {name} is not asked for it (teachers[].where)" for name in document["not_asked"])
     return f"{document['source']}, row {numbers}: {held}{unasked}"

@@ -132,7 +132,7 @@ def test_a_row_that_is_cut_says_how_much_is_left(root: Path) -> None:
     read = STUDENT(text, add_special_tokens=False, return_offsets_mapping=True)
     assert [token["id"] for token in row["tokens"]] == read["input_ids"][:120]
     assert row["text"] == text[: read["offset_mapping"][119][1]]
-    assert f"the first 120 of {len(read['input_ids']):,} tokens" in inspect(root, *settings).out
+    assert f"cut at 120 of {len(read['input_ids']):,} tokens" in inspect(root, *settings).out
 
 
 def test_a_document_that_is_split_is_shown_in_all_its_pieces(root: Path) -> None:
@@ -147,6 +147,9 @@ def test_a_document_that_is_split_is_shown_in_all_its_pieces(root: Path) -> None
         len(rows) - 1
     )
     assert not any(row["tokens"][0]["label"] for row in rows)
+    assert (
+        f"one of {len(rows)} pieces, 120 tokens behind the first 120 of {len(ids):,}" in inspect(root, "--row", "4").out
+    )
 
 
 @pytest.mark.parametrize("name", ["texts", "chats"])
@@ -211,6 +214,18 @@ def test_rows_that_are_held_out_are_refused(root: Path) -> None:
     found = [inspect(root, "data.validation.fraction=0.5", "--row", str(number)) for number in range(ROWS)]
     assert [ended.code for ended in found].count(0) == ROWS // 2
     assert all("which data.validation.fraction holds out" in ended.err for ended in found if ended.code)
+
+
+def test_rows_that_the_run_leaves_out_are_named(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "ka"}\n{"text": null}\n' * 4)
+    settings = (f"data.path={tmp_path}/bad.jsonl", "data.bad_rows=skip")
+    ended = inspect(root, *settings, "--rows", "1")
+    assert ended.code == 0
+    assert sorted(ended.err.splitlines())[0].startswith("note       row 1 is left out: ")
+    (tmp_path / "bad.jsonl").write_text('{"text": " "}\n' * 9)
+    ended = inspect(root, *settings)
+    assert (ended.code, len(ended.errors)) == (2, 6)
+    assert ended.errors[-1].endswith("and 4 more")
 
 
 def test_rows_of_several_sources_are_counted_on(root: Path, tmp_path: Path) -> None:
