@@ -78,7 +78,8 @@ def inspect(
     if not as_json:
         console.print(_COLOURS if _has_colours(console) else _BRACKETS, markup=False, soft_wrap=True)
     shown = 0
-    for shown, row in enumerate(found, start=1):
+    for row in found:
+        shown += 1
         if as_json:
             print(json.dumps(row))
         else:
