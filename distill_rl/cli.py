@@ -30,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         # Only in a process of its own: a caller's Transformers must keep its models.
-        if arguments is None and options.command == "check.check" and not gpu_possible():
+        if arguments is None and (
+            options.command == "inspect.inspect" or (options.command == "check.check" and not gpu_possible())
+        ):
             import_transformers_without_torch()
         return _run(options)
     except DistillError as error:

@@ -16,6 +16,7 @@ a first run, and runs of your own:
   distill-rl quickstart                  make small models and data, distil, evaluate, report
   distill-rl try STUDENT TEACHER TEXT    five minutes of training with your teacher and without it, compared
   distill-rl check -c my.yaml            show what would run, with sizes; changes nothing
+  distill-rl inspect -c my.yaml          show rows as they are trained on: which tokens are learnt
   distill-rl train -c my.yaml            train, validate, export
   distill-rl train -c my.yaml --resume   resume after a stop
   distill-rl report runs/my              write the curves to one HTML file
@@ -73,6 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
         _command(commands, "check", "check.check", "print the resolved configuration and derived sizes", description)
     )
 
+    _add_inspect(commands)
     _add_plan(commands)
     _add_quickstart(commands)
     _add_try(commands)
@@ -96,6 +98,23 @@ def _command(commands: Any, name: str, function: str, summary: str, description:
     parser = commands.add_parser(name, help=summary, description=description)
     parser.set_defaults(command=function)
     return parser.add_argument
+
+
+def _add_inspect(commands: Any) -> None:
+    """Adds the command inspect to the subparsers."""
+    description = (
+        "Show rows as they will be trained on: every token, which of them are learnt and why the others are not, where "
+        "documents join, the chunks that a teacher with another tokenizer is compared over, and what a chat template "
+        "leaves out. Loads tokenizers only."
+    )
+    summary = "show rows as they will be trained on: which tokens are learnt"
+    add = _command(commands, "inspect", "inspect.inspect", summary, description)
+    _add_config_and_overrides(add)
+    add("--rows", type=int, metavar="N", help="the first N rows of the run, packed as in the run; default: 5")
+    row_help = "this row of the data on its own, counted from 0; can be given several times"
+    add("--row", dest="chosen", type=int, action="append", metavar="I", help=row_help)
+    add("--tokens", action="store_true", help="one line per token, with the reason for every token without a label")
+    add("--json", dest="as_json", action="store_true", help="one JSON object per row, with everything")
 
 
 def _add_plan(commands: Any) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from distill_rl.data.order import Order
 from distill_rl.data.reading.source import Source
 from distill_rl.data.reading.sources import open_source, split_validation
 from distill_rl.data.routing import Routing
-from distill_rl.errors import ConfigError
+from distill_rl.errors import ConfigError, DataError
 from distill_rl.models.files.facts import read_model_facts, teacher_identity
 from distill_rl.models.files.hub import read_config, resolve, stops_of, tokenizer_hash, tokenizer_of, vocabulary_size
 from distill_rl.preflight.models.lora import trained_weights, with_adapters
@@ -79,18 +80,7 @@ class Job:
 
     def loader(self, start: TrainState | None = None) -> Loader:
         """The training batches, from `start` on; None: from the first."""
-        train, data = self.config.train, self.config.data
-        return Loader(
-            self.train,
-            batch_size=train.global_batch_size,
-            seed=self.config.run.seed,
-            steps=train.steps,
-            epochs=train.epochs,
-            start=start or TrainState(),
-            order=self.order,
-            skip_bad_rows=data.bad_rows == "skip",
-            joining=Joining.of(data),
-        )
+        return _loader(self.config, self.train, self.order, start or TrainState())
 
     def validation_batches(self) -> Iterator[DocumentBatch]:
         """The batches of held-out documents; none without validation data."""
@@ -106,8 +96,53 @@ class Job:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RowInputs:
+    """What a run makes its rows from. To open it, no weights are fetched or read, and no projection is built."""
+
+    config: Config
+    train: Source | Mixture
+    validation: Source | Interleaved | None
+    tokenizer: Any
+    """The student's."""
+    teacher_tokenizers: tuple[Any, ...]
+    """One per running teacher."""
+    shared: tuple[SharedVocabulary | None, ...]
+    """What each teacher's tokenizer shares with the student's; None if it is another one."""
+    methods: tuple[str | None, ...]
+    """The cross-tokenizer loss of each teacher; None for one that is compared token by token."""
+    num_ids: int
+    """Ids that the student and all teachers that are compared token by token have."""
+    plan: BatchPlan
+
+    @property
+    def other_tokenizer(self) -> list[bool]:
+        """Per running teacher, whether it is compared over chunks of text."""
+        return [method is not None for method in self.methods]
+
+    def loader(self) -> Loader:
+        """The training batches of a new run, from the first."""
+        return _loader(self.config, self.train, self.train.order(self.config.run.seed), TrainState())
+
+
 _ORDER = "order of the data"
 """Name of the fingerprint of the order."""
+
+
+def _loader(config: Config, source: Source | Mixture, order: Order, start: TrainState) -> Loader:
+    """The training batches of a run, from `start` on."""
+    train, data = config.train, config.data
+    return Loader(
+        source,
+        batch_size=train.global_batch_size,
+        seed=config.run.seed,
+        steps=train.steps,
+        epochs=train.epochs,
+        start=start,
+        order=order,
+        skip_bad_rows=data.bad_rows == "skip",
+        joining=Joining.of(data),
+    )
 
 
 def _order_name(config: Config, *, windowed: bool) -> str:
@@ -126,26 +161,16 @@ def prepare(config: Config, paths: RunPaths, checked: Facts | None = None) -> Jo
     Raises:
         ConfigError: a projection that cannot be built, or tokenizers that the settings do not allow.
     """
-    routing = Routing.of(config)
-    source = open_source(config.data, routing=routing)
-    train, validation = split_validation(source, config.data, config.run.seed, routing=routing)
-    tokenizer = tokenizer_of(config.student)
-    teachers = running_teachers(config)
-    teacher_tokenizers = [tokenizer_of(teacher) for teacher in teachers]
+    rows = open_rows(config)
+    train, tokenizer = rows.train, rows.tokenizer
+    teachers, teacher_tokenizers = running_teachers(config), rows.teacher_tokenizers
     models = _model_fingerprints(config)
-    stops = stops_of(config.student)
-    shared = [
-        shared_vocabulary(tokenizer, other, student_stops=stops, teacher_stops=stops_of(teacher))
-        for teacher, other in zip(teachers, teacher_tokenizers)
-    ]
     specs = tuple(
-        _cross_tokenizer_spec(config, teacher, tokenizer, other, same=vocabulary is not None)
-        for teacher, other, vocabulary in zip(teachers, teacher_tokenizers, shared)
+        None if method is None else _cross_tokenizer_spec(config, teacher, tokenizer, other, method)
+        for teacher, other, method in zip(teachers, teacher_tokenizers, rows.methods)
     )
-    token_by_token = [vocabulary if spec is None else None for vocabulary, spec in zip(shared, specs)]
-    own_ids = vocabulary_size(tokenizer)
-    num_ids = min([own_ids, *(vocabulary.size for vocabulary in token_by_token if vocabulary is not None)])
-    limit = num_ids if num_ids < own_ids else None
+    token_by_token = [vocabulary if spec is None else None for vocabulary, spec in zip(rows.shared, specs)]
+    num_ids, limit = rows.num_ids, rows.plan.num_ids
     crossing = [
         (t.name, other, spec) for t, other, spec in zip(teachers, teacher_tokenizers, specs) if spec is not None
     ]
@@ -153,10 +178,8 @@ def prepare(config: Config, paths: RunPaths, checked: Facts | None = None) -> Jo
         config,
         paths,
         train,
-        validation,
-        BatchPlan.from_config(
-            config, pad_id(tokenizer, num_ids), num_ids=limit, split=splits_documents(config, train.kind)
-        ),
+        rows.validation,
+        rows.plan,
         cross_tokenizer_specs=specs,
         facts=Facts(
             vocabulary_size=num_ids,
@@ -168,6 +191,50 @@ def prepare(config: Config, paths: RunPaths, checked: Facts | None = None) -> Jo
         ),
         fingerprints=_fingerprints(config, train, tokenizer, crossing, limit, models),
     )
+
+
+def open_rows(config: Config) -> RowInputs:
+    """Opens the data and the tokenizers of a checked configuration.
+
+    Downloads hub data and the small files of hub models.
+
+    Raises:
+        DistillError: data or tokenizers that cannot be read, all of them at once; tokenizers that the settings do not allow.
+    """
+    problems: list[str] = []
+
+    def attempt(read: Callable[[], Any]) -> Any:
+        """What `read` returns; None if it raises a ConfigError or DataError, whose lines are kept."""
+        try:
+            return read()
+        except (ConfigError, DataError) as error:
+            problems.extend(error.problems)
+            return None
+
+    routing, teachers = Routing.of(config), running_teachers(config)
+    source = attempt(lambda: open_source(config.data, routing=routing))
+    models: list[StudentConfig | TeacherConfig] = [config.student, *teachers]
+    tokenizer, *others = [attempt(partial(tokenizer_of, model)) for model in models]
+    if problems:
+        raise ConfigError.many(dict.fromkeys(problems))
+    train, validation = split_validation(source, config.data, config.run.seed, routing=routing)
+    stops = stops_of(config.student)
+    shared = tuple(
+        shared_vocabulary(tokenizer, other, student_stops=stops, teacher_stops=stops_of(teacher))
+        for teacher, other in zip(teachers, others)
+    )
+    methods = tuple(
+        cross_tokenizer_loss(config, teacher, same=vocabulary is not None)
+        for teacher, vocabulary in zip(teachers, shared)
+    )
+    own_ids = vocabulary_size(tokenizer)
+    compared = [vocabulary.size for vocabulary, method in zip(shared, methods) if vocabulary and method is None]
+    num_ids = min([own_ids, *compared])
+    limit = num_ids if num_ids < own_ids else None
+    plan = BatchPlan.from_config(
+        config, pad_id(tokenizer, num_ids), num_ids=limit, split=splits_documents(config, train.kind)
+    )
+    return RowInputs(config, train, validation, tokenizer, tuple(others), shared, methods, num_ids, plan)
 
 
 def _model_facts(model: StudentConfig | TeacherConfig) -> ModelFacts:
@@ -195,22 +262,16 @@ def _teacher_facts(
 
 
 def _cross_tokenizer_spec(
-    config: Config, teacher: TeacherConfig, student_tokenizer: Any, teacher_tokenizer: Any, *, same: bool
-) -> CrossTokenizerSpec | None:
-    """How the student learns from one teacher; None if they are compared token by token.
+    config: Config, teacher: TeacherConfig, student_tokenizer: Any, teacher_tokenizer: Any, method: str
+) -> CrossTokenizerSpec:
+    """How the student learns from one teacher by a loss over chunks of text.
 
     The projection is that of `projection.path`, or one for the two tokenizers that is built once and kept in
     `run.dir/.projections`.
 
-    Args:
-        same: whether the tokenizers are the same, but for tokens at the end (`shared_vocabulary`).
-
     Raises:
-        ConfigError: the settings do not allow another tokenizer, or the projection cannot be built or written.
+        ConfigError: the projection cannot be built or written.
     """
-    method = cross_tokenizer_loss(config, teacher, same=same)
-    if method is None:
-        return None
     if config.projection.path is not None:
         return CrossTokenizerSpec(method, os.fspath(Path(config.projection.path).expanduser().absolute()))
     from distill_rl.align.projection import cached_projection

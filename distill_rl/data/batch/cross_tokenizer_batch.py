@@ -74,9 +74,10 @@ class BatchBuilder:
         *,
         stored: StoredTargets = NONE_STORED,
     ):
-        self._tokenization, self._plan, self._num_teachers = tokenization, plan, len(teachers)
+        self.tokenization, self._plan, self._num_teachers = tokenization, plan, len(teachers)
         self._stored = stored
-        self._teachers = {i: teacher for i, teacher in enumerate(teachers) if teacher is not None}
+        self.teachers = {i: teacher for i, teacher in enumerate(teachers) if teacher is not None}
+        """Those with their own tokenizer, by index."""
         self._splitter = splitter_of(tokenization.tokenizer, tokenization.max_length, {}) if plan.split else None
 
     def build(
@@ -105,10 +106,10 @@ class BatchBuilder:
             DataError: a document that the user has to fix; names its row.
             ValueError: a document with a token that some teacher which reads the student's rows does not know.
         """
-        if self._teachers:
-            lengths = {i: self._plan.length_of(i) for i in self._teachers}
+        if self.teachers:
+            lengths = {i: self._plan.length_of(i) for i in self.teachers}
             aligner = DocumentAligner(
-                self._tokenization, self._teachers, lengths, split=self._plan.split, stored=self._stored
+                self.tokenization, self.teachers, lengths, split=self._plan.split, stored=self._stored
             )
             aligned = aligner.align(documents, skip)
         else:
@@ -122,9 +123,9 @@ class BatchBuilder:
     def _pieces(self, document: Mapping[str, Any]) -> list[Piece]:
         """What rows hold of a document if no teacher has its own tokenizer."""
         if self._splitter is None:
-            encoded = self._tokenization.encode(document)
+            encoded = self.tokenization.encode(document)
             return [Piece(encoded, {}, {STUDENT: Extent(whole=not encoded.truncated)})]
-        return self._splitter.split(self._tokenization.encode_all(document), {})
+        return self._splitter.split(self.tokenization.encode_all(document), {})
 
     def assemble(
         self, index: int, cursor: Cursor, parts: Sequence[AlignedDocuments]
@@ -147,26 +148,25 @@ class BatchBuilder:
         documents = AlignedDocuments.joined(parts)
         encoded = documents.encoded
         theirs = documents.of_teachers()
-        capacities = [self._plan.max_length, *(self._plan.length_of(i) for i in theirs)]
         shares = RowShares.of(documents.weights, encoded)
-        members = arrange([encoded, *theirs.values()], capacities, self._plan, None if shares is None else shares.kinds)
+        members = self.members(documents)
         rows = lay_out(encoded, self._plan, members)
         num_labels = _count_labels(rows)
         token_weights = () if shares is None else shares.token_weights(members, rows)
-        chunks: list[ChunkRows | None] = [None] * self._num_teachers if self._teachers else []
+        chunks: list[ChunkRows | None] = [None] * self._num_teachers if self.teachers else []
         infos: list[AlignmentInfo] = []
         teacher_parts: list[list[list[RankBatch]]] = []
         for i, sharding in enumerate(self._plan.teachers):
             teacher_rows, teacher_labels = rows, num_labels
-            if i in self._teachers:
-                teacher_rows = lay_out(theirs[i], self._plan, members, pad_id(self._teachers[i].tokenizer))
+            if i in self.teachers:
+                teacher_rows = lay_out(theirs[i], self._plan, members, pad_id(self.teachers[i].tokenizer))
                 weights = None if shares is None else shares.of_teacher(i)
                 chunk_rows = _chunk_rows(documents.alignments[i], encoded, members, rows, teacher_rows, weights)
                 teacher_labels = _count_labels(teacher_rows)
                 chunks[i] = chunk_rows
                 asked_tokens = token_weights[i] if token_weights else None
                 asked_labels = None if asked_tokens is None else asked_tokens.num_labels
-                infos.append(_describe(self._teachers[i], documents, i, chunk_rows, asked_labels))
+                infos.append(_describe(self.teachers[i], documents, i, chunk_rows, asked_labels))
             refs = documents.refs.get(i)
             pieces = () if refs is None else [tuple(refs[j] for j in row if refs[j].length) for row in members]
             asked = None if shares is None else shares.asked(i, members)
@@ -179,6 +179,14 @@ class BatchBuilder:
         info = _summary(index, cursor, documents, rows, num_labels, infos, time.perf_counter() - began)
         return info, student_parts, teacher_parts
 
+    def members(self, documents: AlignedDocuments) -> list[list[int]]:
+        """The pieces that each row of a batch holds, in order: their indices in `documents`, which are all of the batch."""
+        theirs = documents.of_teachers()
+        capacities = [self._plan.max_length, *(self._plan.length_of(i) for i in theirs)]
+        shares = RowShares.of(documents.weights, documents.encoded)
+        kinds = None if shares is None else shares.kinds
+        return arrange([documents.encoded, *theirs.values()], capacities, self._plan, kinds)
+
     def _require_known_ids(self, documents: AlignedDocuments) -> None:
         """Raises ValueError for a document with an id from `plan.num_ids` on, for which a teacher has no row."""
         limit = self._plan.num_ids
@@ -188,7 +196,7 @@ class BatchBuilder:
             ids = np.concatenate([documents.encoded[i].input_ids for i in pieces])
             unknown = ids[ids >= limit]
             if len(unknown):
-                token = self._tokenization.tokenizer.convert_ids_to_tokens(int(unknown[0]))
+                token = self.tokenization.tokenizer.convert_ids_to_tokens(int(unknown[0]))
                 rule = f"has the token {token}, which a teacher that reads the student's tokens does not know"
                 raise ValueError(f"row {row} {rule}; set teachers[].loss=hybrid if your texts contain it")
 

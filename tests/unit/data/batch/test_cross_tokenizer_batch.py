@@ -215,7 +215,7 @@ def test_a_plain_chat_gives_the_rows_of_one_tokenizer(student, teacher):
     for loss_on in ("all", "assistant"):
         build = builder(student, teacher, loss_on=loss_on, max_length=400)
         _, (part,), _ = build.build(batch)
-        _, (wanted,), _ = BatchBuilder(build._tokenization, build._plan).build(batch)
+        _, (wanted,), _ = BatchBuilder(build.tokenization, build._plan).build(batch)
         assert np.array_equal(part.rows.input_ids, wanted.rows.input_ids)
         assert np.array_equal(part.rows.labels, wanted.rows.labels)
 
@@ -323,7 +323,7 @@ def test_skipped_and_failed_rows_are_empty_and_reported(student, teacher, monkey
     all_skipped, _, _ = build.build(batch, skip=range(4))
     assert (all_skipped.alignments[0].num_exact, all_skipped.alignments[0].methods) == (0, {})
 
-    aligner = build._teachers[0].aligner
+    aligner = build.teachers[0].aligner
     pair = aligner.pair
 
     def fail_on_row_2(student_tokens, teacher_tokens, **limits):

@@ -1,0 +1,644 @@
+"""distill-rl inspect: shows rows as they will be trained on: every token, which are learnt, and why the others are not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from distill_rl.align.tokenizer.encoder import Encoder
+from distill_rl.config.facts import running_teachers
+from distill_rl.config.load import read_config
+from distill_rl.config.rules import validate
+from distill_rl.config.schema import Config
+from distill_rl.data.batch.chat import render_document
+from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
+from distill_rl.data.batch.document_aligner import AlignedDocuments
+from distill_rl.data.batch.pieces import STUDENT, Side
+from distill_rl.data.mixture import Mixture
+from distill_rl.data.reading.layouts import template_options
+from distill_rl.data.routing import asked, weights_of
+from distill_rl.errors import ConfigError, DataError, problem
+from distill_rl.observe.log import printable, status
+from distill_rl.observe.terminal import open_console
+from distill_rl.preflight.batches import open_builder
+from distill_rl.preflight.job import RowInputs, open_rows
+from distill_rl.types import IGNORE_INDEX, Cursor, RankBatch, Row, row_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ROWS = 5
+"""Rows that are shown unless the user says how many."""
+CHUNKS_SHOWN, LINES_SHOWN = 40, 5
+"""Chunks of a row, and lines about rows that are refused or left out, that are printed."""
+_BRACKETS = "[…] is labelled: the student learns to write it. The rest it only reads.\n"
+_COLOURS = (
+    "Labelled tokens, which the student learns to write, are green and cyan by turns; yellow and magenta if they are in no "
+    "chunk of a teacher. The rest it only reads.\n"
+)
+_LEARNT, _ALONE, _READ = ("bold green", "bold cyan"), ("bold yellow", "bold magenta"), ("", "dim")
+"""Styles of tokens by turns, so that each can be told from its neighbours: labelled, labelled but in no chunk, others."""
+
+
+def inspect(
+    path: str,
+    overrides: Sequence[str],
+    *,
+    rows: int | None,
+    chosen: Sequence[int] | None,
+    tokens: bool,
+    as_json: bool,
+) -> int:
+    """Prints rows of a run as they will be trained on. Loads tokenizers, no models; returns 0.
+
+    Args:
+        rows: number of rows from the start of the run, packed as in it; None: ROWS, if none are chosen.
+        chosen: numbers of rows of the data, each shown on its own.
+        tokens: print one line per token in place of the text.
+        as_json: print one JSON object per row.
+
+    Raises:
+        DistillError: bad options, settings, data or tokenizers; or rows that the run refuses, after all others are shown.
+    """
+    with status(f"reading   {path}"):
+        config = _read(path, overrides, rows, chosen)
+        inputs = open_rows(config)
+        viewer = _Viewer(inputs, packed=chosen is None)
+        found = viewer.first(rows or ROWS) if chosen is None else viewer.chosen(chosen)
+    console = open_console(110)
+    if not as_json:
+        console.print(_COLOURS if _has_colours(console) else _BRACKETS, markup=False, soft_wrap=True)
+    shown = 0
+    for row in found:
+        shown += 1
+        if as_json:
+            print(json.dumps(row))
+        else:
+            _print(console, row, by_token=tokens)
+    sys.stdout.flush()
+    problems, notes = _some(viewer.problems), _some(viewer.notes)
+    if not shown:
+        problems, notes = problems + notes, []
+    for note in notes:
+        print(f"note       {printable(note)}", file=sys.stderr)
+    if problems:
+        raise ConfigError.many(problems)
+    return 0
+
+
+def _some(lines: Iterable[str]) -> list[str]:
+    """The first lines, each once, and how many there are besides."""
+    once = list(dict.fromkeys(lines))
+    further = len(once) - LINES_SHOWN
+    return once[:LINES_SHOWN] + ([f"and {further:,} more"] if further > 0 else [])
+
+
+def _read(path: str, overrides: Sequence[str], rows: int | None, chosen: Sequence[int] | None) -> Config:
+    """The settings, as far as they decide what rows hold.
+
+    Raises:
+        ConfigError: bad options or settings, all problems at once.
+    """
+    lines = []
+    if rows is not None and chosen is not None:
+        lines.append(problem("--rows and --row", "exclude each other", None, "--row shows single rows of the data"))
+    if rows is not None and rows < 1:
+        lines.append(problem("--rows", "must be 1 or more", rows))
+    config, invalid = read_config(path, overrides)
+    lines += invalid.lines
+    if config is not None:
+        lines += [text for text in validate.problems(config) if text.partition(":")[0] not in invalid.keys]
+    if config is None or lines:
+        raise ConfigError.many(dict.fromkeys(lines))
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """All tokens of a document on one side."""
+
+    tokenizer: Any
+    text: str
+    ids: np.ndarray
+    """int32 [n]"""
+    spans: np.ndarray
+    """int64 [n, 2]: the characters that each token covers; an empty span stands behind the token before it"""
+
+    @classmethod
+    def of(cls, tokenizer: Any, text: str, ids: np.ndarray, spans: np.ndarray) -> _Tokens:
+        """Tokens with the spans that the tokenizer reports, which may lack that of an eos at the end."""
+        spans = np.concatenate([spans.reshape(-1, 2), np.zeros((len(ids) - len(spans), 2), np.int64)])
+        ends = np.maximum.accumulate(spans[:, 1]) if len(spans) else spans[:, 1]
+        return cls(tokenizer, text, ids, np.where(spans[:, :1] < spans[:, 1:], spans, ends[:, None]))
+
+    def places(self, pieces: Sequence[np.ndarray]) -> list[tuple[int, int]]:
+        """For the tokens that rows hold of the document, piece by piece: how many of its tokens come before them, and
+        how many special tokens the piece begins with instead of them."""
+        found: list[tuple[int, int]] = []
+        after, lengths = 0, (0, len(Side.of(self.tokenizer, sys.maxsize).prefix))
+        for held in pieces:
+            first, prefix = next(
+                (first, prefix)
+                for first in range(after, len(self.ids) + 1)
+                for prefix in lengths
+                if np.array_equal(self.ids[first : first + len(held) - prefix], held[prefix:])
+            )
+            found.append((first, prefix))
+            after = first + len(held) - prefix
+        return found
+
+    def part(self, held: np.ndarray, place: tuple[int, int], shift: int) -> tuple[str, list[dict[str, Any]]]:
+        """The text of the tokens that a row holds, and each of them, with offsets in a text that continues with this one.
+
+        Args:
+            place: as from `places`.
+            shift: characters before this text.
+        """
+        first, prefix = place
+        stop = first + len(held) - prefix
+        spans = self.spans[first:stop]
+        begin = 0 if first == 0 else int(spans[:, 0].min(initial=len(self.text)))
+        end = len(self.text) if stop == len(self.ids) else int(spans[:, 1].max(initial=begin))
+        spans = np.concatenate([np.full((prefix, 2), begin), spans.clip(begin, end)])
+        tokens = [
+            {
+                "id": id,
+                "text": self.text[left:right] or self.tokenizer.convert_ids_to_tokens(id),
+                "start": left - begin + shift,
+                "end": right - begin + shift,
+            }
+            for id, (left, right) in zip(held.tolist(), spans.tolist())
+        ]
+        return self.text[begin:end], tokens
+
+
+class _Texts:
+    """Reads the texts of documents as the run does, to know which characters every token covers."""
+
+    def __init__(self, builder: BatchBuilder):
+        self._builder = builder
+        self._encoder = cache(Encoder)
+
+    def read(self, document: Mapping[str, Any]) -> tuple[_Tokens, dict[int, _Tokens]]:
+        """All tokens of a document: the student's, and those of teachers with their own tokenizer that are asked for it."""
+        tokenization, weights = self._builder.tokenization, weights_of(document)
+        teachers = {i: teacher for i, teacher in self._builder.teachers.items() if asked(weights, i)}
+        is_chat = "messages" in document
+        if not teachers:
+            text = tokenization.render(document)[0] if is_chat else document["text"]
+            read = tokenization.tokenizer(
+                text, add_special_tokens=not is_chat, return_offsets_mapping=True, verbose=False
+            )
+            ids, spans = tokenization.encode_all(document).input_ids, np.array(read["offset_mapping"], np.int64)
+            return _Tokens.of(tokenization.tokenizer, text, ids, spans), {}
+        for teacher in teachers.values():
+            document = {key: teacher.aligner.normalize_all(value) for key, value in document.items()}
+        options, first = template_options(document), next(iter(teachers.values())).aligner
+
+        def tokens(tokenizer: Any, read: Any) -> _Tokens:
+            """One side, as an aligner reads it."""
+            spans = read.offsets if is_chat else self._encoder(tokenizer).offsets(read.text)[1]
+            return _Tokens.of(tokenizer, read.text, read.ids, spans)
+
+        theirs = {}
+        for i, teacher in teachers.items():
+            if is_chat:
+                text, _ = render_document(teacher.tokenizer, document)
+                read = teacher.aligner.tokenize_messages(
+                    document["messages"], "teacher", rendered=text, options=options
+                )
+            else:
+                read = teacher.aligner.tokenize_teacher(document["text"], end=True)
+            theirs[i] = tokens(teacher.tokenizer, read)
+        if is_chat:
+            text = tokenization.render(document)[0]
+            own = first.tokenize_messages(document["messages"], "student", rendered=text, options=options)
+        else:
+            own = first.tokenize_student(document["text"], end=True)
+        return tokens(tokenization.tokenizer, own), theirs
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrays:
+    """The rows of a batch as workers get them, of all ranks and sub-batches in order; every value at the token it is about."""
+
+    ids: np.ndarray
+    """int32 [R, S]"""
+    labels: np.ndarray
+    """int32 [R, S]"""
+    chunks: dict[int, tuple[np.ndarray, np.ndarray]]
+    """int32 [R, S], int32 [R, St], by index of the teacher: the chunk of every token, −1 for none"""
+
+    @classmethod
+    def of(cls, parts: Sequence[Sequence[RankBatch]]) -> _Arrays:
+        """From the student's rows that `BatchBuilder.assemble` returns, where a value is at the prediction of its token."""
+        in_order = sorted(chain.from_iterable(parts), key=lambda part: part.first_row)
+
+        def at_tokens(arrays: Iterable[np.ndarray], fill: int) -> np.ndarray:
+            """Moves values to the tokens; the first of a row, which is not predicted, gets `fill`."""
+            return np.pad(np.concatenate([*arrays])[:, :-1], ((0, 0), (1, 0)), constant_values=fill)
+
+        chunks = {}
+        for i, of_teacher in enumerate(zip(*(part.chunks for part in in_order))):
+            if found := [rows for rows in of_teacher if rows is not None]:
+                chunks[i] = (
+                    at_tokens((rows.student for rows in found), -1),
+                    at_tokens((rows.teacher for rows in found), -1),
+                )
+        labels = at_tokens((part.rows.labels for part in in_order), IGNORE_INDEX)
+        return cls(np.concatenate([part.rows.input_ids for part in in_order]), labels, chunks)
+
+
+@dataclass
+class _Side:
+    """One side of a row."""
+
+    text: str = ""
+    tokens: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Document:
+    """A document, and which of its tokens rows hold."""
+
+    row: Row
+    weights: Sequence[float] | None
+    left_out: list[str]
+    """What chat templates leave out."""
+    sides: dict[int, _Tokens]
+    """All tokens of STUDENT, and of teachers by index."""
+    held: dict[int, dict[int, tuple[np.ndarray, tuple[int, int]]]]
+    """For each side, by index of the piece: its tokens, and their place."""
+
+    @classmethod
+    def of(
+        cls, texts: _Texts, document: Mapping[str, Any], batch: AlignedDocuments, pieces: Sequence[int]
+    ) -> _Document:
+        """A document of a batch, which holds these pieces of it."""
+        student, teachers = texts.read(document)
+        sides = {STUDENT: student, **teachers}
+        held = {}
+        for i, side in sides.items():
+            ids = [
+                batch.encoded[piece].input_ids if i == STUDENT else batch.alignments[i][piece].teacher_ids
+                for piece in pieces
+            ]
+            held[i] = dict(zip(pieces, zip(ids, side.places(ids))))
+        left_out = list(batch.encoded[pieces[0]].left_out)
+        return cls(row_of(document), weights_of(document), left_out, sides, held)
+
+    def add(self, i: int, piece: int, side: _Side) -> int:
+        """Adds what a row holds to a side of it; returns the number of the document's tokens before that."""
+        ids, place = self.held[i][piece]
+        text, tokens = self.sides[i].part(ids, place, len(side.text))
+        side.text += text
+        side.tokens += tokens
+        return place[0]
+
+
+@dataclass
+class _Viewer:
+    """Makes rows as the run does, and describes them.
+
+    Args:
+        packed: whether documents share rows if `data.packing` says so.
+    """
+
+    inputs: RowInputs
+    packed: bool
+    notes: list[str] = field(default_factory=list)
+    """Documents that the run leaves out."""
+    problems: list[str] = field(default_factory=list)
+    """Documents at which the run would end, one line each."""
+
+    def __post_init__(self) -> None:
+        config = self.inputs.config
+        # A template that leaves something out is shown, even where the run refuses it.
+        self._builder = self._open("warn")
+        self._strict = cache(lambda: self._open("fail"))
+        self._texts = _Texts(self._builder)
+        self._names = [teacher.name for teacher in running_teachers(config)]
+
+    def _open(self, unrendered: Any) -> BatchBuilder:
+        """The builder of the run's rows, on this machine, which may have no GPU; an aligner on a GPU changes no result."""
+        config, plan = self.inputs.config, self.inputs.plan
+        config = replace(config, data=replace(config.data, unrendered=unrendered))
+        if config.aligner.dp.backend == "cuda":
+            config = replace(config, aligner=replace(config.aligner, dp=replace(config.aligner.dp, backend="numba")))
+        plan = plan if self.packed else replace(plan, packing=False)
+        return open_builder(config, self.inputs.train.kind, plan, self.inputs.other_tokenizer)
+
+    def first(self, count: int) -> Iterator[dict[str, Any]]:
+        """Yields the first rows of the run, up to a batch at which it would end."""
+        shown = 0
+        for batch in self.inputs.loader():
+            self.notes += [f"row {bad.row} is left out: {bad.reason}" for bad in batch.bad_rows]
+            for row in self._rows(batch.documents):
+                yield {"step": batch.index + 1, **row}
+                shown += 1
+                if shown == count:
+                    return
+            if self.problems or (batch.cursor.epoch and not shown):
+                return
+
+    def chosen(self, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yields the rows that hold these rows of the data.
+
+        Raises:
+            ConfigError: one of them is not trained on, because the data do not have it or because it is held out.
+        """
+        train = self.inputs.train
+        parts = train.sources if isinstance(train, Mixture) else (train,)
+        total = sum(part.rows_in_all for part in parts)
+        where = "data.sources" if isinstance(train, Mixture) else "data.path"
+        places = [bisect_left(range(len(train)), number, key=train.row_number) for number in numbers]
+        problems = []
+        for number, place in zip(numbers, places):
+            if not 0 <= number < total:
+                rule = f"must be 0 or more and below {total:,}, the number of rows of {where}"
+                problems.append(problem("--row", rule, number, "rows are counted from 0"))
+            elif place == len(train) or train.row_number(place) != number:
+                rule = "must be a row that is trained on"
+                problems.append(problem("--row", rule, f"{number}, which data.validation.fraction holds out"))
+        if problems:
+            raise ConfigError.many(problems)
+        return chain.from_iterable(self._rows([train[place]]) for place in places)
+
+    def _rows(self, documents: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yields the rows of one batch of documents, in the order of the run; alone, pieces in their order."""
+        parts, kept = [], []
+        for document in documents:
+            if part := self._align(document):
+                parts.append(part)
+                kept.append(document)
+        if not parts:
+            return
+        batch = AlignedDocuments.joined(parts)
+        self.notes += [f"row {bad.row} is left out: {bad.reason}" for bad in batch.bad_rows]
+        self.notes += [f"row {row} is left out: the store of a teacher does not have it" for row in batch.not_stored]
+        members = self._builder.members(batch)
+        arrays = _Arrays.of(self._builder.assemble(0, Cursor(), parts)[1])
+        order = sorted(range(len(members)), key=lambda row: 0 if self.packed else members[row])
+        owner = {piece: i for i, pieces in enumerate(batch.by_document) for piece in pieces}
+        described = cache(lambda i: _Document.of(self._texts, kept[i], batch, batch.by_document[i]))
+        for row in order:
+            held = [(described(owner[piece]), piece) for piece in members[row] if len(batch.encoded[piece].input_ids)]
+            if held:
+                yield self._row(arrays, row, held)
+
+    def _align(self, document: Mapping[str, Any]) -> AlignedDocuments | None:
+        """The tokens of a document; None if there is no way to show them. What the run refuses is noted."""
+        refuses = self.inputs.config.data.unrendered == "fail"
+        try:
+            aligned = self._builder.align([document])
+        except (DataError, ValueError) as error:
+            self.problems += getattr(error, "problems", [str(error)])
+            return None
+        if refuses and any(encoded.left_out for encoded in aligned.encoded):
+            try:
+                self._strict().align([document])
+            except DataError as error:
+                self.problems += error.problems
+        return aligned
+
+    def _row(self, arrays: _Arrays, row: int, held: Sequence[tuple[_Document, int]]) -> dict[str, Any]:
+        """The description of a row, as --json prints it.
+
+        Args:
+            row: its index.
+            held: the documents that it holds, in order, each with the index of its piece.
+        """
+        student = _Side()
+        teachers = {i: _Side() for i in arrays.chunks if any(i in document.sides for document, _ in held)}
+        listed: list[dict[str, Any]] = []
+        for document, piece in held:
+            first = len(student.tokens)
+            before = document.add(STUDENT, piece, student)
+            for i, side in teachers.items():
+                document.add(i, piece, side)
+            listed.append(
+                {
+                    "source": self._source(document.row),
+                    "row": document.row,
+                    "start_token": first,
+                    "end_token": len(student.tokens),
+                    "tokens_before": before,
+                    "tokens_in_all": len(document.sides[STUDENT].ids),
+                    "pieces": len(document.held[STUDENT]),
+                    "not_asked": [name for i, name in enumerate(self._names) if not asked(document.weights, i)],
+                    "left_out": document.left_out,
+                }
+            )
+        tokens = student.tokens
+        assert [token["id"] for token in tokens] == arrays.ids[row, : len(tokens)].tolist()
+        for token, label in zip(tokens, arrays.labels[row].tolist()):
+            token["label"] = label != IGNORE_INDEX
+        chunks = {self._names[i]: arrays.chunks[i][0][row] for i in teachers}
+        for each in listed:
+            self._explain(tokens, each, chunks)
+        return {
+            "source": listed[0]["source"],
+            "row": listed[0]["row"],
+            "text": student.text,
+            "tokens": tokens,
+            "teachers": {
+                self._names[i]: {
+                    "loss": self.inputs.methods[i],
+                    "text": side.text,
+                    "tokens": side.tokens,
+                    "chunks": _chunks(
+                        [sides[row] for sides in arrays.chunks[i]], self._special_ids(i), tokens, side.tokens
+                    ),
+                }
+                for i, side in teachers.items()
+            },
+            "left_out": list(dict.fromkeys(chain.from_iterable(each["left_out"] for each in listed))),
+            "documents": listed,
+        }
+
+    def _special_ids(self, teacher: int) -> tuple[np.ndarray, np.ndarray]:
+        """bool [ids] of the student and of a teacher: special tokens, which stand in chunks only where a text or turn ends."""
+        aligner = self._builder.teachers[teacher].aligner
+        return aligner.student.special, aligner.teacher.special
+
+    def _explain(
+        self, tokens: Sequence[dict[str, Any]], document: Mapping[str, Any], chunks: Mapping[str, Any]
+    ) -> None:
+        """Says of the tokens of a document in a row that are not learnt, or not from all teachers, why.
+
+        Args:
+            chunks: by name of the teacher, int32 [n]: the chunk of each token of the row, −1 for none.
+        """
+        data, roles = self.inputs.config.data, self._builder.tokenization.roles
+        setting = "data.loss_roles" if data.loss_roles else f"data.loss_on={data.loss_on}"
+        outside = "not the assistant's" if roles == ("assistant",) else f"not of {' or '.join(roles)}"
+        first, of_piece = document["start_token"], document["tokens_before"] > 0
+        for j in range(first, document["end_token"]):
+            token = tokens[j]
+            if token["label"]:
+                missing = [name for name, numbers in chunks.items() if numbers[j] < 0]
+                if missing:
+                    token["why"] = f"in no chunk of teacher {' or '.join(missing)}{self._left_to(missing, document)}"
+            elif j == first:
+                token["why"] = f"first token of {'a later piece of ' if of_piece else ''}the document"
+            elif of_piece and token["start"] == token["end"] == tokens[first]["start"]:
+                token["why"] = "special token with which every piece begins"
+            else:
+                token["why"] = f"{outside} ({setting})"
+
+    def _left_to(self, missing: Sequence[str], document: Mapping[str, Any]) -> str:
+        """What trains a labelled token that these teachers do not, if no teacher does."""
+        if len(missing) + len(document["not_asked"]) < len(self._names):
+            return ""
+        return (
+            ": only cross-entropy trains it"
+            if self.inputs.config.loss.ce_weight
+            else ": nothing trains it (loss.ce_weight=0)"
+        )
+
+    def _source(self, row: Row) -> str:
+        """The path of a document's data, or the name of its source."""
+        train = self.inputs.train
+        if not isinstance(train, Mixture):
+            return self.inputs.config.data.path or ""
+        counts = train.count([row if isinstance(row, int) else row[0]])
+        return next(name for name, count in counts.items() if count)
+
+
+def _chunks(
+    numbers: Sequence[np.ndarray],
+    special: Sequence[np.ndarray],
+    student: Sequence[Mapping[str, Any]],
+    teacher: Sequence[Mapping[str, Any]],
+) -> list[list[Any]]:
+    """The chunks of a row: the student's tokens, the teacher's, and the kind: 1:1, 1:n, n:1, m:n, or stop.
+
+    Args:
+        numbers: of each side, int32 [n]: the chunk of every token, −1 for none.
+        special: of each side, bool [ids].
+    """
+    found = []
+    for chunk in range(int(numbers[0].max(initial=-1)) + 1):
+        ranges = [np.flatnonzero(of_side == chunk)[[0, -1]] + [0, 1] for of_side in numbers]
+        sizes = [int(stop - start) for start, stop in ranges]
+        kind = f"{'1' if sizes[0] == 1 else 'm' if sizes[1] > 1 else 'n'}:{'1' if sizes[1] == 1 else 'n'}"
+        ends = zip(special, (student, teacher), ranges)
+        if kind == "1:1" and all(flags[tokens[start]["id"]] for flags, tokens, (start, _) in ends):
+            kind = "stop"
+        found.append([*(each.tolist() for each in ranges), kind])
+    return found
+
+
+def _print(console: Console, row: Mapping[str, Any], *, by_token: bool) -> None:
+    """Prints a row: figures, the text with what is learnt, and the chunks of teachers with another tokenizer."""
+    from rich.table import Table
+    from rich.text import Text
+
+    tokens, labelled = row["tokens"], [token for token in row["tokens"] if token["label"]]
+    share = len(labelled) / max(len(tokens), 1)
+
+    def line(name: str, text: str, style: str = "") -> None:
+        """Prints one line, which is not wrapped."""
+        console.print(Text(f"{name:<10} {printable(text)}", style), soft_wrap=True)
+
+    where = f"step {row['step']}, " if "step" in row else ""
+    line("row", f"{where}{len(tokens):,} tokens, {len(labelled):,} labelled ({share:.1%})", "bold")
+    for why, count in Counter(token["why"] for token in tokens if not token["label"]).items():
+        line("unlabelled", f"{count:,}: {why}")
+    for document in row["documents"]:
+        line("document", _describe(document), "bold")
+        for what in document["left_out"]:
+            line("left out", what, "yellow")
+        _print_tokens(console, row, document, by_token=by_token)
+    for name, teacher in row["teachers"].items():
+        kinds = Counter(kind for *_, kind in teacher["chunks"])
+        one_to_one = (kinds["1:1"] + kinds["stop"]) / max(len(teacher["chunks"]), 1)
+        outside = len(labelled) - sum(stop - start for (start, stop), *_ in teacher["chunks"])
+        figures = f"{len(teacher['chunks']):,} chunks, {one_to_one:.1%} of them 1:1"
+        line("teacher", f"{name}, loss {teacher['loss']}: {figures}; {outside:,} labelled tokens in no chunk", "bold")
+        table = Table(box=None, pad_edge=False)
+        for heading in ("student", printable(name), "kind"):
+            table.add_column(Text(heading))
+        for *ranges, kind in teacher["chunks"][:CHUNKS_SHOWN]:
+            sides = zip((row, teacher), ranges)
+            table.add_row(*(Text(_cell(side["text"], side["tokens"][slice(*each)])) for side, each in sides), kind)
+        console.print(table)
+        if len(teacher["chunks"]) > CHUNKS_SHOWN:
+            line("", f"and {len(teacher['chunks']) - CHUNKS_SHOWN:,} more chunks; --json prints all")
+    console.print()
+
+
+def _describe(document: Mapping[str, Any]) -> str:
+    """What a row holds of a document, in words."""
+    count, before, total = (document[key] for key in ("end_token", "tokens_before", "tokens_in_all"))
+    count -= document["start_token"]
+    held = f"{count:,} tokens"
+    if document["pieces"] > 1:
+        held = f"one of {document['pieces']:,} pieces, {count:,} tokens behind the first {before:,} of {total:,}"
+    elif count < total:
+        held = f"cut at {count:,} of {total:,} tokens (data.max_length, data.long_documents)"
+    numbers = document["row"] if isinstance(document["row"], int) else ", ".join(map(str, document["row"]))
+    unasked = "".join(f"; teacher {name} is not asked for it (teachers[].where)" for name in document["not_asked"])
+    return f"{document['source']}, row {numbers}: {held}{unasked}"
+
+
+def _has_colours(console: Console) -> bool:
+    """Whether labelled tokens have colours; otherwise they stand in brackets."""
+    return console.is_terminal and console.color_system is not None and not console.no_color
+
+
+def _print_tokens(console: Console, row: Mapping[str, Any], document: Mapping[str, Any], *, by_token: bool) -> None:
+    """Prints the text of a document in a row, or its tokens line by line."""
+    from rich.text import Text
+
+    marked = not _has_colours(console)
+    first, stop = document["start_token"], document["end_token"]
+    tokens = row["tokens"][first:stop]
+    if by_token:
+        for j, token in enumerate(tokens, start=first):
+            name = f"[{_visible(token['text'])}]" if marked and token["label"] else _visible(token["text"])
+            style = (_LEARNT if token["label"] else _READ)[0]
+            why = token.get("why", "")
+            console.print(Text(f"{j:>6} {token['id']:>7}  {name:<20} {why}".rstrip(), style), soft_wrap=True)
+        return
+    shown, before = Text(), False
+    at = row["tokens"][first - 1]["end"] if first else 0
+    for j, (token, text) in enumerate(zip(tokens, _texts_of(row["text"], tokens, at))):
+        label = token["label"]
+        if marked and label != before:
+            shown.append("[" if label else "]")
+        styles = _ALONE if label and "why" in token else _LEARNT if label else _READ
+        shown.append(_visible(text, "↵\n"), styles[j % 2])
+        before = label
+    shown.append("]" if marked and before else "")
+    console.print(shown, soft_wrap=True)
+
+
+def _texts_of(text: str, tokens: Sequence[Mapping[str, Any]], at: int) -> Iterator[str]:
+    """Yields what every token adds to a text, from a place on; of one without characters, its name.
+
+    What lies before a token and belongs to none is added to it. A character of several tokens is added to the first.
+    """
+    for token in tokens:
+        is_empty = token["start"] == token["end"]
+        yield text[at : token["end"]] + (token["text"] if is_empty else "")
+        at = max(at, token["end"])
+
+
+def _cell(text: str, tokens: Sequence[Mapping[str, Any]]) -> str:
+    """The text of the tokens of a chunk, with marks for blanks and between tokens."""
+    return "|".join(_visible(part).replace(" ", "␣") for part in _texts_of(text, tokens, tokens[0]["start"]))
+
+
+def _visible(text: str, newline: str = "↵") -> str:
+    """A text without control characters, with something else for its newlines."""
+    return newline.join(printable(part) for part in text.split("\n"))
