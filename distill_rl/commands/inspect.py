@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from distill_rl.align import Tokenized
 from distill_rl.align.tokenizer.encoder import Encoder
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.load import read_config
 from distill_rl.config.rules import validate
 from distill_rl.config.schema import Config
-from distill_rl.data.batch.chat import render_document
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
-from distill_rl.data.batch.document_aligner import AlignedDocuments
+from distill_rl.data.batch.document_aligner import AlignedDocuments, DocumentAligner
 from distill_rl.data.batch.pieces import STUDENT, Side
 from distill_rl.data.mixture import Mixture
-from distill_rl.data.reading.layouts import template_options
 from distill_rl.data.routing import asked, weights_of
 from distill_rl.errors import ConfigError, DataError, problem
 from distill_rl.observe.log import printable, status
@@ -190,41 +189,26 @@ class _Texts:
 
     def read(self, document: Mapping[str, Any]) -> tuple[_Tokens, dict[int, _Tokens]]:
         """All tokens of a document: the student's, and those of teachers with their own tokenizer that are asked for it."""
-        tokenization, weights = self._builder.tokenization, weights_of(document)
-        teachers = {i: teacher for i, teacher in self._builder.teachers.items() if asked(weights, i)}
-        is_chat = "messages" in document
-        if not teachers:
-            text = tokenization.render(document)[0] if is_chat else document["text"]
-            read = tokenization.tokenizer(
-                text, add_special_tokens=not is_chat, return_offsets_mapping=True, verbose=False
-            )
-            ids, spans = tokenization.encode_all(document).input_ids, np.array(read["offset_mapping"], np.int64)
-            return _Tokens.of(tokenization.tokenizer, text, ids, spans), {}
-        for teacher in teachers.values():
-            document = {key: teacher.aligner.normalize_all(value) for key, value in document.items()}
-        options, first = template_options(document), next(iter(teachers.values())).aligner
-
-        def tokens(tokenizer: Any, read: Any) -> _Tokens:
-            """One side, as an aligner reads it."""
-            spans = read.offsets if is_chat else self._encoder(tokenizer).offsets(read.text)[1]
-            return _Tokens.of(tokenizer, read.text, read.ids, spans)
-
-        theirs = {}
-        for i, teacher in teachers.items():
-            if is_chat:
-                text, _ = render_document(teacher.tokenizer, document)
-                read = teacher.aligner.tokenize_messages(
-                    document["messages"], "teacher", rendered=text, options=options
-                )
+        tokenization, teachers = self._builder.tokenization, self._builder.teachers
+        made = DocumentAligner(tokenization, teachers, dict.fromkeys(teachers, 1)).tokenize(document)
+        if made.student is None:
+            ids = made.encoded.input_ids
+            if "messages" in document:
+                text = tokenization.render(document)[0]
+                spans = tokenization.tokens(document, text)[1]
             else:
-                read = teacher.aligner.tokenize_teacher(document["text"], end=True)
-            theirs[i] = tokens(teacher.tokenizer, read)
-        if is_chat:
-            text = tokenization.render(document)[0]
-            own = first.tokenize_messages(document["messages"], "student", rendered=text, options=options)
-        else:
-            own = first.tokenize_student(document["text"], end=True)
-        return tokens(tokenization.tokenizer, own), theirs
+                text = document["text"]
+                read = tokenization.tokenizer(text, return_offsets_mapping=True, verbose=False)
+                spans = np.array(read["offset_mapping"], np.int64)
+            return _Tokens.of(tokenization.tokenizer, text, ids, spans), {}
+
+        def tokens(tokenizer: Any, side: Tokenized) -> _Tokens:
+            """One side, as an aligner reads it."""
+            spans = self._encoder(tokenizer).offsets(side.text)[1] if side.offsets is None else side.offsets
+            return _Tokens.of(tokenizer, side.text, side.ids, spans)
+
+        theirs = {i: tokens(teachers[i].tokenizer, side) for i, side in made.teachers.items()}
+        return tokens(tokenization.tokenizer, made.student), theirs
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ def test_packed_texts_have_the_ids_and_offsets_of_the_tokenizer(root: Path) -> N
 
 
 def test_only_what_the_assistant_says_stands_in_brackets(root: Path) -> None:
-    chats = ("data.path={root}/chats.jsonl", "data.loss_on=assistant", "data.max_length=400")
+    chats = ("data.path={root}/chats.jsonl", "data.loss_on=assistant", "data.stops=none", "data.max_length=400")
     settings = (*chats, "--row", "2", "--row", "3")
     out = inspect(root, *settings).out
     for number, row in zip((2, 3), described(root, *settings)):
@@ -199,7 +199,14 @@ def test_what_a_template_leaves_out_is_shown_and_refused(root: Path, tmp_path: P
     call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
     chat = [{"role": "user", "content": "ka"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     (tmp_path / "tools.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
-    settings = (f"data.path={tmp_path}/tools.jsonl", "data.loss_on=assistant", "--row", "0", "--json")
+    settings = (
+        f"data.path={tmp_path}/tools.jsonl",
+        "data.loss_on=assistant",
+        "data.stops=none",
+        "--row",
+        "0",
+        "--json",
+    )
     ended = inspect(root, *settings)
     row = json.loads(ended.out)
     assert "".join(token["text"] for token in row["tokens"] if token["label"]) == "<|end|>"

@@ -43,36 +43,17 @@ def render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
         raise ValueError(
             f"messages need a tokenizer with a chat template, {type(tokenizer).__name__} has none; give it one, or use text"
         )
-    options = {"strftime_now": _fixed_date, "tokenize": False, **options}
-    return tokenizer.apply_chat_template(_prepared(tokenizer, messages), **options)
+    options = {"strftime_now": FIXED_DATE, "tokenize": False, **options}
+    return tokenizer.apply_chat_template(in_form(tokenizer, messages), **options)
 
 
-_fixed_date = datetime(2024, 7, 26).strftime
+FIXED_DATE = datetime(2024, 7, 26).strftime
+"""What templates that print today's date get"""
 
 
-def _prepared(tokenizer: Any, messages: Sequence[Message]) -> list[dict[str, Any]]:
+def in_form(tokenizer: Any, messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The messages in the form that the template reads."""
     return in_template_form(tokenizer, [dict(message) for message in messages])
-
-
-def generation_blocks(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> list[CharSpan]:
-    """Where the {% generation %} blocks of a tokenizer's chat template stand in the text that `render` makes.
-
-    By Transformers' own count of characters: its mask of tokens takes a token for a character that a tokenizer leaves out.
-
-    Args:
-        options: as for `render`.
-    """
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    tools = options.get("tools")
-    made: Any = render_jinja_template(
-        conversations=[_prepared(tokenizer, messages)],
-        chat_template=tokenizer.get_chat_template(tools=tools),
-        return_assistant_tokens_mask=True,
-        **{**tokenizer.special_tokens_map, "strftime_now": _fixed_date, **options},
-    )
-    return [(start, stop) for start, stop in made[1][0] if stop > start]
 
 
 def content_spans(rendered: str, messages: Sequence[Message], render: Render | None = None) -> tuple[CharSpan, ...]:

@@ -10,7 +10,7 @@ from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from distill_rl.align.chats.form import REASONING_KEYS, SWITCHES, text_of
-from distill_rl.align.chats.rendering import CharSpan, Message, generation_blocks, message_spans, render
+from distill_rl.align.chats.rendering import FIXED_DATE, CharSpan, Message, in_form, message_spans, render
 from distill_rl.data.batch.turn_ends import with_stops
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.errors import DataError
@@ -173,11 +173,27 @@ def _texts_of_roles(
 def _assistant_turns(tokenizer: Any, write: Write, messages: Sequence[Message], whole: str) -> list[CharSpan] | None:
     """The spans of all assistant turns in the rendered chat, as `render_document` says; None if they cannot be found."""
     if _has_generation_blocks(tokenizer):
-        blocks = generation_blocks(tokenizer, messages, write.options)
+        blocks = _generation_blocks(write, messages)
         if blocks:
             return [_without_header(write, whole, block) for block in blocks]
     spans = _spans_by_prefix(write, messages, whole)
     return spans if spans is not None else _spans_by_exchange(write, messages, whole)
+
+
+def _generation_blocks(write: Write, messages: Sequence[Message]) -> list[CharSpan]:
+    """Where the {% generation %} blocks of the chat template stand in the rendered chat.
+
+    By Transformers' own count of characters: its mask of tokens takes a token for a character that a tokenizer leaves out.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    made: Any = render_jinja_template(
+        conversations=[in_form(write.tokenizer, messages)],
+        chat_template=write.tokenizer.get_chat_template(tools=write.options.get("tools")),
+        return_assistant_tokens_mask=True,
+        **{**write.tokenizer.special_tokens_map, "strftime_now": FIXED_DATE, **write.options},
+    )
+    return [(start, stop) for start, stop in made[1][0] if stop > start]
 
 
 def _without_header(write: Write, whole: str, block: CharSpan) -> CharSpan:

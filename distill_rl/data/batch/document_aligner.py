@@ -227,7 +227,7 @@ class DocumentAligner:
             tokens = None
             if row_of(document) not in skip:
                 with _recording_failure(document, bad_rows):
-                    tokens = self._tokenize(document)
+                    tokens = self.tokenize(document)
             tokenized.append(tokens)
         present = [tokens for tokens in tokenized if tokens is not None]
         for i, teacher in self._teachers.items():
@@ -254,11 +254,11 @@ class DocumentAligner:
             DataError: a document that the user has to fix.
         """
         with _recording_failure(document, []):
-            tokens = self._tokenize(document)
+            tokens = self.tokenize(document)
             return (self._split(tokens) if self._splitter else [self._cut(tokens)]), tokens.names
         return [], {}
 
-    def _tokenize(self, document: Mapping[str, Any]) -> TokenizedDocument:
+    def tokenize(self, document: Mapping[str, Any]) -> TokenizedDocument:
         """Step 1: all tokens of a document on every side, not cut to `max_length`.
 
         All sides read the same text, so it is normalised for every aligner first. Both sides of a text end in eos if

@@ -161,7 +161,7 @@ class Tokenization:
             DataError: a chat that cannot be rendered, or whose assistant turns cannot be found; names the row.
         """
         text, spans, left_out = self.render(document)
-        ids, offsets = self._tokens(document, text)
+        ids, offsets = self.tokens(document, text)
         mask = self.labels(document, spans, ids, offsets)
         return Encoded(ids, mask, left_out=left_out, name=name_of(text))
 
@@ -195,7 +195,7 @@ class Tokenization:
             self._require_stop(document, int(ids[mask.nonzero()[0][-1]]))
         return mask
 
-    def _tokens(self, document: Mapping[str, Any], text: str) -> tuple[np.ndarray, np.ndarray]:
+    def tokens(self, document: Mapping[str, Any], text: str) -> tuple[np.ndarray, np.ndarray]:
         """A rendered chat's ids, int32 [n], and the characters that each holds, int64 [n, 2]."""
         if not self.special_tokens_in_text and self.stops.quoted_in(document["messages"]):
             options = template_options(document)
@@ -235,7 +235,7 @@ class Tokenization:
             text, spans, _ = render_document(self.tokenizer, document, roles=("assistant",), stops=self.stops.texts)
         except DataError:
             return True
-        ids, offsets = self._tokens(document, text)
+        ids, offsets = self.tokens(document, text)
         labelled = ids[holding(spans or (), offsets)]
         return len(labelled) == 0 or int(labelled[-1]) in self.stops.ids
 
