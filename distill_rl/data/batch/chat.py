@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from distill_rl.align.chats.form import REASONING_KEYS, SWITCHES, text_of
 from distill_rl.align.chats.rendering import FIXED_DATE, CharSpan, Message, in_form, message_spans, render
-from distill_rl.data.batch.turn_ends import with_stops
+from distill_rl.data.batch.turn_ends import closing_stop, with_stops
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.errors import DataError
 
@@ -96,16 +96,18 @@ def render_document(
     off = [i for i, message in enumerate(messages) if _is_off(message, i, row)]
     turns: list[CharSpan] = []
     of_turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if of_turns and ("assistant" in roles or (off and not roles) or stops):
+    if of_turns and ("assistant" in roles or (off and not roles)):
         found = _assistant_turns(tokenizer, write, messages, whole)
-        if found is None and (roles or off):
+        if found is None:
             raise DataError(
                 f"row {row}",
                 "the chat template renders an assistant turn the same way in any conversation, or marks it with {% generation %}",
                 "a template that rewrites earlier turns",
                 "use data.loss_on=all or a template with {% generation %} blocks",
             )
-        whole, turns = with_stops(write, messages, whole, found or [], stops)
+        turns = found
+    whole += closing_stop(write, messages, whole, stops)
+    turns = with_stops(whole, turns, stops)
     if not roles and not off:
         return Rendered(whole, None, written)
     if off and len(turns) not in (0, len(of_turns)):

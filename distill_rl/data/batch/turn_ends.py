@@ -15,31 +15,34 @@ _MARK = "\ue000"
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": {}}}
 
 
-def with_stops(
-    write: Callable[..., str],
-    messages: Sequence[Mapping[str, Any]],
-    whole: str,
-    turns: Sequence[CharSpan],
-    stops: Collection[str],
-) -> tuple[str, list[CharSpan]]:
-    """The rendered chat and its assistant turns, each with the stop token that ends it.
-
-    A turn that ends in a stop already is left as it is, and so is one behind which no stop follows.
+def closing_stop(
+    write: Callable[..., str], messages: Sequence[Mapping[str, Any]], whole: str, stops: Collection[str]
+) -> str:
+    """The stop that ends the last turn of a chat, where the template leaves it to the next role; empty if it ends it itself.
 
     Args:
         write: messages → text with the template.
         whole: the rendered chat.
-        turns: spans of its assistant turns.
         stops: what the stop tokens are written as.
     """
-    ended = []
-    for start, stop in turns:
-        if not _ends_in(whole[start:stop], stops):
-            if stop == len(whole):
-                whole += _following(write, messages[-1], stops)
-            stop += len(_first(whole[stop:], stops))
-        ended.append((start, stop))
-    return whole, ended
+    if not stops or messages[-1]["role"] != "assistant" or _ends_in(whole, stops):
+        return ""
+    return _following(write, messages[-1], stops)
+
+
+def with_stops(whole: str, turns: Sequence[CharSpan], stops: Collection[str]) -> list[CharSpan]:
+    """The assistant turns of a rendered chat, each with the stop token that ends it.
+
+    A turn that ends in a stop already is left as it is, and so is one behind which no stop follows.
+
+    Args:
+        turns: their spans.
+        stops: what the stop tokens are written as.
+    """
+    return [
+        (start, stop if _ends_in(whole[start:stop], stops) else stop + len(_first(whole[stop:], stops)))
+        for start, stop in turns
+    ]
 
 
 def _following(write: Callable[..., str], last: Mapping[str, Any], stops: Collection[str]) -> str:
