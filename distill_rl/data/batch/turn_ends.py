@@ -34,7 +34,7 @@ def with_stops(
     """
     ended = []
     for start, stop in turns:
-        if not _ends_in(whole[start:stop], stops):
+        if not ends_in(whole[start:stop], stops):
             if stop == len(whole):
                 whole += _following(write, messages[-1], stops)
             stop += len(_first(whole[stop:], stops))
@@ -60,5 +60,6 @@ def _first(text: str, stops: Collection[str]) -> str:
     return max((stop for stop in stops if text.startswith(stop)), key=len, default="")
 
 
-def _ends_in(turn: str, stops: Collection[str]) -> bool:
+def ends_in(turn: str, stops: Collection[str]) -> bool:
+    """Whether a turn, or a whole chat, ends in a stop, but for white space."""
     return any(turn.rstrip().endswith(stop) for stop in stops)
