@@ -237,7 +237,10 @@ def _without_header(write: Write, whole: str, block: CharSpan) -> CharSpan:
         opening, header, ends = _first_place(write).opening, _header(write), _ends_of_turn(write)
     except Exception:  # a template can raise anything
         return block
-    given = next((text for text in (opening, header) if text and whole.startswith(text, start)), "")
+    headers = [text for text in (opening, header) if text]
+    if any(whole.endswith(text, 0, start) for text in headers):
+        headers = []  # one inside the block is what the model says
+    given = next((text for text in headers if whole.startswith(text, start)), "")
     turn = whole[start + len(given) : stop]
     if any(end.strip() and turn.rstrip().endswith(end) for end in ends):
         turn = turn.rstrip()
