@@ -291,12 +291,12 @@ def test_turns_that_nothing_asks_for_need_not_be_found(tokenizer):
     assert render({"row": 0, "messages": off[1]}, text_only=True).spans is None
 
 
-def test_what_is_known_of_a_template_is_that_of_its_tools_and_variables(tokenizer):
-    turns = TURNS.replace("'<|turn|>'", "(head or '<|turn|>')").replace("<|end|>", "' + (end or '<|end|>') + '")
-    tokenizer.chat_template = turns + PROMPT.replace("'<|turn|>", "(head or '<|turn|>') + '")
-    for head, end in [("<a>", "<b>"), ("", ""), ("<c>", "<d>"), ("<a>", "<d>"), ("<a>", "<b>")]:
-        document = {"row": 0, "messages": CHAT, "chat_template_kwargs": {"head": head, "end": end}}
+def test_what_is_known_of_a_template_is_that_of_its_variables(tokenizer):
+    opens = "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' + ('<think>' if thinks else '') }}{% endif %}"
+    tokenizer.chat_template = TURNS + opens
+    said = {"role": "assistant", "content": "<think>hm</think>four"}
+    for thinks in (False, True, False):
+        document = {"row": 0, "messages": [said, CHAT[0], said], "chat_template_kwargs": {"thinks": thinks}}
         text, spans, _ = render_document(tokenizer, document, roles=["assistant"])
-        assert [text[first:stop] for first, stop in spans] == [
-            said + (end or "<|end|>") for said in ("four, é 中", "end")
-        ]
+        turn = "hm</think>four<|end|>" if thinks else "<think>hm</think>four<|end|>"
+        assert [text[first:stop] for first, stop in spans] == [turn, turn]
