@@ -6,7 +6,7 @@ import copy
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -103,23 +103,30 @@ def outcomes(tokenizer: str, template: str) -> dict[str, str]:
     return {kind.name: Cell(TEMPLATES[template], kind, tokenizer).outcome(made) for kind in kinds}
 
 
-def _encode(tokenizer: Any, template: Template, chat: Chat) -> Encoded:
-    """The tokens and labels of a chat, by the code under test."""
+def tokenization_of(tokenizer: Any, template: Template, unrendered: Literal["fail", "warn"] = "fail") -> Tokenization:
+    """The tokenisation of chats with a template, which trains on the assistant's turns."""
     added = tokenizer.get_added_vocab()
     stops = (*template.ends, *([] if template.no_stop else [template.stop]))
-    tokenization = Tokenization(
+    return Tokenization(
         tokenizer,
         format="messages",
         loss_on="assistant",
         max_length=100_000,
-        unrendered="fail",
+        unrendered=unrendered,
         stops=[added[stop] for stop in stops if stop in added],
         untaught_stops=template.stop not in added and not template.no_stop,
     )
+
+
+def document_of(template: Template, chat: Chat) -> dict[str, Any]:
+    """A chat as the code under test reads it."""
     document = {"row": 0, "messages": copy.deepcopy(chat.messages), VARIABLES: dict(template.variables)}
-    if chat.tools:
-        document["tools"] = copy.deepcopy(chat.tools)
-    return tokenization.encode_all(document)
+    return document | ({"tools": copy.deepcopy(chat.tools)} if chat.tools else {})
+
+
+def _encode(tokenizer: Any, template: Template, chat: Chat) -> Encoded:
+    """The tokens and labels of a chat, by the code under test."""
+    return tokenization_of(tokenizer, template).encode_all(document_of(template, chat))
 
 
 def _outcome_of_refusal(error: DataError, wanted: Expected) -> str:

@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from distill_rl.config.schema import AlignerConfig
+from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher, DocumentAligner
+from distill_rl.errors import DataError
 from tests.chats import cells
-from tests.chats.cells import RIGHT, Cell, outcomes, tokenizers_of
+from tests.chats.cells import RIGHT, Cell, document_of, outcomes, tokenization_of, tokenizers_of
 from tests.chats.kinds import KINDS, say
 from tests.chats.oracle import Expected, contradictions, expected
 from tests.chats.page import PAGE, page
 from tests.chats.templates import TEMPLATES, Template
-from tests.chats.tokenizers import TOKENIZERS, byte_spans, plain, special
+from tests.chats.tokenizers import TOKENIZERS, byte_spans, metaspace, plain, special
 from tests.chats.wrong_today import WRONG_TODAY
 
 OTHER_TOKENIZERS = ["chatml", "llama2", "mistral-v1", "gemma2", "vicuna", "answer-blank", "alpaca", "deepseek-v2"]
@@ -45,6 +48,34 @@ def test_what_is_trained_on_follows_from_the_words(tokenizer: str, template: str
     listed = _wrong_today(tokenizer, template)
     mended, broken = listed - found.keys(), {kind: found[kind] for kind in found.keys() - listed}
     assert (mended, broken) == (set(), {}), "cells that are right now leave WRONG_TODAY; others must not be wrong"
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=lambda template: template.name)
+def test_a_teacher_with_another_tokenizer_changes_no_label(template: Template) -> None:
+    """Chats that a template leaves something of are read as well; one of any template is read by this teacher's."""
+    student = special(template)
+    tokenization = tokenization_of(student, template, "warn")
+    teacher = CrossTokenizerTeacher.of("other", student, _other_tokenizer(), AlignerConfig())
+    aligner = DocumentAligner(tokenization, {0: teacher}, {0: 100_000})
+    wrong, compared = [], 0
+    for kind in KINDS.values():
+        document = document_of(template, kind.chat(template))
+        try:
+            alone = tokenization.encode_all(document)
+        except DataError:
+            continue
+        (beside,) = aligner.align([document]).encoded
+        compared += 1
+        same = np.array_equal(beside.input_ids, alone.input_ids) and np.array_equal(beside.label_mask, alone.label_mask)
+        wrong += [] if same else [kind.name]
+    assert wrong == []
+    assert compared > 10 or template.no_stop
+
+
+@cache
+def _other_tokenizer() -> Any:
+    """A tokenizer with other pieces than the students', and with a template that accepts all chats."""
+    return metaspace(TEMPLATES["chatml"])
 
 
 def _wrong_today(tokenizer: str, template: str) -> set[str]:

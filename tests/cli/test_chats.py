@@ -47,6 +47,7 @@ def _config(root: Path, folder: Path, *teachers: str, student: str = "student") 
             "path": f"{root}/chats.jsonl",
             "max_length": 512,
             "loss_roles": ["assistant", "tool"],
+            "stops": "none",
             "validation": {"fraction": 0.1},
         },
         "loss": {"top_k": 16, "ce_weight": 0.5},

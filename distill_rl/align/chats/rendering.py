@@ -192,13 +192,11 @@ def _spans_by_markers(
         if not rendered.startswith(before, cursor):
             return None
         cursor += len(before)
-        is_last = i == written[-1]
-        form = None
-        for candidate in _forms(contents[i]):
-            followed = rendered.startswith(candidate + after, cursor)
-            if followed and (not is_last or cursor + len(candidate + after) == len(rendered)):
-                form = candidate
-                break
+        fitting = [form for form in _forms(contents[i]) if rendered.startswith(form + after, cursor)]
+        if i == written[-1]:
+            # What reaches the end of the chat comes first; a stop may be written behind it.
+            fitting.sort(key=lambda form: cursor + len(form + after) != len(rendered))
+        form = next(iter(fitting), None)
         if form is None:
             return None
         spans[i] = (cursor, cursor + len(form))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from os.path import commonprefix
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 from distill_rl.align.chats.form import REASONING_KEYS, SWITCHES, text_of
 from distill_rl.align.chats.rendering import FIXED_DATE, CharSpan, Message, in_form, message_spans, render
@@ -27,6 +28,12 @@ _OPENED_THOUGHT = re.compile(
 """At the end of a header: a thought that is opened, and perhaps ended."""
 _MARK = "\ue000"
 _QUESTION = {"role": "user", "content": "?"}
+T = TypeVar("T")
+
+
+_KEPT: WeakKeyDictionary[Any, dict[str, dict[str, Any]]] = WeakKeyDictionary()
+"""For a tokenizer: template, special tokens, tools and variables → what was found of them (`_once`)."""
+_MOST_KEPT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +42,32 @@ class Write:
 
     tokenizer: Any
     options: Mapping[str, Any]
+    known: dict[str, Any] = field(default_factory=dict)
+    """What `_once` keeps"""
+
+    @classmethod
+    def of(cls, tokenizer: Any, document: Mapping[str, Any]) -> Write:
+        """The one of a document, which shares what is known with others that have the same tools and variables."""
+        options = template_options(document)
+        kept = _KEPT.setdefault(tokenizer, {})
+        key = repr((tokenizer.chat_template, tokenizer.special_tokens_map, options))
+        if key not in kept and len(kept) >= _MOST_KEPT:
+            kept.clear()
+        return cls(tokenizer, options, kept.setdefault(key, {}))
 
     def __call__(self, messages: Sequence[Message], **more: Any) -> str:
         return render(self.tokenizer, messages, **self.options, **more)
+
+
+def _once(find: Callable[[Write], T]) -> Callable[[Write], T]:
+    """The same function, which looks only once for what a template writes in any chat with the same tools and variables."""
+
+    def known(write: Write) -> T:
+        if find.__name__ not in write.known:
+            write.known[find.__name__] = find(write)
+        return write.known[find.__name__]
+
+    return known
 
 
 class Rendered(NamedTuple):
@@ -62,6 +92,7 @@ def render_document(
     roles: Collection[str] = (),
     whose: str = "the student's tokenizer",
     stops: Collection[str] = (),
+    text_only: bool = False,
 ) -> Rendered:
     """Renders a whole chat, and finds the character spans in it that are trained on.
 
@@ -79,6 +110,7 @@ def render_document(
         document: with "row", "messages" and perhaps tools and variables (`Layout.document`).
         whose: the tokenizer, for error messages.
         stops: what the stop tokens are written as, for a template that ends a turn by the next role's token (`with_stops`).
+        text_only: whether no spans are asked for, so that none has to be found.
 
     Raises:
         DataError: no chat template; a chat that the template refuses; turns that cannot be found in the text; a switch that
@@ -88,15 +120,17 @@ def render_document(
     if not tokenizer.chat_template:
         remedy = "give it one, or train on text"
         raise DataError(f"row {row}", f"chat messages need a chat template; {whose} has none", remedy=remedy)
-    write = Write(tokenizer, template_options(document))
+    write = Write.of(tokenizer, document)
     try:
         written = whole = write(messages)
     except Exception as error:  # a template can raise anything
         raise DataError(f"row {row}", f"a chat that the template of {whose} accepts", str(error)) from error
-    off = [i for i, message in enumerate(messages) if _is_off(message, i, row)]
-    turns: list[CharSpan] = []
+    off = [] if text_only else [i for i, message in enumerate(messages) if _is_off(message, i, row)]
     of_turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if of_turns and ("assistant" in roles or (off and not roles)):
+    off_turns = [i for i in of_turns if i in off]
+    wanted = not text_only and ("assistant" in roles if roles else bool(off_turns))
+    turns: list[CharSpan] = []
+    if of_turns and wanted:
         found = _assistant_turns(tokenizer, write, messages, whole)
         if found is None:
             raise DataError(
@@ -108,16 +142,16 @@ def render_document(
         turns = found
     whole += closing_stop(write, messages, whole, stops)
     turns = with_stops(whole, turns, stops)
-    if not roles and not off:
+    if text_only or not (roles or off):
         return Rendered(whole, None, written)
-    if off and len(turns) not in (0, len(of_turns)):
+    if wanted and off_turns and len(turns) != len(of_turns):
         rule = "the chat template marks every assistant turn once with {% generation %}, so that one can be taken out"
         raise DataError(f"row {row}", rule, f"{len(turns)} marked stretches for {len(of_turns)} turns")
-    kept = [span for i, span in zip(of_turns, turns) if i not in off] if off else turns
-    others = {message["role"] for message in messages} - {"assistant"}
     if roles:
-        spans = kept if "assistant" in roles else []
-        if others := others & set(roles):
+        spans = [span for i, span in zip(of_turns, turns) if i not in off] if off_turns else turns
+        spans = spans if "assistant" in roles else []
+        others = {message["role"] for message in messages} & set(roles) - {"assistant"}
+        if others:
             spans = spans + _texts_of_roles(write, messages, whole, others, row, off)
         return Rendered(whole, sorted(spans), written)
     without = [span for i, span in zip(of_turns, turns) if i in off]
@@ -202,10 +236,13 @@ def _without_header(write: Write, whole: str, block: CharSpan) -> CharSpan:
     """What the model generates of a {% generation %} block, some of which hold the header, and the white space behind the turn."""
     start, stop = block
     try:
-        opening, header, ends = _place_of_turn(write, [_QUESTION], "").opening, _header(write), _ends_of_turn(write)
+        opening, header, ends = _first_place(write).opening, _header(write), _ends_of_turn(write)
     except Exception:  # a template can raise anything
         return block
-    given = next((text for text in (opening, header) if text and whole.startswith(text, start)), "")
+    headers = [text for text in (opening, header) if text]
+    if any(whole.endswith(text, 0, start) for text in headers):
+        headers = []  # one inside the block is what the model says
+    given = next((text for text in headers if whole.startswith(text, start)), "")
     turn = whole[start + len(given) : stop]
     if any(end.strip() and turn.rstrip().endswith(end) for end in ends):
         turn = turn.rstrip()
@@ -229,7 +266,7 @@ def _spans_by_prefix(write: Write, messages: Sequence[Message], whole: str) -> l
         if message["role"] != "assistant":
             continue
         try:
-            through = write(messages[: index + 1])
+            through = whole if index + 1 == len(messages) else write(messages[: index + 1])
             place = _place_of_turn(write, messages[:index], through)
             start, last = place.start_in(write, whole), place.start_in(write, through)
         except Exception:  # a template can raise anything on a part of a chat
@@ -282,18 +319,25 @@ def _place_of_turn(write: Write, before: Sequence[Message], through: str) -> _Pl
         written, prompt = write(before), write(before, add_generation_prompt=True)
         base = len(_common(written, prompt))
         return _Place(prompt[:base], prompt[base:], written[base:])
-    place, header = _place_of_turn(write, [_QUESTION], ""), _header(write)
+    place, header = _first_place(write), _header(write)
     if not header:
         raise ValueError("no header")
     return _Place(through[: through.index(header)], place.opening, place.end)
 
 
+@_once
+def _first_place(write: Write) -> _Place:
+    """The place of an answer to a question."""
+    return _place_of_turn(write, [_QUESTION], "")
+
+
+@_once
 def _header(write: Write) -> str:
     """The header of an assistant's turn: what the generation prompt has in common with a turn of one character, at the end
     of a chat and before another question, but for the thought that both may open.
     """
     mark = {"role": "assistant", "content": _MARK}
-    place = _place_of_turn(write, [_QUESTION], "")
+    place = _first_place(write)
     turns = [write([_QUESTION, mark]), write([_QUESTION, mark, _QUESTION])]
     common = _common(place.opening, *(turn[len(place.before) :] for turn in turns))
     return _OPENED_THOUGHT.sub("", common)
@@ -347,7 +391,7 @@ def _spans_by_exchange(write: Write, messages: Sequence[Message], whole: str) ->
     the message's.
     """
     try:
-        opening, header = _place_of_turn(write, [_QUESTION], "").opening, _header(write)
+        opening, header = _first_place(write).opening, _header(write)
         ends = [end for end in _ends_of_turn(write) if end]
         mark = {"role": "assistant", "content": _MARK}
         spans: list[CharSpan] = []
@@ -399,6 +443,7 @@ def _exchanged(message: Message) -> Iterator[Message]:
     yield {"role": "assistant", "content": _MARK}
 
 
+@_once
 def _ends_of_turn(write: Write) -> tuple[str, str]:
     """What the template writes behind an assistant's turn: at the end of a chat, and before a user's turn; empty if it does not
     take such chats.
@@ -439,7 +484,7 @@ def _end_in(after: str, ends: Sequence[str]) -> int:
 
 def _end_of_chat(write: Write) -> str:
     """What the template writes at the end of a chat in place of a generation prompt."""
-    return _place_of_turn(write, [_QUESTION], "").end
+    return _first_place(write).end
 
 
 def _has_generation_blocks(tokenizer: Any) -> bool:

@@ -337,7 +337,7 @@ class DocumentAligner:
             DataError: no chat template, or a chat that it refuses or does not render in full.
         """
         text, _, written = render_document(
-            teacher.tokenizer, document, whose=teacher.coverage.whose, stops=teacher.stops.texts
+            teacher.tokenizer, document, whose=teacher.coverage.whose, stops=teacher.stops.texts, text_only=True
         )
         left_out = teacher.coverage.check(document, written, self._tokenization.unrendered)
         tokens = teacher.aligner.tokenize_messages(

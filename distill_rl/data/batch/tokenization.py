@@ -301,7 +301,7 @@ def holding(spans: Sequence[CharSpan], offsets: np.ndarray) -> np.ndarray:
     starts, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
     mask = np.zeros(len(offsets), dtype=bool)
     for first, stop in spans:
-        mask |= (starts < stop) & (ends > first)
+        mask |= (starts < stop) & (ends > first) & (first < stop)
     return mask
 
 

@@ -52,9 +52,8 @@ class TemplateCoverage:
     """What one tokenizer's chat template writes of the chats that it renders.
 
     Every content, thought and tool call is looked for in the text. One that is not found as it is, or as JSON has it, may
-    have been rewritten; so the chat is rendered without it, and if that makes no difference, up to its message: templates
-    leave out the reasoning of earlier turns on purpose, and only a template that does not write a key in a chat's last
-    message ignores it. The first message of each kind (role, keys, number of calls) is rendered without each of its keys
+    have been rewritten; so the chat is rendered without it, and for a thought, if that makes no difference, up to its message:
+    templates leave out the reasoning of earlier turns on purpose. The first message of each kind (role, keys, number of calls) is rendered without each of its keys
     whether they are found or not, because a text can also occur elsewhere. Other keys, tools and variables count as written
     once the text of some chat has changed with them.
 
@@ -161,7 +160,8 @@ class TemplateCoverage:
 
 
 def _message_changes(write: Callable[..., str], messages: Sequence[Message], i: int, key: str, text: str) -> bool:
-    """Whether the text of a chat, or of the chat up to message i, changes with a key of that message.
+    """Whether the text of a chat changes with a key of message i; for a thought, or what describes a message, also whether
+    that of the chat up to the message does.
 
     True as well if the template refuses every chat without the key, since it must have read it.
 
@@ -172,14 +172,28 @@ def _message_changes(write: Callable[..., str], messages: Sequence[Message], i: 
     changed = {name: value for name, value in message.items() if name != key}
     if isinstance(message[key], str) or key == "content":
         changed[key] = _MARK
-    return _changes(write, messages, i, changed, text)
+    _, ends, answer = text_of(message).rpartition("</think>")
+    only_last = key not in ("content", "tool_calls") or bool(key == "content" and ends and not answer.strip())
+    return _changes(write, messages, i, changed, text, only_last=only_last)
 
 
-def _changes(write: Callable[..., str], messages: Sequence[Message], i: int, changed: Message, text: str) -> bool:
-    """The same with another message in the place of message i."""
+def _changes(
+    write: Callable[..., str],
+    messages: Sequence[Message],
+    i: int,
+    changed: Message,
+    text: str,
+    *,
+    only_last: bool = False,
+) -> bool:
+    """The same with another message in the place of message i.
+
+    Args:
+        only_last: whether a change counts that only a chat up to the message shows.
+    """
     before, after = messages[:i], messages[i + 1 :]
     whole = _differs(lambda: text, lambda: write([*before, changed, *after]))
-    if whole or not after:
+    if not after or whole or (whole is False and not only_last):
         return whole is not False
     alone = _differs(lambda: write([*before, messages[i]]), lambda: write([*before, changed]))
     return bool(alone) or (whole is None and alone is None)
@@ -196,13 +210,26 @@ def _writes_call(write: Callable[..., str], messages: Sequence[Message], i: int,
     if isinstance(function, Mapping) and function.get("name"):
         others.append({**function, "name": _MARK})
     if isinstance(function, Mapping) and function.get("arguments"):
-        others.append({**function, "arguments": "{}" if isinstance(function["arguments"], str) else {}})
+        others += [{**function, "arguments": arguments} for arguments in _with_less(function["arguments"])]
     for other in others:
         whole = {**calls[call], "function": other} if "function" in calls[call] else other
         changed = {**messages[i], "tool_calls": [*calls[:call], whole, *calls[call + 1 :]]}
         if not _changes(write, messages, i, changed, text):
             return False
     return True
+
+
+def _with_less(arguments: Any) -> Iterator[Any]:
+    """Yields the arguments of a call without one of them each, in the form that they have."""
+    is_text = isinstance(arguments, str)
+    value = _parsed(arguments) if is_text else arguments
+    kept = (
+        [{key: other for key, other in value.items() if key != left} for left in value]
+        if isinstance(value, Mapping)
+        else []
+    )
+    for less in kept or [{}]:
+        yield json.dumps(less, ensure_ascii=False) if is_text else less
 
 
 def _cuts_thought(write: Callable[..., str], messages: Sequence[Message], i: int, text: str) -> bool:

@@ -6,7 +6,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from distill_rl.align import TokenAligner, content_spans
-from distill_rl.align.chats.rendering import render
+from distill_rl.align.chats.rendering import message_spans, render
 from tests.helpers.align import (
     DATA,
     FAMILIES,
@@ -19,6 +19,7 @@ from tests.helpers.align import (
     stripping,
     unknown_is_eos,
 )
+from tests.helpers.tokenizers import tiny_tokenizer
 
 CHAT = [
     {"role": "system", "content": "user"},
@@ -174,6 +175,29 @@ def test_content_spans_with_and_without_the_template():
         (2, 3),
     )
     assert content_spans(rendered, [{"role": "user", "content": None}]) == ((0, 0),)
+
+
+@pytest.mark.parametrize("last", ["assistant", " user \n", ""])
+@pytest.mark.parametrize("strips", ["", ".strip()"])
+def test_contents_are_found_before_a_stop_that_is_added(last, strips):
+    """The contents are words that the template writes as well, so that searching for them would find others."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ '<' + m.role + '>' + m.content" + strips + " }}{% endfor %}"
+    chat = [{"role": "user", "content": "assistant"}, {"role": "assistant", "content": last}]
+    said = last.strip() if strips else last
+    for stop in ("", "<user>"):
+        spans = content_spans("<user>assistant<assistant>" + said + stop, chat, lambda chat: render(tokenizer, chat))
+        assert spans[0] == (6, 15)
+        assert spans[1] == ((26, 26 + len(said)) if said else (15, 15))
+
+
+def test_thoughts_and_calls_have_spans():
+    text = '<user>f<assistant>hm so call f{"a": 1} call g{}'
+    calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in (("f", {"a": 1}), ("g", {}))]
+    turn = {"role": "assistant", "content": "so", "reasoning_content": "hm", "tool_calls": calls}
+    spans = message_spans(text, [{"role": "user", "content": "f"}, turn])
+    said = [[text[slice(*span)] for span in of_message] for of_message in spans]
+    assert said == [["f"], ["hm", "so", "f", '{"a": 1}', "g", ""]]
 
 
 @pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="real tokenizers are not in ../shared/data")

@@ -1,13 +1,16 @@
-"""Documents are tokenised and aligned one by one, so a batch gives the same in parts."""
+"""Documents are tokenised and aligned one by one: a batch gives the same in parts, and a teacher changes no label."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher, DocumentAligner
-from distill_rl.data.batch.tokenization import Tokenization
+from distill_rl.data.batch.tokenization import Encoded, Tokenization
+from distill_rl.errors import DataError
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.tokenizers import tiny_tokenizer
 
@@ -32,3 +35,71 @@ def test_parts_of_a_batch_give_what_the_whole_gives(messages):
     for alignment, expected in zip(alignments, whole.alignments[1], strict=True):
         for name in ("student_ids", "teacher_ids", "student_chunk", "teacher_chunk"):
             assert np.array_equal(getattr(alignment, name), getattr(expected, name))
+
+
+PLAIN = (
+    "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' }}{{ m.thinking or '' }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{{ '</s>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
+)
+# Ends a turn by the next role's token.
+NEXT_ROLE = "{% for m in messages %}{{ '<|end|>' if m.role == 'user' else '<|turn|>' }}{{ m.content }}{% endfor %}"
+NEXT_ROLE += "{% if add_generation_prompt %}{{ '<|turn|>' }}{% endif %}"
+# Rewrites earlier turns.
+SHORTENED = PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else m.content[:1] }}")
+QUESTION, ANSWER = {"role": "user", "content": "why"}, {"role": "assistant", "content": "so it is"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": "x</s>y"}}}
+QUOTING: list[dict[str, Any]] = [
+    {"role": "assistant", "content": "one</s>two<|end|>"},
+    ANSWER | {"thinking": "hm</s>hm"},
+    ANSWER | {"tool_calls": [CALL]},
+]
+
+
+def beside(
+    template: str, chat: list[dict[str, Any]], *, student: str = PLAIN, **settings: Any
+) -> tuple[Encoded, Encoded]:
+    """A chat's tokens beside a teacher with another tokenizer and this template, and without one."""
+    learner, other = tiny_tokenizer(), tiny_tokenizer(600, seed=7)
+    learner.chat_template, other.chat_template = student, template
+    ends = learner.convert_tokens_to_ids(["<|end|>"])
+    settings = {"loss_on": "assistant", "stops": ends, **settings}
+    tokenization = Tokenization(learner, format="messages", max_length=999, **settings)
+    teachers = {0: CrossTokenizerTeacher.of("t", learner, other, AlignerConfig(), student_stops=ends, stops=ends)}
+    document = {"row": 0, "messages": chat}
+    aligned = DocumentAligner(tokenization, teachers, {0: 999}).align([document])
+    assert aligned.alignments[0][0].num_chunks > 0
+    return aligned.encoded[0], tokenization.encode_all(document)
+
+
+@pytest.mark.parametrize("turn", QUOTING)
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_special_tokens_in_texts_are_read_as_without_a_teacher(turn: dict[str, Any], as_tokens: bool) -> None:
+    tokens, alone = beside(PLAIN, [QUESTION, turn, QUESTION, ANSWER], special_tokens_in_text=as_tokens)
+    assert (tokens.input_ids == 1).sum() == 4 + as_tokens  # `</s>`, behind each message and perhaps in the text
+    assert np.array_equal(tokens.input_ids, alone.input_ids)
+    assert np.array_equal(tokens.label_mask, alone.label_mask)
+
+
+@pytest.mark.parametrize("loss_on", ["all", "assistant"])
+def test_the_next_role_ends_the_last_turn_on_both_sides(loss_on: str) -> None:
+    """Words of the texts also stand in what the templates write."""
+    chat = [QUESTION | {"content": "assistant"}, ANSWER | {"content": "user"}, QUESTION, ANSWER]
+    for student, teacher in ((NEXT_ROLE, PLAIN), (PLAIN, NEXT_ROLE), (NEXT_ROLE, NEXT_ROLE)):
+        tokens, alone = beside(teacher, chat, student=student, loss_on=loss_on)
+        assert np.array_equal(tokens.input_ids, alone.input_ids)
+        assert np.array_equal(tokens.label_mask, alone.label_mask)
+        spelt = tiny_tokenizer().decode(tokens.input_ids[tokens.label_mask])
+        if loss_on == "assistant":
+            assert spelt == ("user<|end|>so it is<|end|>" if student == NEXT_ROLE else "user</s>so it is</s>")
+        else:
+            assert spelt.endswith("so it is<|end|>" if student == NEXT_ROLE else "so it is</s>\n")
+
+
+def test_the_turns_of_a_teacher_need_not_be_found() -> None:
+    chat = [QUESTION, ANSWER | {"weight": 0}, QUESTION, ANSWER | {"content": "end"}]
+    for loss_on in ("all", "assistant"):
+        tokens, alone = beside(SHORTENED, chat, loss_on=loss_on, unrendered="warn")
+        assert np.array_equal(tokens.label_mask, alone.label_mask)
+        with pytest.raises(DataError, match="rewrites earlier turns"):
+            beside(PLAIN, chat, student=SHORTENED, loss_on=loss_on, unrendered="warn")
