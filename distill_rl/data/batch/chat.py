@@ -371,7 +371,8 @@ def _turn_in(rest: str, last: str, content: str, ends: tuple[str, str]) -> str |
     for form in forms:
         for text in filter(form.__contains__, contents):
             # White space after the end-of-turn token is not part of the turn, unless nothing else ends it.
-            only_ends = form.strip() != text.strip() and not (text and form.rstrip().endswith(text))
+            is_ended = any(end.strip() and form.rstrip().endswith(end.strip()) for end in ends)
+            only_ends = is_ended or (form.strip() != text.strip() and not (text and form.rstrip().endswith(text)))
             turn = form.rstrip() if only_ends else form
             if not turn and not text:
                 return ""

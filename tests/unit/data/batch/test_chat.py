@@ -101,6 +101,13 @@ def test_turns_that_contain_words_of_the_template(tokenizer):
     assert assistant_turns(tokenizer, TURNS + PROMPT, chat) == ["think<|end|>", "<|end|>", " \n<|end|>"]
 
 
+@pytest.mark.parametrize("said", [">", "|>", "end|>", "<|end|>", "a>"])
+def test_turns_that_say_the_end_of_the_end_token(tokenizer, said):
+    chat = [CHAT[0], {"role": "assistant", "content": said}]
+    assert assistant_turns(tokenizer, TURNS + PROMPT, [*chat, *chat]) == [said + "<|end|>"] * 2
+    assert assistant_turns(tokenizer, NO_END, [*chat, *chat]) == [said + "\n"] * 2
+
+
 def test_consecutive_assistant_turns_from_the_start(tokenizer):
     chat = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert assistant_turns(tokenizer, TURNS + PROMPT, chat) == ["a<|end|>", "b<|end|>"]
