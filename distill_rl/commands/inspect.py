@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distill_rl.align import Tokenized
+from distill_rl.align.chats.form import SWITCHES
 from distill_rl.align.tokenizer.encoder import Encoder
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.load import read_config
@@ -210,6 +211,15 @@ class _Texts:
         theirs = {i: tokens(teachers[i].tokenizer, side) for i, side in made.teachers.items()}
         return tokens(tokenization.tokenizer, made.student), theirs
 
+    def taken_out(self, document: Mapping[str, Any]) -> np.ndarray:
+        """bool [tokens]: which of the student's tokens are not learnt because of a key of their message (SWITCHES)."""
+        encode = self._builder.tokenization.encode_all
+        learnt = encode(document).label_mask
+        if not any(key in message for message in document.get("messages", ()) for key in SWITCHES):
+            return np.zeros_like(learnt)
+        kept = [{k: v for k, v in message.items() if k not in SWITCHES} for message in document["messages"]]
+        return encode({**document, "messages": kept}).label_mask & ~learnt
+
 
 @dataclass(frozen=True, slots=True)
 class _Arrays:
@@ -262,6 +272,8 @@ class _Document:
     """All tokens of STUDENT, and of teachers by index."""
     held: dict[int, dict[int, tuple[np.ndarray, tuple[int, int]]]]
     """For each side, by index of the piece: its tokens, and their place."""
+    taken_out: np.ndarray
+    """bool [tokens]: which of the student's a key of their message takes out of what is learnt."""
 
     @classmethod
     def of(
@@ -278,7 +290,7 @@ class _Document:
             ]
             held[i] = dict(zip(pieces, zip(ids, side.places(ids))))
         left_out = list(batch.encoded[pieces[0]].left_out)
-        return cls(row_of(document), weights_of(document), left_out, sides, held)
+        return cls(row_of(document), weights_of(document), left_out, sides, held, texts.taken_out(document))
 
     def add(self, i: int, piece: int, side: _Side) -> int:
         """Adds what a row holds to a side of it; returns the number of the document's tokens before that."""
@@ -427,8 +439,8 @@ class _Viewer:
         for token, label in zip(tokens, arrays.labels[row].tolist()):
             token["label"] = label != IGNORE_INDEX
         chunks = {self._names[i]: arrays.chunks[i][0][row] for i in teachers}
-        for each in listed:
-            self._explain(tokens, each, chunks)
+        for each, (document, _) in zip(listed, held):
+            self._explain(tokens, each, chunks, document.taken_out)
         return {
             "source": listed[0]["source"],
             "row": listed[0]["row"],
@@ -455,12 +467,17 @@ class _Viewer:
         return aligner.student.special, aligner.teacher.special
 
     def _explain(
-        self, tokens: Sequence[dict[str, Any]], document: Mapping[str, Any], chunks: Mapping[str, Any]
+        self,
+        tokens: Sequence[dict[str, Any]],
+        document: Mapping[str, Any],
+        chunks: Mapping[str, Any],
+        taken_out: np.ndarray,
     ) -> None:
         """Says of the tokens of a document in a row that are not learnt, or not from all teachers, why.
 
         Args:
             chunks: by name of the teacher, int32 [n]: the chunk of each token of the row, −1 for none.
+            taken_out: as of the document.
         """
         data, roles = self.inputs.config.data, self._builder.tokenization.roles
         setting = "data.loss_roles" if data.loss_roles else f"data.loss_on={data.loss_on}"
@@ -476,6 +493,8 @@ class _Viewer:
                 token["why"] = f"first token of {'a later piece of ' if of_piece else ''}the document"
             elif of_piece and token["start"] == token["end"] == tokens[first]["start"]:
                 token["why"] = "special token with which every piece begins"
+            elif taken_out[document["tokens_before"] + j - first : document["tokens_before"] + j - first + 1].any():
+                token["why"] = f"taken out by its message ({', '.join(SWITCHES[:-1])} or {SWITCHES[-1]})"
             else:
                 token["why"] = f"{outside} ({setting})"
 

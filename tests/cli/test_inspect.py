@@ -217,6 +217,19 @@ def test_what_a_template_leaves_out_is_shown_and_refused(root: Path, tmp_path: P
     assert inspect(root, *settings, "data.unrendered=warn").code == 0
 
 
+@pytest.mark.parametrize("loss_on", ["assistant", "all"])
+def test_a_turn_that_its_message_takes_out_says_so(root: Path, tmp_path: Path, loss_on: str) -> None:
+    chat = [{"role": "user", "content": "ka"}, {"role": "assistant", "content": "be", "weight": 0}]
+    chat += [{"role": "user", "content": "lo"}, {"role": "assistant", "content": "an", "weight": 1}]
+    (tmp_path / "off.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    settings = (f"data.path={tmp_path}/off.jsonl", f"data.loss_on={loss_on}", "data.stops=none", "--row", "0", "--json")
+    tokens = json.loads(inspect(root, *settings).out)["tokens"]
+    out = [token for token in tokens if token.get("why", "").startswith("taken out by its message (weight, train,")]
+    assert "".join(token["text"] for token in out) == "be<|end|>"
+    assert not any(token["label"] for token in out)
+    assert "an<|end|>" in "".join(token["text"] for token in tokens if token["label"])
+
+
 def test_rows_that_are_held_out_are_refused(root: Path) -> None:
     found = [inspect(root, "data.validation.fraction=0.5", "--row", str(number)) for number in range(ROWS)]
     assert [ended.code for ended in found].count(0) == ROWS // 2
