@@ -72,7 +72,7 @@ def message_spans(
 
     With `render`, the chat is rendered a second time with unique markers as contents. The text around the markers is
     what the template writes, so the contents of the original lie between the same pieces of text; a content of "user"
-    is not mistaken for a header. Without `render`, or if that fails, each content is searched for from the end of the
+    is not mistaken for a header. Without `render`, or where that fails, each content is searched for from the end of the
     content before it. Reasoning and tool calls are searched for between the contents.
 
     Args:
@@ -147,12 +147,12 @@ def _argument_forms(arguments: Any) -> list[str]:
     return texts if arguments else []
 
 
-def _spans_by_search(rendered: str, contents: list[str]) -> tuple[CharSpan, ...]:
-    """The character span of each content, searched for in order, each behind the end of the one before it.
+def _spans_by_search(rendered: str, contents: list[str], cursor: int = 0) -> tuple[CharSpan, ...]:
+    """The character span of each content, searched for in order from a place, each behind the end of the one before it.
 
     A content that is empty or does not occur gets an empty span at that place.
     """
-    spans, cursor = [], 0
+    spans = []
     for content in contents:
         written = next((form for form in _forms(content) if form and rendered.find(form, cursor) >= 0), "")
         start = rendered.find(written, cursor) if written else cursor
@@ -167,8 +167,8 @@ def _spans_by_markers(
     """The contents' spans, by rendering the chat again with unique markers in place of the contents.
 
     What surrounds the markers is the template's own text. A content that is empty, or that the template leaves out, gets
-    an empty span behind the one before it. None if the template fails on the markers, or if the rendered chat does not
-    have the same text around the contents.
+    an empty span behind the one before it. From the first one on around which the rendered chat does not have the same text,
+    contents are searched for. None if the template fails on the markers.
     """
     markers = [f"\ue000{i}\ue001" for i in range(len(messages))]
     # An empty content stays: some templates write more around one that is not empty.
@@ -189,18 +189,20 @@ def _spans_by_markers(
     spans: dict[int, CharSpan] = {}
     cursor = 0
     for i, before, after in zip(written, template_parts, template_parts[1:]):
-        if not rendered.startswith(before, cursor):
-            return None
-        cursor += len(before)
-        fitting = [form for form in _forms(contents[i]) if rendered.startswith(form + after, cursor)]
+        start = cursor + len(before)
+        thoughtless = contents[i].rpartition("</think>")[2]  # some templates cut the thought of earlier turns
+        forms = dict.fromkeys([*_forms(contents[i]), *_forms(thoughtless)])
+        fitting = [form for form in forms if rendered.startswith(form + after, start)]
         if i == written[-1]:
             # What reaches the end of the chat comes first; a stop may be written behind it.
-            fitting.sort(key=lambda form: cursor + len(form + after) != len(rendered))
-        form = next(iter(fitting), None)
-        if form is None:
-            return None
-        spans[i] = (cursor, cursor + len(form))
-        cursor += len(form)
+            fitting.sort(key=lambda form: start + len(form + after) != len(rendered))
+        is_behind = rendered.startswith(before, cursor)
+        if not is_behind or not fitting:
+            later = [text if k in written else "" for k, text in enumerate(contents) if k >= i]
+            spans |= dict(enumerate(_spans_by_search(rendered, later, start if is_behind else cursor), i))
+            break
+        cursor = start + len(fitting[0])
+        spans[i] = start, cursor
 
     # A content that the template leaves out gets an empty span behind the content before it.
     end, all_spans = 0, []

@@ -29,8 +29,6 @@ _OPENED_THOUGHT = re.compile(
 _MARK = "\ue000"
 _QUESTION = {"role": "user", "content": "?"}
 T = TypeVar("T")
-
-
 _KEPT: WeakKeyDictionary[Any, dict[str, dict[str, Any]]] = WeakKeyDictionary()
 """For a tokenizer: template, special tokens, tools and variables → what was found of them (`_once`)."""
 _MOST_KEPT = 256

@@ -53,9 +53,9 @@ class TemplateCoverage:
 
     Every content, thought and tool call is looked for in the text. One that is not found as it is, or as JSON has it, may
     have been rewritten; so the chat is rendered without it, and for a thought, if that makes no difference, up to its message:
-    templates leave out the reasoning of earlier turns on purpose. The first message of each kind (role, keys, number of calls) is rendered without each of its keys
-    whether they are found or not, because a text can also occur elsewhere. Other keys, tools and variables count as written
-    once the text of some chat has changed with them.
+    templates leave out the reasoning of earlier turns on purpose. The first message of each kind (role, keys, number of
+    calls) is rendered without each of its keys whether they are found or not, because a text can also occur elsewhere. Other
+    keys, tools and variables count as written once the text of some chat has changed with them.
 
     Args:
         whose: the tokenizer, for messages (`the student's tokenizer`).
@@ -173,7 +173,9 @@ def _message_changes(write: Callable[..., str], messages: Sequence[Message], i: 
     if isinstance(message[key], str) or key == "content":
         changed[key] = _MARK
     _, ends, answer = text_of(message).rpartition("</think>")
-    only_last = key not in ("content", "tool_calls") or bool(key == "content" and ends and not answer.strip())
+    only_last = key not in ("content", "tool_calls", "function_call") or bool(
+        key == "content" and ends and not answer.strip()
+    )
     return _changes(write, messages, i, changed, text, only_last=only_last)
 
 

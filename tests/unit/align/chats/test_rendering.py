@@ -191,6 +191,27 @@ def test_contents_are_found_before_a_stop_that_is_added(last, strips):
         assert spans[1] == ((26, 26 + len(said)) if said else (15, 15))
 
 
+# Earlier turns lose the thought in their content; that of the last one is written anew, and an empty one if it has none.
+THOUGHTS_CUT = (
+    "{% for m in messages %}{{ '<' + m.role + '>' }}{% set said = m.content.split('</think>')[-1].strip() %}"
+    "{% if m.role == 'user' %}{{ m.content }}{% elif not loop.last %}{{ said }}{% else %}"
+    "{% set thought = m.content.split('</think>')[0].split('<think>')[-1] if '</think>' in m.content else '' %}"
+    "{{ '<think>' + thought.strip() + '</think>' + said }}{% endif %}{% endfor %}"
+)
+
+
+def test_contents_around_thoughts_that_are_cut_are_found():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = THOUGHTS_CUT
+    thinking = {"role": "assistant", "content": "<think>\nhm\n</think>\n\ner"}
+    question = {"role": "user", "content": "user"}
+    chat = [question, thinking, question, thinking]
+    text = "<user>user<assistant>er<user>user<assistant><think>hm</think>er"
+    spans = content_spans(text, chat, lambda chat: render(tokenizer, chat))
+    assert spans[:3] == ((6, 10), (21, 23), (29, 33))
+    assert content_spans(text[:33], chat[:3], lambda chat: render(tokenizer, chat)) == spans[:3]
+
+
 def test_thoughts_and_calls_have_spans():
     text = '<user>f<assistant>hm so call f{"a": 1} call g{}'
     calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in (("f", {"a": 1}), ("g", {}))]
