@@ -35,7 +35,16 @@ class Correction:
     """Regular expression of the line."""
 
 
-CORRECTIONS: tuple[Correction, ...] = ()
+CORRECTIONS: tuple[Correction, ...] = (
+    Correction(
+        "answers that end in no token at which generation stops are refused",
+        "ab47e93a",
+        "runs/lora without data.stops",
+        r"^data\.path: row \d+: an answer must end in a token at which generation stops; .* set data\.stops=none$",
+    ),
+)
+NEEDED: Mapping[str, tuple[str, ...]] = {"lora": ("data.stops=none",)}
+"""Frozen run → the settings with which it goes on since a correction."""
 
 MOVED: Mapping[str, str] = {}
 """Dotted key in frozen YAMLs → its new spelling, `teachers.0.store` → `teachers.0.targets.store`. Such a key is read with a note

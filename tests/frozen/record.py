@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,13 @@ def one_thread() -> Iterator[World]:
         torch.set_num_threads(before)
 
 
-def run_config(name: str) -> Config:
-    """The settings with which a frozen run is extended by three steps; paths are relative to the frozen folder."""
-    return load_config(f"runs/{name}/config.yaml", [f"train.steps={4 + STEPS}"])
+def run_config(name: str, settings: Sequence[str] = ()) -> Config:
+    """The settings with which a frozen run is extended by three steps; paths are relative to the frozen folder.
+
+    Args:
+        settings: what it needs besides since a correction.
+    """
+    return load_config(f"runs/{name}/config.yaml", [f"train.steps={4 + STEPS}", *settings])
 
 
 def checkpoint_of(name: str) -> Path:

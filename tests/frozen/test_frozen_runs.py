@@ -19,7 +19,7 @@ from distill_rl.run.checkpoints.store import CheckpointStore, find
 from distill_rl.store.store import Store
 from distill_rl.types import IGNORE_INDEX
 from tests.frozen import record
-from tests.frozen.past import Past, reads, succeeds
+from tests.frozen.past import NEEDED, Past, reads, succeeds
 from tests.helpers.command import series
 from tests.helpers.one_process import OneProcess
 
@@ -42,7 +42,7 @@ def in_file(checkpoint: Path) -> dict[str, torch.Tensor]:
 @reads("runs/{run}")
 def test_a_checkpoint_is_read_bit_for_bit(past: Past, world: World, run: str):
     checkpoint, recorded = record.checkpoint_of(run), past.recorded["runs"][run]
-    going_on = OneProcess(record.run_config(run), world, checkpoint)
+    going_on = OneProcess(record.run_config(run, NEEDED.get(run, ())), world, checkpoint)
     loaded, written = record.loaded(going_on), in_file(checkpoint)
     assert loaded.keys() == written.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in written.items())
@@ -54,7 +54,9 @@ def test_a_checkpoint_is_read_bit_for_bit(past: Past, world: World, run: str):
 @reads("runs/{run}")
 def test_the_next_batch_and_the_next_steps_are_those_of_then(past: Past, world: World, run: str):
     recorded = past.recorded["runs"][run]
-    batch, steps = record.steps_of(OneProcess(record.run_config(run), world, record.checkpoint_of(run)))
+    batch, steps = record.steps_of(
+        OneProcess(record.run_config(run, NEEDED.get(run, ())), world, record.checkpoint_of(run))
+    )
     assert batch == recorded["next_batch"]
     for step, wanted in zip(steps, recorded["steps"], strict=True):
         assert step == pytest.approx(wanted, **SAME)
@@ -64,7 +66,9 @@ def test_the_next_batch_and_the_next_steps_are_those_of_then(past: Past, world: 
 @reads("runs/{run}")
 def test_the_older_checkpoint_goes_on_to_what_the_run_measured(past: Past, world: World, run: str):
     folder = Path("runs", run)
-    going_on = OneProcess(load_config(folder / "config.yaml"), world, folder / "checkpoints" / "step-2")
+    going_on = OneProcess(
+        load_config(folder / "config.yaml", [*NEEDED.get(run, ())]), world, folder / "checkpoints" / "step-2"
+    )
     steps = [going_on.step(batch) for batch in going_on.batches()]
     assert len(steps) == 2
     for name in ("train/loss", "train/grad_norm"):
@@ -75,10 +79,17 @@ def test_the_older_checkpoint_goes_on_to_what_the_run_measured(past: Past, world
 @RUNS
 @reads("runs/{run}")
 def test_the_check_before_resuming_finds_nothing(past: Past, run: str):
-    settings = ["checkpoint.resume=latest", "train.steps=7"]
+    settings = ["checkpoint.resume=latest", "train.steps=7", *NEEDED.get(run, ())]
     assert gather(Path("runs", run, "config.yaml"), settings).problems == []
     store = CheckpointStore(Path("runs", run, "checkpoints"), keep_last=2, keep_best=0)
     assert find(store, "latest", pytest.fail).path.name == record.RUNS[run]
+
+
+@reads("runs/lora without data.stops")
+def test_a_run_whose_answers_do_not_teach_to_stop_goes_on_only_if_it_is_said(past: Past):
+    problems = gather(Path("runs/lora/config.yaml"), ["checkpoint.resume=latest", "train.steps=7"]).problems
+    assert [line for line in problems if not line.startswith("data.validation: ")] == problems[:1]
+    print("\n".join(problems[:1]))
 
 
 @reads("runs/lora")
