@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -30,7 +30,7 @@ _MARK = "\ue000"
 _QUESTION = {"role": "user", "content": "?"}
 T = TypeVar("T")
 _KEPT: WeakKeyDictionary[Any, dict[str, dict[str, Any]]] = WeakKeyDictionary()
-"""For a tokenizer: template, special tokens, tools and variables → what was found of them (`_once`)."""
+"""For a tokenizer: template, special tokens and variables → what was found of them (`_once`)."""
 _MOST_KEPT = 256
 
 
@@ -45,10 +45,10 @@ class Write:
 
     @classmethod
     def of(cls, tokenizer: Any, document: Mapping[str, Any]) -> Write:
-        """The one of a document, which shares what is known with others that have the same tools and variables."""
+        """The one of a document, which shares what is known with others that have the same variables."""
         options = template_options(document)
         kept = _KEPT.setdefault(tokenizer, {})
-        key = repr((tokenizer.chat_template, tokenizer.special_tokens_map, options))
+        key = repr((tokenizer.chat_template, tokenizer.special_tokens_map, _without_tools(options)))
         if key not in kept and len(kept) >= _MOST_KEPT:
             kept.clear()
         return cls(tokenizer, options, kept.setdefault(key, {}))
@@ -57,12 +57,16 @@ class Write:
         return render(self.tokenizer, messages, **self.options, **more)
 
 
+def _without_tools(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "tools"}
+
+
 def _once(find: Callable[[Write], T]) -> Callable[[Write], T]:
-    """The same function, which looks only once for what a template writes in any chat with the same tools and variables."""
+    """The same function, which looks only once for what a template writes in any chat with the same variables, without tools."""
 
     def known(write: Write) -> T:
         if find.__name__ not in write.known:
-            write.known[find.__name__] = find(write)
+            write.known[find.__name__] = find(replace(write, options=_without_tools(write.options)))
         return write.known[find.__name__]
 
     return known
