@@ -42,6 +42,11 @@ class Part:
         """Whether the part holds what a model reads or writes."""
         return self.key in _TRAINED_ON if self.role else self.key == "tools"
 
+    @property
+    def column(self) -> str:
+        """The key of the messages that holds it."""
+        return "content" if self.key == _THOUGHT else self.key
+
     def __str__(self) -> str:
         if self.role:
             return f"`{self.key}` of {self.role} messages"

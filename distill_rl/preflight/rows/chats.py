@@ -159,7 +159,7 @@ def _difference(ours: str, theirs: str) -> str:
 def _example(part: Part, row: Mapping[str, Any]) -> str:
     """The value of a part in a row that has it, shortened."""
     if part.role:
-        values = [message.get(part.key) for message in row["messages"] if message["role"] == part.role]
+        values = [message.get(part.column) for message in row["messages"] if message["role"] == part.role]
         value = next(value for value in values if value)
     else:
         value = row["tools"] if part.key == "tools" else row["chat_template_kwargs"][part.key]
