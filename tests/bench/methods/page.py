@@ -120,7 +120,7 @@ def _columns(measure: str, found: Sequence[Finding], *, with_cost: bool) -> dict
         columns["KL to the teacher"] = lambda one: "–" if one.kl is None else f"{one.kl:.3f}"
     if any(one.elsewhere is not None for one in found):
         columns["elsewhere"] = lambda one: "–" if one.elsewhere is None else f"{one.elsewhere:.3f}"
-        columns["minutes"] = lambda one: f"{one.minutes:.1f}"
+        columns["CPU minutes"] = lambda one: "–" if one.cpu_minutes is None else f"{one.cpu_minutes:.1f}"
     columns["rate"] = lambda one: f"{one.rate:g}"
     if with_cost:
         columns["tokens/s"] = lambda one: f"{one.tokens_per_second:,.0f}"

@@ -305,8 +305,8 @@ class Finding:
     kl: float | None
     tokens_per_second: float
     """Tokens with a label, repetitions included."""
-    minutes: float
-    """Of all steps."""
+    cpu_minutes: float | None
+    """Of all steps, by the processor's time; None: it was not measured."""
     peak_mib: float
     """Of the process that trained; only where each row has its own (`Table.fresh`)."""
 
@@ -328,6 +328,7 @@ def _finding(setting: str, records: Sequence[Record], base: Sequence[Record], be
     scores = [record["test"]["score"] for record in records]
     interval, verdict = compare(records, base) if base else ((0.0, 0.0), "")
     kls = [record["test"]["kl"] for record in records]
+    cpu = [record["cpu_seconds"] for record in records if "cpu_seconds" in record]
     elsewhere = [record.get("elsewhere", {}).get("score") for record in records]
     return Finding(
         setting,
@@ -341,7 +342,7 @@ def _finding(setting: str, records: Sequence[Record], base: Sequence[Record], be
         None if None in elsewhere else fmean(elsewhere),
         None if None in kls else fmean(kls),
         fmean(record["labels"] / record["seconds"] for record in records),
-        fmean(record["seconds"] for record in records) / 60,
+        fmean(cpu) / 60 if cpu else None,
         fmean(record["peak_mib"] for record in records),
     )
 

@@ -29,6 +29,8 @@ class Trained:
     """Tokens that were trained on, repetitions included."""
     seconds: float
     """Of all steps, with alignment and teachers."""
+    cpu_seconds: float
+    """The same of the processor, which other work on the machine does not lengthen."""
     one_to_one: float | None
     """Share of the chunks that are one token on either side; None with one tokenizer."""
     peak_mib: float
@@ -55,7 +57,7 @@ def train(config: Config, export: Path) -> Trained:
 def _train(run: OneProcess, export: Path) -> Trained:
     skipped, labels, chunks, one_to_one = 0, 0, 0, 0
     masses: list[Metrics] = []
-    began = time.perf_counter()
+    began, began_cpu = time.perf_counter(), time.process_time()
     for batch in run.batches():
         metrics = run.step(batch)
         masses.append({name: metric for name, metric in metrics.items() if name == MASS})
@@ -63,10 +65,17 @@ def _train(run: OneProcess, export: Path) -> Trained:
         labels += batch.info.num_labels
         chunks += sum(alignment.num_chunks for alignment in batch.info.alignments)
         one_to_one += sum(alignment.num_one_to_one for alignment in batch.info.alignments)
-    seconds = time.perf_counter() - began
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
     run.student.export(export, tokenizer_of(run.config.student))
     share = one_to_one / chunks if chunks else None
     mass = merge(masses).get(MASS)
     return Trained(
-        run.student.step, skipped, labels, seconds, share, peak_bytes() / 2**20, None if mass is None else mass.value
+        run.student.step,
+        skipped,
+        labels,
+        seconds,
+        cpu_seconds,
+        share,
+        peak_bytes() / 2**20,
+        None if mass is None else mass.value,
     )
