@@ -63,7 +63,8 @@ class Pretrained(Task):
             }
             write_atomic(folder / "config.yaml", json.dumps(config, indent=2))
 
-        known = fingerprint(student.parent.name, self.student, teacher.name, *train, *test, *addresses())
+        weights = real.SMOLLM2.sha256, (real.SMOLLM2 if self.teacher == "smollm2" else real.GEMMA).sha256
+        known = fingerprint(*weights, self.student, *train, *test, *addresses())
         data = made_once(root, f"{re.sub(r'[^a-z0-9]+', '-', self.name.lower())}-{seed}-{known[:12]}", make)
         return Prepared(
             data / "config.yaml",
