@@ -31,7 +31,7 @@ TEST = 24
 """Documents of the reference that are measured, one of each in turn."""
 ELSEWHERE = 12
 """Documents of the inaugural addresses, one of each in turn."""
-LANGUAGES = ("spa", "fra", "deu_1996", "ita", "por_BR", "nld", "pol", "swe", "ron_2006", "tur", "ces", "ind")
+LANGUAGES = ("spa", "fra", "ita", "por_BR", "nld", "pol", "swe", "ron", "tur", "ces", "ind", "dan")
 LANGUAGE_PIECE = 800
 """Characters of a document in one of them, which have about as many tokens as twice as many in English."""
 HELD_OUT = 4
