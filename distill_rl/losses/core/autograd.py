@@ -41,6 +41,10 @@ def own_dtypes(forward: Callable[..., Any]) -> Callable[..., Any]:
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator of an autograd function's `backward`: runs it without autocast and without building a graph.
 
+    It calls `backward(ctx, saved, *grads)`, `saved` being `ctx.saved_tensors`, which are read once: hooks on saved
+    tensors may move them anew at each reading, and `torch.utils.checkpoint` refuses a second one. If `ctx.refusal` is
+    set, it is raised as a RuntimeError before they are read.
+
     With `create_graph=True` the returned gradients raise RuntimeError when they are differentiated in turn.
 
     torch's `once_differentiable` does this only if an incoming gradient requires a gradient. The second derivative of a
@@ -50,13 +54,16 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def wrapped(ctx: Any, *grads: Tensor | None) -> Any:
         """Runs `backward` without a graph; under `create_graph`, differentiating the results raises RuntimeError."""
+        if refusal := getattr(ctx, "refusal", None):
+            raise RuntimeError(refusal)
+        saved = ctx.saved_tensors
         device = next((each.device.type for each in grads if each is not None), "cpu")
         with torch.no_grad(), _without_autocast(device):
-            found = backward(ctx, *grads)
+            found = backward(ctx, saved, *grads)
         if not torch.is_grad_enabled():
             return found
         # The saved inputs keep the gradients connected to the graph, so that differentiating them reaches `_Refusing`.
-        sources = [each for each in (*ctx.saved_tensors, *grads) if each is not None and each.requires_grad]
+        sources = [each for each in (*saved, *grads) if each is not None and each.requires_grad]
         alone = not isinstance(found, tuple)
         made = tuple(
             _Refusing.apply(each, *sources) if isinstance(each, Tensor) else each

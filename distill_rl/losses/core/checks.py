@@ -15,6 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from distill_rl.losses.targets import SampledTokens, TopKLogprobs
 
+_ROUNDING = 2.0**-8
+"""The most by which bf16 changes a number, relative to it: what log-probabilities may have lost before they arrive."""
+_MASS_LIMIT = 1.01
+"""How much of a row's probability k tokens may hold, beside that: a log-softmax in 16 bits is not exact either."""
+
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raises ValueError unless `value` is among `allowed`."""
@@ -167,7 +172,8 @@ def labels(name: str, values: Tensor, valid: Tensor, vocabulary: int, ignore_ind
 def top_k(teacher: TopKLogprobs, num_rows: int, vocabulary: int, temperature: float, validate: bool | None) -> None:
     """Requires top-k targets that fit the student: dtypes, shapes, k, temperature, and distinct ids that are in range.
 
-    The ids' values are looked at as `looked_at` decides: on a CPU by default, on a GPU only with `validate`.
+    Their log-probabilities must be such: raw logits are refused where a row of them would hold more than all probability.
+    Values are looked at as `looked_at` decides: on a CPU by default, on a GPU only with `validate`.
 
     Args:
         num_rows: N of the student.
@@ -200,6 +206,7 @@ def top_k(teacher: TopKLogprobs, num_rows: int, vocabulary: int, temperature: fl
         _distinct_ids(ids, vocabulary, absent=-1)
         if bool((logprobs[ids < 0] > -torch.inf).any()):
             raise ValueError("teacher.logprobs: must be -inf where the id is -1, an absent entry")
+        _log_probabilities(logprobs)
 
 
 def sampled(teacher: SampledTokens, num_rows: int, vocabulary: int, temperature: float, validate: bool | None) -> None:
@@ -237,6 +244,26 @@ def sampled(teacher: SampledTokens, num_rows: int, vocabulary: int, temperature:
     if bool(((counts > 0) != (ids >= 0)).any()) or int(counts.min()) < 0:
         raise ValueError("teacher.counts: must be positive where there is an id, and 0 where the id is -1")
     _distinct_ids(ids, vocabulary, absent=-1)
+
+
+def _log_probabilities(logprobs: Tensor) -> None:
+    """Requires rows [N, k] of log-probabilities: the exponentials of a row sum to at most one, but for rounding.
+
+    Rounding may add several percent: 100,000 equally likely tokens at −11.51 arrive from bf16 at −11.5. So each entry counts
+    as the lowest number that bf16 would have rounded to it, whatever its dtype is now. NaN passes, to reach the loss. Waits
+    for the device.
+
+    Raises:
+        ValueError: more than that; the message gives the first such row and its sum as it stands.
+    """
+    wide = logprobs.detach().to(torch.float64 if logprobs.dtype == torch.float64 else torch.float32)
+    above = (wide * torch.where(wide < 0, 1 + _ROUNDING, 1 - _ROUNDING)).exp().sum(1) > _MASS_LIMIT
+    if bool(above.any()):
+        row = int(above.nonzero()[0, 0])
+        raise ValueError(
+            "teacher.logprobs: must be log-probabilities, whose exponentials sum to at most 1 in a row; "
+            f"got {float(wide[row].exp().sum()):.4g} in row {row}, take log_softmax over the whole vocabulary before the top k"
+        )
 
 
 def _distinct_ids(ids: Tensor, vocabulary: int, absent: int | None = None) -> None:

@@ -118,8 +118,8 @@ class Compared(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx, grad: Tensor):
-        (slope,) = ctx.saved_tensors
+    def backward(ctx, saved: Sequence[Tensor], grad: Tensor):
+        (slope,) = saved
         return slope * grad[:, None], None, None, None
 
 
@@ -149,8 +149,8 @@ class Bernoulli(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx, grad: Tensor):
-        (slope,) = ctx.saved_tensors
+    def backward(ctx, saved: Sequence[Tensor], grad: Tensor):
+        (slope,) = saved
         return slope * grad, None, None
 
 

@@ -92,7 +92,7 @@ class StreamingLoss(torch.autograd.Function):
                     collect(rows, u, buffers)
                 complete(everything)
         ctx.save_for_backward(logits, *function.to_save())
-        ctx.function, ctx.plan, ctx.inplace, ctx.spent = function, plan, inplace, False
+        ctx.function, ctx.plan, ctx.inplace = function, plan, inplace
         ctx.num_parameters = len(parameters)
         ctx.set_materialize_grads(False)
         values, constants = function.outputs()
@@ -102,7 +102,7 @@ class StreamingLoss(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx, *grads: Tensor | None):
+    def backward(ctx, saved: Sequence[Tensor], *grads: Tensor | None):
         """The gradient of the logits, computed chunk by chunk, in their dtype; then those of the parameters.
 
         It is 0 for rows that are not streamed. With `inplace` it is the logits' own memory.
@@ -110,11 +110,10 @@ class StreamingLoss(torch.autograd.Function):
         Raises:
             RuntimeError: a second backward with `inplace`, which has overwritten the logits.
         """
-        if ctx.spent:
-            raise RuntimeError("inplace_backward: the gradient has overwritten the logits, a second backward has none")
-        logits, *saved = ctx.saved_tensors
-        ctx.function.restore(saved)
-        ctx.spent = ctx.inplace
+        logits, *others = saved
+        ctx.function.restore(others)
+        if ctx.inplace:
+            ctx.refusal = "inplace_backward: the gradient has overwritten the logits, a second backward has none"
         plan: RowPlan = ctx.plan
         whole = plan.length == logits.shape[0]
         if ctx.inplace:
@@ -168,9 +167,9 @@ class RowsApart(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx, whole: Tensor | None, apart: Tensor | None):
+    def backward(ctx, saved: Sequence[Tensor], whole: Tensor | None, apart: Tensor | None):
         """The view's gradient, to which that of the copied rows is added in place; None for `rows`."""
-        rows, logits = ctx.saved_tensors
+        rows, logits = saved
         if whole is None:
             whole = torch.zeros_like(logits)
         if apart is not None:

@@ -6,7 +6,8 @@ With z = scale · hidden · Wᵀ + bias, softcapped (`head.Head`), and G = ∂lo
     ∂loss/∂W += scale · Gᵀ · hidden        ∂loss/∂bias += Σ_rows G
 
 There are two ways to get G. `FusedLoss` knows in advance how much every row counts, as a sum or a mean does, and makes
-the gradients in forward while a chunk's logits exist: 6·N·H·Vl operations. `FusedRows` returns differentiable values
+the gradients in forward while a chunk's logits exist: 6·N·H·Vl operations. What comes in for the loss, such as the factor
+of a loss scaler, multiplies them in backward; fp16 could not hold what they are before (`gradients`). `FusedRows` returns differentiable values
 per row, and computes the logits again in backward: 8·N·H·Vl operations, and 2·N·H·Vl more for each pass after the first.
 """
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.core.autograd import Anchor, first_derivative, own_dtypes
-from distill_rl.losses.core.logits.gradients import Gradients, scaled
+from distill_rl.losses.core.logits.gradients import Gradients, enlargement, scaled
 from distill_rl.losses.core.logits.head import Head
 from distill_rl.losses.core.row_function import KernelChoice, RowFunction, StudentLogits, part
 from distill_rl.losses.core.shards import VocabularyShard
@@ -155,10 +156,16 @@ class FusedLoss(torch.autograd.Function):
             anchors: empty tensors connected to the inputs that require a gradient, so that a second derivative is
                 refused.
         """
-        needs = ctx.needs_input_grad[:3]
-        gradients = Gradients(hidden, weight, bias, needs, layer.shard, plan) if any(needs) else None
-        _forward_by_chunk(_Chunks(hidden, weight, bias, layer, function, plan), gradients, weights)
+        needs, inputs = ctx.needs_input_grad[:3], (hidden, weight, bias)
+        gradients, ctx.enlarged, shares = None, None, weights
+        if any(needs):
+            gradients = Gradients(*inputs, needs, layer.shard, plan, scaled_later=True)
+            ctx.enlarged = enlargement(inputs, weights)
+        if ctx.enlarged is not None:
+            shares = [None if share is None else share * ctx.enlarged for share in weights]
+        _forward_by_chunk(_Chunks(*inputs, layer, function, plan), gradients, shares)
         values, constants = function.outputs()
+        ctx.dtypes = tuple(None if each is None else each.dtype for each in inputs)
         ctx.save_for_backward(*(gradients.finish() if gradients is not None else [None] * 3), *anchors)
         ctx.mark_non_differentiable(*values, *constants)
         ctx.set_materialize_grads(False)
@@ -167,11 +174,14 @@ class FusedLoss(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx, *grads: Tensor | None):
+    def backward(ctx, saved: Sequence[Tensor | None], *grads: Tensor | None):
         """The gradients made in forward times the loss's, of hidden, weight and bias; None for the other arguments."""
-        factor, made, anchors = grads[0], ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        factor, made, anchors = grads[0], saved[:3], saved[3:]
         assert factor is not None
-        return *(None if one is None else scaled(one, factor) for one in made), *[None] * (4 + len(anchors))
+        if ctx.enlarged is not None:
+            factor = factor / ctx.enlarged
+        found = (None if one is None else scaled(one, factor, dtype) for one, dtype in zip(made, ctx.dtypes))
+        return *found, *[None] * (4 + len(anchors))
 
 
 class FusedRows(torch.autograd.Function):
@@ -205,11 +215,11 @@ class FusedRows(torch.autograd.Function):
 
     @staticmethod
     @first_derivative
-    def backward(ctx, *grads: Tensor | None):
+    def backward(ctx, saved: Sequence[Tensor], *grads: Tensor | None):
         """The gradients of hidden, weight and bias, None for the other arguments, then those of the parameters."""
-        hidden, weight, bias, *saved = ctx.saved_tensors
+        hidden, weight, bias, *others = saved
         function, layer, plan = ctx.function, ctx.layer, ctx.plan
-        function.restore(saved)
+        function.restore(others)
         gradients = Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], layer.shard, plan)
         _backward(_Chunks(hidden, weight, bias, layer, function, plan), gradients, grads[: ctx.num_values])
         function.to_save()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,17 +10,21 @@ import pytest
 import torch
 
 from distill_rl.losses import (
+    Chunks,
     DenseLogits,
     KDLoss,
     StudentHidden,
     TeacherHidden,
     TopKLogprobs,
+    chunk_kd_loss,
     fused_linear_kd_loss,
     fused_linear_logprobs,
     kd_loss,
     vocab_parallel_logprobs,
     vocab_parallel_topk,
 )
+from distill_rl.losses.core import checks
+from tests.helpers.chunks import identity
 
 ROWS, VOCABULARY, K = 3, 10, 4
 LOGITS = torch.zeros(ROWS, VOCABULARY)
@@ -45,6 +50,26 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "probability of an absent id": (
         lambda: kd_loss(LOGITS, top(ids=ids(1, 2, 3, -1))),
         "teacher.logprobs: must be -inf where the id is -1",
+    ),
+    "raw logits": (
+        lambda: kd_loss(LOGITS, top(logprobs=torch.tensor([[0.0, -1, -2, -9], [2, 1, 0, -1], [3, 2, 1, 0]]))),
+        r"teacher.logprobs: must be log-probabilities, whose exponentials sum to at most 1 in a row; got 1.503 in row 0, "
+        "take log_softmax over the whole vocabulary before the top k",
+    ),
+    "raw logits across tokenizers": (
+        lambda: chunk_kd_loss(
+            LOGITS,
+            top(logprobs=torch.ones(ROWS, K), label_logprob=torch.zeros(ROWS)),
+            Chunks(torch.arange(ROWS), torch.arange(ROWS), ROWS),
+            identity(VOCABULARY),
+            method="hybrid",
+            labels=torch.zeros(ROWS, dtype=torch.int64),
+        ),
+        "teacher.logprobs: must be log-probabilities, .* got 10.87 in row 0",
+    ),
+    "infinite probability": (
+        lambda: kd_loss(LOGITS, top(logprobs=torch.full((ROWS, K), torch.inf))),
+        "teacher.logprobs: must be log-probabilities, .* got inf in row 0",
     ),
     "ids of floats": (
         lambda: kd_loss(LOGITS, top(ids=TOP.logprobs)),
@@ -205,6 +230,33 @@ def test_bad_input_is_refused_with_argument_rule_and_value(name: str) -> None:
 def test_values_are_not_looked_at_when_that_is_declined() -> None:
     twice = top(ids=ids(1, 2, 7, 2))
     assert kd_loss(LOGITS, twice, validate=False).loss.isfinite()
+
+
+def test_raw_logits_are_taken_when_looking_is_declined() -> None:
+    assert kd_loss(LOGITS, top(logprobs=torch.ones(ROWS, K)), validate=False).loss.isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 10.0])
+def test_log_probabilities_that_were_rounded_on_their_way_are_taken(dtype: torch.dtype, scale: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    for columns in (2, 10, 64, 3000, 100_000):
+        logprobs = (scale * torch.randn(2, columns, generator=draw)).log_softmax(1).to(dtype)
+        for arrived in (logprobs, logprobs.float()):
+            target = TopKLogprobs(torch.arange(columns).expand(2, -1), arrived)
+            checks.top_k(target, 2, columns, 1.0, True)
+
+
+def test_a_log_softmax_of_16_bits_is_taken_and_a_sum_of_two_is_not() -> None:
+    logprobs = torch.randn(4, 3000, generator=torch.Generator().manual_seed(0)).bfloat16().log_softmax(1)
+    ids = torch.arange(3000).expand(4, -1)
+    checks.top_k(TopKLogprobs(ids, logprobs), 4, 3000, 1.0, True)
+    with pytest.raises(ValueError, match="got 1.991 in row 0"):
+        checks.top_k(TopKLogprobs(ids, logprobs + math.log(2)), 4, 3000, 1.0, True)
+
+
+def test_a_teacher_that_is_not_a_number_shows_in_the_loss() -> None:
+    assert kd_loss(LOGITS, top(logprobs=torch.full((ROWS, K), torch.nan))).loss.isnan()
 
 
 def test_shapes_are_checked_even_then() -> None:
