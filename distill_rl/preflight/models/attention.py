@@ -7,7 +7,16 @@ from collections.abc import Iterator, Sequence
 from distill_rl.config.facts import row_width, width_divisor, width_multiple
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError, problem
-from distill_rl.models.attention.choice import ON_CPU, VARLEN, choose, importable, installed, obstacles
+from distill_rl.models.attention.choice import (
+    ON_CPU,
+    VARLEN,
+    choose,
+    chunk_of,
+    importable,
+    installed,
+    lacks,
+    obstacles,
+)
 from distill_rl.models.families import family_of
 from distill_rl.preflight.models.opened import Findings, Opened
 
@@ -15,9 +24,9 @@ from distill_rl.preflight.models.opened import Findings, Opened
 def attention_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> Iterator[str]:
     """Yields what the requested attention of each model lacks, one line each.
 
-    Only `varlen` and `flash_attention_2` are checked. Both need a GPU, which is not looked for if the run joins a
-    cluster; `flash_attention_2` also needs its package and another dtype than fp32, `varlen` a kernel that suits the
-    model.
+    `sdpa` and `flash_attention_2` must compute what the model's configuration asks of attention. `flash_attention_2` and
+    `varlen` need a GPU, which is not looked for if the run joins a cluster; `flash_attention_2` also needs its package
+    and another dtype than fp32, `varlen` a kernel that suits the model.
 
     Args:
         gpus: number visible on this machine. Those of a cluster are not known before it is joined.
@@ -25,7 +34,12 @@ def attention_problems(config: Config, models: Sequence[Opened], *, gpus: int) -
     for model in models:
         key, attention, dtype = f"{model.key}.attention", model.settings.attention, model.settings.dtype
         remedy = f"set {key}=auto"
-        if attention not in ("varlen", "flash_attention_2") or model.in_vllm:
+        if model.in_vllm:
+            continue
+        if model.config is not None and model.settings.parallel.sp == 1 and attention not in ("auto", "varlen"):
+            for rule in lacks(attention, model.config):
+                yield problem(key, rule, attention, remedy)
+        if attention not in ("varlen", "flash_attention_2"):
             continue
         no_gpu = config.ray.address is None and not gpus
         if no_gpu:
@@ -113,6 +127,10 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
                 f"{model.name} has {', '.join(kinds)} layers, which carry a state from one packed document to the next"
             )
             yield problem("data.packing", rule, "true", "set data.packing=false")
+        chunk = chunk_of(model.config)
+        if packing and chunk is not None and config.data.max_length > chunk:
+            rule = f"{model.name} attends within chunks of {chunk} positions of a row, wherever packed documents begin"
+            yield problem("data.packing", rule, "true", f"set data.packing=false, or data.max_length={chunk} or less")
         if model.settings.parallel.sp > 1 and kinds:
             rule = f"must be 1: {model.name} has {', '.join(kinds)} layers, which carry a state from token to token"
             yield problem(f"{model.key}.parallel.sp", rule, model.settings.parallel.sp, "leave it out")
