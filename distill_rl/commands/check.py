@@ -66,6 +66,10 @@ def summary(config: Config, facts: Facts) -> list[str]:
     on_gpu = facts.gpus > 0
     if facts.student is not None and facts.student.lora is not None:
         lines.append(f"trained    {facts.student.lora}")
+    if facts.student is not None and facts.student.lora is None and facts.student.tensors:
+        known, decay = facts.student, config.optimizer.weight_decay
+        count = f"{known.decayed} of {known.tensors} tensors in the student's files"
+        lines.append(f"decayed    {count}, by {decay:g}; no norms, no biases")
     if facts.student is not None:
         lines.append(f"logits     student: {_logits(config, facts.student, on_gpu=on_gpu)}")
     for teacher, known in facts.by_teacher(config):

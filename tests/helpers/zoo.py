@@ -99,13 +99,20 @@ EAGER = frozenset({"gemma2", "gpt_oss", "gptj"})
 """Families that are run with eager attention: Transformers has no sdpa for them or, for Gemma 2, none with its soft cap."""
 
 
+def family_config(model_type: str, **settings: Any) -> Any:
+    """The config of a model of DENSE or MIXTURES; settings take the place of its own."""
+    from transformers import AutoConfig
+
+    own = _EXPERTS | MIXTURES[model_type] if model_type in MIXTURES else DENSE[model_type]
+    return AutoConfig.for_model(model_type, **{**_SIZES, "tie_word_embeddings": False, **own, **settings})
+
+
 def write_family(path: Path, model_type: str, **settings: Any) -> Path:
     """A model of DENSE or MIXTURES with a tokenizer, saved to `path`. Vectors are random too, and weights are large, so
     that a tensor in the wrong place changes the logits."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    own = _EXPERTS | MIXTURES[model_type] if model_type in MIXTURES else DENSE[model_type]
-    config = AutoConfig.for_model(model_type, **{**_SIZES, "tie_word_embeddings": False, **own, **settings})
+    config = family_config(model_type, **settings)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)

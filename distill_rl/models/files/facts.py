@@ -18,7 +18,14 @@ from distill_rl.config.facts import ModelFacts
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import problem
-from distill_rl.models.families import experts_per_token, family_of, head_size, num_experts, visited_intermediate_size
+from distill_rl.models.families import (
+    experts_per_token,
+    family_of,
+    head_size,
+    is_decayed,
+    num_experts,
+    visited_intermediate_size,
+)
 from distill_rl.models.files.headers import read_headers, weight_files, weight_problems
 from distill_rl.models.files.hub import HubUnreachable, resolve
 from distill_rl.system.without_torch import gpu_possible
@@ -144,6 +151,8 @@ def read_model_facts(folder: Path, config: Any) -> ModelFacts:
         num_experts=num_experts(config),
         known_head=family_of(config).proven,
         experts_per_token=experts_per_token(config),
+        tensors=len(counted),
+        decayed=sum(is_decayed(name, len(entry["shape"])) for name, entry in counted.items()),
         expert_parameters=sum(prod(entry["shape"]) for name, entry in counted.items() if ".experts." in name),
     )
 
