@@ -298,13 +298,15 @@ def read_output_layer(
     stored = tensors_in_files(model, files).stored
 
     def read(parameter: Tensor) -> Tensor:
-        file_name = stored[name_of[id(parameter)]][0]
-        files.require_shape(file_name, parameter)
+        file_names = stored[name_of[id(parameter)]]
+        for file_name in file_names:
+            files.require_shape(file_name, parameter)
+            files.dtype(file_name)
         count, *rest = parameter.shape
         start, stop, _ = (rows or slice(None)).indices(count)
         if start >= stop:
             return torch.empty(0, *rest, dtype=DTYPES[dtype])
-        return files.read(file_name, (slice(start, stop), *[slice(0, size) for size in rest])).to(DTYPES[dtype])
+        return files.read_tied(file_names, (slice(start, stop), *[slice(0, size) for size in rest])).to(DTYPES[dtype])
 
     bias = getattr(layer, "bias", None)
     return OutputLayer(read(layer.weight), None if bias is None else read(bias), *forward.scale_and_cap(config))

@@ -189,7 +189,7 @@ def teacher_identity(teacher: TeacherConfig, folder: Path) -> str:
 def folder_problems(key: str, folder: Path, *, weights: bool = True) -> list[str]:
     """Returns why a folder cannot be loaded as a causal LM, one line each; empty if nothing was found.
 
-    A LoRA adapter without the model's weights gets one line. Checks config.json, that transformers has the model's family, and the weight files.
+    An adapter gets one line, whether the model's weights are beside it or not. Checks config.json, that transformers has the model's family, and the weight files.
 
     Args:
         key: the setting that names the model, for the lines.
@@ -198,6 +198,10 @@ def folder_problems(key: str, folder: Path, *, weights: bool = True) -> list[str
     file = folder / "config.json"
     if is_adapter(folder):
         return [_adapter_problem(key, folder)]
+    if (folder / "adapter_config.json").is_file():
+        rule = "must hold a model or an adapter, not both: transformers would apply the adapter, and training would not"
+        remedy = "move adapter_config.json and adapter_model.* elsewhere to take the model alone, or merge them first"
+        return [problem(key, rule, str(folder), remedy)]
     if not file.is_file():
         remedy = "give the folder of a Hugging Face model"
         if (folder / "export" / "config.json").is_file():

@@ -97,7 +97,7 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
     """Yields what the classes of the models have against the settings and the files, one line each.
 
     These are an attention that transformers does not have for the family, documents in one row that the family cannot
-    keep apart, and tensors that are missing, left over or of another shape. A Llama-like model whose tensors are
+    keep apart, and tensors that are missing, left over, of another shape, or tied and yet different. A Llama-like model whose tensors are
     plainly whole is not asked, because importing its class takes seconds. Nor is one that vLLM runs, with its own class, or one
     whose weights are quantised, which only the quantiser can compare.
 
@@ -106,7 +106,7 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
     """
     from distill_rl.models.files.architecture import stateful_layers
     from distill_rl.models.files.examine import examine
-    from distill_rl.models.files.headers import read_headers
+    from distill_rl.models.files.headers import read_headers, tied_problems
     from distill_rl.models.files.tensors import dtype_problems, plainly_whole
     from distill_rl.models.quantization.stored import method_of
 
@@ -120,6 +120,9 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
             shapes = {name: tuple(entry["shape"]) for name, entry in headers.items()}
             yield from dtype_problems(f"{model.key}.model", headers)
         if shapes and plainly_whole(model.config, shapes):
+            if model.config.tie_word_embeddings and "lm_head.weight" in shapes:
+                tables = ("model.embed_tokens.weight", "lm_head.weight")
+                yield from tied_problems(f"{model.key}.model", model.folder, [tables])
             continue
         kinds = stateful_layers(model.config)
         if packing and kinds:
