@@ -64,6 +64,10 @@ class ModelFacts:
     """Routed experts that a token visits; 0 for a dense model."""
     expert_parameters: int = 0
     """Parameters of all routed experts, which tensor parallelism does not split."""
+    tensors: int = 0
+    """In the files; a tied output layer is not counted. 0: not known."""
+    decayed: int = 0
+    """Those of them to which weight decay applies."""
     lora: LoraFacts | None = None
     """Of a student with adapters; None: all parameters of a student are trained."""
 

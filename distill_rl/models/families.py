@@ -272,6 +272,22 @@ def head_size(hf_config: PreTrainedConfig) -> int | None:
     return getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
 
 
+def is_decayed(name: str, dims: int) -> bool:
+    """Whether weight decay applies to a tensor: to matrices of linear layers, experts, convolutions and embeddings.
+
+    It does not to norms, biases and the decay rates of states, some of which have several dimensions: Cohere's norms of
+    queries and keys have one vector per head, and GPT-OSS has one bias per expert.
+
+    Args:
+        name: in a model or in its files; its last part is the tensor's role, the part before is the owner.
+    """
+    *above, role = name.split(".")
+    if above[-2:] == ["modules_to_save", "default"]:  # PEFT's copy of a module that is trained whole
+        above = above[:-2]
+    owner = above[-1] if above else ""
+    return dims > 1 and "norm" not in owner and "bias" not in role and role != "A_log"
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks of the model, in order: the unit of checkpointing, compilation and sharding."""
     block_names = set(model._no_split_modules or ())

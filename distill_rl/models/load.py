@@ -29,7 +29,7 @@ from distill_rl.config.schema import StudentConfig, TeacherConfig
 from distill_rl.errors import ConfigError, first_line
 from distill_rl.models import families, forward
 from distill_rl.models.attention import varlen
-from distill_rl.models.attention.choice import choose
+from distill_rl.models.attention.choice import choose, with_masks
 from distill_rl.models.buffers import restore_buffers
 from distill_rl.models.checks.plan import check_plan
 from distill_rl.models.checks.probe import probe
@@ -150,7 +150,7 @@ def load_to_generate(folder: Path, world: World, *, dtype: torch.dtype | None = 
     config, files = read_config(folder), WeightFiles(folder)
     if dtype is None:
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else files.dtype(min(files.names))
-    model = skeleton(config, dtype=dtype, attention=None)
+    model = skeleton(config, dtype=dtype, attention=with_masks(config).implementation)
     check_plan(model, world)
     found = tensors_in_files(model, files)
     parallelize(model, world.mesh, family=families.family_of(config), fsdp=False, compute_dtype=dtype)
@@ -216,13 +216,13 @@ def _load_as_stored(
     return model.eval().requires_grad_(False)
 
 
-def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
+def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     """Returns the model without memory: every tensor is on the meta device, parameters in `dtype`.
 
     Its cache and the search for padding in its inputs are switched off.
 
     Args:
-        attention: transformers' name of an implementation, or one of `OURS`; None: its default for the model.
+        attention: transformers' name of an implementation, or one of `OURS`.
 
     Raises:
         ConfigError: no causal LM of this config, or the attention implementation is not available.
@@ -239,7 +239,7 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str | N
     except (ValueError, ImportError) as error:
         raise ConfigError(
             f"model type {config.model_type}",
-            f"transformers must have it as a causal LM with {attention or 'its default'} attention",
+            f"transformers must have it as a causal LM with {attention} attention",
             first_line(error),
             "try another setting of `attention`",
         ) from error
@@ -298,13 +298,15 @@ def read_output_layer(
     stored = tensors_in_files(model, files).stored
 
     def read(parameter: Tensor) -> Tensor:
-        file_name = stored[name_of[id(parameter)]][0]
-        files.require_shape(file_name, parameter)
+        file_names = stored[name_of[id(parameter)]]
+        for file_name in file_names:
+            files.require_shape(file_name, parameter)
+            files.dtype(file_name)
         count, *rest = parameter.shape
         start, stop, _ = (rows or slice(None)).indices(count)
         if start >= stop:
             return torch.empty(0, *rest, dtype=DTYPES[dtype])
-        return files.read(file_name, (slice(start, stop), *[slice(0, size) for size in rest])).to(DTYPES[dtype])
+        return files.read_tied(file_names, (slice(start, stop), *[slice(0, size) for size in rest])).to(DTYPES[dtype])
 
     bias = getattr(layer, "bias", None)
     return OutputLayer(read(layer.weight), None if bias is None else read(bias), *forward.scale_and_cap(config))

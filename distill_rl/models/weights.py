@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distill_rl.errors import ConfigError
 from distill_rl.models.conversion import Fused, Match, match
-from distill_rl.models.files.headers import FLOATS, model_names, weight_files, weight_problems
+from distill_rl.models.files.headers import FLOATS, TIED_APART, UNTIE, model_names, weight_files, weight_problems
 from distill_rl.models.lora.adapters import names_in_files
 from distill_rl.parallel.shards import local_part, local_slices
 
@@ -89,6 +89,19 @@ class WeightFiles:
         handle, stored = self._place_of[name]
         return handle.get_tensor(stored)
 
+    def read_tied(self, names: Sequence[str], where: Sequence[slice]) -> Tensor:
+        """As `read`, of a tensor that is stored under one name or several.
+
+        Raises:
+            ConfigError: they differ in this part.
+        """
+        first, *aliases = names
+        part = self.read(first, where)
+        for alias in aliases:
+            if not torch.equal(self.read(alias, where), part):
+                raise ConfigError(f"{self.folder}: tensors {first} and {alias}", TIED_APART, "different values", UNTIE)
+        return part
+
     def _slice(self, name: str) -> Any:
         """What safetensors knows of a tensor before its data are read."""
         handle, stored = self._place_of[name]
@@ -136,22 +149,14 @@ def read_tensor(
     where = local_slices(tensor)
     if name in found.fused:
         return _read_fused(model, found.fused[name], files, where, local) if local.numel() else 0
-    first, *aliases = found.stored[name]
+    first = found.stored[name][0]
     for file_name in found.stored[name]:
         files.require_shape(file_name, tensor)
     dtype = files.dtype(first)
     if not local.numel():
         return 0
-    part = files.read(first, where)
+    part = files.read_tied(found.stored[name], where)
     local.copy_(part)
-    for alias in aliases:
-        if not torch.equal(files.read(alias, where), part):
-            raise ConfigError(
-                f"{files.folder}: tensors {first} and {alias}",
-                "must be equal, because config.json ties them",
-                "different values",
-                "set tie_word_embeddings: false in config.json",
-            )
     return part.numel() * dtype.itemsize
 
 

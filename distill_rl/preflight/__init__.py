@@ -190,6 +190,7 @@ def _fit_problems(config: Config, models: Sequence[Opened]) -> Iterator[str]:
     Args:
         models: student and running teachers; one without a readable configuration is skipped.
     """
+    from distill_rl.models.attention.choice import spread_problems
     from distill_rl.models.families import (
         fused_loss_problems,
         sequence_parallel_problems,
@@ -208,6 +209,7 @@ def _fit_problems(config: Config, models: Sequence[Opened]) -> Iterator[str]:
             sp = model.settings.parallel.sp
             if sp > 0 and not model.in_vllm:
                 yield from sequence_parallel_problems(model.config, sp, tp, f"{model.key}.parallel.sp")
+                yield from spread_problems(model.config, f"{model.key}.parallel.sp") if sp > 1 else ()
         split = evaluate.parallel.tp
         if split > 1 and evaluate.suites and (model.key == "student" or evaluate.teachers):
             lines = split_problems(model.config, split, backend=evaluate.backend, setting="evaluate.parallel.tp")

@@ -36,7 +36,7 @@ from distill_rl.errors import ConfigError, DataError
 from distill_rl.models.files.facts import read_model_facts, teacher_identity
 from distill_rl.models.files.hub import read_config, resolve, stops_of, tokenizer_hash, tokenizer_of, vocabulary_size
 from distill_rl.preflight.models.lora import trained_weights, with_adapters
-from distill_rl.preflight.models.shared_vocabulary import SharedVocabulary, shared_vocabulary
+from distill_rl.preflight.models.shared_vocabulary import SharedVocabulary, readable_ids, shared_vocabulary
 from distill_rl.store.manifest import read_manifest, served_identity
 from distill_rl.system.files import sha256
 from distill_rl.types import CrossTokenizerSpec, DocumentBatch, RunPaths, TrainState
@@ -228,8 +228,12 @@ def open_rows(config: Config) -> RowInputs:
         for teacher, vocabulary in zip(teachers, shared)
     )
     own_ids = vocabulary_size(tokenizer)
-    compared = [vocabulary.size for vocabulary, method in zip(shared, methods) if vocabulary and method is None]
-    num_ids = min([own_ids, *compared])
+    by_token = [
+        min(vocabulary.size, readable_ids(other, _columns(teacher, other), stops=stops_of(teacher)))
+        for teacher, other, vocabulary, method in zip(teachers, others, shared, methods)
+        if vocabulary and method is None
+    ]
+    num_ids = min([readable_ids(tokenizer, _columns(config.student, tokenizer), stops=stops), *by_token])
     limit = num_ids if num_ids < own_ids else None
     plan = BatchPlan.from_config(
         config, pad_id(tokenizer, num_ids), num_ids=limit, split=splits_documents(config, train.kind)
@@ -296,12 +300,13 @@ def _cross_tokenizer_spec(
         ) from error
 
 
-def _columns(teacher: TeacherConfig, tokenizer: Any) -> int:
-    """Columns of a teacher's output layer; of a served one, whose layer nobody here knows, the ids of its tokenizer."""
-    path, revision = described_by(teacher)
-    if teacher.backend == "endpoint" or not (resolve(path, revision) / "config.json").is_file():
+def _columns(model: StudentConfig | TeacherConfig, tokenizer: Any) -> int:
+    """Columns of a model's output layer; of a served one, whose layer nobody here knows, the ids of its tokenizer."""
+    path, revision = described_by(model)
+    served = isinstance(model, TeacherConfig) and model.backend == "endpoint"
+    if served or not (resolve(path, revision) / "config.json").is_file():
         return vocabulary_size(tokenizer)
-    return read_config(path, revision, quantized=may_be_quantized(teacher)).vocab_size
+    return read_config(path, revision, quantized=may_be_quantized(model)).vocab_size
 
 
 def _fingerprints(

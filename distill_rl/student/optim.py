@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from distill_rl.config.derive import warmup_steps
 from distill_rl.config.schema import OptimizerConfig, ScheduleConfig
+from distill_rl.models.families import is_decayed
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, *, fused: bool = False) -> torch.optim.AdamW:
-    """Returns an AdamW (arXiv 1711.05101) for all trainable parameters, with weight decay on matrices only.
+    """Returns an AdamW (arXiv 1711.05101) for all trainable parameters, with weight decay where it applies.
 
-    Vectors (norms, biases) are not decayed. The state of every trainable parameter (`exp_avg` and `exp_avg_sq` like the
+    Norms and biases are not decayed, whatever their shape (`families.is_decayed`). The state of every trainable parameter (`exp_avg` and `exp_avg_sq` like the
     parameter, `step` an fp32 scalar) exists from the start, so that memory is known before the first step and a
     checkpoint has the same content at any step. The learning rate is set before each step from a `Schedule`.
 
@@ -27,10 +28,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, fused: bool = 
             torch's foreach implementation. `step` is on the parameter's device for the fused kernel and on the CPU for
             foreach; checkpoints of one load into the other.
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trainable = list(named.values())
+    decayed = {name for name, parameter in named.items() if is_decayed(name, parameter.ndim)}
     groups = [
-        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [named[name] for name in named if name in decayed], "weight_decay": config.weight_decay},
+        {"params": [named[name] for name in named if name not in decayed], "weight_decay": 0.0},
     ]
     beta1, beta2 = config.betas
     optimizer = torch.optim.AdamW(

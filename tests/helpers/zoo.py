@@ -75,7 +75,8 @@ _GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 
 # model_type → what differs from the common sizes; of a mixture, _EXPERTS with it
 DENSE: dict[str, dict[str, Any]] = {
     "apertus": {}, "arcee": {}, "bitnet": {}, "cohere": {}, "cohere2": {}, "ernie4_5": {}, "exaone4": {},
-    "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True}, "gemma": _HEADS, "gemma2": _GEMMA,
+    "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True}, "gemma": _HEADS,
+    "gemma2": {**_GEMMA, "attn_logit_softcapping": 1.0},
     "gemma3_text": _GEMMA, "glm": _HEADS, "glm4": _HEADS, "gpt2": _GPT, "gpt_neox": {},
     "gptj": {**_GPT, "rotary_dim": 4}, "granite": {}, "helium": _HEADS, "llama": {}, "ministral": _HEADS, "mistral": {},
     "nemotron": _HEADS, "olmo": {}, "olmo2": {}, "olmo3": {}, "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
@@ -98,13 +99,20 @@ EAGER = frozenset({"gemma2", "gpt_oss", "gptj"})
 """Families that are run with eager attention: Transformers has no sdpa for them or, for Gemma 2, none with its soft cap."""
 
 
-def write_family(path: Path, model_type: str) -> Path:
-    """A model of DENSE or MIXTURES with a tokenizer, saved to `path`. Vectors are random too, and weights are large, so
-    that a tensor in the wrong place changes the logits."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def family_config(model_type: str, **settings: Any) -> Any:
+    """The config of a model of DENSE or MIXTURES; settings take the place of its own."""
+    from transformers import AutoConfig
 
     own = _EXPERTS | MIXTURES[model_type] if model_type in MIXTURES else DENSE[model_type]
-    config = AutoConfig.for_model(model_type, **{**_SIZES, "tie_word_embeddings": False, **own})
+    return AutoConfig.for_model(model_type, **{**_SIZES, "tie_word_embeddings": False, **own, **settings})
+
+
+def write_family(path: Path, model_type: str, **settings: Any) -> Path:
+    """A model of DENSE or MIXTURES with a tokenizer, saved to `path`. Vectors are random too, and weights are large, so
+    that a tensor in the wrong place changes the logits."""
+    from transformers import AutoModelForCausalLM
+
+    config = family_config(model_type, **settings)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)

@@ -92,7 +92,7 @@ class OptimizerConfig:
     eps: float = field(default=1e-8, metadata=POSITIVE)
     """AdamW's epsilon, which is added to the denominator of the update."""
     weight_decay: float = field(default=0.01, metadata=NOT_NEGATIVE)
-    """Decoupled weight decay. Not applied to vectors (norms and biases)."""
+    """Decoupled weight decay. Not applied to norms and biases."""
 
 
 @dataclass

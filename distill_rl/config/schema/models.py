@@ -45,7 +45,7 @@ class StudentConfig:
     activation_offload: bool = False
     """Keep in host memory what activation_checkpointing still keeps, the input of every decoder layer, from the forward to the backward pass. Needs activation_checkpointing, and has an effect on GPUs only."""
     attention: Attention = "auto"
-    """Attention implementation. auto: on GPUs without masks, with the variable-length kernels of flash_attn (if it is installed) or of torch for packed rows, where the model supports them; otherwise sdpa, or eager for a model that caps attention scores, or for which transformers has no sdpa. varlen: always the variable-length kernels, and an error where they cannot be used. sdpa, eager, flash_attention_2: the implementation of that name in transformers."""
+    """Attention implementation. auto: on GPUs without masks, with the variable-length kernels of flash_attn (if it is installed) or of torch for packed rows, where the model supports them; otherwise sdpa, or eager for a model that caps attention scores, or for which transformers has no sdpa. varlen: always the variable-length kernels, and an error where they cannot be used. sdpa, eager, flash_attention_2: the implementation of that name in transformers; refused where it does not compute what the model asks of attention, such as a soft cap."""
     compile: bool = False
     """Compile each decoder layer with torch.compile."""
     kernels: Literal["torch", "liger"] = "torch"
@@ -88,7 +88,7 @@ class TeacherConfig:
     max_length: Optional[int] = field(default=None, metadata=POSITIVE)
     """Maximum number of tokens per row of a teacher with another tokenizer, at least data.max_length. Raise it for a tokenizer that needs more tokens than the student's: otherwise this teacher's rows are full before the student's. null: data.max_length."""
     attention: Attention = "auto"
-    """Attention implementation. auto: on GPUs without masks, with the variable-length kernels of flash_attn (if it is installed) or of torch for packed rows, where the model supports them; otherwise sdpa, or eager for a model that caps attention scores, or for which transformers has no sdpa. varlen: always the variable-length kernels, and an error where they cannot be used. sdpa, eager, flash_attention_2: the implementation of that name in transformers."""
+    """Attention implementation. auto: on GPUs without masks, with the variable-length kernels of flash_attn (if it is installed) or of torch for packed rows, where the model supports them; otherwise sdpa, or eager for a model that caps attention scores, or for which transformers has no sdpa. varlen: always the variable-length kernels, and an error where they cannot be used. sdpa, eager, flash_attention_2: the implementation of that name in transformers; refused where it does not compute what the model asks of attention, such as a soft cap."""
     backend: Literal["hf", "vllm", "endpoint", "store"] = "hf"
     """Where the targets come from. hf: the teacher runs in transformers. vllm: it runs in vLLM, which needs the `vllm` extra, export topk and loss.temperature 1 (docs/teachers.md). endpoint: a server that runs already is asked for them over HTTP (docs/teachers.md). store: they are read from a folder that `distill-rl capture` has filled (docs/store.md), and no teacher runs."""
     gpu_share: Optional[float] = field(default=None, metadata=POSITIVE_FRACTION)

@@ -15,6 +15,7 @@ from distill_rl.evals.backends.base import Output, Settings
 from distill_rl.evals.backends.encode import Encoder, model_folder
 from distill_rl.evals.backends.prefix_sharing import SharedPrefix, cache_support, group_by_prefix
 from distill_rl.evals.suites.base import Item
+from distill_rl.models.attention.choice import with_masks
 from distill_rl.models.determinism import start_vector_math
 from distill_rl.models.files.headers import holds_several
 from distill_rl.models.files.hub import read_config
@@ -179,12 +180,14 @@ def _load_model(folder: Path, dtype: torch.dtype | str) -> Any:
     Raises:
         ConfigError: transformers cannot load it, or the files lack weights.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
+    several = holds_several(folder)
     shows_progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
+        config = read_config(folder) if several else AutoConfig.from_pretrained(folder, trust_remote_code=False)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
@@ -192,7 +195,8 @@ def _load_model(folder: Path, dtype: torch.dtype | str) -> Any:
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
-            **({"config": read_config(folder), "key_mapping": TOWER_NAMES} if holds_several(folder) else {}),
+            attn_implementation=with_masks(config).implementation,
+            **({"config": config, "key_mapping": TOWER_NAMES} if several else {}),
         )
     except (ValueError, OSError, RuntimeError) as error:
         raise ConfigError(f"model {folder}", "transformers must load it as a causal LM", first_line(error)) from error

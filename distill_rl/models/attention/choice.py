@@ -1,7 +1,8 @@
 """Which attention implementation a model takes, from the settings, the device, the packages and the model.
 
-An implementation named in the settings is taken as it is. `varlen` takes the first package of `VARLEN` without an
-obstacle, or fails. `auto` takes the first line that applies:
+An implementation named in the settings is taken, unless it does not compute what the model's config asks of attention
+(`lacks`). `varlen` takes the first package of `VARLEN` without an obstacle, or fails. `auto` takes the first line that
+applies:
 
     a CPU                                             sdpa, or eager if the model has a soft cap on its scores, or its
                                                       class in transformers has no sdpa
@@ -12,6 +13,7 @@ obstacle, or fails. `auto` takes the first line that applies:
 
 With sequence parallelism (`parallel.sp`) attention is always this package's, without masks: it exchanges positions for
 heads around one of the kernels of `SPREAD`, of which `sdpa` computes one document at a time on any device.
+Generation with a cache takes `with_masks` of the model, on every device.
 
 Nothing here needs torch, so that `check` can judge the settings before a model exists. The arithmetic is in `varlen.py`.
 """
@@ -26,7 +28,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.errors import ConfigError
+from distill_rl.errors import ConfigError, problem
 from distill_rl.models.families import family_of, head_size
 
 if TYPE_CHECKING:
@@ -43,6 +45,32 @@ ON_CPU = "the variable-length kernels run on GPUs only"
 _IMPORT_TIMEOUT_S = 120
 LARGEST_HEAD = 256
 """Largest number of features per head for which the kernels are compiled."""
+_SINKS = frozenset(
+    {"deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash", "openai_privacy_filter"}
+)
+"""Families with learned sinks, which take a part of every softmax."""
+PASSES_WINDOW = frozenset(
+    {
+        "cohere2",
+        "exaone4",
+        "gemma2",
+        "gemma3_text",
+        "ministral",
+        "mistral",
+        "mixtral",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen3",
+    }
+    | {"qwen3_moe", "smollm3", "starcoder2"}
+)
+"""Families that tell this package's attention the window of every layer. Others write it into a mask only."""
+_NAMES = {name: f"{package}'s kernels" for package, name in VARLEN.items()}
+_NAMES |= dict.fromkeys(SPREAD.values(), "attention over divided rows") | {
+    "flash_attention_2": "FlashAttention's kernels"
+}
+"""What implementations are called in messages, if not by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +102,24 @@ def choose(
         spread: the positions of rows are divided over ranks.
 
     Raises:
-        ConfigError: `varlen`, or with `spread` `flash_attention_2`, is requested and not available.
+        ConfigError: `varlen`, or with `spread` `flash_attention_2`, is requested and not available; or what is requested
+            does not compute what the model's config asks of attention.
     """
+    key = "student.attention" if training else "teachers[].attention"
     if not spread and attention not in ("auto", "varlen"):
+        # Those of this package are judged by what they are given when they run.
+        if attention not in OURS and (missing := list(lacks(attention, hf_config))):
+            raise ConfigError.many([problem(key, rule, attention, "set it to auto") for rule in missing])
         return Choice(attention, "as configured")
     blocked = {name: next(obstacles(name, hf_config, dtype=dtype, training=training), None) for name in VARLEN}
     if no_kernel is not None:
         blocked = dict.fromkeys(VARLEN, no_kernel)
     package = next((name for name in VARLEN if blocked[name] is None), None)
-    key = "student.attention" if training else "teachers[].attention"
     if attention == "varlen" and package is None:
         raise ConfigError(key, str(blocked["torch"]), attention, "set it to auto")
     if spread:
+        if missing := spread_problems(hf_config, "student.parallel.sp" if training else "teachers[].parallel.sp"):
+            raise ConfigError.many(missing)
         if attention == "flash_attention_2":
             if blocked["flash_attn"] is not None:
                 raise ConfigError(key, blocked["flash_attn"], attention, "set it to auto")
@@ -97,7 +131,7 @@ def choose(
     if attention == "varlen":
         assert package is not None
         return Choice(VARLEN[package], f"variable-length kernels of {package}, as configured")
-    plain = _without_kernels(hf_config)
+    plain = with_masks(hf_config)
     if no_kernel == ON_CPU:
         return plain
     if not family_of(hf_config).proven:
@@ -109,9 +143,12 @@ def choose(
     return Choice(plain.implementation, f"{plain.why}, with a mask: {blocked['torch']}")
 
 
-def _without_kernels(hf_config: PreTrainedConfig) -> Choice:
-    """The implementation to use where no kernel of ours fits: sdpa, or eager for models that cannot be run with it."""
-    if softcap_of(hf_config) is not None:
+def with_masks(hf_config: PreTrainedConfig) -> Choice:
+    """The implementation of transformers that computes what a model's config asks: sdpa, or eager where sdpa does not.
+
+    It is for generation with a cache too, and for models of which the text is one part.
+    """
+    if next(lacks("sdpa", hf_config.get_text_config()), None) is not None:
         return Choice("eager", "eager: sdpa has no soft cap on attention scores")
     if not has_sdpa(hf_config):
         return Choice("eager", f"eager: transformers has no sdpa attention for {hf_config.model_type}")
@@ -133,6 +170,59 @@ def has_sdpa(hf_config: PreTrainedConfig) -> bool:
     return type(hf_config) not in mapping or bool(mapping[type(hf_config)]._supports_sdpa)
 
 
+def lacks(implementation: str, hf_config: PreTrainedConfig) -> Iterator[str]:
+    """Yields what a model's config asks of attention and an implementation does not compute; nothing for eager.
+
+    Whether transformers has the implementation for the model's class at all is not looked at (`has_sdpa`).
+
+    Args:
+        implementation: its name in transformers, or one of `OURS`.
+    """
+    ours, family = implementation in OURS, hf_config.model_type
+    what = _NAMES.get(implementation, implementation)
+    capped = implementation in ("sdpa", VARLEN["torch"], SPREAD["torch"])
+    if capped and (cap := softcap_of(hf_config)) is not None:
+        verb = "has" if implementation == "sdpa" else "have"
+        yield f"{what} {verb} no soft cap on attention scores, which the model needs (attn_logit_softcapping={cap:g})"
+    without_mask = ours or implementation.startswith("flash")
+    if without_mask and family in _SINKS:
+        yield f"{what} cannot compute the attention sinks of {family}"
+    if without_mask and (chunk := chunk_of(hf_config)) is not None:
+        yield f"{what} cannot keep to the chunks of {chunk} positions of {family} (attention_chunk_size)"
+    if ours and (window := window_of(hf_config)) is not None and family not in PASSES_WINDOW:
+        yield f"{what} would not be told the window of {window} positions of {family} (sliding_window)"
+    if implementation in VARLEN.values() or implementation.startswith("flash"):
+        yield from _heads(what, hf_config, padded=not ours)
+
+
+def spread_problems(hf_config: PreTrainedConfig, setting: str) -> list[str]:
+    """Why this package's attention cannot divide the positions of a model's rows over ranks, one line each.
+
+    Args:
+        setting: what the number of ranks is called in the lines.
+    """
+    missing = lacks(SPREAD["sdpa"], hf_config)
+    return [problem(setting, f"must be 1: {rule}", remedy="leave it out") for rule in missing]
+
+
+def _heads(what: str, hf_config: PreTrainedConfig, *, padded: bool) -> Iterator[str]:
+    """Yields at most one line: kernels do not support the model's sizes of heads.
+
+    Args:
+        padded: values are padded to the size of queries if they are smaller.
+    """
+    config: Any = hf_config
+    size, values = head_size(hf_config), None
+    if getattr(config, "qk_nope_head_dim", None) and getattr(config, "v_head_dim", None):
+        size, values = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    sizes = [size, getattr(config, "global_head_dim", None)]
+    odd = [number for number in sizes if number is not None and (number > LARGEST_HEAD or number % 8)]
+    if odd:
+        yield f"{what} support heads of a multiple of 8 features up to {LARGEST_HEAD}, not of {odd[0]}"
+    elif not padded and values is not None and values != size:
+        yield f"{what} support heads of one size, not queries of {size} and values of {values} features"
+
+
 def obstacles(package: str, hf_config: PreTrainedConfig | None, *, dtype: str, training: bool) -> Iterator[str]:
     """Yields why a model cannot use the variable-length kernels of a package; nothing if it can.
 
@@ -148,14 +238,9 @@ def obstacles(package: str, hf_config: PreTrainedConfig | None, *, dtype: str, t
         yield "the kernels compute in bf16 and fp16, not in fp32"
     if hf_config is None:
         return
-    size = head_size(hf_config)
-    if size is not None and (size > LARGEST_HEAD or size % 8):
-        yield f"the kernels support heads of a multiple of 8 features up to {LARGEST_HEAD}, not of {size}"
-    if package == "torch":
-        if softcap_of(hf_config) is not None:
-            yield "torch's kernels have no soft cap on attention scores, which the model needs"
-        if training and dropout_of(hf_config):
-            yield f"torch's kernels have no attention dropout, the model's is {dropout_of(hf_config):g}"
+    yield from lacks(VARLEN[package], hf_config)
+    if package == "torch" and training and dropout_of(hf_config):
+        yield f"torch's kernels have no attention dropout, the model's is {dropout_of(hf_config):g}"
 
 
 def installed(package: str) -> bool:
@@ -191,6 +276,13 @@ def softcap_of(hf_config: PreTrainedConfig) -> float | None:
 def window_of(hf_config: PreTrainedConfig) -> int | None:
     """Positions, itself included, that a position sees in a layer with sliding attention; None without a window."""
     return getattr(hf_config, "sliding_window", None) or None
+
+
+def chunk_of(hf_config: PreTrainedConfig) -> int | None:
+    """Positions of a chunk, in a model with layers that see only their own chunk (Llama 4); None without such layers."""
+    size = getattr(hf_config, "attention_chunk_size", None) or None
+    kinds = getattr(hf_config, "layer_types", None)
+    return size if kinds is None or "chunked_attention" in kinds else None
 
 
 def dropout_of(hf_config: PreTrainedConfig) -> float:

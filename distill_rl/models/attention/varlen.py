@@ -170,7 +170,7 @@ def attend(
         [R, S, H, E], and None instead of weights.
 
     Raises:
-        ValueError: a mask or a bias, which no kernel here supports; or a soft cap or dropout with torch's kernels.
+        ValueError: a mask, a bias or sinks, which no kernel here supports; or a soft cap or dropout with torch's kernels.
     """
     _require_no_mask(module, attention_mask, kwargs)
     if cu_seq_lens_q is None:
@@ -230,9 +230,11 @@ def attend_spread(
 
 
 def _require_no_mask(module: nn.Module, attention_mask: Tensor | None, kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError if scores have a mask or a bias, which no kernel here supports."""
+    """Raises ValueError if scores have a mask, a bias or sinks, which no kernel here supports."""
     if attention_mask is not None or kwargs.get("position_bias") is not None:
         raise ValueError(f"{type(module).__name__} has a mask or a bias on its scores: set attention=sdpa")
+    if kwargs.get("s_aux") is not None:
+        raise ValueError(f"{type(module).__name__} has attention sinks: set attention=eager")
 
 
 @torch.compiler.disable

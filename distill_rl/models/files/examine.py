@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distill_rl.errors import ConfigError, first_line, problem
-from distill_rl.models.files.headers import read_headers
+from distill_rl.models.files.headers import read_headers, tied_problems
 from distill_rl.models.files.hub import read_config
 from distill_rl.models.files.tensors import compare
 from distill_rl.system.processes.child import call_in_child
@@ -69,6 +69,9 @@ def _lines_elsewhere(
 
 def _examine(key: str, folder: Path, attention: str, packing: bool, weights: bool, automatic: bool) -> Iterator[str]:
     """Yields the lines of `examine`; raises ConfigError where the model cannot be made at all."""
+    from distill_rl.models.conversion import match
+    from distill_rl.models.weights import stored_tensors
+
     config = read_config(folder)
     family = config.model_type
     try:
@@ -83,7 +86,11 @@ def _examine(key: str, folder: Path, attention: str, packing: bool, weights: boo
     yield from _packing_problems(model, packing=packing)
     if weights:
         shapes = {name: tuple(entry["shape"]) for name, entry in read_headers(folder).items()}
-        yield from compare(f"{key}.model", model, shapes)
+        lines = compare(f"{key}.model", model, shapes)
+        yield from lines
+        if not lines:
+            found = match(model, stored_tensors(model), shapes)
+            yield from tied_problems(f"{key}.model", folder, found.stored.values())
 
 
 def _made(config: PreTrainedConfig, attention: str) -> PreTrainedModel:

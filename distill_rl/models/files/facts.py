@@ -18,7 +18,14 @@ from distill_rl.config.facts import ModelFacts
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import problem
-from distill_rl.models.families import experts_per_token, family_of, head_size, num_experts, visited_intermediate_size
+from distill_rl.models.families import (
+    experts_per_token,
+    family_of,
+    head_size,
+    is_decayed,
+    num_experts,
+    visited_intermediate_size,
+)
 from distill_rl.models.files.headers import read_headers, weight_files, weight_problems
 from distill_rl.models.files.hub import HubUnreachable, resolve
 from distill_rl.system.without_torch import gpu_possible
@@ -144,6 +151,8 @@ def read_model_facts(folder: Path, config: Any) -> ModelFacts:
         num_experts=num_experts(config),
         known_head=family_of(config).proven,
         experts_per_token=experts_per_token(config),
+        tensors=len(counted),
+        decayed=sum(is_decayed(name, len(entry["shape"])) for name, entry in counted.items()),
         expert_parameters=sum(prod(entry["shape"]) for name, entry in counted.items() if ".experts." in name),
     )
 
@@ -180,7 +189,7 @@ def teacher_identity(teacher: TeacherConfig, folder: Path) -> str:
 def folder_problems(key: str, folder: Path, *, weights: bool = True) -> list[str]:
     """Returns why a folder cannot be loaded as a causal LM, one line each; empty if nothing was found.
 
-    A LoRA adapter without the model's weights gets one line. Checks config.json, that transformers has the model's family, and the weight files.
+    An adapter gets one line, whether the model's weights are beside it or not. Checks config.json, that transformers has the model's family, and the weight files.
 
     Args:
         key: the setting that names the model, for the lines.
@@ -189,6 +198,10 @@ def folder_problems(key: str, folder: Path, *, weights: bool = True) -> list[str
     file = folder / "config.json"
     if is_adapter(folder):
         return [_adapter_problem(key, folder)]
+    if (folder / "adapter_config.json").is_file():
+        rule = "must hold a model or an adapter, not both: transformers would apply the adapter, and training would not"
+        remedy = "move adapter_config.json and adapter_model.* elsewhere to take the model alone, or merge them first"
+        return [problem(key, rule, str(folder), remedy)]
     if not file.is_file():
         remedy = "give the folder of a Hugging Face model"
         if (folder / "export" / "config.json").is_file():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ from distill_rl.models.files.tower import is_joined, text_names
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights that can be read, as safetensors names them."""
+TIED_APART, UNTIE = "must be equal, because config.json ties them", "set tie_word_embeddings: false in config.json"
+"""The rule about tensors that are one in the model, and what to do."""
+_SAMPLES, _SAMPLE_BYTES = 64, 64 * 2**10
 
 
 def read_headers(folder: Path) -> dict[str, dict[str, Any]]:
@@ -22,6 +25,44 @@ def read_headers(folder: Path) -> dict[str, dict[str, Any]]:
     headers = (_header(file) for file in weight_files(folder))
     entries = {name: entry for header in headers for name, entry in header.items() if name != "__metadata__"}
     return {name: entries[stored] for name, stored in model_names(folder, entries).items()}
+
+
+def tied_problems(key: str, folder: Path, groups: Iterable[Sequence[str]]) -> list[str]:
+    """Returns one line per group of tensors that config.json ties and whose values differ in the files.
+
+    Some samples of the weights are read, not all of them; tensors of another dtype than the first are left out.
+
+    Args:
+        key: the setting that names the model, for the lines.
+        groups: names of tensors that are one in the model, as `read_headers` has them.
+    """
+    wanted = [group for group in groups if len(group) > 1]
+    if not wanted:
+        return []
+    files = weight_files(folder)
+    headers = {file: _header(file) for file in files}
+    place = {name: (file, entry) for file, header in headers.items() for name, entry in header.items()}
+    stored = model_names(folder, [name for name in place if name != "__metadata__"])
+
+    def samples(name: str) -> tuple[str, list[bytes]]:
+        file, entry = place[stored[name]]
+        begin, end = entry["data_offsets"]
+        last = max(end - begin - _SAMPLE_BYTES, 0)
+        with file.open("rb") as stream:
+            first = 8 + int.from_bytes(stream.read(8), "little") + begin
+            found = []
+            for i in range(_SAMPLES if last else 1):
+                stream.seek(first + last * i // (_SAMPLES - 1))
+                found.append(stream.read(min(_SAMPLE_BYTES, end - begin)))
+        return entry["dtype"], found
+
+    lines = []
+    for first, *others in wanted:
+        dtype, part = samples(first)
+        for other in others:
+            if (found := samples(other))[0] == dtype and found[1] != part:
+                lines.append(problem(key, f"{first} and {other} {TIED_APART}", "different values", UNTIE))
+    return lines
 
 
 def model_names(folder: Path, names: Iterable[str]) -> dict[str, str]:

@@ -7,7 +7,16 @@ from collections.abc import Iterator, Sequence
 from distill_rl.config.facts import row_width, width_divisor, width_multiple
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError, problem
-from distill_rl.models.attention.choice import ON_CPU, VARLEN, choose, importable, installed, obstacles
+from distill_rl.models.attention.choice import (
+    ON_CPU,
+    VARLEN,
+    choose,
+    chunk_of,
+    importable,
+    installed,
+    lacks,
+    obstacles,
+)
 from distill_rl.models.families import family_of
 from distill_rl.preflight.models.opened import Findings, Opened
 
@@ -15,9 +24,9 @@ from distill_rl.preflight.models.opened import Findings, Opened
 def attention_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> Iterator[str]:
     """Yields what the requested attention of each model lacks, one line each.
 
-    Only `varlen` and `flash_attention_2` are checked. Both need a GPU, which is not looked for if the run joins a
-    cluster; `flash_attention_2` also needs its package and another dtype than fp32, `varlen` a kernel that suits the
-    model.
+    `sdpa` and `flash_attention_2` must compute what the model's configuration asks of attention. `flash_attention_2` and
+    `varlen` need a GPU, which is not looked for if the run joins a cluster; `flash_attention_2` also needs its package
+    and another dtype than fp32, `varlen` a kernel that suits the model.
 
     Args:
         gpus: number visible on this machine. Those of a cluster are not known before it is joined.
@@ -25,7 +34,12 @@ def attention_problems(config: Config, models: Sequence[Opened], *, gpus: int) -
     for model in models:
         key, attention, dtype = f"{model.key}.attention", model.settings.attention, model.settings.dtype
         remedy = f"set {key}=auto"
-        if attention not in ("varlen", "flash_attention_2") or model.in_vllm:
+        if model.in_vllm:
+            continue
+        if model.config is not None and model.settings.parallel.sp == 1 and attention not in ("auto", "varlen"):
+            for rule in lacks(attention, model.config):
+                yield problem(key, rule, attention, remedy)
+        if attention not in ("varlen", "flash_attention_2"):
             continue
         no_gpu = config.ray.address is None and not gpus
         if no_gpu:
@@ -83,7 +97,7 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
     """Yields what the classes of the models have against the settings and the files, one line each.
 
     These are an attention that transformers does not have for the family, documents in one row that the family cannot
-    keep apart, and tensors that are missing, left over or of another shape. A Llama-like model whose tensors are
+    keep apart, and tensors that are missing, left over, of another shape, or tied and yet different. A Llama-like model whose tensors are
     plainly whole is not asked, because importing its class takes seconds. Nor is one that vLLM runs, with its own class, or one
     whose weights are quantised, which only the quantiser can compare.
 
@@ -92,7 +106,7 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
     """
     from distill_rl.models.files.architecture import stateful_layers
     from distill_rl.models.files.examine import examine
-    from distill_rl.models.files.headers import read_headers
+    from distill_rl.models.files.headers import read_headers, tied_problems
     from distill_rl.models.files.tensors import dtype_problems, plainly_whole
     from distill_rl.models.quantization.stored import method_of
 
@@ -106,6 +120,9 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
             shapes = {name: tuple(entry["shape"]) for name, entry in headers.items()}
             yield from dtype_problems(f"{model.key}.model", headers)
         if shapes and plainly_whole(model.config, shapes):
+            if model.config.tie_word_embeddings and "lm_head.weight" in shapes:
+                tables = ("model.embed_tokens.weight", "lm_head.weight")
+                yield from tied_problems(f"{model.key}.model", model.folder, [tables])
             continue
         kinds = stateful_layers(model.config)
         if packing and kinds:
@@ -113,6 +130,10 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
                 f"{model.name} has {', '.join(kinds)} layers, which carry a state from one packed document to the next"
             )
             yield problem("data.packing", rule, "true", "set data.packing=false")
+        chunk = chunk_of(model.config)
+        if packing and chunk is not None and config.data.max_length > chunk:
+            rule = f"{model.name} attends within chunks of {chunk} positions of a row, wherever packed documents begin"
+            yield problem("data.packing", rule, "true", f"set data.packing=false, or data.max_length={chunk} or less")
         if model.settings.parallel.sp > 1 and kinds:
             rule = f"must be 1: {model.name} has {', '.join(kinds)} layers, which carry a state from token to token"
             yield problem(f"{model.key}.parallel.sp", rule, model.settings.parallel.sp, "leave it out")

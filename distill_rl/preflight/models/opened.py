@@ -37,7 +37,10 @@ class Opened:
     facts: ModelFacts | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     vocabulary_size: int | None = None
+    """Of those that the model can read."""
     tokenizer_hash: str | None = None
+    beyond: tuple[str, ...] = ()
+    """Added tokens of the tokenizer for which the model has no embedding row, and which no text may contain."""
     stops: tuple[int, ...] = ()
     """Ids by which the model ends an answer, besides those that its tokenizer names."""
     cross_tokenizer_loss: str | None = None
@@ -109,6 +112,7 @@ def _open(opened: Opened, findings: Findings) -> None:
     What fails is added to the findings and stays empty. Missing weights are a problem only in a local folder.
     """
     from distill_rl.models.files.facts import is_adapter
+    from distill_rl.preflight.models.shared_vocabulary import readable_ids, some, tokens_beyond
 
     key, model = opened.key, opened.settings
     path, revision = described_by(model)
@@ -125,6 +129,13 @@ def _open(opened: Opened, findings: Findings) -> None:
         folder = _folder(f"{key}.tokenizer", model.tokenizer, None, findings)
     if folder is not None:
         _open_tokenizer(f"{key}.tokenizer", folder, opened, findings)
+    if opened.tokenizer is not None and opened.config is not None:
+        columns = opened.config.vocab_size
+        opened.beyond = tokens_beyond(opened.tokenizer, columns, stops=opened.stops) or ()
+        opened.vocabulary_size = readable_ids(opened.tokenizer, columns, stops=opened.stops)
+        if opened.beyond:
+            what = f"{opened.name} has {columns:,} embedding rows, and none for added tokens of its tokenizer"
+            findings.notes.append(f"{what} ({some(opened.beyond)}); rows that contain one are left out as bad rows")
 
 
 def _holds_a_tokenizer_only(opened: Opened) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,9 @@ def vocabulary_problems(config: Config, student: Opened, teachers: list[Opened])
         if teacher.cross_tokenizer_loss is not None:
             yield from _pair_problems(config, settings, student, teacher)
             continue
-        teacher.shared = shared
+        assert shared is not None
+        assert teacher.vocabulary_size is not None
+        teacher.shared = replace(shared, size=min(shared.size, teacher.vocabulary_size))
         if settings.export == "topk":
             same_tokenizer_topk = True
     size = compared_ids(student, teachers)
@@ -86,6 +89,7 @@ def _pair_problems(config: Config, settings: TeacherConfig, student: Opened, tea
     """
     from distill_rl.align import Vocabulary
     from distill_rl.align.tokenizer.vocabulary import common_vocabulary
+    from distill_rl.preflight.models.shared_vocabulary import some
 
     method = teacher.cross_tokenizer_loss
     assert method is not None
@@ -93,6 +97,11 @@ def _pair_problems(config: Config, settings: TeacherConfig, student: Opened, tea
         remedy = f"set {teacher.key}.export={EXPORTS[method][0]}, or another loss.cross_tokenizer"
         rule = f"the loss {method} needs {' or '.join(EXPORTS[method])}"
         yield problem(f"{teacher.key}.export", rule, settings.export, remedy)
+    for model in (student, teacher):
+        if model.beyond:
+            rule = "must have an embedding row for every token where texts are compared over chunks"
+            remedy = f"give {model.key}.tokenizer a copy of its tokenizer without these added tokens"
+            yield problem(f"{model.key}.model", rule, f"none for {some(model.beyond)}", remedy)
     size = teacher.vocabulary_size
     if settings.export == "topk" and size is not None and config.loss.top_k > size:
         rule = f"must not exceed the {size} ids of the tokenizer of {teacher.name}"

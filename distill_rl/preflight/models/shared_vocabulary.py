@@ -32,13 +32,15 @@ class SharedVocabulary:
         more = self.student_only or self.teacher_only
         if not more:
             return ""
-        names = ", ".join(more[:SHOWN]) + (", ..." if len(more) > SHOWN else "")
         count = f"{len(more)} token{'' if len(more) == 1 else 's'}"
         whose = "the student's tokenizer has" if self.student_only else "its tokenizer has"
         other = "the teacher's" if self.student_only else "the student's"
-        return (
-            f"{whose} {count} more than {other} ({names}); compared token by token over the {self.size:,} ids of both"
-        )
+        return f"{whose} {count} more than {other} ({some(more)}); compared token by token over the {self.size:,} ids of both"
+
+
+def some(tokens: Sequence[str]) -> str:
+    """The first few tokens, for a message."""
+    return ", ".join(tokens[:SHOWN]) + (", ..." if len(tokens) > SHOWN else "")
 
 
 def shared_vocabulary(
@@ -70,6 +72,31 @@ def shared_vocabulary(
         return None
     tokens = tuple(sorted(more, key=more.__getitem__))
     return SharedVocabulary(size, student_only=tokens) if longer is student else SharedVocabulary(size, (), tokens)
+
+
+def tokens_beyond(tokenizer: Any, columns: int, *, stops: Sequence[int] = ()) -> tuple[str, ...] | None:
+    """Added tokens of a tokenizer for which its model has no embedding row, by id; empty if there are none.
+
+    None if texts need a token without a row: one that is not merely added, or a bos, eos, stop or token of the chat
+    template. The tokenizer then is another model's. Texts that contain a merely added one cannot be read.
+
+    Args:
+        columns: rows of the model's embedding table.
+        stops: as in `shared_vocabulary`.
+    """
+    if vocabulary_size(tokenizer) <= columns:
+        return ()
+    more = {token: id for token, id in tokenizer.get_vocab().items() if id >= columns}
+    template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
+    written = {*stops, tokenizer.eos_token_id, tokenizer.bos_token_id} & set(more.values())
+    if written or more.keys() - tokenizer.get_added_vocab().keys() or any(token in template for token in more):
+        return None
+    return tuple(sorted(more, key=more.__getitem__))
+
+
+def readable_ids(tokenizer: Any, columns: int, *, stops: Sequence[int] = ()) -> int:
+    """Number of ids of a tokenizer that its model can read: all, but for added ones beyond the model's table."""
+    return columns if tokens_beyond(tokenizer, columns, stops=stops) else vocabulary_size(tokenizer)
 
 
 def _below(tokenizer: Any, size: int) -> dict[str, Any]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill_rl.errors import ConfigError
+from distill_rl.evals.backends.base import Settings
+from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.models import forward
 from distill_rl.models.export import export_model
 from distill_rl.models.files.examine import examine
 from distill_rl.models.files.hub import read_tokenizer
+from distill_rl.models.load import load_to_generate
 from distill_rl.parallel.mesh import World
 from tests.helpers.load import load_model
 from tests.helpers.zoo import DENSE, EAGER, LEAKING, MIXTURES, UNSPLIT, write_family
@@ -29,8 +33,10 @@ def attention_of(family: str) -> str:
     return "eager" if family in EAGER else "sdpa"
 
 
-def logits_of(folder: Path, attention: str) -> Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
+def logits_of(model: Path | PreTrainedModel, attention: str = "") -> Tensor:
+    """What a model of transformers answers; it is loaded from a folder with this attention."""
+    if isinstance(model, Path):
+        model = AutoModelForCausalLM.from_pretrained(model, attn_implementation=attention)
     with torch.no_grad():
         return model(input_ids=IDS, position_ids=POSITIONS, use_cache=False).logits
 
@@ -44,6 +50,13 @@ def test_family_loads_trains_exports_and_reloads(tmp_path: Path, world: World, f
     assert examine("student", source, attention="sdpa", packing=packing, weights=True, automatic=True) == []
     logits = forward.logits(student, IDS, POSITIONS)
     assert torch.equal(logits, logits_of(source, attention))
+
+    eager = logits_of(source, "eager")
+    teacher = load_model(source, world, role="teacher", dtype="fp32", packing=packing)
+    with closing(HfBackend(source, Settings(device="cpu", dtype="fp32"))) as evaluated:
+        others = [logits_of(model) for model in (teacher, evaluated.model, load_to_generate(source, world))]
+    for found in (logits.detach(), *others):
+        assert (found - eager).abs().max() <= 1e-5 * eager.abs().max()
 
     def export() -> dict[str, Tensor]:
         export_model(student, source=source, tokenizer=read_tokenizer(source), out_dir=out)

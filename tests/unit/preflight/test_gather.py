@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken
 
 from distill_rl.config.load import load_config
 from distill_rl.models.files.hub import read_tokenizer, tokenizer_hash, tokenizer_of
 from distill_rl.preflight import gather, inspect, visible_gpus
+from distill_rl.preflight.job import open_rows
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -185,6 +188,50 @@ def test_too_few_embedding_rows_are_refused(problems, material, tmp_path):
         "teachers.0.model: the model has fewer embedding rows (300) than its tokenizer has ids (320)"
     ), line
     assert problems() == []
+
+
+def test_added_tokens_beyond_the_table_are_allowed_and_rows_with_them_refused(problems, material, tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("<image>", special=True, normalized=False)])
+    for name, seed in (("student", 1), ("teacher", 2)):
+        write_tiny_model(tmp_path / name, vocab_size=320, seed=seed)
+        tokenizer.save_pretrained(tmp_path / name)
+    overrides = [f"student.model={tmp_path}/student", f"teachers.0.model={tmp_path}/teacher", "data.max_length=64"]
+    checked = gather(material / "run.yaml", overrides)
+    assert checked.problems == []
+    assert checked.facts.vocabulary_size == 320
+    rule = (
+        "has 320 embedding rows, and none for added tokens of its tokenizer (<image>); rows that contain one are left"
+    )
+    assert [note for note in checked.notes if rule in note] == [
+        f"{model} {rule} out as bad rows" for model in ("student", "teacher big")
+    ]
+    rows = open_rows(load_config(material / "run.yaml", overrides))
+    assert (rows.num_ids, rows.plan.num_ids) == (320, 320)
+
+    line = only(problems(*overrides, f"teachers.0.model={material}/foreign"))
+    assert line.startswith("student.model: must have an embedding row for every token where texts are compared over ")
+    tokenizer.eos_token = "<image>"
+    tokenizer.save_pretrained(tmp_path / "student")
+    assert any("fewer embedding rows (320) than its tokenizer has ids (321)" in line for line in problems(*overrides))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_tied_tables_that_differ_are_refused(problems, tmp_path, family):
+    folder = write_tiny_model(tmp_path, family, tie=True)
+    tensors = load_file(folder / "model.safetensors")
+    (table,) = (name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight")))
+    tensors["lm_head.weight"] = tensors[table].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert problems(f"student.model={folder}") == []
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    line = only(problems(f"student.model={folder}"))
+    assert line.startswith("student.model: ")
+    assert table in line
+    assert line.endswith(
+        "must be equal, because config.json ties them; got different values; set tie_word_embeddings: false in config.json"
+    )
 
 
 def test_family_without_tp_plan_is_refused_over_two_ranks(problems, material, tmp_path):

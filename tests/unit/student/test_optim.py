@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from distill_rl.config.schema import OptimizerConfig, ScheduleConfig
+from distill_rl.models.load import skeleton
 from distill_rl.student.optim import Schedule, build_optimizer, clip_gradients
+from tests.helpers.zoo import DENSE, MIXTURES, family_config
 
 
 def rates(last: int, total: int, **settings) -> list[float]:
@@ -69,6 +71,40 @@ def test_extended_run_without_horizon_follows_longer_run():
 def small_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2, bias=False))
+
+
+# The last two parts of every name.
+DECAYED = """
+    c_attn.weight c_fc.weight c_proj.weight dense.weight dense_4h_to_h.weight dense_h_to_4h.weight down_proj.weight
+    embed_in.weight embed_positions.weight embed_tokens.weight experts.down_proj experts.gate_up_proj fc1.weight fc2.weight
+    fc_in.weight fc_out.weight gate.weight gate_proj.weight gate_up_proj.weight k_proj.weight kv_a_proj_with_mqa.weight
+    kv_b_proj.weight lm_head.weight embed_out.weight o_proj.weight out_proj.weight q_a_proj.weight q_b_proj.weight
+    q_proj.weight qkv_proj.weight query_key_value.weight router.weight shared_expert_gate.weight up_proj.weight v_proj.weight
+    word_embeddings.weight wpe.weight wte.weight
+"""
+PLAIN = """
+    act_fn.alpha_n act_fn.alpha_p attention_layernorm.weight attn_sub_norm.weight c_attn.bias c_fc.bias c_proj.bias
+    dense.bias dense_4h_to_h.bias dense_h_to_4h.bias experts.down_proj_bias experts.gate_up_proj_bias fc1.bias fc2.bias
+    fc_in.bias fc_out.bias feedforward_layernorm.weight ffn_sub_norm.weight final_layer_norm.bias final_layer_norm.weight
+    final_layernorm.bias final_layernorm.weight input_layernorm.bias input_layernorm.weight k_norm.weight k_proj.bias
+    kv_a_layernorm.weight lm_head.bias ln_1.bias ln_1.weight ln_2.bias ln_2.weight ln_attn.bias ln_attn.weight ln_f.bias
+    ln_f.weight ln_mlp.bias ln_mlp.weight norm.bias norm.weight o_proj.bias out_proj.bias post_attention_layernorm.bias
+    post_attention_layernorm.weight post_feedforward_layernorm.weight post_mlp_layernorm.weight
+    post_self_attn_layernorm.weight pre_feedforward_layernorm.weight q_a_layernorm.weight q_norm.weight q_proj.bias
+    query_key_value.bias router.bias self_attn.sinks self_attn_layer_norm.bias self_attn_layer_norm.weight v_proj.bias
+"""
+
+
+@pytest.mark.parametrize("owned", [{}, {"use_qk_norm": True}], ids=["", "cohere-q-norm"])
+def test_decay_goes_by_owner_and_role_in_every_family(owned: dict[str, bool]):
+    optimizer = OptimizerConfig(weight_decay=0.1)
+    for family in ["cohere"] if owned else [*DENSE, *MIXTURES]:
+        model = skeleton(family_config(family, **owned), dtype=torch.float32, attention="eager")
+        by_decay = {group["weight_decay"]: group["params"] for group in build_optimizer(model, optimizer).param_groups}
+        for name, parameter in model.named_parameters():
+            end = ".".join(name.split(".")[-2:])
+            where = [any(parameter is each for each in by_decay.get(decay, ())) for decay in (0.1, 0.0)]
+            assert where == [end in DECAYED.split(), end in PLAIN.split()], (family, name)
 
 
 def test_decay_applies_to_matrices_only():

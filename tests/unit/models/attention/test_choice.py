@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Gemma2Config, GPT2Config, GPTJConfig, LlamaConfig, MistralConfig, OPTConfig
+from transformers import (
+    AfmoeConfig,
+    DeepseekV3Config,
+    Gemma2Config,
+    GPT2Config,
+    GPTJConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+)
 
 from distill_rl.errors import ConfigError
 from distill_rl.models.attention import choice as attention
@@ -22,6 +33,10 @@ WIDE_HEADS = LlamaConfig(hidden_size=512, num_attention_heads=8, head_dim=512)
 def chosen(asked: str, config: Any, **facts: Any) -> Choice:
     """On a GPU without flash_attn, in bf16, unless the facts say otherwise."""
     return choose(asked, config, **{"dtype": "bf16", "packing": True, "training": True, "no_kernel": None} | facts)
+
+
+SINKS = GptOssConfig()
+CHUNKS = Llama4TextConfig(attention_chunk_size=8)
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +109,57 @@ def test_divided_rows_take_attention_of_this_package(packages: set[str]) -> None
         name("flash_attention_2")
     packages.add("flash_attn")
     assert name("auto") == name("flash_attention_2") == SPREAD["flash_attn"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "config", "rule"),
+    [
+        (
+            "sdpa",
+            Gemma2Config(),
+            "sdpa has no soft cap on attention scores, which the model needs (attn_logit_softcapping=50)",
+        ),
+        ("flash_attention_2", SINKS, "FlashAttention's kernels cannot compute the attention sinks of gpt_oss"),
+        (
+            "flash_attention_2",
+            CHUNKS,
+            "FlashAttention's kernels cannot keep to the chunks of 8 positions of llama4_text (attention_chunk_size)",
+        ),
+        (
+            "flash_attention_2",
+            WIDE_HEADS,
+            "FlashAttention's kernels support heads of a multiple of 8 features up to 256, not of 512",
+        ),
+        ("varlen", SINKS, "torch's kernels cannot compute the attention sinks of gpt_oss"),
+        (
+            "varlen",
+            AfmoeConfig(sliding_window=64),
+            "torch's kernels would not be told the window of 64 positions of afmoe (sliding_window)",
+        ),
+        (
+            "varlen",
+            DeepseekV3Config(),
+            "torch's kernels support heads of one size, not queries of 192 and values of 128 features",
+        ),
+    ],
+)
+def test_what_does_not_compute_the_model_is_refused_by_name(asked: str, config: Any, rule: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        chosen(asked, config)
+    assert caught.value.problems == (f"student.attention: {rule}; got {asked}; set it to auto",)
+    with pytest.raises(ConfigError, match=r"^teachers\[\]\.attention: "):
+        chosen(asked, config, training=False)
+
+
+@pytest.mark.parametrize("config", [SINKS, CHUNKS])
+def test_rows_are_not_divided_where_attention_of_this_package_does_not_fit(config: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^student\.parallel\.sp: must be 1: attention over divided rows cannot"):
+        chosen("auto", config, spread=True)
+
+
+@pytest.mark.parametrize("config", [Gemma2Config(), SINKS, CHUNKS, DeepseekV3Config(), WIDE_HEADS, LLAMA])
+def test_eager_computes_everything(config: Any) -> None:
+    assert chosen("eager", config).implementation == "eager"
 
 
 def test_registered_names_are_opaque_to_transformers() -> None:

@@ -15,7 +15,7 @@ from distill_rl.data.batch.collate import BatchPlan, BatchSharding, lay_out
 from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.models import families, forward
 from distill_rl.models.attention import varlen
-from distill_rl.models.attention.choice import VARLEN
+from distill_rl.models.attention.choice import PASSES_WINDOW, VARLEN
 from distill_rl.models.attention.varlen import Documents
 from distill_rl.models.load import skeleton
 from distill_rl.parallel.mesh import World
@@ -24,7 +24,7 @@ from tests.gpu.conftest import Figures
 from tests.gpu.test_attention import FAMILIES as SMALL_MODELS
 from tests.gpu.test_attention import SMALL, check_kernel, check_model
 from tests.helpers.load import load_model
-from tests.helpers.zoo import write_model
+from tests.helpers.zoo import write_family, write_model
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mistral-window", "phi3", "gpt2", "gemma2", "granite", "cohere")
 OURS = VARLEN["torch"]
@@ -89,6 +89,22 @@ def test_mask_and_documents_agree_in_value_and_gradient(tmp_path: Path, name: st
     ours = logits_and_gradients(model_of(folder, OURS), rows, real)
     for one, other in zip(ours, masked):
         assert (one - other).norm() <= 5e-6 * other.norm()  # fp32, sums in another order
+
+
+@pytest.mark.parametrize("family", sorted(PASSES_WINDOW))
+@torch.no_grad()
+def test_a_family_tells_its_window(tmp_path: Path, family: str) -> None:
+    kinds = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "max_window_layers": 0}
+    ids, positions = torch.arange(3, 23)[None], torch.arange(20)[None]
+
+    def logits(folder: Path, implementation: str) -> Tensor:
+        return forward.logits(model_of(folder, implementation).eval(), ids, positions)
+
+    folder = write_family(tmp_path / "narrow", family, **kinds, sliding_window=4)
+    narrow, ours = (logits(folder, name) for name in ("eager", OURS))
+    wide = logits(write_family(tmp_path / "wide", family, **kinds, sliding_window=100), "eager")
+    assert (wide - narrow).norm() > 1e-3 * narrow.norm(), "the window matters"
+    assert (ours - narrow).norm() <= 5e-6 * narrow.norm()
 
 
 @pytest.mark.parametrize("family", SMALL_MODELS)

@@ -109,10 +109,13 @@ def test_adapter_is_named_with_its_base_and_remedy(tmp_path, llama, described, n
     assert only(folder_problems("student.model", adapter)).endswith(f"give {tmp_path}, where it is merged")
 
 
-def test_merged_model_beside_an_adapter_is_a_model(tmp_path, llama):
-    merged = copy(llama, tmp_path / "merged")
-    (merged / "adapter_config.json").write_text("{}")
-    assert folder_problems("student.model", merged) == []
+def test_a_model_beside_an_adapter_is_refused(tmp_path, llama):
+    both = copy(llama, tmp_path / "both")
+    (both / "adapter_config.json").write_text("{}")
+    assert only(folder_problems("student.model", both)) == (
+        "student.model: must hold a model or an adapter, not both: transformers would apply the adapter, and training would "
+        f"not; got {both}; move adapter_config.json and adapter_model.* elsewhere to take the model alone, or merge them first"
+    )
 
 
 def test_family_with_own_code_is_refused(tmp_path, llama):

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from transformers import Gemma2Config, GPT2Config, LlamaConfig
 
-from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
+from distill_rl.config.schema import Config, ParallelConfig, StudentConfig, TeacherConfig
 from distill_rl.models.attention import choice
+from distill_rl.models.files.hub import read_config
 from distill_rl.preflight.models import attention
-from distill_rl.preflight.models.attention import attention_problems, width_problems
+from distill_rl.preflight.models.attention import attention_problems, class_problems, width_problems
 from distill_rl.preflight.models.opened import Opened
+from tests.helpers.zoo import write_family
 
 LLAMA = LlamaConfig(hidden_size=512, num_attention_heads=8)
 
@@ -108,6 +110,28 @@ def test_varlen_is_refused_for_unsupported_models(settings: dict[str, Any], expe
     assert line.startswith("student.attention: ")
     assert expected in line
     assert line.endswith("got varlen; set student.attention=auto")
+
+
+def test_sdpa_is_refused_for_a_soft_cap_unless_rows_are_divided() -> None:
+    (line,) = problems("sdpa", model=Gemma2Config())
+    assert line == (
+        "student.attention: sdpa has no soft cap on attention scores, which the model needs (attn_logit_softcapping=50); "
+        "got sdpa; set student.attention=auto"
+    )
+    assert problems("sdpa", model=Gemma2Config(), parallel=ParallelConfig(sp=2)) == []
+
+
+def test_documents_are_not_packed_into_chunks(tmp_path: Path) -> None:
+    folder, config = write_family(tmp_path, "llama4_text", attention_chunk_size=64), Config()
+    opened = Opened("student", "student", StudentConfig(model="s"), config=read_config(folder), folder=folder)
+    config.data.packing, config.data.max_length = True, 65
+    (line,) = class_problems(config, [opened], gpus=0)
+    assert line == (
+        "data.packing: student attends within chunks of 64 positions of a row, wherever packed documents begin; "
+        "got true; set data.packing=false, or data.max_length=64 or less"
+    )
+    config.data.max_length = 64
+    assert list(class_problems(config, [opened], gpus=0)) == []
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import ConfigError
@@ -113,6 +114,15 @@ def test_only_requested_rows_are_read(tmp_path, rows):
     assert whole.weight.shape == (COLUMNS, 32)
     assert torch.equal(layer.weight, whole.weight[rows or slice(None)])
     assert layer.bias is None
+
+
+def test_tied_tables_that_differ_are_refused(tmp_path):
+    folder = write_model(tmp_path / "tied", "qwen2", vocab_size=COLUMNS, tie=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"embed_tokens\.weight.* must be equal, because config\.json ties them"):
+        read_output_layer(folder, dtype="fp32")
 
 
 def test_table_of_another_shape_is_refused(tmp_path):
