@@ -172,8 +172,7 @@ def labels(name: str, values: Tensor, valid: Tensor, vocabulary: int, ignore_ind
 def top_k(teacher: TopKLogprobs, num_rows: int, vocabulary: int, temperature: float, validate: bool | None) -> None:
     """Requires top-k targets that fit the student: dtypes, shapes, k, temperature, and distinct ids that are in range.
 
-    Their log-probabilities must be such: raw logits are refused where a row of them would hold more than all probability.
-    Values are looked at as `looked_at` decides: on a CPU by default, on a GPU only with `validate`.
+    The ids' values are looked at as `looked_at` decides: on a CPU by default, on a GPU only with `validate`.
 
     Args:
         num_rows: N of the student.
@@ -206,7 +205,34 @@ def top_k(teacher: TopKLogprobs, num_rows: int, vocabulary: int, temperature: fl
         _distinct_ids(ids, vocabulary, absent=-1)
         if bool((logprobs[ids < 0] > -torch.inf).any()):
             raise ValueError("teacher.logprobs: must be -inf where the id is -1, an absent entry")
-        _log_probabilities(logprobs)
+
+
+def log_probabilities(teacher: TopKLogprobs, counted: Tensor, validate: bool | None) -> None:
+    """Requires log-probabilities, not raw logits: the exponentials of a row sum to at most one, but for rounding.
+
+    Rounding may add several percent: 100,000 equally likely tokens at −11.51 arrive from bf16 at −11.5. So each entry counts
+    as the lowest number that bf16 would have rounded to it, whatever its dtype is now. NaN passes, to reach the loss. Values are
+    looked at as `looked_at` decides.
+
+    Args:
+        teacher: as `top_k` requires it.
+        counted: bool [N]; other rows may hold anything.
+
+    Raises:
+        ValueError: more than that; the message gives the first such row and its sum as it stands.
+    """
+    if not looked_at(validate, teacher.ids) or not teacher.ids.numel():
+        return
+    logprobs = teacher.logprobs.detach()
+    wide = logprobs.to(torch.float64 if logprobs.dtype == torch.float64 else torch.float32)
+    above = (wide * torch.where(wide < 0, 1 + _ROUNDING, 1 - _ROUNDING)).exp().sum(1) > _MASS_LIMIT
+    above &= counted
+    if bool(above.any()):
+        row = int(above.nonzero()[0, 0])
+        raise ValueError(
+            "teacher.logprobs: must be log-probabilities, whose exponentials sum to at most 1 in a row; "
+            f"got {float(wide[row].exp().sum()):.4g} in row {row}, take log_softmax over the whole vocabulary before the top k"
+        )
 
 
 def sampled(teacher: SampledTokens, num_rows: int, vocabulary: int, temperature: float, validate: bool | None) -> None:
@@ -244,26 +270,6 @@ def sampled(teacher: SampledTokens, num_rows: int, vocabulary: int, temperature:
     if bool(((counts > 0) != (ids >= 0)).any()) or int(counts.min()) < 0:
         raise ValueError("teacher.counts: must be positive where there is an id, and 0 where the id is -1")
     _distinct_ids(ids, vocabulary, absent=-1)
-
-
-def _log_probabilities(logprobs: Tensor) -> None:
-    """Requires rows [N, k] of log-probabilities: the exponentials of a row sum to at most one, but for rounding.
-
-    Rounding may add several percent: 100,000 equally likely tokens at −11.51 arrive from bf16 at −11.5. So each entry counts
-    as the lowest number that bf16 would have rounded to it, whatever its dtype is now. NaN passes, to reach the loss. Waits
-    for the device.
-
-    Raises:
-        ValueError: more than that; the message gives the first such row and its sum as it stands.
-    """
-    wide = logprobs.detach().to(torch.float64 if logprobs.dtype == torch.float64 else torch.float32)
-    above = (wide * torch.where(wide < 0, 1 + _ROUNDING, 1 - _ROUNDING)).exp().sum(1) > _MASS_LIMIT
-    if bool(above.any()):
-        row = int(above.nonzero()[0, 0])
-        raise ValueError(
-            "teacher.logprobs: must be log-probabilities, whose exponentials sum to at most 1 in a row; "
-            f"got {float(wide[row].exp().sum()):.4g} in row {row}, take log_softmax over the whole vocabulary before the top k"
-        )
 
 
 def _distinct_ids(ids: Tensor, vocabulary: int, absent: int | None = None) -> None:

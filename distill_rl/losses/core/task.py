@@ -219,6 +219,7 @@ def local_teacher(teacher: Teacher | None, task: Task) -> Targets | None:
         return None
     if isinstance(teacher, TopKLogprobs):
         checks.top_k(teacher, task.num_rows, task.shard.total, options.temperature, options.validate)
+        checks.log_probabilities(teacher, task.reduction.valid, options.validate)
         return teacher
     if isinstance(teacher, SampledTokens):
         if not isinstance(options.resolved(), ForwardKL):

@@ -233,6 +233,8 @@ def make_task(
     _check_projection(options, method, projection, shard.total)
     num_teacher = len(given.ids) if isinstance(given, TopKLogprobs) else given.num_rows
     pairing = pair(numbers, student.num_rows, num_teacher, validate)
+    if isinstance(given, TopKLogprobs):
+        checks.log_probabilities(given, numbers.teacher >= 0, validate)
     if checks.looked_at(validate, labels) and not bool(valid[pairing.student.rows].all()):
         raise ValueError("labels: every row of a chunk must have one; one is ignore_index")
     columns, computed = shard.widest, False

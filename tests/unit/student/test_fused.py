@@ -62,7 +62,7 @@ def teachers(tmp_path_factory) -> list[Path]:
 
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch):
-    monkeypatch.setattr(linear, "_LEAST_CHUNK", 16)
+    monkeypatch.setattr(linear, "PRODUCT_ROWS", 16)
 
 
 def engine(world, folder: Path, paths, fused: str, **settings) -> StudentEngine:

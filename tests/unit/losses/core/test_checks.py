@@ -244,15 +244,24 @@ def test_log_probabilities_that_were_rounded_on_their_way_are_taken(dtype: torch
         logprobs = (scale * torch.randn(2, columns, generator=draw)).log_softmax(1).to(dtype)
         for arrived in (logprobs, logprobs.float()):
             target = TopKLogprobs(torch.arange(columns).expand(2, -1), arrived)
-            checks.top_k(target, 2, columns, 1.0, True)
+            checks.log_probabilities(target, torch.ones(2, dtype=torch.bool), True)
 
 
-def test_a_log_softmax_of_16_bits_is_taken_and_a_sum_of_two_is_not() -> None:
+def test_a_log_softmax_of_16_bits_is_taken_and_twice_its_probability_is_not() -> None:
     logprobs = torch.randn(4, 3000, generator=torch.Generator().manual_seed(0)).bfloat16().log_softmax(1)
-    ids = torch.arange(3000).expand(4, -1)
-    checks.top_k(TopKLogprobs(ids, logprobs), 4, 3000, 1.0, True)
+    ids, all_rows = torch.arange(3000).expand(4, -1), torch.ones(4, dtype=torch.bool)
+    checks.log_probabilities(TopKLogprobs(ids, logprobs), all_rows, True)
+    twice = TopKLogprobs(ids, logprobs + math.log(2))
     with pytest.raises(ValueError, match=r"got 1\.991 in row 0"):
-        checks.top_k(TopKLogprobs(ids, logprobs + math.log(2)), 4, 3000, 1.0, True)
+        checks.log_probabilities(twice, all_rows, True)
+    with pytest.raises(ValueError, match=r"in row 2"):
+        checks.log_probabilities(twice, torch.tensor([False, False, True, True]), True)
+
+
+@pytest.mark.parametrize("validate", [None, True])
+def test_ignored_rows_may_hold_raw_logits(validate: bool | None) -> None:
+    logprobs = TOP.logprobs.index_fill(0, torch.tensor([1]), 7.0)
+    assert kd_loss(LOGITS, top(logprobs=logprobs), labels=torch.tensor([0, -100, 2]), validate=validate).loss.isfinite()
 
 
 def test_a_teacher_that_is_not_a_number_shows_in_the_loss() -> None:
