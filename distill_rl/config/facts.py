@@ -30,11 +30,14 @@ class LoraFacts:
     """Of the adapters and of modules that are trained whole."""
     frozen: int
     """Of the model, without those modules."""
+    narrow: int = 0
+    """Of the layers, those with fewer features than the rank."""
 
     def __str__(self) -> str:
         share = 100 * self.trained / max(self.trained + self.frozen, 1)
         of = f"{self.trained:,} of {self.trained + self.frozen:,} parameters, {share:.2g} %"
-        return f"student: {of}; adapters of {self.layers} layers"
+        narrow = f", {self.narrow} of them with fewer features than the rank" if self.narrow else ""
+        return f"student: {of}; adapters of {self.layers} layers{narrow}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,20 @@ def test_student_with_a_token_more_leaves_out_the_rows_that_have_it(root, plain,
     assert len(losses(root, "longer-plain")[0]) == len(plain[0])
 
 
+def test_rows_with_a_token_that_the_models_have_no_row_for_are_refused(root, tmp_path):
+    """The tokenizers of student and teacher both have it, and neither model has a row for it."""
+    for role, seed in (("student", 1), ("teacher", 2)):
+        longer_tokenizer().save_pretrained(write_tiny_model(tmp_path / role / "none", vocab_size=320, seed=seed))
+    file = config(root, "longer", "longer")
+    models = [f"student.model={tmp_path}/student/none"]
+    models += [f"teachers.{i}.model={tmp_path}/teacher/none" for i in range(len(EXPORTS))]
+    checked = distill_rl_in_process("check", "-c", file, *models)
+    assert checked.code == 0, checked.err
+    assert "has 320 embedding rows, and none for added tokens of its tokenizer (<|more|>)" in checked.out
+    with pytest.raises(ValueError, match=r"row 31 has the token <\|more\|>"):
+        train(load_config(file, models), tmp_path / "export")
+
+
 def test_check_says_it_and_top_k_is_held_against_the_common_ids(root):
     file = config(root, "longer", "plain")
     ended = distill_rl_in_process("check", "-c", file)

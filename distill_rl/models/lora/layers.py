@@ -36,8 +36,8 @@ class Outline:
     family: str
     parameters: Mapping[str, int]
     """Module → parameters in it."""
-    linear: Mapping[str, int]
-    """Linear layer, without `tables` → its input features plus its output features."""
+    linear: Mapping[str, tuple[int, int]]
+    """Linear layer, without `tables` → its two sizes, input and output features in any order."""
     tables: tuple[str, ...]
     """Input embedding and output layer: a loss may compute with the weight of the latter, without its forward."""
     tied: bool
@@ -55,7 +55,7 @@ class Outline:
             model.config.model_type,
             {name: sum(tensor.numel() for tensor in module.parameters()) for name, module in modules.items()},
             {
-                name: sum(module.weight.shape)
+                name: (module.weight.shape[0], module.weight.shape[1])
                 for name, module in modules.items()
                 if is_linear(module) and name not in tables
             },
@@ -84,7 +84,7 @@ class Outline:
         layers = {
             tensor.removesuffix(".weight"): shape for tensor, shape in shapes.items() if tensor.endswith(".weight")
         }
-        linear = {name: sum(shape) for name, shape in layers.items() if name.endswith("_proj")}
+        linear = {name: (shape[0], shape[1]) for name, shape in layers.items() if name.endswith("_proj")}
         return cls(hf_config.model_type, parameters, linear, (embedding, head), tied, total)
 
 
@@ -104,7 +104,8 @@ def choose_layers(outline: Outline, lora: LoraConfig) -> Chosen:
     """Finds the modules that the settings name.
 
     Raises:
-        ConfigError: a name that no module has, or none of the kind; the most similar names are the remedy.
+        ConfigError: a name that no module has, or none of the kind; the most similar names are the remedy. Or a rank that
+            is larger than every adapted layer.
     """
     problems: list[str] = []
     adapted: set[str] = set() if lora.targets else set(outline.linear)
@@ -127,6 +128,12 @@ def choose_layers(outline: Outline, lora: LoraConfig) -> Chosen:
         elif inside:
             rule = f"is trained whole, and {inside[0]} in it cannot have an adapter too"
             problems.append(problem(f"{WHOLE}.{i}", rule, target, f"leave one of the two out, with {TARGETS}"))
+    widest = max((min(outline.linear[name]) for name in adapted), default=lora.rank)
+    if lora.rank > widest:
+        rule = f"must not exceed the {widest} features of the widest layer with an adapter"
+        problems.append(
+            problem("student.lora.rank", rule, lora.rank, f"use {widest} or less, or train without student.lora")
+        )
     if problems:
         raise ConfigError.many(problems)
     if outline.tied and whole & {*outline.tables}:
@@ -147,8 +154,9 @@ def sizes(outline: Outline, lora: LoraConfig) -> LoraFacts:
     whole = sum(outline.parameters[name] for name in outer)
     if outline.tied and set(outline.tables) <= {*outer}:
         whole -= outline.parameters[outline.tables[0]]  # one table, which counts once
-    adapters = lora.rank * sum(outline.linear[name] for name in chosen.adapted)
-    return LoraFacts(len(chosen.adapted), adapters + whole, outline.total - whole)
+    adapters = lora.rank * sum(sum(outline.linear[name]) for name in chosen.adapted)
+    narrow = sum(min(outline.linear[name]) < lora.rank for name in chosen.adapted)
+    return LoraFacts(len(chosen.adapted), adapters + whole, outline.total - whole, narrow)
 
 
 def survey(folder: Path, lora: LoraConfig, shapes: Shapes | None = None) -> LoraFacts:

@@ -63,6 +63,19 @@ def test_a_router_that_returns_more_than_a_product_is_no_linear_layer(tmp_path: 
     assert not any(name.endswith("router") for name in found.adapted)
 
 
+def test_a_rank_above_the_width_of_every_layer_is_refused(folder):
+    found = survey(folder, LoraConfig(rank=17))
+    assert found.narrow == 4, "keys and values of two layers have 16 features"
+    assert str(found).endswith("adapters of 14 layers, 4 of them with fewer features than the rank")
+    assert survey(folder, LoraConfig(rank=32)).layers == 14
+    with pytest.raises(ConfigError) as caught:
+        survey(folder, LoraConfig(rank=33))
+    assert str(caught.value) == (
+        "student.lora.rank: must not exceed the 32 features of the widest layer with an adapter; got 33; "
+        "use 32 or less, or train without student.lora"
+    )
+
+
 def test_targets_are_ends_of_names(folder):
     chosen = choose_layers(outline(folder), LoraConfig(targets=["mlp.down_proj", "layers.1.self_attn.q_proj"]))
     assert chosen.adapted == (
