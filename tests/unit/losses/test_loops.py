@@ -393,7 +393,7 @@ def test_a_loss_has_its_value_and_gradient_in_every_loop(name: str) -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 1e-3), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize("name", FUSED)
 def test_a_loss_scaler_saves_the_gradients_of_16_bits(name: str, dtype: torch.dtype, bound: float, count: int) -> None:
-    """With the first factor of a GradScaler; a gradient of a mean over many tokens is far below fp16's range before it."""
+    """With the first factor of a GradScaler, before which a mean over many tokens has gradients below fp16's range."""
     loss, factor = FUSED[name], 2.0**16
     leaves = [each.to(dtype).requires_grad_() for each in loss.leaves]
     value, gradients = truth_of(loss, leaves, count)

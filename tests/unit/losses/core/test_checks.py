@@ -53,8 +53,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "raw logits": (
         lambda: kd_loss(LOGITS, top(logprobs=torch.tensor([[0.0, -1, -2, -9], [2, 1, 0, -1], [3, 2, 1, 0]]))),
-        r"teacher.logprobs: must be log-probabilities, whose exponentials sum to at most 1 in a row; got 1.503 in row 0, "
-        "take log_softmax over the whole vocabulary before the top k",
+        r"teacher.logprobs: must be log-probabilities, whose exponentials sum to at most 1 in a row; "
+        "got 1.503 in row 0, take log_softmax over the whole vocabulary before the top k",
     ),
     "raw logits across tokenizers": (
         lambda: chunk_kd_loss(
