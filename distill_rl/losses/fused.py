@@ -44,8 +44,10 @@ def fused_linear_kd_loss(
     The same as `kd_loss(StudentHidden(student_hidden, lm_head_weight, …), …)`. Ignored rows are dropped before the output
     layer (which waits for a GPU once, unless `num_labels` is given). Logits are accumulated in fp32 whatever the dtypes.
     Extra memory: the inputs' gradients, the weight's in fp32 until it is complete, and a chunk of logits, independent of
-    N·V. For "sum" and "mean" the gradients are computed during forward. With shards there are
-    collectives for every chunk, and one sums the gradient of the hidden states.
+    N·V. For "sum" and "mean" the gradients are computed during forward, and wait for the factor that backward brings.
+    Those of fp16 inputs wait in fp32, where no mean over many tokens is too small for them, which takes 2 bytes more for
+    every element of hidden states, weight and bias until backward; those of other dtypes wait in that dtype. With
+    shards there are collectives for every chunk, and one sums the gradient of the hidden states.
 
     Args:
         student_hidden, lm_head_weight, bias, softcap, logit_scale: as in `StudentHidden`.

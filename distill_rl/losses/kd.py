@@ -67,7 +67,8 @@ def kd_loss(
         chunk_size: rows processed at a time; the default suits the device's caches. On a CPU it changes no bit of the
             gradient.
         inplace_backward: write the gradient over the logits. Only if nothing reads them after the backward pass.
-        validate: check ids and labels, and skip ignored rows. None: on CPU tensors only, because it waits for a GPU.
+        validate: check ids, labels and that top-k targets are log-probabilities, and skip ignored rows. None: on CPU
+            tensors only, because it waits for a GPU.
         backend: eager (torch) or triton (kernels, `kernels/rows.py`). None: triton where it is installed, on a GPU, for
             what it has kernels for.
 

@@ -210,9 +210,9 @@ def top_k(teacher: TopKLogprobs, num_rows: int, vocabulary: int, temperature: fl
 def log_probabilities(teacher: TopKLogprobs, counted: Tensor, validate: bool | None) -> None:
     """Requires log-probabilities, not raw logits: the exponentials of a row sum to at most one, but for rounding.
 
-    Rounding may add several percent: 100,000 equally likely tokens at −11.51 arrive from bf16 at −11.5. So each entry counts
-    as the lowest number that bf16 would have rounded to it, whatever its dtype is now. NaN passes, to reach the loss. Values are
-    looked at as `looked_at` decides.
+    Rounding may add several percent: 100,000 equally likely tokens at −11.51 arrive from bf16 at −11.5. So each entry
+    counts as the lowest number that bf16 would have rounded to it, whatever its dtype is now. NaN passes, to reach the
+    loss. Values are looked at with `validate` only: in a run, a teacher that is not finite makes a step that is skipped.
 
     Args:
         teacher: as `top_k` requires it.
@@ -221,7 +221,7 @@ def log_probabilities(teacher: TopKLogprobs, counted: Tensor, validate: bool | N
     Raises:
         ValueError: more than that; the message gives the first such row and its sum as it stands.
     """
-    if not looked_at(validate, teacher.ids) or not teacher.ids.numel():
+    if not validate or not teacher.ids.numel():
         return
     logprobs = teacher.logprobs.detach()
     wide = logprobs.to(torch.float64 if logprobs.dtype == torch.float64 else torch.float32)
@@ -229,9 +229,10 @@ def log_probabilities(teacher: TopKLogprobs, counted: Tensor, validate: bool | N
     above &= counted
     if bool(above.any()):
         row = int(above.nonzero()[0, 0])
+        mass = float(wide[row].exp().sum())
         raise ValueError(
             "teacher.logprobs: must be log-probabilities, whose exponentials sum to at most 1 in a row; "
-            f"got {float(wide[row].exp().sum()):.4g} in row {row}, take log_softmax over the whole vocabulary before the top k"
+            f"got {mass:.4g} in row {row}, take log_softmax over the whole vocabulary before the top k"
         )
 
 

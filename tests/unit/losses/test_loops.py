@@ -25,6 +25,7 @@ from distill_rl.losses import (
     kd_loss,
     vocab_parallel_logprobs,
 )
+from distill_rl.losses.core.logits.gradients import enlargement
 from tests.helpers.chunks import documents
 
 ROWS, VOCABULARY, WIDTH, K, RATIO = 12, 40, 6, 5, 0.6
@@ -201,7 +202,10 @@ def chunked(method: str, *, hidden: bool) -> Loss:
     def truth(count: float, *leaves: Tensor) -> Tensor:
         logits = logits_of(*leaves) if hidden else leaves[0]
         log_q, log_p = logits.log_softmax(1), TWO.teacher.log_softmax(1)
-        labels = [log.gather(1, ids[:, None])[:, 0] for log, ids in ((log_q, TWO.labels), (log_p, TWO.teacher_labels))]
+        labels = [
+            log.gather(1, ids.clamp_min(0)[:, None])[:, 0]
+            for log, ids in ((log_q, TWO.labels), (log_p, TWO.teacher_labels))
+        ]
         ce = -labels[0].gather(0, (TWO.chunks.student >= 0).nonzero()[:, 0]).sum()
         total = 0.5 * ce
         for chunk in range(len(KINDS)):
@@ -364,7 +368,7 @@ LOOPS = (plain, checkpointed, on_cpu, hooked, autocast, compiled, accumulated, s
 def truth_of(loss: Loss, leaves: list[Tensor], count: float) -> tuple[Tensor, list[Tensor]]:
     exact = [each.detach().double().requires_grad_() for each in leaves]
     value = loss.truth(count, *exact)
-    return value, list(torch.autograd.grad(value, exact))
+    return value.detach(), list(torch.autograd.grad(value, exact))
 
 
 def assert_true(name: str, value: Tensor, truth: Tensor, bound: float) -> None:
@@ -389,7 +393,7 @@ def test_a_loss_has_its_value_and_gradient_in_every_loop(name: str) -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 1e-3), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize("name", FUSED)
 def test_a_loss_scaler_saves_the_gradients_of_16_bits(name: str, dtype: torch.dtype, bound: float, count: int) -> None:
-    """With the first factor of a GradScaler; a gradient of a mean over many tokens is far below fp16's range before it."""
+    """With the first factor of a GradScaler, before which a mean over many tokens has gradients below fp16's range."""
     loss, factor = FUSED[name], 2.0**16
     leaves = [each.to(dtype).requires_grad_() for each in loss.leaves]
     value, gradients = truth_of(loss, leaves, count)
@@ -403,3 +407,33 @@ def test_a_loss_scaler_saves_the_gradients_of_16_bits(name: str, dtype: torch.dt
             assert_true(f"gradient {i}", leaf.grad.double() / factor, gradient, bound)
         else:
             assert not leaf.grad.isfinite().all()  # which a scaler sees
+
+
+@pytest.mark.parametrize("chunk_size", [3, ROWS])
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)],
+)
+def test_only_gradients_of_fp16_wait_in_fp32(dtype: torch.dtype, kept: torch.dtype, chunk_size: int) -> None:
+    saved: list[Tensor] = []
+    leaves = [each.to(dtype).requires_grad_() for each in (randn(ROWS, WIDTH), *HEAD)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        fused_linear_kd_loss(*leaves[:2], target_of("topk", 1.0, SLICES[WHOLE]), bias=leaves[2], chunk_size=chunk_size)
+    waiting = [each for each in saved if each.numel()]
+    assert [(each.shape, each.dtype) for each in waiting] == [(leaf.shape, kept) for leaf in leaves]
+
+
+@pytest.mark.parametrize("largest", [1.0, 1e-6, 3e-8, 12.0])
+def test_the_largest_weight_of_fp16_is_brought_near_sixteen(largest: float) -> None:
+    half, weights = torch.zeros(1, dtype=torch.float16), [None, torch.tensor([-largest, largest / 3, 0])]
+    factor = enlargement((half.float(), half, None), weights)
+    assert factor is not None
+    assert 8 <= float(factor) * largest < 16
+    assert enlargement((half.float(), half.bfloat16(), None), weights) is None
+
+
+@pytest.mark.parametrize("weights", [[torch.zeros(3)], [torch.zeros(0)], [torch.full((1,), torch.inf)]])
+def test_weights_of_nothing_bring_no_infinite_factor(weights: list[Tensor]) -> None:
+    factor = enlargement((torch.zeros(1, dtype=torch.float16),), weights)
+    assert factor is not None
+    assert 0 < float(factor) < torch.inf

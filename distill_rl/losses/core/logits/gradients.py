@@ -3,8 +3,8 @@
 A gradient that is made before its factor is known, such as that of a loss scaler, may be far too small for fp16: a mean
 over a million tokens makes it smaller than 6e-8, the least that fp16 holds. Such gradients of fp16 inputs
 
-1. are multiplied on the way by a power of two that brings the largest weight of a row near 1 (`enlargement`), since a GPU
-   rounds the logits' gradient to fp16 for its matrix products,
+1. are multiplied on the way by a power of two that makes the largest weight of a row about 16 (`enlargement`), since a
+   GPU rounds the logits' gradient to fp16 for its matrix products,
 2. are kept in fp32, and
 3. are rounded to fp16 once they are multiplied by the factor, divided by that power of two (`scaled`).
 
@@ -25,8 +25,8 @@ from distill_rl.losses.core.streaming import RowPlan, accumulator, chunks
 _TILE = 2**24
 """Elements of the weight's gradient that are rounded or added at a time, so that no second copy of it exists."""
 _LARGEST_SHARE = 4
-"""Binary logarithm of about what the largest weight of a row becomes. fp16 then has 12 bits above it, for slopes, temperature
-and scale, and 28 below it, for small probabilities, of which the last 10 cost digits."""
+"""Binary logarithm of about what the largest weight of a row becomes. fp16 then has 12 bits above it, for slopes,
+temperature and scale, and 28 below it, for small probabilities, of which the last 10 cost digits."""
 
 
 class Gradients:
@@ -118,7 +118,8 @@ class Gradients:
     def finish(self) -> tuple[Tensor | None, ...]:
         """Returns the gradients of hidden, weight and bias in the dtypes of the inputs; None where none is needed.
 
-        With `scaled_later`, those of fp16 inputs are in fp32. Sums that of the hidden states over the ranks first (a collective), so call it once.
+        With `scaled_later`, those of fp16 inputs are in fp32. Sums that of the hidden states over the ranks first (a
+        collective), so call it once.
         """
         if self.hidden is not None:
             self.shard.sum_(self.hidden)

@@ -7,8 +7,9 @@ With z = scale · hidden · Wᵀ + bias, softcapped (`head.Head`), and G = ∂lo
 
 There are two ways to get G. `FusedLoss` knows in advance how much every row counts, as a sum or a mean does, and makes
 the gradients in forward while a chunk's logits exist: 6·N·H·Vl operations. What comes in for the loss, such as the factor
-of a loss scaler, multiplies them in backward; fp16 could not hold what they are before (`gradients`). `FusedRows` returns differentiable values
-per row, and computes the logits again in backward: 8·N·H·Vl operations, and 2·N·H·Vl more for each pass after the first.
+of a loss scaler, multiplies them in backward, and fp16 cannot hold what they are before (`gradients`). `FusedRows`
+returns differentiable values per row, and computes the logits again in backward: 8·N·H·Vl operations, and 2·N·H·Vl more
+for each pass after the first.
 """
 
 from __future__ import annotations

@@ -52,9 +52,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "teacher.logprobs: must be -inf where the id is -1",
     ),
     "raw logits": (
-        lambda: kd_loss(LOGITS, top(logprobs=torch.tensor([[0.0, -1, -2, -9], [2, 1, 0, -1], [3, 2, 1, 0]]))),
-        r"teacher.logprobs: must be log-probabilities, whose exponentials sum to at most 1 in a row; got 1.503 in row 0, "
-        "take log_softmax over the whole vocabulary before the top k",
+        lambda: kd_loss(
+            LOGITS, top(logprobs=torch.tensor([[0.0, -1, -2, -9], [2, 1, 0, -1], [3, 2, 1, 0]])), validate=True
+        ),
+        r"teacher.logprobs: must be log-probabilities, whose exponentials sum to at most 1 in a row; "
+        "got 1.503 in row 0, take log_softmax over the whole vocabulary before the top k",
     ),
     "raw logits across tokenizers": (
         lambda: chunk_kd_loss(
@@ -63,12 +65,13 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
             Chunks(torch.arange(ROWS), torch.arange(ROWS), ROWS),
             identity(VOCABULARY),
             method="hybrid",
+            validate=True,
             labels=torch.zeros(ROWS, dtype=torch.int64),
         ),
         "teacher.logprobs: must be log-probabilities, .* got 10.87 in row 0",
     ),
     "infinite probability": (
-        lambda: kd_loss(LOGITS, top(logprobs=torch.full((ROWS, K), torch.inf))),
+        lambda: kd_loss(LOGITS, top(logprobs=torch.full((ROWS, K), torch.inf)), validate=True),
         "teacher.logprobs: must be log-probabilities, .* got inf in row 0",
     ),
     "ids of floats": (
@@ -232,8 +235,9 @@ def test_values_are_not_looked_at_when_that_is_declined() -> None:
     assert kd_loss(LOGITS, twice, validate=False).loss.isfinite()
 
 
-def test_raw_logits_are_taken_when_looking_is_declined() -> None:
-    assert kd_loss(LOGITS, top(logprobs=torch.ones(ROWS, K)), validate=False).loss.isfinite()
+@pytest.mark.parametrize("validate", [None, False])
+def test_raw_logits_are_taken_unless_looking_is_asked_for(validate: bool | None) -> None:
+    assert kd_loss(LOGITS, top(logprobs=torch.ones(ROWS, K)), validate=validate).loss.isfinite()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
