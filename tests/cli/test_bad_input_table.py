@@ -266,6 +266,12 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
         "kernels without a GPU": ("student.kernels", "needs a GPU; none is visible", "set student.kernels=torch"),
         "a GPU asked, none visible": ("aligner.dp.backend", "none is visible", "cuda", "numba"),
         "flash attention without its package": ("teachers.0.attention", "flash_attn", "not installed", "pip install"),
+        "flash attention for heads of another size": (
+            "teachers.0.attention",
+            "heads of a multiple of 8 features up to 256, not of 4",
+            "flash_attention_2",
+            "attention=auto",
+        ),
         "flash attention without a GPU": ("teachers.0.attention", "needs a GPU", "flash_attention_2", "attention=auto"),
         "variable lengths without a GPU": ("teachers.1.attention", "needs a GPU", "varlen", "attention=auto"),
         "output cannot be written": ("/proc/runs", "must be writable", "choose another run.dir"),
