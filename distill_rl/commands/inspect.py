@@ -627,10 +627,8 @@ def _print_tokens(console: Console, row: Mapping[str, Any], document: Mapping[st
 
 
 def _texts_of(text: str, tokens: Sequence[Mapping[str, Any]], at: int) -> Iterator[str]:
-    """Yields what every token adds to a text, from a place on; of one without characters, its name.
-
-    What lies before a token and belongs to none is added to it. A character of several tokens is added to the first.
-    """
+    """Yields what every token adds to a text, from a place on; of one without characters, its name."""
+    # What lies before a token and belongs to none is added to it, a character of several tokens to the first.
     for token in tokens:
         is_empty = token["start"] == token["end"]
         yield text[at : token["end"]] + (token["text"] if is_empty else "")

@@ -307,16 +307,8 @@ class _Place:
 
 
 def _place_of_turn(write: Write, before: Sequence[Message], through: str) -> _Place:
-    """The place of the turn behind these messages.
-
-    transformers cannot render an empty chat, so before a first turn its header is searched for in `through`.
-
-    Args:
-        through: the rendered text up to the end of the turn.
-
-    Raises:
-        ValueError: the header of a first turn is not found.
-    """
+    """The place of the turn behind these messages; `through` is the rendered text up to the end of the turn."""
+    # transformers cannot render an empty chat, so before a first turn its header is searched for; ValueError if it is not there.
     if before:
         written, prompt = write(before), write(before, add_generation_prompt=True)
         base = len(_common(written, prompt))

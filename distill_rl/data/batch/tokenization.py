@@ -155,11 +155,7 @@ class Tokenization:
         return replace(_encoded(ids), name=name_of(document["text"]))
 
     def _encode_chat(self, document: Mapping[str, Any]) -> Encoded:
-        """The tokens of a chat, with the mask of those to train on.
-
-        Raises:
-            DataError: a chat that cannot be rendered, or whose assistant turns cannot be found; names the row.
-        """
+        """The tokens of a chat, with the mask of those to train on."""
         text, spans, left_out = self.render(document)
         ids, offsets = self.tokens(document, text)
         mask = self.labels(document, spans, ids, offsets)

@@ -25,7 +25,7 @@ def closing_stop(
         whole: the rendered chat.
         stops: what the stop tokens are written as.
     """
-    if not stops or messages[-1]["role"] != "assistant" or ends_in(whole, stops):
+    if not stops or messages[-1]["role"] != "assistant" or _ends_in(whole, stops):
         return ""
     return _following(write, messages[-1], stops)
 
@@ -40,7 +40,7 @@ def with_stops(whole: str, turns: Sequence[CharSpan], stops: Collection[str]) ->
         stops: what the stop tokens are written as.
     """
     return [
-        (start, stop if ends_in(whole[start:stop], stops) else stop + len(_first(whole[stop:], stops)))
+        (start, stop if _ends_in(whole[start:stop], stops) else stop + len(_first(whole[stop:], stops)))
         for start, stop in turns
     ]
 
@@ -63,6 +63,6 @@ def _first(text: str, stops: Collection[str]) -> str:
     return max((stop for stop in stops if text.startswith(stop)), key=len, default="")
 
 
-def ends_in(turn: str, stops: Collection[str]) -> bool:
+def _ends_in(turn: str, stops: Collection[str]) -> bool:
     """Whether a turn, or a whole chat, ends in a stop, but for white space."""
     return any(turn.rstrip().endswith(stop) for stop in stops)

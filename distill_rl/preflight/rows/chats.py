@@ -65,7 +65,7 @@ def check_chats(
             findings.notes += _other_template(teacher, rows, texts)
         elif teacher.tokenizer.chat_template:
             of_teacher = [row for row in rows if asked(weights_of(row), i)]
-            _render_all(config, teacher.key, teacher, f"{teacher.name}'s tokenizer", of_teacher, (), findings)
+            _render_all(config, teacher.key, teacher, f"{teacher.name}'s tokenizer", of_teacher, None, findings)
 
 
 def _unknown_roles(roles: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -84,7 +84,7 @@ def _render_all(
     model: Opened,
     whose: str,
     rows: Sequence[Mapping[str, Any]],
-    roles: Collection[str],
+    roles: Collection[str] | None,
     findings: Findings,
 ) -> list[str] | None:
     """The rows as one model's chat template writes them; None if it does not accept one of them, which ends the check.
@@ -93,7 +93,7 @@ def _render_all(
 
     Args:
         key: the setting with which the line about a chat that is not accepted begins.
-        roles: those whose turns must be found.
+        roles: those whose turns must be found; None: none is looked for, as a run does for a teacher.
     """
     from distill_rl.data.batch.chat import render_document
     from distill_rl.data.batch.unrendered import TemplateCoverage
@@ -102,7 +102,9 @@ def _render_all(
     for row in rows:
         rendered = findings.attempt(
             key,
-            lambda row=row: render_document(model.tokenizer, row, roles=roles, whose=whose),  # type: ignore[misc]
+            lambda row=row: render_document(
+                model.tokenizer, row, roles=roles or (), whose=whose, text_only=roles is None
+            ),  # type: ignore[misc]
         )
         if rendered is None:
             return None
@@ -137,7 +139,7 @@ def _other_template(teacher: Opened, rows: Sequence[Mapping[str, Any]], texts: S
     different, example = 0, ""
     for row, text in zip(rows, texts):
         try:
-            other = render_document(tokenizer, row).text
+            other = render_document(tokenizer, row, text_only=True).text
         except DataError as error:
             other, difference = "", f"row {row['row']}, which its own template refuses: {error.value}"
         else:

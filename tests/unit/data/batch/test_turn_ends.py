@@ -58,7 +58,7 @@ def test_the_longest_stop_counts() -> None:
     assert text[slice(*span)] == "one<|user|>"
 
 
-def test_nothing_is_added_where_the_template_writes_no_stop_or_refuses_a_second_question() -> None:
+def test_nothing_is_added_without_a_stop_or_a_second_question() -> None:
     def single(messages: Sequence[Mapping[str, Any]]) -> str:
         if len(messages) > 2:
             raise ValueError("one question")

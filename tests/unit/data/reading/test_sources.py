@@ -58,13 +58,7 @@ def write_lines(path: Path, lines: list[bytes]) -> Path:
 
 
 def write_column(path: Path, values: list, name: str = "text", kind: pa.DataType | None = None) -> Path:
-    table = pa.table({name: pa.array(values, kind)})
-    if path.suffix == ".parquet":
-        pq.write_table(table, path)
-    else:
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table)
-    return path
+    return write_table(path, pa.table({name: pa.array(values, kind)}))
 
 
 class TestForms:

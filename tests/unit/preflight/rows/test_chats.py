@@ -27,3 +27,17 @@ def test_a_thought_that_is_cut_out_of_a_content_is_shown_with_the_content() -> N
         "data.unrendered: the chat template of the student's tokenizer leaves out `<think> in content` of assistant messages in "
         "1 of 2 rows; got row 1: '<think>an be</think>kalo'; "
     )
+
+
+def test_a_turn_that_is_taken_out_need_not_be_found_in_what_a_teacher_reads() -> None:
+    """The teacher's template shortens earlier turns, so that their places are not known; the student's does not."""
+    ours, theirs = tiny_tokenizer(), tiny_tokenizer(600, seed=7)
+    ours.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+    theirs.chat_template = "{% for m in messages %}{{ m.role + ': ' + (m.content if loop.last else m.content[:3] + '...') + eos_token }}{% endfor %}"
+    config = Config(data=DataConfig(path="data", loss_on="all", unrendered="warn"))
+    chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "kalobe", "weight": 0}] * 2
+    student = Opened("student", "student", config.student, tokenizer=ours)
+    teacher = Opened("teachers.0", "teacher big", config.student, tokenizer=theirs, cross_tokenizer_loss="hybrid")
+    findings = Findings()
+    check_chats(config, [{"row": 0, "messages": chat}], student, [teacher], findings)
+    assert findings.problems == []
