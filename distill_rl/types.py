@@ -91,6 +91,8 @@ class TokenRows:
     widths: np.ndarray | None = None
     """int32 [R]: the positions of each row that a model computes; beyond them is padding only. It is the same for the
     rows of a micro-batch, of any model that reads the batch. None: all S."""
+    used: np.ndarray | None = None
+    """int32 [R]: the tokens of each row; the positions beyond them are padding. None: there is no padding."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -102,13 +104,14 @@ class TokenRows:
         return self.input_ids.size if self.widths is None else int(self.widths.sum())
 
     def __getitem__(self, rows: slice | np.ndarray) -> TokenRows:
-        widths = None if self.widths is None else self.widths[rows]
-        return TokenRows(self.input_ids[rows], self.labels[rows], self.position_ids[rows], widths)
+        widths, used = (None if each is None else each[rows] for each in (self.widths, self.used))
+        return TokenRows(self.input_ids[rows], self.labels[rows], self.position_ids[rows], widths, used)
 
     def cut(self) -> TokenRows:
         """The rows of a micro-batch, without the positions that no model computes."""
         width = _common_width(self.widths)
-        return TokenRows(self.input_ids[:, :width], self.labels[:, :width], self.position_ids[:, :width])
+        ids, labels, positions = (each[:, :width] for each in (self.input_ids, self.labels, self.position_ids))
+        return TokenRows(ids, labels, positions, used=self.used)
 
 
 @dataclass(frozen=True, slots=True)

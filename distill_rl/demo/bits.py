@@ -19,6 +19,7 @@ from distill_rl.config.schema import DataConfig
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.models import forward
 from distill_rl.models.families import family_of
+from distill_rl.models.rotary import row_positions
 
 BATCH_TOKENS = 4096
 """Positions of a batch, padding included, unless a single row has more."""
@@ -116,6 +117,8 @@ class Batch:
     """int64 [N]: the next tokens of these positions."""
     documents: np.ndarray
     """int64 [N]: index of the document of each."""
+    lengths: tuple[int, ...]
+    """[R]: tokens of each row."""
 
 
 def batches(documents: Sequence[Encoded], length: int) -> Iterator[Batch]:
@@ -127,8 +130,11 @@ def batches(documents: Sequence[Encoded], length: int) -> Iterator[Batch]:
         for i, row in enumerate(rows):
             size = len(row.ids)
             ids[i, :size], targets[i, :size], counted[i, :size] = row.ids, row.targets, row.counted
+        lengths = tuple(len(row.ids) for row in rows)
         owners = np.repeat([row.document for row in rows], counted.sum(axis=1))
-        yield Batch(torch.from_numpy(ids), torch.from_numpy(counted), torch.from_numpy(targets[counted]), owners)
+        yield Batch(
+            torch.from_numpy(ids), torch.from_numpy(counted), torch.from_numpy(targets[counted]), owners, lengths
+        )
 
 
 def _windows(documents: Sequence[Encoded], length: int) -> Iterator[_Window]:
@@ -177,7 +183,7 @@ def _batches(rows: Sequence[_Window]) -> Iterator[list[_Window]]:
 def _nats(model: Any, batch: Batch) -> np.ndarray:
     """−log p of every counted token of a batch, fp64 [N]."""
     read, mask, wanted = (part.to(model.device) for part in (batch.ids, batch.counted, batch.targets))
-    positions = torch.arange(read.shape[1], device=read.device).expand(len(read), -1)
+    positions = row_positions(model.config, batch.lengths, read.shape[1], read.device)
     if family_of(model.config).proven:
         hidden = forward.body(model, read, positions)[mask]
         rows = max(1, CHUNK_BYTES // (4 * model.config.vocab_size))

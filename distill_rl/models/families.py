@@ -167,9 +167,10 @@ def sequence_parallel_problems(hf_config: PreTrainedConfig, sp: int, tp: int, se
     """
     if sp == 1:
         return []
-    kinds = {str(kind) for kind in _rope_kinds(getattr(hf_config, "rope_parameters", None) or {})}
-    if changing := sorted(kinds & {"dynamic", "longrope"}):
-        rule = f"rotary frequencies of type {changing[0]} follow from the longest row, which no rank sees whole"
+    if (limit := length_limit(hf_config)) is not None:
+        rule = (
+            f"rotary frequencies of type {limit.kind} follow from a document's length, and no rank sees whole documents"
+        )
         return [problem(setting, rule, sp, f"set {setting}=1")]
     by_heads = tp > 1 and _splits_heads(family_of(hf_config).layer_plan or transformers_plan(hf_config))
     heads = hf_config.num_attention_heads // (tp if by_heads else 1)
@@ -190,10 +191,58 @@ def _splits_heads(plan: Mapping[str, str]) -> bool:
     return any(kind == COLUMN and ("attn" in name or "attention" in name) for name, kind in plan.items())
 
 
-def _rope_kinds(parameters: Mapping[str, Any]) -> list[Any]:
-    """The kinds of rotary frequencies in a model's config, which may have one set of parameters per type of layer."""
-    nested = [each for each in parameters.values() if isinstance(each, Mapping)]
-    return [each.get("rope_type") for each in nested or [parameters]]
+@dataclass(frozen=True, slots=True)
+class LengthLimit:
+    """Up to which length a model has the rotary frequencies of its pretraining; those of longer texts are others."""
+
+    kind: str
+    """`longrope`: all longer texts have the same frequencies. `dynamic`: they follow from the length."""
+    length: int
+    """Tokens."""
+    longest: int
+    """Most tokens for which the frequencies are made."""
+
+
+def length_limit(hf_config: PreTrainedConfig) -> LengthLimit | None:
+    """The limit of a model whose rotary frequencies depend on the length of the text; None for all others."""
+    config: Any = hf_config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    # One set of parameters, or one per type of layer.
+    sets = [each for each in parameters.values() if isinstance(each, Mapping)] or [parameters]
+    limits = []
+    for each in sets:
+        positions = int(getattr(config, "max_position_embeddings", 0) or 0)
+        if each.get("rope_type") == "longrope":
+            limits.append(LengthLimit("longrope", int(each["original_max_position_embeddings"]), positions))
+        elif each.get("rope_type") == "dynamic":
+            limits.append(LengthLimit("dynamic", positions, int(positions * each["factor"])))
+    return min(limits, key=lambda limit: limit.length, default=None)
+
+
+def engine_length_problem(hf_config: PreTrainedConfig, engine: str, longest: int, context: int) -> str | None:
+    """Why an inference engine with one set of rotary frequencies for all texts would compute other logits than the model.
+
+    vLLM takes the set by the length of its context: for `longrope` that of long texts if the context is longer than the
+    limit, for `dynamic` one that suits no length.
+
+    Args:
+        engine: what it is called in the line.
+        longest: most tokens of a text.
+        context: most tokens that the engine takes, those that it generates included.
+
+    Returns:
+        The rule that is broken, without a remedy; None if the frequencies are right for all texts.
+    """
+    limit = length_limit(hf_config)
+    if limit is None or (limit.kind == "longrope" and context <= limit.length):
+        return None
+    if limit.kind == "dynamic":
+        return f"{engine} has one set of rotary frequencies, while those of the model (dynamic) follow from each text's length"
+    where = f"texts of {longest:,} tokens" if longest >= limit.length else f"a context of {context:,} tokens"
+    return (
+        f"{engine} has one set of rotary frequencies, with {where} that of long texts, "
+        f"while texts of up to {limit.length:,} tokens have another one (longrope)"
+    )
 
 
 def split_problems(hf_config: PreTrainedConfig, tp: int, *, backend: str, setting: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,11 +15,15 @@ PINNED_BYTES = 64 * 2**20
 """A top-k target with 64 entries takes 3 MiB per 8,192 tokens; whole logits take gigabytes, too much to page-lock."""
 
 
-def micro_batches(batch: RankBatch, size: int) -> Iterator[tuple[int, TokenRows]]:
+def micro_batches(batch: RankBatch, size: int, *, padding_apart: bool = False) -> Iterator[tuple[int, TokenRows]]:
     """Yields the batch in order, `size` rows at a time: the global index of the first row, and the rows.
 
     Each micro-batch is as wide as its rows need, so the widths differ. Rows that a teacher is not asked for are left out
     (`RankBatch.asked`), and so are micro-batches of such rows alone.
+
+    Args:
+        padding_apart: the padding of a row is a document of its own, for a model to which the lengths of documents matter
+            (`rotary.use_own_lengths`).
     """
     for start in range(0, batch.rows.shape[0], size):
         rows = batch.rows[start : start + size]
@@ -27,7 +32,16 @@ def micro_batches(batch: RankBatch, size: int) -> Iterator[tuple[int, TokenRows]
             if not asked.any():
                 continue
             rows = rows[asked]
-        yield batch.first_row + start, rows.cut()
+        cut = rows.cut()
+        yield batch.first_row + start, with_padding_apart(cut) if padding_apart else cut
+
+
+def with_padding_apart(rows: TokenRows) -> TokenRows:
+    """The rows with positions that begin again at 0 where the padding begins."""
+    if rows.used is None:
+        return rows
+    columns, used = np.arange(rows.shape[1], dtype=np.int32), rows.used[:, None]
+    return replace(rows, position_ids=np.where(columns < used, rows.position_ids, columns - used))
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

@@ -40,6 +40,7 @@ from distill_rl.models.lora import adapters
 from distill_rl.models.parallelize import parallelize, tie_again
 from distill_rl.models.quantization.apply import Taken, weight_bytes
 from distill_rl.models.quantization.weight import Format
+from distill_rl.models.rotary import use_own_lengths
 from distill_rl.models.weights import WeightFiles, read_tensor, read_weights, tensors_in_files
 from distill_rl.parallel.shards import local_part
 
@@ -213,6 +214,7 @@ def _load_as_stored(
     varlen.register()
     model = load_as_stored(folder, dtype=dtype, attention=attention, device=world.device, key=key)
     _without_cache(model)
+    use_own_lengths(model)
     return model.eval().requires_grad_(False)
 
 
@@ -246,6 +248,7 @@ def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) ->
     # While its classes have their own names, which tables go by, and which FSDP2 changes.
     setattr(model, TABLE, get_model_conversion_mapping(model))
     _without_cache(model)
+    use_own_lengths(model)
     return model
 
 

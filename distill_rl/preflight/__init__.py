@@ -192,7 +192,9 @@ def _fit_problems(config: Config, models: Sequence[Opened]) -> Iterator[str]:
     """
     from distill_rl.models.attention.choice import spread_problems
     from distill_rl.models.families import (
+        engine_length_problem,
         fused_loss_problems,
+        length_limit,
         sequence_parallel_problems,
         split_problems,
     )
@@ -214,6 +216,11 @@ def _fit_problems(config: Config, models: Sequence[Opened]) -> Iterator[str]:
         if split > 1 and evaluate.suites and (model.key == "student" or evaluate.teachers):
             lines = split_problems(model.config, split, backend=evaluate.backend, setting="evaluate.parallel.tp")
             yield from (f"evaluate.parallel.tp: {model.name}: {text}" for text in lines)
+        if evaluate.suites and evaluate.backend == "vllm" and (model.key == "student" or evaluate.teachers):
+            limit = length_limit(model.config)
+            if limit is not None and limit.kind == "dynamic":
+                rule = engine_length_problem(model.config, "vLLM", limit.length, limit.length)
+                yield problem("evaluate.backend", f"{model.name}: {rule}", "vllm", "set evaluate.backend=hf")
         if model.key == "student" and config.loss.fused == "on":
             yield from fused_loss_problems(model.config)
         needed, columns = model.vocabulary_size, model.config.vocab_size

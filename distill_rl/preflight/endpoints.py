@@ -10,6 +10,7 @@ from distill_rl.config.facts import teacher_length
 from distill_rl.config.rules.endpoints import endpoint_problems
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import first_line, problem
+from distill_rl.models.families import engine_length_problem, length_limit
 from distill_rl.preflight.models.opened import Findings, Opened
 from distill_rl.system.redact import in_text
 
@@ -48,6 +49,7 @@ def check_endpoints(
         probed = findings.attempt(f"{opened.key}.url", partial(_probe, config, opened, settings, documents))
         if probed is None:
             continue
+        probed.problems += _length_problems(config, opened, settings, probed)
         findings.problems += probed.problems
         if not probed.problems:
             findings.notes.append(_note(config, opened, settings, probed))
@@ -73,6 +75,24 @@ def _probe(config: Config, opened: Opened, settings: TeacherConfig, documents: S
     prompts = [] if tokenizer is None else list(_prompts(tokenizer, documents, min(length, _TOKENS)))
     k = config.loss.top_k if opened.vocabulary_size is None else min(config.loss.top_k, opened.vocabulary_size)
     return probe(opened.key, settings, token, ids=ids, documents=prompts, k=k, length=length)
+
+
+def _length_problems(config: Config, opened: Opened, settings: TeacherConfig, probed: Probed) -> Iterator[str]:
+    """Yields at most one line: the servers' context is not that for which the model's frequencies are right."""
+    from distill_rl.models.files.hub import read_config
+
+    if opened.folder is None or not (opened.folder / "config.json").is_file():
+        return
+    model, length = read_config(opened.folder, quantized=True), teacher_length(config, settings)
+    context = max(length + 1, probed.context or 0)
+    if broken := engine_length_problem(model, "an inference server", length, context):
+        limit = length_limit(model)
+        assert limit is not None
+        possible = (
+            f"start the server with a context of {limit.length} tokens and use data.max_length={limit.length - 1}, or "
+        )
+        remedy = "serve the teacher with backend hf"
+        yield problem(f"{opened.key}.url", broken, None, (possible if limit.kind == "longrope" else "") + remedy)
 
 
 def _prompts(tokenizer: Any, documents: Sequence[Mapping[str, Any]], length: int) -> Iterator[np.ndarray]:

@@ -34,7 +34,7 @@ from distill_rl.config.schema import Config
 from distill_rl.models import forward
 from distill_rl.models.determinism import be_deterministic, seed_of
 from distill_rl.models.export import export_model
-from distill_rl.models.families import family_of
+from distill_rl.models.families import family_of, length_limit
 from distill_rl.models.inputs import micro_batches
 from distill_rl.models.kernels import use_liger
 from distill_rl.models.load import load_model
@@ -97,6 +97,7 @@ class StudentEngine:
         self.vocabulary_size = vocabulary_size
         self.step = 0
         self.model = load_model(student, world, packing=config.data.packing, seed=config.run.seed)
+        self._by_length = length_limit(self.model.config) is not None
         self.fused = fused_loss(
             config,
             self.model.config.vocab_size,
@@ -349,7 +350,7 @@ class StudentEngine:
         """
         sums = LossSums(len(self.objective.teachers), self.world.device, with_agreement, bool(self.routers))
         end = batch.first_row + batch.rows.shape[0]
-        for first_row, rows in micro_batches(batch, self.config.train.micro_batch_size):
+        for first_row, rows in micro_batches(batch, self.config.train.micro_batch_size, padding_apart=self._by_length):
             if backward:
                 self._reduction.before_micro_batch(last and first_row + rows.shape[0] == end)
             start = first_row - batch.first_row

@@ -22,6 +22,7 @@ from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.models import forward
 from distill_rl.models.load import load_model
 from distill_rl.models.quantization.apply import weight_bytes
+from distill_rl.models.rotary import row_positions
 from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.system.peak_memory import peak_gib, reset_peak
@@ -127,7 +128,7 @@ def _run(config: Config, teacher: TeacherConfig, documents: Sequence[Encoded], w
     model = load_model(teacher, world, packing=False)
     kept, seconds, tokens = [], 0.0, 0
     for i, (ids, lengths, wanted) in enumerate(_micro_batches(config, teacher, documents, world.device)):
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        positions = row_positions(model.config, lengths, ids.shape[1], ids.device)
         if i == 0:
             forward.body(model, ids, positions)  # what is done once: kernels are chosen, buffers are made
         started = _now(world.device)

@@ -20,6 +20,7 @@ from distill_rl.losses.targets import Wire
 from distill_rl.models import forward
 from distill_rl.models.attention.varlen import documents_for
 from distill_rl.models.determinism import be_deterministic
+from distill_rl.models.families import length_limit
 from distill_rl.models.inputs import micro_batches, to_device
 from distill_rl.models.load import DTYPES, load_model
 from distill_rl.parallel.mesh import World
@@ -65,6 +66,7 @@ class TeacherEngine:
         self.micro_batch_size = teacher_rows(config, teacher)
         self.wire_dtype = wire_dtype(teacher, world.device)
         self.model = load_model(teacher, world, packing=config.data.packing)
+        self._by_length = length_limit(self.model.config) is not None
         self.head = TargetHead(
             partial(forward.head, self.model),
             temperature=config.loss.temperature,
@@ -88,7 +90,7 @@ class TeacherEngine:
         """
         world = self.world
         total = torch.zeros((), dtype=torch.float64, device=world.device)
-        for first_row, rows in micro_batches(batch, self.micro_batch_size):
+        for first_row, rows in micro_batches(batch, self.micro_batch_size, padding_apart=self._by_length):
             num_rows, width = rows.shape
             labels = to_device(rows.labels[:, own_positions(world, width)], world.device).flatten()
             target, entropies = self._target(rows, labels)

@@ -11,9 +11,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill_rl.system.environment import commit
+from distill_rl.system.files import write_json_lines
 from tests.helpers.command import distill_rl, distill_rl_in_process, records, series
+from tests.helpers.corpus import corpus_rows
+from tests.helpers.zoo import write_family
 
 pytestmark = pytest.mark.cli
 
@@ -198,3 +202,47 @@ def test_a_run_is_not_overwritten_and_check_changes_nothing(straight, material):
     assert "steps: 9" in checked.out
     assert "bytes per token" in checked.out
     assert sorted(path.name for path in straight.rglob("*")) == before
+
+
+def test_models_with_frequencies_by_length_and_a_soft_cap_learn_what_they_are_alone(cluster, tmp_path):
+    """A twin of Phi-4-mini teaches one of Gemma 2, with documents on both sides of the original length, packed.
+
+    The first step's losses are recomputed by Transformers, document by document.
+    """
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0, **factors}
+    phi = {"rope_parameters": {**rope, "original_max_position_embeddings": 32}, "original_max_position_embeddings": 32}
+    write_family(tmp_path / "phi", "phi3", vocab_size=320, **phi)
+    write_family(tmp_path / "gemma", "gemma2", vocab_size=320)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "phi")
+    texts = [text for row in corpus_rows(64) if len(tokenizer(text := row["text"])["input_ids"]) < 96][:24]
+    write_json_lines(tmp_path / "texts.jsonl", ({"text": text} for text in texts))
+    config = tmp_path / "twins.yaml"
+    config.write_text(f"""\
+student: {{model: {tmp_path}/gemma, dtype: fp32}}
+teachers: [{{name: phi, model: {tmp_path}/phi, dtype: fp32, export: logits}}]
+data: {{path: {tmp_path}/texts.jsonl, max_length: 96}}
+loss: {{kd_weight: 1.0, ce_weight: 0.5}}
+optimizer: {{lr: 0.01}}
+train: {{steps: 1, global_batch_size: 24, micro_batch_size: 4}}
+run: {{dir: {tmp_path}/runs}}
+""")
+    ended = distill_rl("train", "-c", config, cluster=cluster)
+    assert ended.code == 0, ended.err
+    models = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, attn_implementation="eager") for name in ("phi", "gemma")
+    ]
+    kd = nll = labels = 0.0
+    lengths = set()
+    for text in texts:
+        ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+        with torch.no_grad():
+            teacher, student = (model(ids, use_cache=False).logits[0, :-1].log_softmax(-1) for model in models)
+        kd += (teacher.exp() * (teacher - student)).sum().item()
+        nll -= student.gather(1, ids[0, 1:, None]).sum().item()
+        labels += ids.shape[1] - 1
+        lengths.add(ids.shape[1] > 32)
+    assert lengths == {False, True}
+    run = tmp_path / "runs" / "twins"
+    found = {name: series(run, f"train/{name}")[0][1] for name in ("tokens", "kl_loss", "nll_loss")}
+    assert found == pytest.approx({"tokens": labels, "kl_loss": kd / labels, "nll_loss": nll / labels}, rel=1e-4)

@@ -233,7 +233,8 @@ def lay_out(
             # Position p predicts token p + 1; a document's last position predicts nothing.
             labels[row, start : stop - 1] = np.where(document.label_mask[1:], document.input_ids[1:], IGNORE_INDEX)
             start = stop
-    return TokenRows(input_ids, labels, position_ids, None if one_width else widths(fill, plan))
+    used = np.array(fill, dtype=np.int32)
+    return TokenRows(input_ids, labels, position_ids, None if one_width else widths(fill, plan), used)
 
 
 def widths(fill: Sequence[int], plan: BatchPlan) -> np.ndarray:

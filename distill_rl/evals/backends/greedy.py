@@ -16,6 +16,7 @@ from distill_rl.evals.backends.base import Output
 from distill_rl.evals.backends.encode import Encoder
 from distill_rl.evals.backends.prefix_sharing import SharedPrefix
 from distill_rl.evals.suites.base import Item
+from distill_rl.models.families import length_limit
 
 _MAX_TEXTLESS_TOKENS = 8
 """Tokens without text of their own that may occur inside a stop text."""
@@ -111,7 +112,8 @@ def generate(
     2. Run the model on the new columns and append the likeliest token to each row.
     3. Yield the rows that ended, and remove them from tokens, mask, positions and cache: they cost no more work and
        never exceed the model's positions.
-    4. Repeat with one new column until no row is left.
+    4. Repeat with one new column until no row is left. When a row becomes longer than the texts of the pretraining, and
+       the model's rotary frequencies depend on that, the keys in the cache are of the shorter text: all rows are run anew.
 
     Args:
         model: a model with a `plain` cache (`prefix_sharing.CacheSupport`).
@@ -122,7 +124,7 @@ def generate(
     live, written = list(rows), [[] for _ in rows]  # type: list[Row], list[list[int]]
     ids, mask = _pad([row.ids[prefix.length :] for row in rows], prefix.length, model.device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, prefix.length :]
-    cache = prefix.cache(len(rows))
+    cache, limit = prefix.cache(len(rows)), length_limit(model.config)
     while True:
         result = model(
             input_ids=ids,
@@ -151,6 +153,9 @@ def generate(
         ids = tokens[:, None]
         mask = torch.cat([mask, mask.new_ones(len(live), 1)], dim=1)
         positions = positions[:, -1:] + 1
+        if limit is not None and (positions == limit.length).any():
+            ids, mask = _pad([[*row.ids, *more] for row, more in zip(live, written)], 0, model.device)
+            positions, cache = (mask.cumsum(-1) - 1).clamp(min=0), None
 
 
 @torch.no_grad()

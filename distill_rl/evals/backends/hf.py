@@ -17,9 +17,11 @@ from distill_rl.evals.backends.prefix_sharing import SharedPrefix, cache_support
 from distill_rl.evals.suites.base import Item
 from distill_rl.models.attention.choice import with_masks
 from distill_rl.models.determinism import start_vector_math
+from distill_rl.models.families import length_limit
 from distill_rl.models.files.headers import holds_several
 from distill_rl.models.files.hub import read_config
 from distill_rl.models.files.tower import TOWER_NAMES
+from distill_rl.models.rotary import use_own_lengths
 
 if TYPE_CHECKING:
     from distill_rl.parallel.mesh import World
@@ -99,7 +101,10 @@ class HfBackend:
         Raises:
             DataError: at the first step, a chat that the tokenizer's template rejects, or an empty prompt.
         """
-        rows, too_long = greedy.prompt_rows(self.encoder, items, max_new_tokens, self.encoder.positions)
+        limit, positions = length_limit(self.model.config), self.encoder.positions
+        if limit is not None and not self.cache_support.plain:  # transformers would keep keys of the shorter text
+            positions = limit.length
+        rows, too_long = greedy.prompt_rows(self.encoder, items, max_new_tokens, positions)
         yield from too_long
         stops = greedy.StopDetector(self.encoder, stop)
         max_shared = [len(row.ids) - 1 for row in rows]
@@ -210,4 +215,5 @@ def _load_model(folder: Path, dtype: torch.dtype | str) -> Any:
         raise ConfigError(
             f"model {folder}", "its files must contain every weight", f"without {missing}", "copy it again"
         )
+    use_own_lengths(model)
     return model

@@ -18,6 +18,8 @@ from distill_rl.evals.backends.base import Output
 from distill_rl.evals.backends.encode import Choices, Encoder
 from distill_rl.evals.backends.prefix_sharing import SharedPrefix
 from distill_rl.evals.suites.base import Item
+from distill_rl.models.families import length_limit
+from distill_rl.models.rotary import row_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ def score(model: Any, rows: Sequence[Row], prefix: SharedPrefix) -> list[dict[in
     """Runs a batch; returns, per row, {index of a choice: sum of its tokens' log-probabilities (natural logarithm)}.
 
     1. Pad the rows on the right. A causal model never attends to the right, so no mask is needed and the rows directly
-       follow the shared prefix.
+       follow the shared prefix. Only a model to which the lengths of texts matter is told where the padding begins.
     2. List the N positions that predict tokens of choices: in each row from the last token of the context on.
     3. Run the model, with its head at these positions only, and take the log-softmax there in fp32.
     4. Sum the log-probabilities of each choice's tokens.
@@ -116,9 +118,11 @@ def score(model: Any, rows: Sequence[Row], prefix: SharedPrefix) -> list[dict[in
     positions = [
         (i, column - prefix.length) for i, row in enumerate(rows) for column in range(row.start - 1, len(row.ids))
     ]
-    cache = prefix.cache(len(rows))
+    cache, told = prefix.cache(len(rows)), {}
+    if length_limit(model.config) is not None:
+        told["position_ids"] = row_positions(model.config, [len(ids) for ids in suffixes], longest, model.device)
     with _head_only_at(model, positions) as select:
-        result = model(input_ids=input_ids, past_key_values=cache, use_cache=cache is not None)
+        result = model(input_ids=input_ids, past_key_values=cache, use_cache=cache is not None, **told)
     return _sums(rows, select(result.logits).float().log_softmax(-1))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from distill_rl.evals.backends.encode import common_start
+from distill_rl.models.families import length_limit
 
 MIN_SHARED_TOKENS = 16
 """Minimum length of a shared prefix for which separate batches pay off."""
@@ -90,14 +91,11 @@ def cache_support(model: Any) -> CacheSupport:
 
     config, arguments = model.config.get_text_config(), signature(model.forward).parameters
     layers = {type(layer) for layer in DynamicCache(config=config).layers}
-    rope = getattr(config, "rope_parameters", None) or {}
-    # `rope` is one set of parameters, or one set per kind of layer.
-    rope_types = {parameters.get("rope_type") for parameters in [rope, *rope.values()] if isinstance(parameters, dict)}
     takes_cache = {"past_key_values", "position_ids", "logits_to_keep"} <= arguments.keys()
     is_chunked = getattr(config, "attention_chunk_size", None) is not None
     has_plain_layers = layers <= {DynamicLayer, DynamicSlidingWindowLayer}
     plain = takes_cache and not is_chunked and not model._is_stateful and has_plain_layers
-    aligned = plain and not rope_types & {"longrope", "dynamic"}
+    aligned = plain and length_limit(config) is None
     return CacheSupport(plain, aligned, share_padded=aligned and DynamicSlidingWindowLayer not in layers)
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
+from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Output, Settings
 from distill_rl.evals.backends.encode import Encoder, model_folder
 from distill_rl.evals.suites.base import Item
+from distill_rl.models.families import engine_length_problem, length_limit
 from distill_rl.models.files.headers import weight_files
+from distill_rl.models.files.hub import read_config
 from distill_rl.models.vllm.engine import EngineSettings, VllmEngine
+
+log = logging.getLogger(__name__)
 
 _DEFAULT = Settings()
 _REMEDY = "lower evaluate.gpu_share (of `distill-rl eval`: raise --gpus-per-shard, or lower --shards)"
@@ -124,8 +130,25 @@ class VllmBackend:
         """Starts an engine for `folder` and sets `device`; no engine may be running. Raises as `VllmEngine`."""
         given = self.settings
         settings = EngineSettings(given.dtype, given.tensor_parallel, given.gpu_share, given.threads, given.device)
-        self._engine = VllmEngine(self.folder, settings, lambda _: _ARGUMENTS, remedy=_REMEDY)
+        arguments = _ARGUMENTS | self._context()
+        self._engine = VllmEngine(self.folder, settings, lambda _: arguments, remedy=_REMEDY)
         self.device = "cpu" if self._engine.on_cpu else "cuda"
+
+    def _context(self) -> dict[str, int]:
+        """The engine's most tokens, if rotary frequencies depend on it: those of texts up to the original length are used.
+
+        Raises:
+            ConfigError: the engine would have the frequencies of no text.
+        """
+        config = read_config(self.folder, quantized=True)
+        limit = length_limit(config)
+        if limit is None:
+            return {}
+        if limit.kind == "longrope":
+            log.warning("%s: prompt and answer have at most %d tokens in vLLM", self.folder, limit.length)
+            return {"max_model_len": limit.length}
+        rule = engine_length_problem(config, "vLLM", limit.length, limit.length)
+        raise ConfigError(f"model {self.folder}", str(rule), remedy="evaluate with backend hf")
 
     @property
     def _running(self) -> VllmEngine:

@@ -17,7 +17,7 @@ from distill_rl.models.attention.choice import (
     lacks,
     obstacles,
 )
-from distill_rl.models.families import family_of
+from distill_rl.models.families import engine_length_problem, family_of, length_limit
 from distill_rl.preflight.models.opened import Findings, Opened
 
 
@@ -71,7 +71,8 @@ def width_problems(config: Config, model: Opened, *, gpus: int) -> Iterator[str]
     Args:
         gpus: number of GPUs; the padded width differs with and without.
     """
-    positions = getattr(model.config, "max_position_embeddings", None)
+    limit = None if model.config is None else length_limit(model.config)
+    positions = getattr(model.config, "max_position_embeddings", None) if limit is None else limit.longest
     if positions is None:
         return
     setting, longest = "data.max_length", config.data.max_length
@@ -82,6 +83,9 @@ def width_problems(config: Config, model: Opened, *, gpus: int) -> Iterator[str]
         yield problem(setting, rule, longest, f"use {positions} or less")
         return
     if model.in_vllm:
+        if broken := engine_length_problem(model.config, "vLLM", longest, longest + 1):
+            usable = f"use {setting}={limit.length - 1}, or " if limit is not None and limit.kind == "longrope" else ""
+            yield problem(f"{model.key}.backend", broken, "vllm", f"{usable}set {model.key}.backend=hf")
         return
     family, on_gpu = family_of(model.config), gpus > 0
     divisor = width_divisor(config)

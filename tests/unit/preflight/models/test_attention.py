@@ -155,3 +155,52 @@ def test_rows_must_fit_a_table_of_positions(length: int, positions: int, gpus: i
     if length <= positions:  # rotary positions go on
         other = LlamaConfig(max_position_embeddings=positions)
         assert list(width_problems(config, opened_student(other), gpus=gpus)) == []
+
+
+def longer(kind: str) -> LlamaConfig:
+    """A model of 64 positions with rotary frequencies for up to 256."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    if kind == "dynamic":
+        return LlamaConfig(max_position_embeddings=64, rope_parameters=rope)
+    factors = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64, "original_max_position_embeddings": 64}
+    return LlamaConfig(max_position_embeddings=256, rope_parameters={**rope, **factors})
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rows_may_be_as_long_as_the_frequencies_reach(kind: str) -> None:
+    config = Config()
+    config.data.max_length = 256
+    assert list(width_problems(config, opened_student(longer(kind)), gpus=0)) == []
+    config.data.max_length = 257
+    (line,) = width_problems(config, opened_student(longer(kind)), gpus=0)
+    assert line == "data.max_length: must not exceed the 256 positions of student; got 257; use 256 or less"
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "said"),
+    [
+        ("longrope", 63, None),
+        (
+            "longrope",
+            64,
+            "while texts of up to 64 tokens have another one (longrope); got vllm; use data.max_length=63",
+        ),
+        (
+            "longrope",
+            200,
+            "while texts of up to 64 tokens have another one (longrope); got vllm; use data.max_length=63",
+        ),
+        (
+            "dynamic",
+            10,
+            "those of the model (dynamic) follow from each text's length; got vllm; set teachers.0.backend=hf",
+        ),
+    ],
+)
+def test_a_teacher_in_vllm_has_the_frequencies_of_all_rows(kind: str, length: int, said: str | None) -> None:
+    config = Config()
+    config.data.max_length = length
+    teacher = Opened("teachers.0", "teacher t", TeacherConfig(model="t", backend="vllm"), config=longer(kind))
+    lines = list(width_problems(config, teacher, gpus=1))
+    assert len(lines) == (said is not None)
+    assert all(line.startswith("teachers.0.backend: vLLM has one set of") and str(said) in line for line in lines)
