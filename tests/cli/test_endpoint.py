@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import socket
 from pathlib import Path
 
@@ -93,6 +95,28 @@ def test_check_says_what_a_server_does(material, tmp_path, api):
         assert "% of the probability in the top k of a sample" in line
         assert "tokens/s" in line
         assert f"# actors     big: 1 process to ask {server.url}" in ended.out
+
+
+@pytest.mark.parametrize("original", [4096, 1024])
+def test_a_context_with_other_frequencies_than_the_rows_need_is_refused(material, tmp_path, original):
+    """Of a folder that holds the configuration beside the tokenizer; the server takes 4,096 tokens."""
+    folder = shutil.copytree(
+        material.root / "teacher", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": original, **factors}
+    model = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(model | {"rope_parameters": rope, "max_position_embeddings": 8192}))
+    with StandIn() as server:
+        ended = distill_rl_in_process("check", "-c", config_of(material, tmp_path, server.url, tokenizer=folder))
+    if original == 4096:
+        assert ended.code == 0, ended.err
+        return
+    assert lines_of(ended) == [
+        "teachers.0.url: an inference server has one set of rotary frequencies, with a context of 4,096 tokens that of long "
+        "texts, while texts of up to 1,024 tokens have another one (longrope); start the server with a context of 1024 "
+        "tokens and use data.max_length=1023, or serve the teacher with backend hf"
+    ]
 
 
 def lines_of(ended) -> list[str]:
