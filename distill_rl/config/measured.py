@@ -12,7 +12,9 @@ from distill_rl.errors import problem
 
 KD, CE = "validation/kl_loss", "validation/nll_loss"
 TOP1, ACCEPTANCE = "validation/top1_agreement", "validation/acceptance"
-VALIDATED = (KD, CE, TOP1, ACCEPTANCE)
+BOUNDS = (f"{ACCEPTANCE}_low", f"{ACCEPTANCE}_high")
+"""What a top k tells of the acceptance."""
+VALIDATED = (KD, CE, TOP1, ACCEPTANCE, *BOUNDS)
 """The metrics of a validation pass. Those about one of several teachers end with `/NAME`."""
 SUITE_SCORE = "eval/"
 """Beginning of the metric that is a suite's score; its name follows."""
@@ -33,7 +35,7 @@ def best_metrics(config: Config, suites: Sequence[str]) -> list[str]:
 
 
 def validation_metrics(config: Config, facts: Facts) -> list[str]:
-    """The metrics of a validation pass, whether or not the run has validation data.
+    """The metrics of a validation pass by which checkpoints can be compared, whether or not the run has validation data.
 
     Args:
         facts: of the files; what is not known excludes no metric.
@@ -49,7 +51,7 @@ def validation_metrics(config: Config, facts: Facts) -> list[str]:
 
 
 def without_acceptance(config: Config, facts: Facts) -> dict[str, str]:
-    """Why the acceptance is not measured against a teacher, by its name, for those against which it is not.
+    """Why the acceptance is not known of a teacher, by its name, for those of which it is not.
 
     Args:
         facts: of the files; what is not known is no reason.
@@ -62,6 +64,8 @@ def without_acceptance(config: Config, facts: Facts) -> dict[str, str]:
             reasons[teacher.name] = f"its top k is taken at loss.temperature {config.loss.temperature:g}, not at 1"
         elif method not in (TOKENS, UNKNOWN):
             reasons[teacher.name] = "it is not compared token by token"
+        elif teacher.export == "topk":
+            reasons[teacher.name] = "its top k tells bounds only (acceptance_low and acceptance_high)"
     return reasons
 
 

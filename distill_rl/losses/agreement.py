@@ -4,8 +4,8 @@
     acceptance    Σ_v min(p_v, q_v) = 1 − TVD(p, q): the probability that speculative sampling from the teacher p accepts
                   a token that the student q drafted (arXiv 2211.17192)
 
-Against top-k targets the sum is over the k columns S, plus min(p_R, q_R) for all others as one outcome. As
-Σ_R min(p_v, q_v) ≤ min(p_R, q_R), that is an upper bound of the exact value, and it approaches it as p_R falls.
+Against top-k targets the sum over the k columns S is a lower bound of the exact value. With min(p_R, q_R) for all others
+as one outcome it is an upper bound, because Σ_R min(p_v, q_v) ≤ min(p_R, q_R). Both approach it as p_R falls.
 
 The logits are streamed as in the losses: no more than a chunk ever exists in the dtype of the arithmetic.
 """
@@ -53,6 +53,8 @@ class Agreement:
     """Σ min(p, q) over the vocabulary, or an upper bound of it for top-k targets, summed over the rows."""
     num_tokens: Tensor
     """int64, the rows."""
+    acceptance_low: Tensor
+    """A lower bound of it for top-k targets; otherwise `acceptance`."""
 
 
 @untraced
@@ -111,9 +113,11 @@ def token_agreement(
     computed = isinstance(targets, HiddenChunks)
     size = chunk_size or student.default_chunk(shard.widest, dense=dense, computed=computed)
     plan = RowPlan.of(task.num_rows, size, order=kept)
-    _, (top1, acceptance, *_) = student.loss(rows, plan, [student.like.new_ones(task.num_rows), None])
-    top1, acceptance = (torch.where(valid, each, 0).sum() for each in (top1, acceptance))
-    return Agreement(top1, acceptance, valid.sum())
+    weights = [student.like.new_ones(task.num_rows), *[None] * (len(rows.values) - 1)]
+    _, (top1, acceptance, *more) = student.loss(rows, plan, weights)
+    low = acceptance if dense else more[0]
+    top1, acceptance, low = (torch.where(valid, each, 0).sum() for each in (top1, acceptance, low))
+    return Agreement(top1, acceptance, valid.sum(), low)
 
 
 def top_tokens(teacher: Teacher, rows: Tensor) -> Tensor:
@@ -204,7 +208,7 @@ class _TopKAgreement(TopKRows):
     def __init__(self, teacher: TopKLogprobs, shard: VocabularyShard, temperature: float, like: Tensor):
         super().__init__(teacher, shard, resolve("tvd", 0.0), temperature, "bucket", None, like)
         self.top_token = _TopToken(teacher.ids.shape[0], self.centre, shard)
-        self.values, self.masses = [like.new_empty(teacher.ids.shape[0]) for _ in range(2)], []
+        self.values, self.masses = [like.new_empty(teacher.ids.shape[0]) for _ in range(3)], []
 
     def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         self.top_token.collect(rows, u)
@@ -218,12 +222,13 @@ class _TopKAgreement(TopKRows):
         log_p = self._teacher_logprobs(rows, top.dtype)
         shared = torch.minimum(log_p, top - lse[:, None]).exp().sum(1)
         rest = torch.minimum(self._rest_logprob(rows, log_p), rest_lse - lse).exp()
-        self.values[1][rows] = shared + rest
+        self.values[1][rows], self.values[2][rows] = shared + rest, shared
         _bound(self.values, rows)
 
 
 def _bound(values: list[Tensor], rows: slice) -> None:
     """Limits the acceptance of these rows to 1, above which there is only rounding. Where it is NaN, so is `top1`."""
-    top1, acceptance = (value[rows] for value in values)
-    acceptance.clamp_max_(1)
+    top1, acceptance, *low = (value[rows] for value in values)
+    for each in (acceptance, *low):
+        each.clamp_max_(1)
     top1.masked_fill_(acceptance.isnan(), torch.nan)

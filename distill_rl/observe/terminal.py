@@ -86,13 +86,16 @@ class ProgressBar:
         self._task = self._bar.add_task(name, total=total, completed=done, figures="")
         self._bar.start()
 
-    def update(self, done: int, figures: Iterable[str]) -> None:
+    def update(self, done: int, figures: Iterable[str]) -> bool:
         """Shows that `done` steps are done, with figures beside them and, after the first one, the time left.
 
         Without a terminal a line is printed only at the first call, at the end, or if `interval_s` has passed.
 
         Args:
             done: steps of the whole run that are done, including those before this process began.
+
+        Returns:
+            Whether a line was printed, or on a terminal would have been.
         """
         now = self._clock()
         total = self.total
@@ -105,9 +108,11 @@ class ProgressBar:
             left = [f"{_clock_time((now - start) / (done - first) * (total - done))} left"]
         text = "  ".join([*figures, *left])
         self._bar.update(self._task, completed=done, total=total, figures=text)
-        if is_due and not self._console.is_terminal:
+        if is_due:
             self._printed = now
-            print_line(self._console, f"{self._name} {done:>{len(str(total or 0))}}/{total or '?'}  {text}")
+            if not self._console.is_terminal:
+                print_line(self._console, f"{self._name} {done:>{len(str(total or 0))}}/{total or '?'}  {text}")
+        return is_due
 
     def close(self) -> None:
         """Ends the bar, whose last state stays on the screen, and restores the cursor."""

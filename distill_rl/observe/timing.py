@@ -19,7 +19,7 @@ class StepTimer:
 
     The time of a part excludes the parts inside it, and time outside any part is `timing/other`, so the parts of a
     step add up to `timing/step` exactly. A part entered between steps (a checkpoint, a validation pass) is reported
-    by the next flush and is not included in `timing/step`.
+    by the next flush and is not included in `timing/step`; the sum over a run is what the part took in all.
 
     The work of other processes is not measured here. Workers report their times under names with one more slash,
     `timing/<worker>/<part>`, and the report draws those separately.
@@ -74,13 +74,13 @@ class StepTimer:
     def flush(self) -> dict[str, Metric]:
         """Returns the seconds since the last flush as `timing/<part>` and `timing/step`, and starts anew.
 
-        They merge as means, each with weight 1. Empty if nothing was timed.
+        They are reduced per step. Empty if nothing was timed.
         """
         if self._cpu_clock is not None and self._cpu_since is not None:
             now = self._cpu_clock()
             self._add("driver/cpu", now - self._cpu_since)
             self._cpu_since = now
-        metrics = {f"timing/{name}": Metric(seconds) for name, seconds in self._seconds.items()}
+        metrics = {f"timing/{name}": Metric(seconds, "per_step") for name, seconds in self._seconds.items()}
         self._seconds = {}
         return metrics
 

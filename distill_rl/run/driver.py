@@ -341,6 +341,9 @@ class Driver:
             with self.timer.part("save"):
                 self.saver.save(state, at_once=last)
             self._saved_step = self.state.step
+        if last:  # no step follows whose record could hold the seconds of the last validation and save
+            self.observer.log(self.state.step, self.timer.flush())
+            self.observer.flush()
 
     def preempt(self) -> int:
         """Saves and commits a checkpoint, says so, and returns the process's exit code, EXIT_PREEMPTED.

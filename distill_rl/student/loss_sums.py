@@ -29,7 +29,7 @@ class LossSums:
         self._num_teachers, self._has_routers = num_teachers, has_routers
         self._sums = torch.zeros(4 + num_teachers, dtype=torch.float64, device=device)
         """KD, CE, the teacher's mass, the routers' balance, and the KD of every teacher."""
-        self._agreement = self._sums.new_zeros(num_teachers, 4) if with_agreement else None
+        self._agreement = self._sums.new_zeros(num_teachers, 5) if with_agreement else None
 
     def add(self, output: ObjectiveOutput, router: Tensor | None = None) -> None:
         """Adds a micro-batch's sums, in fp64 and without waiting for the device.
@@ -140,15 +140,20 @@ class LossSums:
         return metrics
 
     def _agreement_metrics(self, prefix: str, objective: Objective, sums: list[float]) -> dict[str, Metric]:
-        """Returns `top1_agreement` and `acceptance` of every teacher, from rows of `ObjectiveOutput.agreement`.
+        """Returns `top1_agreement` and `acceptance`, or its bounds, of every teacher, from rows of `ObjectiveOutput.agreement`.
 
         Those that were measured on no row are left out.
         """
         metrics: dict[str, Metric] = {}
-        for teacher, start in zip(objective.teachers, range(0, len(sums), 4)):
+        for teacher, start in zip(objective.teachers, range(0, len(sums), 5)):
             suffix = f"/{teacher.name}" if self._num_teachers > 1 else ""
-            same, compared, accepted, drafted = sums[start : start + 4]
-            for name, total, count in (("top1_agreement", same, compared), ("acceptance", accepted, drafted)):
+            same, compared, high, low, drafted = sums[start : start + 5]
+            found = {"top1_agreement": (same, compared)}
+            if teacher.export == "topk":
+                found |= {"acceptance_low": (low, drafted), "acceptance_high": (high, drafted)}
+            else:
+                found["acceptance"] = (high, drafted)
+            for name, (total, count) in found.items():
                 if count > 0:
                     metrics[f"{prefix}/{name}{suffix}"] = Metric(total / count, "mean", count)
         return metrics

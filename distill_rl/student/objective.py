@@ -70,8 +70,7 @@ class ObjectiveOutput:
     """Scalar: summed probability inside the first teacher's top k, of the tokens that it is asked for; 0 without
     teachers."""
     agreement: Tensor | None = None
-    """fp64 [teachers, 4], if it was asked for: rows with the same most likely token on both sides, and rows compared;
-    summed acceptance, and rows compared. Zeros for what has no meaning."""
+    """fp64 [teachers, 5], if it was asked for (`teachers.agreement`). Zeros for what has no meaning."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -561,10 +561,12 @@ def test_validation_data_with_nothing_to_measure_is_refused(place, refused, tmp_
      ("checkpoint.keep_best: no step up to 4 is a multiple of", "checkpoint.every 3", "set checkpoint.every=2")),
     (f"{BEST}/acceptance}}  {VALIDATED}  loss.temperature=2",
      ("checkpoint.best_by: is not measured for teacher big", "at loss.temperature 2,", "best_by=validation/top1_agreement")),
+    (f"{BEST}/acceptance}}  {VALIDATED}",
+     ("checkpoint.best_by: is not measured for teacher big", "its top k tells bounds only", "best_by=validation/top1")),
     (f"{BEST}/acceptance}}  {VALIDATED}  teachers.0.model={{root}}/foreign",
      ("checkpoint.best_by: is not measured for teacher big", "not compared token by token", "got validation/acceptance")),
     (f"{BEST}/top1_agreement/wide}}  {VALIDATED}",
-     ("checkpoint.best_by: must be a metric that this run measures (", "validation/acceptance)", "got validation/top1")),
+     ("checkpoint.best_by: must be a metric that this run measures (", "validation/top1_agreement)", "got validation/top1")),
     (f"{BEST}/acceptance}}  {VALIDATED}  loss.kd_weight=0  loss.ce_weight=1",
      ("checkpoint.best_by: needs teachers", "got validation/acceptance", "best_by=validation/nll_loss")),
 ])  # fmt: skip

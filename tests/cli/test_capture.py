@@ -28,7 +28,7 @@ METRICS = (
     "train/loss",
     "train/grad_norm",
     "validation/kl_loss",
-    "validation/acceptance",
+    "validation/acceptance_low",
 )
 VALIDATED = "evaluate.every=4"
 PACKED = ("data.packing=true", "student.parallel.dp=2", "train.micro_batch_size=1", "teachers.0.micro_batch_size=2")

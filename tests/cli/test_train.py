@@ -5,6 +5,7 @@ import json
 import math
 import os
 import socket
+from operator import mul
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from distill_rl.observe.metrics import described
 from distill_rl.system.environment import commit
 from distill_rl.system.files import write_json_lines
 from tests.helpers.command import distill_rl, distill_rl_in_process, records, series
@@ -63,16 +65,17 @@ def test_a_run_leaves_the_documented_files(straight):
     assert sorted(path.name for path in (straight / "checkpoints").iterdir()) == ["step-4", "step-8"]
     assert [step for step, _ in series(straight, "train/kl_loss")] == list(range(1, 9))
     assert [step for step, _ in series(straight, "validation/kl_loss")] == [4, 8]
-    assert [step for step, _ in series(straight, "timing/save")] == [5], "saved after step 4, beside the training"
+    assert [step for step, _ in series(straight, "timing/save")] == [5, 8], "saved after step 4, beside the training"
     assert {"timing/step", "timing/student", "transport/bytes", "train/tokens_per_second", "align/documents"} <= set(
         records(straight)[0]
     )
 
 
 def test_validation_measures_agreement_with_the_teacher(straight):
-    (first, before), (last, after) = series(straight, "validation/acceptance")
-    assert (first, last) == (4, 8)
-    assert 0 < before < 1 > after > 0
+    low, high = (series(straight, f"validation/acceptance_{bound}") for bound in ("low", "high"))
+    assert [step for step, _ in low] == [4, 8]
+    assert all(0 < least < most < 1 for (_, least), (_, most) in zip(low, high))
+    assert not series(straight, "validation/acceptance"), "16 of 320 tokens tell no more"
     assert [step for step, share in series(straight, "validation/top1_agreement") if 0 <= share <= 1] == [4, 8]
     assert not series(straight, "train/acceptance")
 
@@ -246,3 +249,53 @@ run: {{dir: {tmp_path}/runs}}
     run = tmp_path / "runs" / "twins"
     found = {name: series(run, f"train/{name}")[0][1] for name in ("tokens", "kl_loss", "nll_loss")}
     assert found == pytest.approx({"tokens": labels, "kl_loss": kd / labels, "nll_loss": nll / labels}, rel=1e-4)
+
+
+def test_every_metric_of_a_run_is_described(straight):
+    for record in records(straight):
+        assert not [name for name in record.keys() - {"step", "time"} if described(name) is None]
+
+
+def test_records_of_several_steps_hold_what_those_of_one_do(straight, material, cluster, tmp_path):
+    """Also of a run that was stopped between two records and resumed. Validation and saves end a record, too."""
+    config = material.config(tmp_path)
+    several = ("observe.every=5", "evaluate.every=4", "checkpoint.every=4")
+    for more in (("train.steps=3",), ("--resume", "latest")):
+        ended = distill_rl("train", "-c", config, *several, *more, cluster=cluster)
+        assert ended.code == 0, ended.err
+    run = tmp_path / "runs" / "tiny"
+    single = {record["step"]: record for record in records(straight) if "train/steps" in record}
+    assert all(record["train/steps"] == 1 for record in single.values())
+    first = 0
+    covered = [record for record in records(run) if "train/steps" in record]
+    assert [record["step"] for record in covered] == [3, 4, 5, 8]
+    for record in covered:
+        steps = [single[step] for step in range(first + 1, record["step"] + 1)]
+        first = record["step"]
+        assert record["train/steps"] == len(steps)
+        weights = {"labelled tokens": "train/tokens", "tokens": "align/tokens"}
+        for name, value in record.items():
+            what = described(name)
+            at_any_time = ("seconds", "CPU seconds", "tokens/s", "GiB")
+            if what is None or what.unit in at_any_time or name in ("align/queue", "transport/slot_occupancy"):
+                continue
+            values = [step[name] for step in steps]
+            if what.reduction == "mean" and what.over in weights:
+                counts = [step[weights[what.over]] for step in steps]
+                assert value == pytest.approx(sum(map(mul, values, counts)) / sum(counts), rel=1e-9), name
+            elif what.reduction in ("sum", "max", "last"):
+                reduce = {"sum": sum, "max": max, "last": lambda numbers: numbers[-1]}[what.reduction]
+                assert value == pytest.approx(reduce(values), rel=1e-9), name
+        parts = [
+            value
+            for name, value in record.items()
+            if name
+            in ("timing/wait_aligner", "timing/wait_teachers", "timing/student", "timing/other", "timing/recovery")
+        ]
+        assert sum(parts) == pytest.approx(record["timing/step"])
+        assert record["train/tokens_per_second"] == pytest.approx(
+            record["train/tokens"] / record["train/steps"] / record["timing/step"]
+        )
+    last = records(run)[-1]
+    assert last["step"] == 8
+    assert last.keys() >= {"timing/validation", "timing/save"}

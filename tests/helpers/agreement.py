@@ -21,6 +21,7 @@ def related(num_rows: int = 12, vocabulary: int = 97, padding: int = 0, seed: in
 
 def assert_measured(found: Agreement, student: Tensor, target: Any, bound: float = 1e-12, **keywords: Any) -> None:
     """The sums are those of the plain version, which agrees on some rows and disagrees on others."""
-    top1, acceptance = reference.token_agreement(student, target, **keywords)
+    top1, acceptance, low = reference.token_agreement(student, target, **keywords)
     assert found.top1 == top1.sum()
     assert_close(found.acceptance.double(), acceptance.sum(), bound, "acceptance")
+    assert_close(found.acceptance_low.double(), low.sum(), bound, "acceptance_low")

@@ -50,14 +50,18 @@ def test_agreement_with_oneself_is_one(kind: str) -> None:
     assert found.acceptance == pytest.approx(12, abs=1e-9)
 
 
-def test_top_k_bounds_the_exact_acceptance_from_above() -> None:
+def test_top_k_bounds_the_exact_acceptance() -> None:
     data = related(num_rows=40, vocabulary=211)
     exact = float(token_agreement(data.student, DenseLogits(data.teacher)).acceptance)
     targets = [top_k(data.teacher, k, 1.0) for k in (1, 4, 16, 64, 211)]
-    bounds = [float(token_agreement(data.student, target).acceptance) for target in targets]
-    assert sorted(bounds, reverse=True) == bounds
-    assert bounds[0] > exact + 1
-    assert bounds[-1] == pytest.approx(exact, abs=1e-9)
+    found = [token_agreement(data.student, target) for target in targets]
+    upper, lower = (
+        [float(value) for value in values] for values in zip(*[(f.acceptance, f.acceptance_low) for f in found])
+    )
+    assert sorted(upper, reverse=True) == upper
+    assert sorted(lower) == lower
+    assert lower[0] + 1 < exact < upper[0] - 1
+    assert (lower[-1], upper[-1]) == pytest.approx((exact, exact), abs=1e-9)
     distance = reference.kd_loss(data.student, DenseLogits(data.teacher), divergence="tvd", reduction="sum").kd_loss
     assert exact == pytest.approx(40 - float(distance), abs=1e-9)
 

@@ -169,7 +169,7 @@ class CheckpointConfig:
     keep_best: int = field(default=0, metadata=NOT_NEGATIVE)
     """Number of best checkpoints, by checkpoint.best_by, that are kept in addition to the newest. 0: none."""
     best_by: str = field(default="validation/kl_loss", metadata=NOT_EMPTY)
-    """Metric by which checkpoints are compared for keep_best: validation/kl_loss or validation/nll_loss, lower is better; validation/top1_agreement, validation/acceptance or eval/SUITE, the score of a suite during training, higher is better. With several teachers, validation/kl_loss/NAME is that of one, and agreement and acceptance always are. A checkpoint of a step at which it is not measured is not compared."""
+    """Metric by which checkpoints are compared for keep_best: validation/kl_loss or validation/nll_loss, lower is better; validation/top1_agreement, validation/acceptance (not with export topk, which tells bounds only) or eval/SUITE, the score of a suite during training, higher is better. With several teachers, validation/kl_loss/NAME is that of one, and agreement and acceptance always are. A checkpoint of a step at which it is not measured is not compared."""
     async_save: bool = True
     """Write checkpoints while training continues, from a copy in host memory. An error ends the run at the next save or at the end. false: training waits until a checkpoint is written."""
     resume: Optional[str] = None

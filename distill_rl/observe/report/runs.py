@@ -12,7 +12,7 @@ from typing import Any
 
 from distill_rl.errors import DataError
 from distill_rl.observe.report.charts import Point
-from distill_rl.observe.sinks.sinks import read_records
+from distill_rl.observe.sinks.sinks import SECONDS, STEPS, read_records
 from distill_rl.types import RunPaths
 
 
@@ -33,7 +33,7 @@ class Run:
     @property
     def metrics(self) -> set[str]:
         """The names of all metrics."""
-        return {name for record in self.records for name in record} - {"step", "time"}
+        return {name for record in self.records for name in record} - {"step", "time", STEPS}
 
     def points(self, metric: str, default: float | None = None) -> list[Point]:
         """(step, value) of the records with the metric; a value that is no number, such as null, becomes NaN.
@@ -51,6 +51,16 @@ class Run:
     def finite(self, metric: str) -> list[float]:
         """The metric's finite values by ascending step."""
         return [value for _, value in self.points(metric) if math.isfinite(value)]
+
+    def per_step(self, metric: str) -> list[Point]:
+        """(step, value / number of the record's steps) of a metric that is a sum."""
+        steps = [record.get(STEPS, 1) for record in self.records if metric in record]
+        return [(step, value / count) for (step, value), count in zip(self.points(metric), steps)]
+
+    def total(self, metric: str) -> float:
+        """What a metric per step adds up to over all steps, without values that are not finite."""
+        steps = [record.get(STEPS, 1) for record in self.records if metric in record]
+        return sum(value * count for (_, value), count in zip(self.points(metric), steps) if math.isfinite(value))
 
     def last(self, metric: str) -> float | None:
         """The metric's last finite value; None if it has none."""
@@ -94,8 +104,13 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
             f"report of {folder}", "a run directory holds metrics.jsonl", error.strerror, "give the folder of a run"
         ) from error
     by_step: dict[int, dict[str, Any]] = {}
+    timed = 0
     for record in records:
-        by_step[record["step"]] = by_step.get(record["step"], {}) | record
+        step = record["step"]
+        if SECONDS in record:
+            record.setdefault(STEPS, max(step - timed, 1))  # files of before have no number of steps
+            timed = step
+        by_step[step] = _joined(by_step[step], record) if step in by_step else record
     config = paths.config.read_text("utf-8", errors="replace") if paths.config.is_file() else ""
     return Run(
         paths.root.resolve().name,
@@ -105,6 +120,16 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         _environment(paths),
         len(paths.bad_rows.read_bytes().splitlines()) if paths.bad_rows.is_file() else 0,
     )
+
+
+def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two records of a step as one; seconds outside steps, in the second, are spread over the steps of the first."""
+    joined = first | second
+    if STEPS in first and STEPS not in second:
+        for name in second:
+            if name.startswith("timing/") and second[name] is not None:
+                joined[name] = (first.get(name) or 0.0) + second[name] / first[STEPS]
+    return joined
 
 
 def _environment(paths: RunPaths) -> dict[str, Any]:

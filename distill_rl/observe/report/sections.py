@@ -11,24 +11,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from distill_rl.observe.metrics import FAULTS
+from distill_rl.observe.metrics import FAULTS, is_sum
 from distill_rl.observe.report import charts
 from distill_rl.observe.report.charts import Chart, Curve, Point
 from distill_rl.observe.report.runs import Run
-from distill_rl.observe.sinks.sinks import RATE, SECONDS
+from distill_rl.observe.sinks.sinks import ALL_RATE, RATE, SECONDS
 
 LOSSES, OPTIMISATION, DATA, SPEED = "Losses", "Optimisation", "Coverage and data", "Speed"
 USE, TRANSPORT, FAULT_SECTION, SCORES = "Memory and utilisation", "Transport", "Faults", "Scores"
 ORDER = (LOSSES, OPTIMISATION, DATA, SPEED, USE, TRANSPORT, FAULT_SECTION)
 OPEN = (LOSSES, OPTIMISATION, DATA, USE, FAULT_SECTION)
 
+ACCEPTANCE = "Acceptance, Σ min(p, q)"
+BOUNDS = {"acceptance_low": "at least", "acceptance_high": "at most"}
 SPLITS = {
     "kl_loss": "Distillation loss (KD)",
     "taught": "Share of the labelled tokens that a teacher is asked for",
     "nll_loss": "Cross-entropy with the data (CE)",
     "loss": "Loss: KD and CE with their weights",
     "top1_agreement": "Top-1 agreement with the teacher",
-    "acceptance": "Acceptance, Σ min(p, q)",
+    "acceptance": ACCEPTANCE,
+    "acceptance_low": ACCEPTANCE,
+    "acceptance_high": ACCEPTANCE,
     "tokens": "Labelled tokens",
 }
 """Metrics of training and validation, without the prefix → title of their chart."""
@@ -37,13 +41,14 @@ TITLES = {
     "train/grad_norm": "Gradient norm before clipping",
     "train/teacher_mass": "Teacher's probability within its top k",
     "train/router_balance": "Balance of the experts (1: even)",
-    RATE: "Tokens per second",
+    RATE: "Trained tokens per second",
+    ALL_RATE: "All tokens per second",
     SECONDS: "Seconds per step",
     "transport/teacher_wait": "Share of the step spent waiting for teachers",
     "transport/slot_occupancy": "Share of the teachers' slots in use",
     "align/labelled": "Share of tokens with a label",
     "align/efficiency": "Share of positions that hold a token",
-    "align/tokens": "Tokens per step",
+    "align/tokens": "All tokens",
     "align/queue": "Batches waiting for an aligner",
 }
 WORKERS = {"busy": "Share of the step in which workers were busy", "memory": "Peak memory of workers, GiB"}
@@ -51,13 +56,12 @@ WORKERS = {"busy": "Share of the step in which workers were busy", "memory": "Pe
 ALIGNMENT, STACK, SCORE = "Alignment across tokenizers", "Seconds per step, by part", "Score during training"
 CUT = "Share of documents cut at the length limit"
 CAPTIONS = {
-    SPLITS[
-        "acceptance"
-    ]: "The share of drafted tokens that speculative decoding with this student as draft model would keep.",
+    ACCEPTANCE: "The share of drafted tokens that speculative decoding with this student as draft model would keep; of targets "
+    "with a top k, bounds of it.",
 }
 LINEAR = {
-    *("Learning rate", "Tokens per second", ALIGNMENT, SCORE, CUT, "Faults (cumulative)"),
-    *(SPLITS["top1_agreement"], SPLITS["acceptance"], TITLES["transport/teacher_wait"]),
+    *("Learning rate", TITLES[RATE], TITLES[ALL_RATE], ALIGNMENT, SCORE, CUT, "Faults (cumulative)"),
+    *(SPLITS["top1_agreement"], ACCEPTANCE, TITLES["transport/teacher_wait"]),
     *(TITLES["transport/slot_occupancy"], TITLES["align/labelled"], TITLES["align/efficiency"]),
     *WORKERS.values(),
 }
@@ -117,16 +121,16 @@ def place(name: str) -> tuple[str, str, str]:
         return USE, TITLES.get(group, group), detail or base
     if prefix == "validation" or (prefix == "train" and base in SPLITS):
         title = SPLITS.get(base, base) + (" by teacher" if detail else "")
-        label = f"{detail}, {prefix}" if detail else prefix
-        return DATA if base == "tokens" else LOSSES, title, label
+        label = ", ".join(part for part in (detail, prefix, BOUNDS.get(base, "")) if part)
+        return (DATA, f"{title} per step", label) if base == "tokens" else (LOSSES, title, label)
     if group.startswith(("align/coverage", "align/one_to_one", "align/exact")):
         return DATA, ALIGNMENT, rest
     section = {"align": DATA, "data": DATA, "timing": SPEED, "transport": TRANSPORT, "train": OPTIMISATION}.get(
         prefix, ""
     )
-    if name == RATE:
+    if name in (RATE, ALL_RATE):
         section = SPEED
-    title = TITLES.get(group, group if rest else name)
+    title = TITLES.get(group, group if rest else name) + (" per step" if is_sum(name) else "")
     return section or (prefix if rest else "Other"), title, detail or base or name
 
 
@@ -166,7 +170,10 @@ def _metrics(runs: Sequence[Run]) -> list[Metric]:
     found = []
     for name in sorted(set().union(*(run.metrics for run in runs))):
         _, title, label = place(name)
-        points = [faults(run, name) if name in FAULTS else run.points(name) for run in runs]
+        points = [
+            faults(run, name) if name in FAULTS else run.per_step(name) if is_sum(name) else run.points(name)
+            for run in runs
+        ]
         found.append(Metric(name, title, label, points))
     cut = [_ratio(run, "align/truncated", "align/documents") for run in runs]
     if any(cut):
@@ -246,7 +253,7 @@ def timing_parts(run: Run) -> list[str]:
     Not among them are the whole step (`timing/step`) and workers' times, which have one more slash.
     """
     names = {name for name in run.metrics if name.startswith("timing/") and name.count("/") == 1}
-    totals = {name: sum(run.finite(name)) for name in names - {SECONDS}}
+    totals = {name: run.total(name) for name in names - {SECONDS}}
     return sorted(totals, key=lambda name: (name == "timing/other", -totals[name], name))
 
 

@@ -16,7 +16,7 @@ from distill_rl.observe.metrics import FAULTS
 from distill_rl.observe.report import charts
 from distill_rl.observe.report.runs import Run
 from distill_rl.observe.report.sections import faults
-from distill_rl.observe.sinks.sinks import RATE, SECONDS, TOKENS
+from distill_rl.observe.sinks.sinks import ALL_RATE, ALL_TOKENS, RATE, SECONDS, TOKENS
 
 MISSING = "—"
 FAULT_LABELS = {*FAULTS.values(), "rows left out"}
@@ -117,7 +117,8 @@ def _figures(run: Run) -> Iterator[tuple[str, str]]:
     def whole(value: float) -> str:
         return f"{value:,.0f}"
 
-    tokens, rates = run.finite(TOKENS), run.finite(RATE)
+    rates, all_rates = run.finite(RATE), run.finite(ALL_RATE)
+    low, high = (run.last(f"validation/acceptance_{bound}") for bound in ("low", "high"))
     entries: list[tuple[str, float | None, Callable[[float], str]]] = [
         ("steps", run.records[-1]["step"] if run.records else 0, whole),
         ("KD, validation", run.last("validation/kl_loss"), charts.number),
@@ -126,9 +127,12 @@ def _figures(run: Run) -> Iterator[tuple[str, str]]:
         ("acceptance, validation", run.last("validation/acceptance"), "{:.1%}".format),
         ("KD, train", run.last("train/kl_loss"), charts.number),
         ("tokens compared", run.last("align/coverage"), "{:.1%}".format),
-        ("tokens", sum(tokens) if tokens else None, whole),
-        ("tokens/s, median", median(rates) if rates else None, whole),
-        ("time spent in steps", _seconds(run) or None, _duration),
+        ("acceptance, validation", None if low is None else high, lambda most: f"{low:.1%} to {most:.1%}"),
+        ("tokens, trained", sum(run.finite(TOKENS)) or None, whole),
+        ("tokens, all", sum(run.finite(ALL_TOKENS)) or None, whole),
+        ("trained tokens/s, median", median(rates) if rates else None, whole),
+        ("all tokens/s, median", median(all_rates) if all_rates else None, whole),
+        ("time spent in steps", run.total(SECONDS) or None, _duration),
         ("rows left out", run.num_bad_rows or None, whole),
     ]
     for name, label in FAULTS.items():
@@ -138,16 +142,6 @@ def _figures(run: Run) -> Iterator[tuple[str, str]]:
         shown = text(value, form)
         if shown is not None:
             yield label, shown
-
-
-def _seconds(run: Run) -> float:
-    """The seconds spent in steps. A record holds the mean over all steps since the record before it."""
-    seconds, previous_step = 0.0, 0.0
-    for step, mean in run.points(SECONDS):
-        if math.isfinite(mean):
-            seconds += mean * (step - previous_step)
-        previous_step = step
-    return seconds
 
 
 def _duration(seconds: float) -> str:

@@ -22,8 +22,9 @@ from distill_rl.types import RunPaths
 _LOSSES = (("loss", "train/loss"), ("kl", "train/kl_loss"), ("nll", "train/nll_loss"))
 MOST_RECORDS = 20_000
 """Most records of steps, unless `observe.every` asks for more: about 30 MB of metrics.jsonl."""
-TOKENS, SECONDS, RATE = "train/tokens", "timing/step", "train/tokens_per_second"
-_PER_SECOND = {RATE: TOKENS, "transport/teacher_wait": "timing/wait_teachers"}
+TOKENS, ALL_TOKENS, SECONDS, STEPS = "train/tokens", "align/tokens", "timing/step", "train/steps"
+RATE, ALL_RATE = "train/tokens_per_second", "align/tokens_per_second"
+_PER_SECOND = {RATE: TOKENS, ALL_RATE: ALL_TOKENS, "transport/teacher_wait": "timing/wait_teachers"}
 """Derived metric → the metric that is divided by the seconds of the step."""
 _WORK = ("step", "forward", "align")
 """The parts `timing/<worker>/<part>` that are all of a worker's work: `busy/<worker>` is their share of the step."""
@@ -42,7 +43,8 @@ class Observer:
 
     Args:
         sinks: get one record whenever the step is a multiple of `every`. Each metric is reduced over the steps since
-            the last record with its own reduction, so nothing logged in between is lost.
+            the last record with its own reduction, so nothing logged in between is lost. `train/steps` is their number;
+            what is reduced per step is their sum divided by it, or their sum in a record of no step.
         every: steps per record; None: every step, until `expect` tells of more than `MOST_RECORDS`.
         live: sinks that get every single step, such as the progress bar.
     """
@@ -52,6 +54,7 @@ class Observer:
         self._every = every or 1
         self._step = 0
         self._pending: dict[str, Metric] = {}
+        self._per_step: set[str] = set()
 
     def log(self, step: int, *parts: Metrics) -> None:
         """Adds the metrics of a step and writes what is due.
@@ -59,9 +62,9 @@ class Observer:
         The live sinks get every step, the others a record of all pending metrics if the step is a multiple of `every`.
         A name that occurs in several parts (of several ranks) is reduced too.
 
-        Derives `train/tokens_per_second` from `train/tokens` and `timing/step`; `transport/teacher_wait`, the share of
-        the step spent waiting for teachers; and `busy/<worker>`, the share in which a worker worked. They are means weighted by seconds, so they stay exact when steps are
-        merged.
+        Derives `train/tokens_per_second` and `align/tokens_per_second` from the tokens that are trained on, and all tokens,
+        and `timing/step`; `transport/teacher_wait`, the share of the step spent waiting for teachers; and `busy/<worker>`, the
+        share in which a worker worked. They are means weighted by seconds, so they stay exact when steps are merged.
 
         Raises:
             ValueError: a name has two different reductions.
@@ -70,6 +73,12 @@ class Observer:
         metrics |= _per_second(metrics)
         for sink in self._live:
             sink.write(step, values(metrics))
+        if SECONDS in metrics:
+            metrics[STEPS] = Metric(1.0, "sum")
+        for name, metric in metrics.items():
+            if metric.reduction == "per_step":  # merged over ranks; from here on over steps
+                self._per_step.add(name)
+                metrics[name] = metric._replace(reduction="sum")
         self._pending = merge((self._pending, metrics))
         self._step = step
         if step % self._every == 0:
@@ -89,6 +98,8 @@ class Observer:
         """
         if self._pending:
             record, self._pending = values(self._pending), {}
+            steps = record.get(STEPS, 1.0)
+            record |= {name: record[name] / steps for name in self._per_step & record.keys()}
             for sink in self._sinks:
                 sink.write(self._step, record)
 
@@ -234,6 +245,7 @@ class ProgressSink:
 
     def __init__(self, total_steps: int | None, *, start_step: int = 0, **options: Any):
         self._bar = ProgressBar("step", total_steps, done=start_step, **options)
+        self._since: dict[str, float] = {}
 
     def expect(self, total_steps: int) -> None:
         """Sets the steps of the whole run, from the next step on."""
@@ -242,10 +254,14 @@ class ProgressSink:
     def write(self, step: int, record: Mapping[str, float]) -> None:
         """Shows a step's figures (`ProgressBar.update`); ignores a record without any `train/` metric.
 
-        On a terminal it updates the bar; elsewhere it prints a line at the first and last step and at intervals.
+        On a terminal it updates the bar; elsewhere it prints a line at the first and last step and at intervals. Tokens per
+        second are those of all steps since the last line, or on a terminal since the last interval began.
         """
         if any(name.startswith("train/") for name in record):
-            self._bar.update(step, self._figures(record))
+            for name in (TOKENS, ALL_TOKENS, SECONDS):
+                self._since[name] = self._since.get(name, 0.0) + record.get(name, 0.0)
+            if self._bar.update(step, self._figures(record)):
+                self._since = {}
 
     def close(self) -> None:
         """Stops the bar and leaves its last state on the screen; does nothing if stdout is no terminal."""
@@ -259,8 +275,9 @@ class ProgressSink:
         for label, name in _LOSSES if self._bar.is_wide else _LOSSES[:1]:
             if name in record:
                 yield f"{label} {record[name]:.4f}"
-        if RATE in record:
-            yield f"{record[RATE]:,.0f} tokens/s"
+        if seconds := self._since[SECONDS]:
+            trained, read = (self._since[name] / seconds for name in (TOKENS, ALL_TOKENS))
+            yield f"{trained:,.0f} trained of {read:,.0f} tokens/s" if read else f"{trained:,.0f} tokens/s"
         faults = sum(int(record.get(name, 0)) for name in FAULTS)  # each was printed when it happened
         if faults:
             yield f"faults {faults}"

@@ -1,7 +1,8 @@
 """How far the student agrees with a teacher on a micro-batch: what validation measures besides the losses.
 
-Every result is fp64 [4]: rows on which both sides' most likely tokens are the same, and the rows compared; the summed
-acceptance Σ min(p, q), and the rows that it is summed over. What has no meaning has zeros.
+Every result is fp64 [5]: rows on which both sides' most likely tokens are the same, and the rows compared; the summed
+acceptance Σ min(p, q), or an upper bound of it, a lower bound, and the rows that they are summed over. What has no meaning
+has zeros.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def agreement_of_tokens(student: Student, labels: Tensor, teacher: Teacher, num_
     temperature = teacher.temperature if isinstance(teacher, TopKLogprobs) else 1.0
     found = token_agreement(student, teacher, labels=labels, temperature=temperature, num_labels=num_labels)
     count = found.num_tokens
-    acceptance = (found.acceptance, count) if known and temperature == 1 else (torch.zeros_like(count),) * 2
+    bounds = found.acceptance, found.acceptance_low, count
+    acceptance = bounds if known and temperature == 1 else (torch.zeros_like(count),) * 3
     return torch.stack([each.double() for each in (found.top1, count, *acceptance)])
 
 
@@ -60,4 +62,4 @@ def agreement_of_chunks(
     # Without a look at the values: a row whose only id is −1, no counterpart, is not compared.
     found = token_agreement(student, target, labels=compared, num_labels=len(student_rows), validate=False)
     nothing = torch.zeros_like(found.top1)
-    return torch.stack([each.double() for each in (found.top1, found.num_tokens, nothing, nothing)])
+    return torch.stack([each.double() for each in (found.top1, found.num_tokens, nothing, nothing, nothing)])

@@ -177,8 +177,8 @@ class StudentWorker(RankWorker):
         self._gauges.add("student_bytes_between_nodes", self._far_bytes)
         self._gauges.add("student_steps", 1)
         measured = {
-            "timing/student/step": Metric(self._step_s, "max"),
-            "timing/student/fetch": Metric(self._fetch_s, "max"),
+            "timing/student/step": Metric(self._step_s, "per_step"),
+            "timing/student/fetch": Metric(self._fetch_s, "per_step"),
             "transport/bytes_between_nodes": Metric(self._far_bytes, "sum"),
             "memory/student": Metric(peak_gib(str(self._engine.world.device)), "max"),
         }

@@ -50,8 +50,8 @@ def describe_transport(
         replicas = list(zip(*(sub_batch[t] for sub_batch in stats)))
         forward_s = max(sum(call.forward_s for call in replica) for replica in replicas)
         publish_s = max(sum(call.publish_s for call in replica) for replica in replicas)
-        metrics[f"timing/{teacher.name}/forward"] = Metric(forward_s, "max")
-        metrics[f"timing/{teacher.name}/publish"] = Metric(publish_s, "max")
+        metrics[f"timing/{teacher.name}/forward"] = Metric(forward_s, "per_step")
+        metrics[f"timing/{teacher.name}/publish"] = Metric(publish_s, "per_step")
         metrics[f"memory/{teacher.name}"] = Metric(max(c.peak_gib for replica in replicas for c in replica), "max")
     return metrics
 
@@ -77,7 +77,7 @@ def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
         "align/efficiency": Metric(info.num_tokens / max(info.num_positions, 1), "mean", info.num_positions),
         "align/labelled": Metric(info.num_labels / max(info.num_tokens, 1), "mean", info.num_tokens),
         "align/queue": Metric(queue, "max"),
-        "timing/aligner/align": Metric(info.seconds, "max"),
+        "timing/aligner/align": Metric(info.seconds, "per_step"),
         "memory/aligner": Metric(info.peak_gib, "max"),
     }
     if info.num_not_stored:

@@ -17,6 +17,7 @@ TEXT = """
 """
 TWO = "teachers.1={model: u, name: wide}"
 AT_2 = "loss.temperature=2"
+DENSE = "teachers.0.export=logits"
 SAME, OTHER = TeacherFacts(None, 8, None), TeacherFacts(None, 9, "hybrid")
 
 
@@ -31,8 +32,9 @@ def configured(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("overrides", "teachers", "without"), [
-    ((), (SAME,), set()),
-    ((), (), set()),
+    ((DENSE,), (SAME,), set()),
+    ((DENSE,), (), set()),
+    ((), (SAME,), {"acceptance"}),
     ((), (OTHER,), {"acceptance"}),
     (("teachers.0.loss=alm",), (), {"acceptance"}),
     ((AT_2,), (SAME,), {"acceptance"}),
@@ -47,7 +49,7 @@ def test_metrics_of_validation_with_one_teacher(configured, overrides, teachers,
 
 
 def test_each_of_several_teachers_has_its_own(configured):
-    found = validation_metrics(configured(TWO), Facts(vocabulary_size=8, teachers=(SAME, OTHER)))
+    found = validation_metrics(configured(TWO, DENSE), Facts(vocabulary_size=8, teachers=(SAME, OTHER)))
     assert found == [
         "validation/kl_loss", "validation/nll_loss", "validation/kl_loss/big", "validation/kl_loss/wide",
         "validation/top1_agreement/big", "validation/top1_agreement/wide", "validation/acceptance/big",
@@ -55,9 +57,12 @@ def test_each_of_several_teachers_has_its_own(configured):
 
 
 @pytest.mark.parametrize(("metric", "overrides", "line"), [
-    ("validation/acceptance", (), None),
+    ("validation/acceptance", (DENSE,), None),
+    ("validation/acceptance", (),
+     "is not measured for teacher big: its top k tells bounds only (acceptance_low and acceptance_high); got "
+     "validation/acceptance; set checkpoint.best_by=validation/top1_agreement"),
     ("validation/top1_agreement", (), None),
-    ("validation/acceptance/big", (TWO,), None),
+    ("validation/acceptance/big", (TWO, DENSE), None),
     ("validation/kl_loss/wide", (TWO,), None),
     ("validation/acceptance", (AT_2,),
      "is not measured for teacher big: its top k is taken at loss.temperature 2, not at 1; got validation/acceptance; "
@@ -68,11 +73,11 @@ def test_each_of_several_teachers_has_its_own(configured):
     ("validation/acceptance/wide", (TWO, "teachers.1.loss=uld", "teachers.1.export=hidden"),
      "is not measured for teacher wide: it is not compared token by token; got validation/acceptance/wide; "
      "set checkpoint.best_by=validation/top1_agreement/wide"),
-    ("validation/top1_agreement", (TWO,),
+    ("validation/top1_agreement", (TWO, DENSE, "teachers.1.export=hidden"),
      "must be a metric that this run measures (validation/kl_loss, validation/nll_loss, validation/kl_loss/big, "
      "validation/kl_loss/wide, validation/top1_agreement/big, validation/top1_agreement/wide, "
      "validation/acceptance/big, validation/acceptance/wide); got validation/top1_agreement"),
-    ("validation/acceptance/big", (),
+    ("validation/acceptance/big", (DENSE,),
      "must be a metric that this run measures (validation/kl_loss, validation/nll_loss, validation/top1_agreement, "
      "validation/acceptance); got validation/acceptance/big"),
     ("validation/top1_agreement", ("loss.kd_weight=0", "loss.ce_weight=1"),
@@ -84,7 +89,7 @@ def test_a_metric_that_no_validation_measures_is_one_problem(configured, metric,
 
 
 def test_acceptance_is_refused_when_the_tokenizers_are_known(configured):
-    config = configured("checkpoint.best_by=validation/acceptance")
+    config = configured("checkpoint.best_by=validation/acceptance", DENSE)
     assert list(unmeasured(config, Facts(vocabulary_size=8, teachers=(SAME,)))) == []
     (line,) = unmeasured(config, Facts(vocabulary_size=8, teachers=(OTHER,)))
     assert "teacher big: it is not compared token by token; got validation/acceptance" in line

@@ -51,8 +51,9 @@ def test_agreement_is_that_of_the_entries_that_are_there():
     logits, targets, alone = case(1)
     found = token_agreement(logits, targets)
     expected = [reference.token_agreement(logits[row : row + 1], of_row) for row, of_row in enumerate(alone)]
-    assert float(found.top1) == sum(float(top1) for top1, _ in expected)
-    torch.testing.assert_close(found.acceptance.double(), sum(acceptance.sum() for _, acceptance in expected))
+    assert float(found.top1) == sum(float(top1) for top1, *_ in expected)
+    for sums, place in ((found.acceptance, 1), (found.acceptance_low, 2)):
+        torch.testing.assert_close(sums.double(), sum(row[place].sum() for row in expected))
 
 
 def test_an_entry_that_is_absent_has_no_probability():

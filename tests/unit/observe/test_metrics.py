@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from distill_rl.observe.metrics import Metric, merge
+from distill_rl.observe.metrics import METRICS, Metric, described, is_sum, merge, page
+
+PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 @pytest.mark.parametrize(
@@ -20,3 +24,25 @@ def test_a_mean_without_weight_is_zero_and_finite() -> None:
 def test_conflicting_reductions_are_refused() -> None:
     with pytest.raises(ValueError, match="m: reduced as sum and as mean"):
         merge([{"m": Metric(1, "sum")}, {"m": Metric(1, "mean")}])
+
+
+def test_the_page_of_metrics_is_up_to_date() -> None:
+    assert PAGE.read_text() == page(), "run `python -m distill_rl.observe.metrics > docs/metrics.md`"
+
+
+def test_only_means_are_over_something() -> None:
+    assert all(bool(what.over) == (what.reduction == "mean") for what in METRICS.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "reduction"),
+    [
+        ("train/kl_loss", "mean"), ("train/kl_loss/big", "mean"), ("timing/big/forward", "per_step"),
+        ("align/method/dp/numba", "sum"), ("align/method/dp/numba/big", "sum"), ("align/method/bytes/big", "sum"),
+        ("timing/driver/cpu", "per_step"), ("faults/skipped_steps", "last"), ("train/novelty", None),
+    ],
+)  # fmt: skip
+def test_a_metric_is_described_by_its_name(name: str, reduction: str | None) -> None:
+    what = described(name)
+    assert (what.reduction if what else None) == reduction
+    assert is_sum(name) == (reduction == "sum")

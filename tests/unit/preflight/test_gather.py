@@ -398,7 +398,7 @@ def test_packing_that_only_loading_tries_is_noted(material, tmp_path, overrides,
 
 def test_best_by_acceptance_needs_the_students_tokenizer(problems):
     best = "checkpoint={every: 1, keep_best: 1, best_by: validation/acceptance}"
-    validated = ("data.validation.fraction=0.1", "evaluate.every=1", best)
+    validated = ("data.validation.fraction=0.1", "evaluate.every=1", best, "teachers.0.export=logits")
     assert problems(*validated) == []
     (line,) = problems(*validated, file="pair.yaml")
     assert line.startswith(

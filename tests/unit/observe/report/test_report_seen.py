@@ -26,7 +26,7 @@ CHARTS = {
     "Alignment across tokenizers",
     "Learning rate",
     "Gradient norm before clipping",
-    "Tokens per second",
+    "Trained tokens per second",
     "Seconds per step, by part",
     "Faults (cumulative)",
     "Score during training",

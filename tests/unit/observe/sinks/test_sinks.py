@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from distill_rl.config.schema import Config
 from distill_rl.observe.metrics import Metric
+from distill_rl.observe.report.runs import read_run
+from distill_rl.observe.report.sections import sections
+from distill_rl.observe.report.settings import figures
 from distill_rl.observe.sinks.sinks import (
     JsonlSink,
     Observer,
@@ -19,6 +23,7 @@ from distill_rl.observe.sinks.sinks import (
     open_observer,
     read_records,
 )
+from distill_rl.observe.timing import StepTimer
 from distill_rl.types import RunPaths
 
 
@@ -198,11 +203,13 @@ def test_progress_lines_without_a_terminal() -> None:
     sink, out = plain_progress(100, clock)
     for step in range(1, 101):
         clock.now = step * 1.0
-        sink.write(step, {"train/loss": 1 / step, "train/tokens_per_second": 12345.6})
+        figures = {"train/tokens": 100.0 * step, "align/tokens": 400.0 * step, "timing/step": 0.5 if step % 2 else 1.5}
+        sink.write(step, {"train/loss": 1 / step, **figures})
     sink.close()
     lines = out.getvalue().splitlines()
     assert [int(line.split("/")[0].removeprefix("step")) for line in lines] == [1, *range(11, 100, 10), 100]
-    assert lines[1] == "step  11/100  loss 0.0909  12,346 tokens/s  1:29 left"
+    # Steps 2 to 11 in 10 seconds: 6,500 labelled tokens of 26,000.
+    assert lines[1] == "step  11/100  loss 0.0909  650 trained of 2,600 tokens/s  1:29 left"
     assert "\x1b" not in out.getvalue()
 
 
@@ -282,3 +289,55 @@ def test_a_long_run_has_fewer_records_unless_asked_for_all(
     records = read_records(paths.metrics)
     assert [record["step"] for record in records] == list(range(wanted, 7, wanted))
     assert sum(record["train/tokens"] for record in records) == 6
+
+
+@pytest.mark.parametrize("every", [1, 5, 7])
+def test_records_of_several_steps_add_up(tmp_path: Path, every: int) -> None:
+    """Steps of 1 s and more, what happens in some of them only, and work between them: seconds per step times steps is the
+    time that passed, the parts of the steps are the steps, sums are sums, and the report draws both per step."""
+    clock = Clock()
+    timer = StepTimer(lambda: clock.now)
+    observer = Observer([JsonlSink(tmp_path / "metrics.jsonl")], every)
+    spent = dict.fromkeys(("student", "recovery", "validation", "save", "step"), 0.0)
+
+    def work(part: str, seconds: float) -> None:
+        with timer.part(part):
+            clock.now += seconds
+        spent[part] += seconds
+
+    tokens, slowest = 0, 0.0
+    for step in range(1, 41):
+        began = clock.now
+        with timer.step(step):
+            work("student", 1 + step / 8)
+            if step == 17:
+                work("recovery", 10.0)
+        spent["step"] += clock.now - began
+        ranks = [{"timing/student/step": Metric(seconds, "per_step")} for seconds in (0.5, step / 16)]
+        slowest += max(0.5, step / 16)
+        tokens += 100 * step
+        observer.log(step, *ranks, {"align/tokens": Metric(100.0 * step, "sum")}, timer.flush())
+        if step % 10 == 0:
+            work("validation", 5.0)
+            observer.flush()
+            work("save", 20.0)
+    observer.log(40, timer.flush())
+    observer.close()
+
+    run = read_run(tmp_path)
+    records = read_records(tmp_path / "metrics.jsonl")
+    assert sum(record.get("train/steps", 0) for record in records) == 40
+    for part, seconds in spent.items():
+        assert sum(r.get(f"timing/{part}", 0) * r.get("train/steps", 1) for r in records) == pytest.approx(seconds)
+        assert run.total(f"timing/{part}") == pytest.approx(seconds)
+    for record in records:
+        if "timing/step" in record:
+            inside = [record.get(f"timing/{part}", 0.0) for part in ("student", "recovery", "other")]
+            assert sum(inside) == pytest.approx(record["timing/step"])
+    assert run.total("timing/student/step") == pytest.approx(slowest)
+    assert sum(run.finite("align/tokens")) == tokens
+    (chart,) = [chart for part in sections([run]) for chart in part.charts if chart.title == "All tokens per step"]
+    last = {1: 1, 5: 5, 7: 5}[every]  # with 7, steps 36 to 40
+    assert chart.curves[0].points[-1] == (40, np.mean([100 * step for step in range(41 - last, 41)]))
+    assert figures(run)["steps"] == "40"
+    assert figures(run)["tokens, all"] == f"{tokens:,}"

@@ -52,17 +52,31 @@ def validated(world, student: Path, teachers: list[Path], fused: str = "off", ex
 @pytest.mark.parametrize("export", ["topk", "hidden", "logits"])
 def test_fused_and_whole_logits_give_the_same_agreement(world, folders, export: str):
     fused, whole = (validated(world, folders[0], folders[1:], each, export) for each in ("on", "off"))
-    assert set(whole) == {"kl_loss", "nll_loss", "top1_agreement", "acceptance"}
+    shares = ["acceptance_low", "acceptance_high"] if export == "topk" else ["acceptance"]
+    assert set(whole) == {"kl_loss", "nll_loss", "top1_agreement", *shares}
     assert fused == pytest.approx(whole, rel=1e-5)
-    assert 0 < whole["acceptance"] < 1
+    assert 0 < whole[shares[0]] <= whole[shares[-1]] < 1
     same = validated(world, folders[0], folders[:1], "off", export)
     assert same["top1_agreement"] == 1
-    assert same["acceptance"] == pytest.approx(1, abs=1e-5)
+    assert same[shares[-1]] == pytest.approx(1, abs=1e-5)
+
+
+def test_a_top_k_tells_bounds_of_the_acceptance(world, folders):
+    """What whole logits tell lies between them, and they are one where the top k is the vocabulary."""
+    exact = validated(world, folders[0], folders[1:], export="logits")["acceptance"]
+    few = validated(world, folders[0], folders[1:], loss__top_k=16)
+    assert few["acceptance_low"] + 0.02 < exact < few["acceptance_high"] - 0.02
+    whole = validated(world, folders[0], folders[1:], loss__top_k=VOCABULARY)
+    assert (whole["acceptance_low"], whole["acceptance_high"]) == pytest.approx((exact, exact), abs=1e-5)
 
 
 def test_several_teachers_have_one_value_each(world, folders):
     found = validated(world, folders[0], folders)
-    names = {f"{name}/{teacher}" for name in ("kl_loss", "top1_agreement", "acceptance") for teacher in ("t0", "t1")}
+    names = {
+        f"{name}/{teacher}"
+        for name in ("kl_loss", "top1_agreement", "acceptance_low", "acceptance_high")
+        for teacher in ("t0", "t1")
+    }
     assert set(found) == {"kl_loss", "nll_loss"} | names
     assert found["top1_agreement/t0"] == 1 > found["top1_agreement/t1"]
 
@@ -105,7 +119,7 @@ def test_chunks_of_one_token_with_a_counterpart_are_compared():
     first[[1, 3, 5]] = torch.tensor([3, 2, 3])  # the student's 1 and 2, as it says; then 1, where it says 0
     target = TopKLogprobs(first[:, None], torch.full((10, 1), -0.5))
     found = agreement_of_chunks(logits, torch.zeros(2, 5, dtype=torch.int64), target, rows, projection)
-    assert found.tolist() == [2, 3, 0, 0]
+    assert found.tolist() == [2, 3, 0, 0, 0]
     none = ChunkRows(np.full_like(student, -1), np.full_like(teacher, -1), 0, 0, 0)
     empty = agreement_of_chunks(logits, torch.zeros(2, 5, dtype=torch.int64), target, none, projection)
-    assert empty.tolist() == [0, 0, 0, 0]
+    assert empty.tolist() == [0, 0, 0, 0, 0]
