@@ -47,7 +47,7 @@ def plan(path: str, overrides: Sequence[str], *, gpus: int, card: str, gpus_per_
         rule = f"must fit into {MEMORY[card] / 1e9:.0f} GB of a GPU in some split, with whole micro-batches"
         remedy = "use more GPUs, activation_checkpointing, a quantised teacher, or another train.global_batch_size"
         raise ConfigError(f"the models of {path}", rule, f"{gpus} GPUs", remedy)
-    _print(config, cluster, found)
+    _print(config, facts, cluster, found)
     return 0
 
 
@@ -68,10 +68,13 @@ def _require_sizes(config: Config, facts: Facts) -> None:
             )
 
 
-def _print(config: Config, cluster: Cluster, found: Sequence[Prediction]) -> None:
+def _print(config: Config, facts: Facts, cluster: Cluster, found: Sequence[Prediction]) -> None:
     """Prints the best splits, and what follows from the best."""
     console = open_console(140)
-    batch = f"{config.train.global_batch_size:,} rows of {config.data.max_length:,} tokens"
+    rows, length = config.train.global_batch_size, config.data.max_length
+    batch = f"assumed to be {rows:,} full rows of {length:,} tokens, as no sample was read"
+    if facts.step is not None:
+        batch = f"{rows:,} documents: {facts.step}, by a sample"
     console.print(f"cluster    {cluster.gpus} × {cluster.rates.name}, {cluster.per_node} per node; a batch is {batch}")
     headings = (
         "GPUs",

@@ -180,7 +180,7 @@ def sizes(config: Config, facts: Facts) -> DerivedSizes:
     return DerivedSizes(
         micro_batches=ceil(batch / (config.student.parallel.dp * config.train.micro_batch_size)),
         total_steps=steps,
-        epochs=steps * batch / facts.num_documents if steps is not None and facts.num_documents else None,
+        epochs=_epochs(config, steps, facts.num_documents),
         teachers=teachers,
         world=world(config, facts.gpus, facts.cpus),
         memory=worker_memory(
@@ -192,6 +192,16 @@ def sizes(config: Config, facts: Facts) -> DerivedSizes:
         # fp32 weights and two Adam moments
         checkpoint_bytes=12 * facts.student.trained if facts.student else None,
     )
+
+
+def _epochs(config: Config, steps: int | None, num_documents: int | None) -> float | None:
+    """Passes over the data in so many steps, of which the last may be shorter; None if that is not known."""
+    if steps is None or not num_documents:
+        return None
+    documents = steps * config.train.global_batch_size
+    if config.train.epochs is not None:
+        documents = min(documents, max(round(config.train.epochs * num_documents), 1))
+    return documents / num_documents
 
 
 def all_rings(config: Config, facts: Facts) -> int:

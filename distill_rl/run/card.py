@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from distill_rl.config.measured import is_suite_score, is_validated
 from distill_rl.config.schema import Config
@@ -20,11 +20,12 @@ def card_of(
     scores: Mapping[str, float],
     dtype: str = "as_stored",
     licence: Licence | None = None,
+    methods: Sequence[str | None] = (),
 ) -> str:
     """Returns the text of the card of a run's student. Licences are read from the models' own files.
 
     Args:
-        step, data_fingerprint, scores, dtype: as in `model_card`.
+        step, data_fingerprint, scores, dtype, methods: as in `model_card`.
         licence: of the student, if it is not that of the model that it was trained from.
     """
     return model_card(
@@ -35,6 +36,7 @@ def card_of(
         dtype=dtype,
         licence=licence or licence_of(config.student),
         teacher_licences=[licence_of(teacher) for teacher in config.teachers],
+        methods=methods,
     )
 
 

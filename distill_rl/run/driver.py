@@ -390,4 +390,5 @@ class Driver:
             step=self.state.step,
             data_fingerprint=self.job.fingerprints["data"],
             scores=measured | dict(scores or {}),
+            methods=[None if spec is None else spec.method for spec in self.job.cross_tokenizer_specs],
         )

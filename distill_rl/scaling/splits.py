@@ -111,7 +111,7 @@ def predict(config: Config, facts: Facts, cluster: Cluster, split: Split) -> Pre
         facts: with the sizes of both models.
     """
     student, teacher = _models(facts)
-    work = Work(config.train.global_batch_size, config.data.max_length, split.micro_batch, config.loss.top_k)
+    work, tokens = work_of(config, facts, split.micro_batch)
     of_teacher = teacher_time(teacher, work, cluster, dp=split.teacher_dp, tp=split.teacher_tp)
     of_student = student_time(student, work, cluster, dp=split.student_dp, tp=split.student_tp)
     driver = DRIVER_S + PER_RANK_S * (split.student_gpus + split.teacher_gpus)
@@ -144,12 +144,28 @@ def predict(config: Config, facts: Facts, cluster: Cluster, split: Split) -> Pre
         of_student,
         driver,
         step,
-        work.rows * work.length / step,
+        tokens / step,
         faults,
         save,
         every,
         _memory(config, facts, split, cluster),
     )
+
+
+def work_of(config: Config, facts: Facts, micro_batch: int) -> tuple[Work, float]:
+    """The work of a step and the tokens in it, by a sample of the data; where there is none, all rows are full.
+
+    Packed documents fill rows of `data.max_length`. Otherwise a row is as long as the positions of a step divided by its rows.
+    """
+    rows, length = config.train.global_batch_size, config.data.max_length
+    if facts.step is None:
+        return Work(rows, length, micro_batch, config.loss.top_k), float(rows * length)
+    positions = facts.step.positions
+    if config.data.packing:
+        rows = max(1, round(positions / length))
+    else:
+        length = max(1, round(positions / rows))
+    return Work(rows, length, micro_batch, config.loss.top_k), positions * facts.step.used
 
 
 def candidates(config: Config, facts: Facts, cluster: Cluster) -> Iterator[Split]:

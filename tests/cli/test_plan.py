@@ -15,7 +15,8 @@ def test_a_plan_names_settings_that_check_accepts(material, tmp_path):
     config = material.config(tmp_path)
     ended = distill_rl("plan", "-c", config, "--gpus", "8", "train.global_batch_size=64")
     assert ended.code == 0, ended.err
-    assert ended.out.startswith("cluster    8 × H100 SXM, 8 per node; a batch is 64 rows of 64 tokens\n")
+    batch = r"a batch is 64 documents: about [\d,]+ positions per step, \d+(\.\d)? % of them with a token, by a sample"
+    assert re.match(rf"cluster    8 × H100 SXM, 8 per node; {batch}\n", ended.out)
     for word in ("limit", "faults", "first"):
         assert re.search(rf"^{word} +\S", ended.out, re.MULTILINE)
     settings = re.search(r"^take +(.*)$", ended.out, re.MULTILINE)[1].split()

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from distill_rl import __version__
+from distill_rl.config.facts import running_teachers
 from distill_rl.config.save import fingerprint, to_yaml
-from distill_rl.config.schema import Config
+from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.observe.log import printable
 from distill_rl.observe.report.card_header import header, sign
 from distill_rl.observe.report.page import environment
@@ -26,6 +27,7 @@ def model_card(
     dtype: str = "as_stored",
     licence: Mapping[str, str] = _NONE,
     teacher_licences: Sequence[Mapping[str, str]] = (),
+    methods: Sequence[str | None] = (),
 ) -> str:
     """Returns the model card (README.md) of an exported model: Markdown with the YAML header that model hubs read.
 
@@ -39,13 +41,16 @@ def model_card(
         dtype: in which weights were written (`as_stored`, `fp32`, `bf16`).
         licence: of the model, as fields of a card's header; empty: unknown.
         teacher_licences: the same for every teacher, in the order of the configuration; none: all unknown.
+        methods: of every teacher that was run, its cross-tokenizer loss, None if it was compared token by token; none: only
+            what the configuration says is known.
     """
     jinja = environment(keep_trailing_newline=True)
     jinja.filters |= {"md": _text, "code": _code, "cell": _cell}
-    teachers = [str(redact(teacher.model)) for teacher in config.teachers]
+    ran = running_teachers(config)
+    teachers = [str(redact(teacher.model)) for teacher in ran]
     yaml = to_yaml(config).strip()
     table = {"Student": str(redact(config.student.model))}
-    table |= {f"Teacher {teacher.name}": model for teacher, model in zip(config.teachers, teachers)}
+    table |= {f"Teacher {teacher.name}": model for teacher, model in zip(ran, teachers)}
     if (lora := config.student.lora) is not None:
         layers = "all linear layers" if lora.targets is None else ", ".join(lora.targets)
         scale = f"rank {lora.rank}, alpha {lora.scale * lora.rank:g}"
@@ -55,15 +60,14 @@ def model_card(
         "Optimizer steps": f"{step:,}",
         "Training data": str(redact(_data(config))),
         "Data, sha256": data_fingerprint,
-        "Loss": f"{config.loss.kd_weight:g} x KD ({config.loss.divergence}, {_entries(config)}, "
-        f"T = {config.loss.temperature:g}) + {config.loss.ce_weight:g} x CE",
+        "Loss": _loss(config, methods or [teacher.loss for teacher in ran]),
         "Seed": str(config.run.seed),
         "Configuration": fingerprint(config),
     }
     front = header(
         config, step=step, data_fingerprint=data_fingerprint, dtype=dtype, licence=licence, scores=scores or {}
     )
-    licences = [*teacher_licences, *[_NONE] * len(teachers)]
+    licences = dict(zip((teacher.name for teacher in config.teachers), teacher_licences))
     card = jinja.get_template("card.md.jinja").render(
         header=front,
         name=config.run.name or "Distilled model",
@@ -74,8 +78,8 @@ def model_card(
         scores=scores or {},
         licence=_licence(licence),
         teacher_licences={
-            f"{teacher.name} ({model})": _licence(known)
-            for teacher, model, known in zip(config.teachers, teachers, licences)
+            f"{teacher.name} ({model})": _licence(licences.get(teacher.name, _NONE))
+            for teacher, model in zip(ran, teachers)
         },
         yaml=yaml,
         fence=_fence(yaml, 3),
@@ -96,12 +100,29 @@ def _data(config: Config) -> str:
     return ", ".join(f"{source.path} (weight {source.weight:g})" for source in data.sources) or str(data.path)
 
 
-def _entries(config: Config) -> str:
-    """What is compared of the teachers' distributions: their draws, or their top k."""
-    ways = {
-        f"{config.loss.draws} draws" if t.export == "sampled" else f"top {config.loss.top_k}" for t in config.teachers
-    }
-    return " and ".join(sorted(ways)) or f"top {config.loss.top_k}"
+def _loss(config: Config, methods: Sequence[str | None]) -> str:
+    """What was minimised."""
+    loss, teachers = config.loss, running_teachers(config)
+    balance = f" + {loss.router_weight:g} x balance of experts" if loss.router_weight else ""
+    if not teachers:
+        return f"CE with the data{balance}"
+    mixed = loss.divergence in ("jsd", "skewed_forward_kl", "skewed_reverse_kl")
+    divergence = f"{loss.divergence}, beta = {loss.beta:g}" if mixed else loss.divergence
+    compared = sorted({_compared(config, teacher, method) for teacher, method in zip(teachers, methods)})
+    kd = f"KD ({divergence}, {' and '.join(compared)}, T = {loss.temperature:g})"
+    if loss.dynamic_scale != "off":
+        return f"r x {kd} + CE, r = CE / KD{balance}"
+    ce = f" + {loss.ce_weight:g} x CE" if loss.ce_weight else ""
+    return f"{loss.kd_weight:g} x {kd}{ce}{balance}"
+
+
+def _compared(config: Config, teacher: TeacherConfig, method: str | None) -> str:
+    """What of a teacher's distributions was compared."""
+    loss = config.loss
+    rest = {"bucket": "", "truncate": " without the rest", "renormalize": " rescaled to 1"}[loss.tail]
+    ways = {"sampled": f"{loss.draws} draws", "topk": f"top {loss.top_k}{rest}"}
+    entries = ways.get(teacher.export, "the whole vocabulary")
+    return entries if method is None else f"{entries} by {method} across tokenizers"
 
 
 def _text(text: object) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl import __version__
+from distill_rl.config.facts import running_teachers
 from distill_rl.config.measured import SUITE_SCORE
 from distill_rl.config.save import fingerprint
 from distill_rl.config.schema import Config
@@ -47,7 +48,7 @@ def header(
         licence: fields for the licence; none: `license: unknown`.
         scores: as in `model_card`.
     """
-    teachers = [f"teacher:{teacher.model}" for teacher in config.teachers if is_hub_name(teacher.model)]
+    teachers = [f"teacher:{teacher.model}" for teacher in running_teachers(config) if is_hub_name(teacher.model)]
     entries: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",

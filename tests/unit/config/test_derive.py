@@ -19,7 +19,9 @@ from distill_rl.config.memory.student import (
     student_memory,
 )
 from distill_rl.config.memory.teacher import teacher_memory
+from distill_rl.config.schema import Config, DataConfig
 from distill_rl.data.loader import Loader
+from distill_rl.data.reading.sources import open_source
 from distill_rl.losses.core.logits import linear
 from distill_rl.types import TrainState
 
@@ -393,3 +395,16 @@ def test_memory_of_a_teacher_in_vllm_is_not_estimated(load):
     known = Facts(student=MODEL, teachers=(TeacherFacts(MODEL, 32000),), vocabulary_size=32000)
     assert [worker.worker for worker in sizes(load(), known).memory] == ["student", "big"]
     assert [worker.worker for worker in sizes(load("teachers.0.backend=vllm"), known).memory] == ["student"]
+
+
+@pytest.mark.parametrize(("epochs", "batch"), [(1.0, 12), (2.5, 6), (1.0, 15), (0.5, 16), (3.0, 4), (None, 5)])
+def test_the_epochs_of_a_run_are_those_that_the_loader_gives(tmp_path, epochs, batch):
+    """The last batch of a run may be shorter than the others."""
+    (tmp_path / "16.jsonl").write_text("".join(f'{{"text": "document {i}"}}\n' for i in range(16)))
+    config = Config()
+    config.train.global_batch_size, config.train.epochs = batch, epochs
+    config.train.steps = 7 if epochs is None else None
+    source = open_source(DataConfig(path=str(tmp_path / "16.jsonl")))
+    loader = Loader(source, batch_size=batch, seed=0, steps=config.train.steps, epochs=epochs, start=TrainState())
+    read = sum(len(each.documents) for each in loader)
+    assert sizes(config, Facts(num_documents=16)).epochs == read / 16

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from distill_rl.config.facts import StepFacts
 from distill_rl.scaling.cluster import Cluster, Network
 from distill_rl.scaling.parts import CARDS
-from distill_rl.scaling.splits import MEMORY_SHARE, Split, candidates, predict, rank
+from distill_rl.scaling.splits import MEMORY_SHARE, Split, candidates, predict, rank, work_of
 from distill_rl.scaling.stages import Work, student_time, teacher_time
 from tests.unit.scaling.conftest import FACTS, LARGE, SMALL
 
@@ -40,6 +41,23 @@ def test_more_gpus_and_more_memory_do_not_make_it_worse(config):
     best = {gpus: rank(config, FACTS, Cluster(gpus))[0].kept for gpus in (8, 16, 64)}
     assert best[8] < best[16] < best[64] < 8 * best[8]
     assert rank(config, FACTS, Cluster(8, "h200"))[0].kept >= best[8]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_documents_that_fill_a_third_of_a_row_are_not_counted_as_full_rows(config, packing):
+    rows, length = config.train.global_batch_size, config.data.max_length
+    config.data.packing = packing
+    split = Split(8, 1, 8, 1, 2, shared=True)
+    full = predict(config, FACTS, Cluster(8), split)
+    assert work_of(config, FACTS, 2)[1] == rows * length
+    third = StepFacts(positions=rows * length // 3, used=0.9)
+    work, tokens = work_of(config, replace(FACTS, step=third), 2)
+    assert tokens == pytest.approx(0.3 * rows * length, rel=1e-3)
+    assert work.rows * work.length == pytest.approx(rows * length / 3, rel=1e-2)
+    assert (work.length == length) is packing
+    found = predict(config, replace(FACTS, step=third), Cluster(8), split)
+    assert found.step < 0.5 * full.step
+    assert found.tokens_per_second == pytest.approx(tokens / found.step)
 
 
 def test_a_student_that_is_too_large_fits_nowhere(config):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import yaml
@@ -44,6 +45,34 @@ def test_card_without_teachers() -> None:
     config = make_config()
     config.teachers = []
     assert "no teacher (cross-entropy with the data only)" in model_card(config, step=1, data_fingerprint="")
+
+
+@pytest.mark.parametrize(
+    ("export", "loss", "methods", "line"),
+    [
+        ("topk", {}, (), "1 x KD (forward_kl, top 64, T = 1)"),
+        ("topk", {"tail": "truncate", "ce_weight": 0.5}, (None,), "1 x KD (forward_kl, top 64 without the rest, T = 1) + 0.5 x CE"),
+        ("logits", {}, (), "1 x KD (forward_kl, the whole vocabulary, T = 1)"),
+        ("hidden", {"temperature": 2.0}, (), "1 x KD (forward_kl, the whole vocabulary, T = 2)"),
+        ("sampled", {}, (), "1 x KD (forward_kl, 50 draws, T = 1)"),
+        ("topk", {"divergence": "jsd", "beta": 0.1}, (), "1 x KD (jsd, beta = 0.1, top 64, T = 1)"),
+        ("topk", {"dynamic_scale": "on", "ce_weight": 0.25}, (), "r x KD (forward_kl, top 64, T = 1) + CE, r = CE / KD"),
+        ("topk", {}, ("hybrid",), "1 x KD (forward_kl, top 64 by hybrid across tokenizers, T = 1)"),
+        ("topk", {"kd_weight": 0.0, "ce_weight": 1.0}, (), "CE with the data"),
+    ],
+)  # fmt: skip
+def test_card_says_what_was_minimised(
+    export: str, loss: dict[str, Any], methods: tuple[str | None, ...], line: str
+) -> None:
+    config = make_config()
+    config.teachers[0].export = export  # type: ignore[assignment]
+    for name, value in loss.items():
+        setattr(config.loss, name, value)
+    card = model_card(config, step=1, data_fingerprint="", methods=methods)
+    assert f"| Loss | `{line}` |" in card
+    trained = loss.get("kd_weight", 1) > 0
+    assert ("Teacher big" in card) is ("distributions of `runs/teacher`" in card) is trained
+    assert ("no teacher (cross-entropy with the data only)" in card) is not trained
 
 
 def test_markup_in_names_is_escaped() -> None:
