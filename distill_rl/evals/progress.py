@@ -117,7 +117,9 @@ class _ConsoleSuite(SuiteProgress):
         self._num_tokens += processed_tokens(rows)
         self._score_sum += sum(row["score"] for row in rows)
         speed = self._num_tokens / max(self._clock() - self._start, 1e-9)
-        figures = f"score {self._score_sum / max(self._num_items, 1):.3f}", f"{speed:,.0f} tokens/s"
+        figures = [f"{speed:,.0f} tokens/s"]
+        if self._num_items:
+            figures.insert(0, f"score {self._score_sum / self._num_items:.3f}")
         self._bar.update(self._num_items, figures)
 
 

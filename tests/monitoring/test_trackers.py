@@ -100,8 +100,13 @@ def run_and_resume(run: Path, tracker: str, caplog: pytest.LogCaptureFixture) ->
 def test_wandb_offline_has_every_step_of_a_resumed_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_and_resume(tmp_path, "wandb", caplog)
     rows = wandb_rows(tmp_path)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 3, 4, 5, 6]
-    assert [row["train/kl_loss"] for row in rows if row["step"] in (1, 4)] == [1.0, 0.25, 0.25]
+    # One folder to upload, with what the run has recorded; the attempt before is put aside.
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["_step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert [row["train/kl_loss"] for row in rows if row["step"] in (1, 4)] == [1.0, 0.25]
+    recorded = {record["step"]: record["time"] for record in records(tmp_path)}
+    assert [row["_timestamp"] for row in rows[:2]] == pytest.approx([recorded[1], recorded[2]], abs=0.01)
+    assert len(list((tmp_path / "logs" / "wandb").glob("earlier-offline-run-*"))) == 1
     assert rows[0]["timing/student"] == 1.0
     assert rows[0]["timing/student/step"] == 0.5
     assert wandb_ids(tmp_path) == {(tmp_path / "logs" / "wandb.id").read_text().strip()}

@@ -44,6 +44,8 @@ class Output:
     """Generated tokens, including the final stop token; for choices, the tokens of all choices."""
     prompt_tokens: int = 0
     """Tokens of the whole prompt, including its prefix; for choices, of their common context."""
+    run_tokens: int = 0
+    """For choices: tokens that the model ran. The prefix that items share counts once, for one of them."""
     truncated: bool = False
     """The completion reached its token limit before a stop token or a stop text."""
     logprobs: tuple[float, ...] = ()

@@ -39,6 +39,9 @@ class Encoder:
         self.positions = _positions(folder)
         """Maximum tokens of prompt and answer together; None: unknown."""
         self.stop_ids = _stop_ids(folder, self.tokenizer)
+        names = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+        self.frame_ids = {*self.stop_ids, *(getattr(self.tokenizer, f"{name}_token_id", None) for name in names)}
+        """Stop tokens, and the special tokens that have a name of their own."""
 
     def encode(self, item: Item) -> list[int]:
         """The ids of an item's prefix and prompt, for the model to continue: without the end-of-text token that some
@@ -74,14 +77,17 @@ class Encoder:
         return Choices(context, continuations)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of generated ids, without special tokens."""
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        """The text of generated ids, without tokens that only frame a text (`frame_ids`).
+
+        Other special tokens, such as `<tool_call>` in some vocabularies, may be what was asked for.
+        """
+        return self.tokenizer.decode([token for token in ids if token not in self.frame_ids], skip_special_tokens=False)
 
     def _tokenize(self, item: Item, endings: list[str]) -> list[list[int]]:
         """The ids of prefix and prompt followed by each of the endings: one list per ending.
 
         A chat is rendered by its template, which writes the special tokens; otherwise the tokenizer adds them, and
-        end-of-text tokens at the end are removed.
+        the end-of-text tokens that it appends are removed. Those that the text itself ends with stay.
 
         Raises:
             DataError: as `_chat`.
@@ -89,14 +95,16 @@ class Encoder:
         chat = not isinstance(item.prompt, str)
         text = item.prefix + (self._chat(item) if chat else item.prompt)  # type: ignore[operator]
         # A chat template writes its special tokens itself.
-        rows = self.tokenizer([text + ending for ending in endings], add_special_tokens=not chat)["input_ids"]
-        return [list(ids) if chat else self._without_end(list(ids)) for ids in rows]
+        texts = [text + ending for ending in endings]
+        rows = [list(ids) for ids in self.tokenizer(texts, add_special_tokens=not chat)["input_ids"]]
+        if not chat and any(self._num_ends(ids) for ids in rows):
+            written = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+            rows = [ids[: len(ids) - self._num_ends(ids) + self._num_ends(own)] for ids, own in zip(rows, written)]
+        return rows
 
-    def _without_end(self, ids: list[int]) -> list[int]:
-        """Removes the end-of-text tokens at the end of `ids`, in place, and returns it."""
-        while ids and ids[-1] == self.tokenizer.eos_token_id:
-            ids.pop()
-        return ids
+    def _num_ends(self, ids: Sequence[int]) -> int:
+        """How many end-of-text tokens `ids` ends with."""
+        return next((i for i, token in enumerate(reversed(ids)) if token != self.tokenizer.eos_token_id), len(ids))
 
     def _chat(self, item: Item) -> str:
         """The text of an item's chat messages, rendered by the tokenizer's template up to the start of the assistant's

@@ -125,9 +125,12 @@ class HfBackend:
         rows, too_long = collector.prepare(self.encoder, items, self.encoder.positions)
         yield from too_long
         max_shared = [row.start - 1 for row in rows]
+        counted: SharedPrefix | None = None
         for batch, prefix in self._batches(rows, max_shared, items, share=self.cache_support.share_aligned):
             for row, sums in zip(batch, likelihood.score(self.model, batch, prefix)):
-                output = collector.add(row.item_index, sums)
+                run = len(row.ids) if prefix is not counted else len(row.ids) - prefix.length
+                counted = prefix
+                output = collector.add(row.item_index, sums, run)
                 if output is not None:
                     yield row.item_index, output
 

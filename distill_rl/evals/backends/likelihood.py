@@ -52,6 +52,7 @@ class _Scores:
     output: Output
     num_choices: int
     by_choice: dict[int, float] = field(default_factory=dict)
+    run_tokens: int = 0
 
 
 class ChoiceCollector:
@@ -85,18 +86,21 @@ class ChoiceCollector:
             rows += choice_rows(index, choices)
         return rows, too_long
 
-    def add(self, item_index: int, sums: Mapping[int, float]) -> Output | None:
+    def add(self, item_index: int, sums: Mapping[int, float], run_tokens: int) -> Output | None:
         """Adds the scores of a row of an item that `prepare` has registered; returns the item's output, with a
         log-likelihood per choice in their order, once all of them are scored, and None until then.
 
         Args:
             sums: index of a choice → sum of its tokens' log-probabilities.
+            run_tokens: tokens of the row that the model ran.
         """
         scores = self._items[item_index]
         scores.by_choice |= sums
+        scores.run_tokens += run_tokens
         if len(scores.by_choice) < scores.num_choices:
             return None
-        return replace(scores.output, logprobs=tuple(scores.by_choice[i] for i in range(scores.num_choices)))
+        logprobs = tuple(scores.by_choice[i] for i in range(scores.num_choices))
+        return replace(scores.output, logprobs=logprobs, run_tokens=scores.run_tokens)
 
 
 @torch.no_grad()

@@ -70,7 +70,7 @@ class VllmBackend:
         yield from too_long
         # The stop tokens are the encoder's, whatever vllm reads from the folder.
         ends: dict[str, Any] = {"stop_token_ids": list(self.encoder.stop_ids), "ignore_eos": True}
-        ends |= {"stop": list(stop)} if stop else {"detokenize": False}
+        ends |= {"stop": list(stop), "skip_special_tokens": False} if stop else {"detokenize": False}
         sampling = [SamplingParams(temperature=0, max_tokens=row.max_new_tokens, **ends) for row in rows]
         stops = greedy.StopDetector(self.encoder, stop)
         for i, result in self._running.run([row.ids for row in rows], sampling):
@@ -94,7 +94,8 @@ class VllmBackend:
         rows, too_long = collector.prepare(self.encoder, items, self._positions)
         yield from too_long
         for i, result in self._running.run([row.ids for row in rows], [_scoring(row) for row in rows]):
-            output = collector.add(rows[i].item_index, _sums(rows[i], result))
+            run = len(rows[i].ids) - (result.num_cached_tokens or 0)
+            output = collector.add(rows[i].item_index, _sums(rows[i], result), run)
             if output is not None:
                 yield rows[i].item_index, output
 

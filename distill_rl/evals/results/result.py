@@ -36,15 +36,21 @@ def choice_row(item: Item, output: Output) -> Row:
     An item that was too long to run, or without any finite value ("unparsable"), scores 0.
     """
     if output.too_long:
-        return _row(item, output, "too_long", 0.0, None) | {"choice_logprobs": []}
+        return _row(item, output, "too_long", 0.0, None) | {"run_tokens": output.run_tokens, "choice_logprobs": []}
     logprobs = [value if math.isfinite(value) else None for value in output.logprobs]
     highest = max((value for value in logprobs if value is not None), default=None)
     if highest is None:  # a broken model: every log-likelihood is NaN or infinite
-        return _row(item, output, "unparsable", 0.0, None) | {"choice_logprobs": logprobs}
+        return _row(item, output, "unparsable", 0.0, None) | {
+            "run_tokens": output.run_tokens,
+            "choice_logprobs": logprobs,
+        }
     letter = item.choices[logprobs.index(highest)].strip()
     right = letter == item.answer.strip()
     row = _row(item, output, "right" if right else "wrong", float(right), letter)
-    return row | {"choice_logprobs": [value if value is None else round(value, 6) for value in logprobs]}
+    return row | {
+        "run_tokens": output.run_tokens,
+        "choice_logprobs": [value if value is None else round(value, 6) for value in logprobs],
+    }
 
 
 def completion_row(item: Item, output: Output, graded: Graded | None) -> Row:
@@ -98,8 +104,11 @@ def _row(item: Item, output: Output, outcome: str, score: float, extracted: str 
 
 
 def processed_tokens(rows: Iterable[Mapping[str, Any]]) -> int:
-    """Tokens that count for a model's speed: generated ones, or those of the prompt where choices are compared."""
-    return sum(row["num_tokens"] if "completion" in row else row["prompt_tokens"] for row in rows)
+    """Tokens that count for a model's speed: generated ones, or those that it ran where choices are compared."""
+    # Rows that an older version wrote do not say how many were run.
+    return sum(
+        row["num_tokens"] if "completion" in row else row.get("run_tokens", row["prompt_tokens"]) for row in rows
+    )
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -52,7 +52,8 @@ class Wandb:
         """Starts a run of W&B and stores its id in a folder, or continues the run whose id is stored there.
 
         Args:
-            start: `name` of the run, `folder` (for the id and W&B's files) and `config` (the settings to show).
+            start: `name` of the run, `folder` (for the id and W&B's files), `config` (the settings to show) and `metrics`,
+                the file whose first `recorded` bytes are the records so far.
         """
         import wandb
 
@@ -69,9 +70,26 @@ class Wandb:
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
+        if self._run.offline and run_id.stored is not None:
+            self._take_over(Path(start["folder"]), Path(start["metrics"]), start["recorded"])
 
-    def log(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **metrics})
+    def _take_over(self, folder: Path, metrics: Path, recorded: int) -> None:
+        """Offline, W&B does not continue a run: it begins a further folder of the same id, and an upload of both may keep
+        one only. So this folder gets the records of the earlier ones, which are put aside."""
+        from distill_rl.observe.sinks.sinks import read_records
+
+        own = Path(self._run.dir).parent.name
+        earlier = [found for found in folder.glob(f"wandb/offline-run-*-{self._run.id}") if found.name != own]
+        if not earlier:
+            return
+        for record in read_records(metrics, recorded):
+            step, at = record.pop("step"), record.pop("time", None)
+            self.log(step, at, {name: value for name, value in record.items() if value is not None})
+        for found in earlier:
+            found.rename(found.with_name(f"earlier-{found.name}"))
+
+    def log(self, step: int, at: float | None, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **({} if at is None else {"_timestamp": at}), **metrics})
 
     def close(self) -> None:
         self._run.finish()

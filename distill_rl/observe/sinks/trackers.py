@@ -44,6 +44,8 @@ def open_trackers(config: Config, paths: RunPaths) -> list[TrackerSink]:
     start = {
         "name": config.run.name,
         "folder": str(paths.root / "logs"),
+        "metrics": str(paths.metrics),
+        "recorded": paths.metrics.stat().st_size if paths.metrics.exists() else 0,
         "config": redact(asdict(config)),
     }
     return [

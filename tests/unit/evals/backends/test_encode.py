@@ -43,6 +43,26 @@ def test_prompt_is_encoded_without_end_token(tmp_path: Path) -> None:
     assert 1 not in chat_ids
 
 
+def test_end_tokens_that_the_author_wrote_stay(tmp_path: Path) -> None:
+    """A chat that was rendered beforehand ends with them, and is another question without."""
+    for appends in (False, True):
+        tokenizer = with_ends(tiny_tokenizer()) if appends else tiny_tokenizer()
+        encoder = Encoder(write_tiny_model(tmp_path / str(appends), tokenizer=tokenizer))
+        begin = [0] if appends else []
+        for text, ends in (("ka", 0), ("ka</s>", 1), ("ka</s></s>", 2)):
+            words = tiny_tokenizer()("ka", add_special_tokens=False)["input_ids"]
+            assert encoder.encode(Item("row", text, "")) == begin + words + [1] * ends
+            choices = encoder.choices(Item("row", text, "A", choices=(" A", " B")))
+            assert choices.context == begin + words + [1] * ends
+
+
+def test_special_tokens_without_a_name_are_part_of_an_answer(encoder: Encoder) -> None:
+    """Such as `<tool_call>` in some vocabularies; here the one that begins a turn."""
+    ids = encoder.tokenizer("ka<|turn|> lo")["input_ids"]
+    assert encoder.decode([0, *ids, 2, 1]) == "ka<|turn|> lo"
+    assert encoder.decode([*ids, *encoder.stop_ids]) == "ka<|turn|> lo"
+
+
 def test_choices_continue_the_prompt_without_end_token(tmp_path: Path) -> None:
     encoder = Encoder(write_tiny_model(tmp_path, tokenizer=with_ends(tiny_tokenizer())))
     item = Item("row", "ka lo:", "A", choices=(" A", " B"))

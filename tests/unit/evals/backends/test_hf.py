@@ -46,7 +46,9 @@ def reference(backend: HfBackend, item: Item, max_new_tokens: int) -> Output:
         while len(ids) < max_new_tokens and not set(ids) & set(backend.encoder.stop_ids):
             logits = backend.model(torch.tensor([prompt + ids]), use_cache=False).logits
             ids.append(int(logits[0, -1].argmax()))
-    text = backend.encoder.tokenizer.decode(ids, skip_special_tokens=True)
+    names = ("bos", "eos", "pad")  # of the special tokens of tests.helpers.tokenizers only `<|turn|>` is text
+    frame = {getattr(backend.encoder.tokenizer, f"{name}_token_id") for name in names} | {*backend.encoder.stop_ids}
+    text = backend.encoder.tokenizer.decode([token for token in ids if token not in frame])
     return Output(text, len(ids), len(prompt), truncated=ids[-1] not in backend.encoder.stop_ids)
 
 

@@ -108,6 +108,7 @@ def test_shared_prefix_runs_once_if_the_cache_allows(tmp_path: Path, family: str
     else:
         assert [rows for rows, _ in shared_sizes] == [1, 4, 4, 1, 4, 4], "each prefix alone, then its questions"
         assert sum(map(prod, shared_sizes)) < sum(map(prod, alone_sizes)) / 2
+        assert sum(output.run_tokens for output in shared) < sum(output.run_tokens for output in separate) / 2
 
 
 def test_phi3_with_two_ropes_does_not_share(tmp_path: Path) -> None:

@@ -77,5 +77,5 @@ def test_result_counts_every_outcome_and_task() -> None:
 
 
 def test_speed_counts_generated_tokens_or_prompts_of_choices() -> None:
-    output = Output(num_tokens=4, prompt_tokens=700, logprobs=(-1.0,) * 4)
-    assert processed_tokens([completion_row(FREE, output, None), choice_row(LETTERS, output)]) == 4 + 700
+    output = Output(num_tokens=4, prompt_tokens=700, logprobs=(-1.0,) * 4, run_tokens=50)
+    assert processed_tokens([completion_row(FREE, output, None), choice_row(LETTERS, output)]) == 4 + 50
