@@ -55,7 +55,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_model(
-    settings: StudentConfig | TeacherConfig, world: World, *, packing: bool, seed: int = 0
+    settings: StudentConfig | TeacherConfig,
+    world: World,
+    *,
+    packing: bool,
+    longest: int | None = None,
+    seed: int = 0,
 ) -> PreTrainedModel:
     """Loads a model into this rank's shards. Collective over the world.
 
@@ -70,6 +75,7 @@ def load_model(
     Args:
         settings: of the model.
         packing: whether rows may hold several documents.
+        longest: most tokens of such a row; None: any number.
         seed: of the adapters' initial values.
 
     Raises:
@@ -98,7 +104,7 @@ def load_model(
         log.info("%s: attention of the %s is %s (%s)", path, role, chosen.implementation, chosen.why)
     if quantization == AS_STORED:
         model = _load_as_stored(folder, config, world, dtype=compute_dtype, attention=chosen.implementation)
-        probe(model, packing=packing, chunked_head=True, world=world)
+        probe(model, packing=packing, chunked_head=True, world=world, longest=longest)
         return model
     files = WeightFiles(folder)
     lora = settings.lora if isinstance(settings, StudentConfig) else None
@@ -130,7 +136,7 @@ def load_model(
     adapters.initialise(model, seed)
     model.train(student)
     if not family.proven:
-        probe(model, packing=packing, chunked_head=not student, world=world)
+        probe(model, packing=packing, chunked_head=not student, world=world, longest=longest)
     return model
 
 

@@ -96,7 +96,9 @@ class StudentEngine:
         self.world = world
         self.vocabulary_size = vocabulary_size
         self.step = 0
-        self.model = load_model(student, world, packing=config.data.packing, seed=config.run.seed)
+        self.model = load_model(
+            student, world, packing=config.data.packing, longest=config.data.max_length, seed=config.run.seed
+        )
         self._by_length = length_limit(self.model.config) is not None
         self.fused = fused_loss(
             config,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distill_rl.config import facts
-from distill_rl.config.facts import runs_model, teacher_rows
+from distill_rl.config.facts import runs_model, teacher_length, teacher_rows
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.config.target_bytes import target_bytes_per_token
 from distill_rl.errors import ConfigError
@@ -65,7 +65,7 @@ class TeacherEngine:
         self.world = world
         self.micro_batch_size = teacher_rows(config, teacher)
         self.wire_dtype = wire_dtype(teacher, world.device)
-        self.model = load_model(teacher, world, packing=config.data.packing)
+        self.model = load_model(teacher, world, packing=config.data.packing, longest=teacher_length(config, teacher))
         self._by_length = length_limit(self.model.config) is not None
         self.head = TargetHead(
             partial(forward.head, self.model),

@@ -178,9 +178,19 @@ def test_every_family_computes_the_logits_of_whole_rows(tmp_path):
             torch.testing.assert_close(divided[case][name], tensor, rtol=1e-4, atol=2e-5, msg=f"{case}, {name}")
 
 
-def test_attention_that_has_more_to_it_is_refused(tmp_path):
-    model = write_family(tmp_path / "gpt_oss", "gpt_oss")
+@pytest.mark.parametrize(
+    ("family", "settings", "rule"),
+    [
+        ("gpt_oss", {}, "must be 1: attention over divided rows cannot compute the attention sinks of gpt_oss"),
+        (
+            "llama4_text",
+            {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "floor_scale": 16},
+            "must be 1: attention over divided rows would scale by the place in a rank's part of a row",
+        ),
+        ("deepseek_v32", {}, "logits must not change if the positions of rows are divided over ranks"),
+    ],
+)
+def test_attention_that_has_more_to_it_is_refused(tmp_path, family: str, settings: dict[str, Any], rule: str):
+    model = write_family(tmp_path, family, **settings)
     for line in ranks.run_ranks(2, refusal, model):
-        assert (
-            "parallel.sp: must be 1: attention over divided rows cannot compute the attention sinks of gpt_oss" in line
-        )
+        assert rule in line

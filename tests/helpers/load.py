@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
 
 def load_model(
-    path: Path, world: World, *, role: Literal["student", "teacher"], packing: bool = True, **settings: Any
+    path: Path,
+    world: World,
+    *,
+    role: Literal["student", "teacher"],
+    packing: bool = True,
+    longest: int | None = 128,
+    **settings: Any,
 ) -> PreTrainedModel:
     config = StudentConfig if role == "student" else TeacherConfig
-    return load.load_model(config(model=str(path), **settings), world, packing=packing)
+    return load.load_model(config(model=str(path), **settings), world, packing=packing, longest=longest)

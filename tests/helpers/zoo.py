@@ -88,6 +88,23 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_HEADS, "sliding_window": 64}, "granitemoe": {}, "llama4_text": _HEADS, "mixtral": {}, "olmoe": {},
     "qwen2_moe": {"decoder_sparse_step": 1}, "qwen3_moe": _HEADS,
 }  # fmt: skip
+_INDEXER = {"index_n_heads": 16, "index_head_dim": 8}
+"""With few heads many scores are exactly 0, and which of them are chosen is arbitrary."""
+UNLISTED: dict[str, dict[str, Any]] = {
+    "deepseek_v32": _EXPERTS | _LATENT | _INDEXER,
+    "deepseek_v4": _EXPERTS | _INDEXER | {
+        "head_dim": 16, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "num_hash_layers": 0,
+        "layer_types": ["heavily_compressed_attention"] * 2,
+    },
+    "doge": {},
+    "gemma4_text": {**_HEADS, "global_head_dim": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300},
+    "minimax_m3_vl_text": _EXPERTS | _HEADS | {
+        "index_n_heads": 2, "index_head_dim": 8, "layer_types": ["full_attention", "minimax_m3_sparse"],
+    },
+    "ministral3": _HEADS,
+    "modernbert-decoder": {},
+}  # fmt: skip
+"""Families that are not in the list of docs/models.md, and what differs from the common sizes."""
 LEAKING = frozenset({"falcon", "gpt_oss", "opt"})
 """Families whose documents see each other in one row, and which need data.packing: false."""
 UNSPLIT = frozenset(
@@ -100,15 +117,15 @@ EAGER = frozenset({"gemma2", "gpt_oss", "gptj"})
 
 
 def family_config(model_type: str, **settings: Any) -> Any:
-    """The config of a model of DENSE or MIXTURES; settings take the place of its own."""
+    """The config of a model of DENSE, MIXTURES or UNLISTED; settings take the place of its own."""
     from transformers import AutoConfig
 
-    own = _EXPERTS | MIXTURES[model_type] if model_type in MIXTURES else DENSE[model_type]
+    own = _EXPERTS | MIXTURES[model_type] if model_type in MIXTURES else (DENSE | UNLISTED)[model_type]
     return AutoConfig.for_model(model_type, **{**_SIZES, "tie_word_embeddings": False, **own, **settings})
 
 
 def write_family(path: Path, model_type: str, **settings: Any) -> Path:
-    """A model of DENSE or MIXTURES with a tokenizer, saved to `path`. Vectors are random too, and weights are large, so
+    """A model of `family_config` with a tokenizer, saved to `path`. Vectors are random too, and weights are large, so
     that a tensor in the wrong place changes the logits."""
     from transformers import AutoModelForCausalLM
 

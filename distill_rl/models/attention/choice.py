@@ -189,6 +189,8 @@ def lacks(implementation: str, hf_config: PreTrainedConfig) -> Iterator[str]:
         yield f"{what} cannot compute the attention sinks of {family}"
     if without_mask and (chunk := chunk_of(hf_config)) is not None:
         yield f"{what} cannot keep to the chunks of {chunk} positions of {family} (attention_chunk_size)"
+    if implementation in SPREAD.values() and (floor := floor_of(hf_config)) is not None:
+        yield f"{what} would scale by the place in a rank's part of a row, as {family} does from {floor} on (floor_scale)"
     if ours and (window := window_of(hf_config)) is not None and family not in PASSES_WINDOW:
         yield f"{what} would not be told the window of {window} positions of {family} (sliding_window)"
     if implementation in VARLEN.values() or implementation.startswith("flash"):
@@ -283,6 +285,28 @@ def chunk_of(hf_config: PreTrainedConfig) -> int | None:
     size = getattr(hf_config, "attention_chunk_size", None) or None
     kinds = getattr(hf_config, "layer_types", None)
     return size if kinds is None or "chunked_attention" in kinds else None
+
+
+def floor_of(hf_config: PreTrainedConfig) -> int | None:
+    """Tokens of a row from which on attention is scaled by the place in it, in a model with such layers (Llama 4); else None."""
+    scaled = getattr(hf_config, "attn_temperature_tuning", None) and 0 in (
+        getattr(hf_config, "no_rope_layers", None) or ()
+    )
+    return getattr(hf_config, "floor_scale", None) if scaled else None
+
+
+def packed_limit(hf_config: PreTrainedConfig) -> tuple[int, str] | None:
+    """Most tokens of a row of several documents, and the number in the config by which the family counts within the row.
+
+    None: the family counts within documents, or is not known to count.
+    """
+    chunk, floor, block = chunk_of(hf_config), floor_of(hf_config), None
+    if "minimax_m3_sparse" in (getattr(hf_config, "layer_types", None) or ()):
+        block = getattr(hf_config, "index_block_size", None)
+    limits = [(chunk, f"attention_chunk_size={chunk}")] if chunk else []
+    limits += [(floor - 1, f"floor_scale={floor}")] if floor else []
+    limits += [(block, f"index_block_size={block}")] if block else []
+    return min(limits, default=None)
 
 
 def dropout_of(hf_config: PreTrainedConfig) -> float:

@@ -11,11 +11,11 @@ from distill_rl.models.attention.choice import (
     ON_CPU,
     VARLEN,
     choose,
-    chunk_of,
     importable,
     installed,
     lacks,
     obstacles,
+    packed_limit,
 )
 from distill_rl.models.families import engine_length_problem, family_of, length_limit
 from distill_rl.preflight.models.opened import Findings, Opened
@@ -75,9 +75,7 @@ def width_problems(config: Config, model: Opened, *, gpus: int) -> Iterator[str]
     positions = getattr(model.config, "max_position_embeddings", None) if limit is None else limit.longest
     if positions is None:
         return
-    setting, longest = "data.max_length", config.data.max_length
-    if isinstance(model.settings, TeacherConfig) and model.settings.max_length is not None:
-        setting, longest = f"{model.key}.max_length", model.settings.max_length
+    setting, longest = _longest_row(config, model)
     if longest > positions:
         rule = f"must not exceed the {positions} positions of {model.name}"
         yield problem(setting, rule, longest, f"use {positions} or less")
@@ -97,13 +95,20 @@ def width_problems(config: Config, model: Opened, *, gpus: int) -> Iterator[str]
         yield problem(setting, rule, None, f"use {largest} or less" if largest else "take another model")
 
 
+def _longest_row(config: Config, model: Opened) -> tuple[str, int]:
+    """The setting that says how many document tokens a row of a model holds at most, and its value."""
+    if isinstance(model.settings, TeacherConfig) and model.settings.max_length is not None:
+        return f"{model.key}.max_length", model.settings.max_length
+    return "data.max_length", config.data.max_length
+
+
 def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> Iterator[str]:
     """Yields what the classes of the models have against the settings and the files, one line each.
 
     These are an attention that transformers does not have for the family, documents in one row that the family cannot
     keep apart, and tensors that are missing, left over, of another shape, or tied and yet different. A Llama-like model whose tensors are
     plainly whole is not asked, because importing its class takes seconds. Nor is one that vLLM runs, with its own class, or one
-    whose weights are quantised, which only the quantiser can compare.
+    whose weights are quantised, which only the quantiser can compare; but the rows of that must not be too long either.
 
     Args:
         gpus: number visible on this machine.
@@ -116,7 +121,17 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
 
     packing, findings = config.data.packing, Findings()
     for model in models:
-        if model.config is None or model.folder is None or model.in_vllm or method_of(model.config):
+        if model.config is None or model.in_vllm:
+            continue
+        limit = packed_limit(model.config) if packing else None
+        setting, longest = _longest_row(config, model)
+        if limit is not None and longest > limit[0]:
+            rule = (
+                f"{model.name} counts positions from the start of a row, wherever packed documents begin ({limit[1]})"
+            )
+            remedy = f"set data.packing=false, or {setting}={limit[0]} or less"
+            yield problem("data.packing", rule, "true", remedy)
+        if model.folder is None or method_of(model.config):
             continue
         shapes = {}
         if model.facts is not None:
@@ -134,10 +149,6 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
                 f"{model.name} has {', '.join(kinds)} layers, which carry a state from one packed document to the next"
             )
             yield problem("data.packing", rule, "true", "set data.packing=false")
-        chunk = chunk_of(model.config)
-        if packing and chunk is not None and config.data.max_length > chunk:
-            rule = f"{model.name} attends within chunks of {chunk} positions of a row, wherever packed documents begin"
-            yield problem("data.packing", rule, "true", f"set data.packing=false, or data.max_length={chunk} or less")
         if model.settings.parallel.sp > 1 and kinds:
             rule = f"must be 1: {model.name} has {', '.join(kinds)} layers, which carry a state from token to token"
             yield problem(f"{model.key}.parallel.sp", rule, model.settings.parallel.sp, "leave it out")
@@ -159,14 +170,8 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
 
 
 def packing_notes(config: Config, models: Sequence[Opened]) -> Iterator[str]:
-    """Yields at most one line: families of which only a worker finds out that they keep packed documents apart.
-
-    Nothing is packed beside a teacher with another tokenizer.
-
-    Args:
-        models: student and running teachers, the teachers with their `cross_tokenizer_loss` set.
-    """
-    if not config.data.packing or any(model.cross_tokenizer_loss for model in models):
+    """Yields at most one line: families of which only a worker finds out that they keep packed documents apart."""
+    if not config.data.packing:
         return
     packed = [model.config for model in models if model.config and not model.in_vllm]
     types = [config.model_type for config in packed if not family_of(config).proven]

@@ -121,17 +121,49 @@ def test_sdpa_is_refused_for_a_soft_cap_unless_rows_are_divided() -> None:
     assert problems("sdpa", model=Gemma2Config(), parallel=ParallelConfig(sp=2)) == []
 
 
-def test_documents_are_not_packed_into_chunks(tmp_path: Path) -> None:
-    folder, config = write_family(tmp_path, "llama4_text", attention_chunk_size=64), Config()
-    opened = Opened("student", "student", StudentConfig(model="s"), config=read_config(folder), folder=folder)
-    config.data.packing, config.data.max_length = True, 65
-    (line,) = class_problems(config, [opened], gpus=0)
-    assert line == (
-        "data.packing: student attends within chunks of 64 positions of a row, wherever packed documents begin; "
-        "got true; set data.packing=false, or data.max_length=64 or less"
+@pytest.mark.parametrize(
+    ("family", "settings", "longest", "named"),
+    [
+        ("llama4_text", {"attention_chunk_size": 64}, 64, "attention_chunk_size=64"),
+        ("llama4_text", {"attention_chunk_size": 64, "no_rope_layers": [1, 0]}, 64, "attention_chunk_size=64"),
+        (
+            "llama4_text",
+            {"attention_chunk_size": 64, "floor_scale": 64, "no_rope_layers": [1, 0]},
+            63,
+            "floor_scale=64",
+        ),
+        ("llama4_text", {"no_rope_layers": [1, 0]}, 8191, "floor_scale=8192"),
+        (
+            "llama4_text",
+            {"no_rope_layers": [1, 0], "attn_temperature_tuning": False},
+            8192,
+            "attention_chunk_size=8192",
+        ),
+        ("minimax_m3_vl_text", {}, 128, "index_block_size=128"),
+    ],
+)
+def test_documents_are_not_packed_beyond_what_counts_from_the_start_of_a_row(
+    tmp_path: Path, family: str, settings: dict[str, Any], longest: int, named: str
+) -> None:
+    folder, config = write_family(tmp_path, family, **settings), Config()
+    teacher = TeacherConfig(model="t", max_length=longest + 1)
+    student, other = (
+        Opened(key, key, settings, config=read_config(folder), folder=folder)
+        for key, settings in (("student", StudentConfig(model="s")), ("teachers.0", teacher))
     )
-    config.data.max_length = 64
-    assert list(class_problems(config, [opened], gpus=0)) == []
+    config.data.packing, config.data.max_length = True, longest + 1
+    rule = "counts positions from the start of a row, wherever packed documents begin"
+    wanted = (
+        f"data.packing: {{0}} {rule} ({named}); got true; set data.packing=false, or {{1}}.max_length={longest} or less"
+    )
+    assert list(class_problems(config, [student], gpus=0)) == [wanted.format("student", "data")]
+    config.data.max_length = longest
+    assert list(class_problems(config, [student, other], gpus=0)) == [wanted.format("teachers.0", "teachers.0")]
+    # A checkpoint with quantised weights has the same code.
+    other.config.quantization_config = {"quant_method": "bitsandbytes"}
+    assert list(class_problems(config, [other], gpus=0)) == [wanted.format("teachers.0", "teachers.0")]
+    config.data.packing = False
+    assert list(class_problems(config, [student, other], gpus=0)) == []
 
 
 @pytest.mark.parametrize(
