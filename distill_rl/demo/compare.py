@@ -36,8 +36,6 @@ class Difference:
     """95 % interval, over documents."""
     documents: int
     """Held out."""
-    equal: str = "time"
-    """What the two trainings had the same of."""
 
     @property
     def interval(self) -> list[float] | None:
@@ -51,21 +49,25 @@ class Difference:
             return f"Too little text to tell whether the teacher helped: {held}; give more documents."
         interval = f"(95 % interval {self.low:+.3f} to {self.high:+.3f})"
         if self.low > 0:
-            return f"The teacher helped: {self.saved:.3f} bits per byte fewer than the same {self.equal} without it {interval}."
+            return (
+                f"The teacher helped: {self.saved:.3f} bits per byte fewer than the same steps without it {interval}."
+            )
         if self.high < 0:
-            return f"The teacher did harm: {-self.saved:.3f} bits per byte more than the same {self.equal} without it {interval}."
+            return (
+                f"The teacher did harm: {-self.saved:.3f} bits per byte more than the same steps without it {interval}."
+            )
         return (
             f"No difference that this much held-out text could show: {self.saved:+.3f} bits per byte saved {interval}."
         )
 
 
-def difference(taught: Measured, control: Measured, seed: int = 0, *, equal: str = "time") -> Difference:
+def difference(taught: Measured, control: Measured, seed: int = 0) -> Difference:
     """What the teacher saved, with an interval from documents that are drawn again, with replacement, for both models alike."""
     pairs = np.array([taught.bits, control.bits, taught.num_bytes], dtype=np.float64)
     drawn = np.random.default_rng(seed).integers(pairs.shape[1], size=(_RESAMPLES, pairs.shape[1]))
     with_it, without, size = pairs[:, drawn].sum(axis=2)
     low, high = np.quantile((without - with_it) / size, (0.025, 0.975))
-    return Difference(control.bits_per_byte - taught.bits_per_byte, float(low), float(high), len(taught.bits), equal)
+    return Difference(control.bits_per_byte - taught.bits_per_byte, float(low), float(high), len(taught.bits))
 
 
 def print_result(
@@ -100,7 +102,9 @@ def print_result(
     console = open_console(110)
     console.print()
     console.print(table)
-    print(outcome.verdict)
+    seconds = [trainings[name]["seconds"] / max(trainings[name]["steps"], 1) for name in (TAUGHT, CONTROL)]
+    cost = f" A step with the teacher took {seconds[0] / seconds[1]:.1f} times as long." if min(seconds) > 0 else ""
+    print(outcome.verdict + cost)
 
 
 def print_samples(prompts: Sequence[Prompt], models: Mapping[str, Measured]) -> None:

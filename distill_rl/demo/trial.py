@@ -1,7 +1,8 @@
 """distill-rl try: checks a pair of models and a text, trains with the teacher and without it, compares, and says how to go on.
 
 The two trainings are `distill-rl train` in processes of their own, with the same configuration but for the weights of the
-two losses. Each takes `--minutes` (`train.minutes`). Models are measured before and after them, in other processes.
+two losses. The first, with the teacher, takes `--minutes` (`train.minutes`), the other as many steps, so that the comparison
+does not depend on the load of the machine. Models are measured before and after them, in other processes.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def _introduce(request: Request, pair: Pair) -> None:
         return
     total = 2 * request.minutes + OVERHEAD_S / 60
     say(
-        f"time      {request.length} with the teacher, {request.length} without it{cap}, and about "
+        f"time      {request.length} with the teacher{cap}, at most as long for as many steps without it, and about "
         f"{OVERHEAD_S:.0f} s for starting and measuring: {total:.1f} min in all, more if models are slow to load"
     )
 
@@ -167,19 +168,21 @@ def beginning_lines(models: Mapping[str, Measured]) -> list[str]:
 
 def _train(paths: TrialPaths) -> int:
     """Trains with the teacher, then without it; returns 0, or the exit code of the one that failed."""
-    common = ("train", "-c", os.fspath(paths.configuration))
     control = (f"run.name={files.WITHOUT}", *(f"{key}={value:g}" for key, value in WITHOUT_TEACHER.items()))
-    runs = []
-    for what, run, overrides in (
-        ("with the teacher", paths.taught, ()),
-        ("without the teacher", paths.control, control),
+    # The configuration of the first training, once it has ended, has the steps that its minutes have become.
+    for what, run, configuration, overrides in (
+        ("with the teacher", paths.taught, paths.configuration, ()),
+        ("without the teacher", paths.control, paths.taught.config, control),
     ):
         if run.export.exists():  # of a trial that is resumed: this training had ended
             continue
-        begun = ("--resume",) if run.checkpoints.exists() and any(run.checkpoints.iterdir()) else ("--clean",)
-        runs.append(ChildRun((*common, *begun, *overrides), what, f"the training {what}"))
-    # One after the other, on any machine: each trains for some minutes, in which another would take cores and memory from it.
-    return run_all(runs, {"RAY_USAGE_STATS_ENABLED": "0"}, at_once=1)
+        begun = "--resume" if run.checkpoints.exists() and any(run.checkpoints.iterdir()) else "--clean"
+        command = ("train", "-c", os.fspath(configuration), begun, *overrides)
+        if code := run_all(
+            [ChildRun(command, what, f"the training {what}")], {"RAY_USAGE_STATS_ENABLED": "0"}, at_once=1
+        ):
+            return code
+    return 0
 
 
 def _conclude(request: Request, pair: Pair, paths: TrialPaths, found: Findings, start: float) -> None:
@@ -193,7 +196,6 @@ def _conclude(request: Request, pair: Pair, paths: TrialPaths, found: Findings, 
         models[compare.TAUGHT],
         models[compare.CONTROL],
         request.seed,
-        equal="time" if request.steps is None else "number of steps",
     )
     seconds = time.perf_counter() - start
     write_json(paths.result, _result(request, pair, paths, found, outcome, trainings, seconds))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,7 @@ from distill_rl.config.reading.walk import MISSING
 from distill_rl.config.rules import validate
 from distill_rl.config.rules.data import concatenation_problem
 from distill_rl.config.schema import Config, DataConfig
-from distill_rl.errors import problem
+from distill_rl.errors import DataError, problem
 from distill_rl.models.files.facts import visible_gpus
 from distill_rl.preflight.models.opened import Findings, Opened
 from distill_rl.preflight.models.pairs import check_alignment, template_problems
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 SAMPLED_ROWS = 64
 """Number of rows read from the start; as many more are read evenly spaced over the data."""
+COMPARED_ROWS = 4096
+"""Most training documents that are compared with those to validate on."""
 _PLACES = 8
 """Of data that are read by blocks, the rows that are spaced are read at this many places."""
 
@@ -63,6 +67,8 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
     samples = [_read_sample(config, key, part, findings) for (key, _), part in zip(opened, parts)]
     documents = [*chain(*(sample.values() for sample in samples))]
     held_out = [] if validation is None else [*_read_sample(config, "data.validation", validation, findings).values()]
+    if held_out and len(problems) == num_problems:
+        findings.notes += _trained_on(held_out, validation, documents, parts)
     if len(problems) == num_problems:
         for part, sampled in zip(parts, samples):
             findings.notes += routing_notes(config, part, sampled)
@@ -90,6 +96,40 @@ def data_facts(config: Config, student: Opened, teachers: list[Opened], findings
     even = [[sample[row] for row in _spread(part) if row in sample] for part, sample in zip(parts, samples)]
     found, step = expect(config, training.kind, facts.sources, even, student, teachers, on_gpu=visible_gpus() > 0)
     return replace(facts, sources=found, step=step)
+
+
+def _trained_on(
+    held_out: Sequence[Mapping[str, Any]],
+    validation: Any,
+    sampled: Sequence[Mapping[str, Any]],
+    parts: Sequence[Source],
+) -> Iterator[str]:
+    """Yields at most one line: documents to validate on that are also trained on, so that validation measures memory too.
+
+    Args:
+        held_out: a sample of the validation documents.
+        sampled: of the training documents; some thousands more are read.
+    """
+
+    def key(document: Mapping[str, Any]) -> str:
+        return json.dumps(
+            {name: value for name, value in document.items() if name not in ("row", "rows")}, sort_keys=True
+        )
+
+    training, most = {key(document) for document in sampled}, COMPARED_ROWS // len(parts)
+    for part in parts:
+        for row in range(0, len(part), 1 if part.windowed else max(1, -(-len(part) // most)))[:most]:
+            with suppress(DataError):
+                training.add(key(part[row]))
+    both = sum(key(document) in training for document in held_out)
+    if both:
+        documents, all_of = sum(map(len, parts)), len(held_out) == len(validation)
+        few = "" if documents <= COMPARED_ROWS else f", of which {COMPARED_ROWS:,} of {documents:,} were compared"
+        some = "" if all_of else f" of a sample of {len(held_out):,}"
+        yield (
+            f"data.validation: {both:,} of {len(held_out):,} documents{some} are also trained on{few}; validation then measures "
+            "what was memorised, too: give other data, or remove duplicates"
+        )
 
 
 def _kind_problems(data: DataConfig, kind: str) -> Iterator[str]:

@@ -1,10 +1,15 @@
-"""What the first step shows of the settings."""
+"""What the first step, and those of earlier attempts, show of the settings."""
 
 from __future__ import annotations
+
+import math
 
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.observe.metrics import Metrics
+from distill_rl.observe.sinks.sinks import read_records
+from distill_rl.student.optim import Schedule
+from distill_rl.types import RunPaths
 
 LEAST_MASS = 0.9
 """Share of a teacher's probability in its top k below which all logits, or draws, teach better: on real text
@@ -28,3 +33,25 @@ def advice(config: Config, trained: Metrics) -> list[str]:
         "teachers.0.export=hidden, if it shares a GPU or host with the student, or else teachers.0.export=sampled loss.draws=32 "
         "(docs/losses.md, Which loss when)"
     ]
+
+
+def moved_rate(config: Config, paths: RunPaths, step: int, total_steps: int) -> str | None:
+    """A line on a learning rate that does not go on where the run stopped, as when its end moved; None if it does.
+
+    Args:
+        step: the last one that was taken; its rate is recorded.
+        total_steps: of the whole run.
+    """
+    recorded = read_records(paths.metrics) if paths.metrics.exists() else []
+    before = next(
+        (record["train/lr"] for record in reversed(recorded) if record["step"] == step and record.get("train/lr")), None
+    )
+    if before is None or step >= total_steps:
+        return None
+    schedule = Schedule(config.schedule, peak=config.optimizer.lr, total_steps=total_steps)
+    if math.isclose(schedule(step), before, rel_tol=1e-3):
+        return None
+    return (
+        f"the learning rate was {before:.3g} at step {step} and goes on at {schedule(step + 1):.3g}: of {total_steps} steps, "
+        f"step {step} has {schedule(step):.3g} (schedule.steps keeps the schedule of a run that is extended)"
+    )

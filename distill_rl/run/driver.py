@@ -28,7 +28,7 @@ from distill_rl.observe.sinks.sinks import open_observer
 from distill_rl.observe.timing import StepTimer
 from distill_rl.preflight import run_directory
 from distill_rl.preflight.job import Job
-from distill_rl.run.advice import advice
+from distill_rl.run.advice import advice, moved_rate
 from distill_rl.run.card import card_of
 from distill_rl.run.checkpoints.of_run import about, checkpoint_store, find_checkpoint, saver_of
 from distill_rl.run.checkpoints.store import Checkpoint, CheckpointStore, SavedState
@@ -134,6 +134,8 @@ class Driver:
             left = f"for {minutes:g} minutes" if minutes else f"steps {self.state.step + 1} to {limit}"
         if note := warmup_note(config.schedule, total):
             say(f"warm-up   {note}")
+        if resumed and total is not None and (note := moved_rate(config, job.paths, self.state.step, total)):
+            say(f"schedule  {note}")
         say(f"training  {left} in {job.paths.root}")
         self.saver = self.parts.enter_context(saver_of(self.store, job, self.actors))
         # From now on a stop can wait for the step and a save.

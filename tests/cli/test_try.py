@@ -91,6 +91,7 @@ def test_the_trainings_differ_in_their_losses_alone_and_record_their_steps(tried
     assert (taught.data, taught.student, taught.optimizer, taught.run.seed) == (
         control.data, control.student, control.optimizer, control.run.seed,
     )  # fmt: skip
+    assert (taught.train, taught.schedule) == (control.train, control.schedule), "as many steps, at the same rates"
     for config, name in ((taught, "with-teacher"), (control, "without-teacher")):
         last = max(record["step"] for record in records(tried.out / name))
         assert (config.train.steps, config.train.minutes) == (last, None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 
+import pytest
+
 from distill_rl.data.reading import files, sources
 from distill_rl.preflight import gather
 
@@ -39,6 +41,31 @@ def test_one_source_or_several_must_be_given(material):
     assert line == "data.path: missing value; set it in the file or add data.path=PATH; or give data.sources"
     (line,) = gather(material / "run.yaml", ["data.path=null", "data.sources.0.weight=2"]).problems
     assert line.startswith("data.sources.0.path: missing value")
+
+
+@pytest.mark.parametrize(
+    ("training", "held_out", "said"),
+    [
+        (ROWS, None, None),
+        (ROWS[:5] * 8, None, "12 of 12 documents are also trained on; "),
+        (ROWS, ROWS[:10] + ['{"text": "another"}'] * 10, "10 of 20 documents are also trained on; "),
+        (ROWS, ['{"text": "another"}'] * 10, None),
+        ([*ROWS, "no JSON"], ROWS, "40 of 40 documents are also trained on; "),
+    ],
+)
+def test_documents_on_both_sides_of_validation_are_counted(material, tmp_path, training, held_out, said):
+    (tmp_path / "train.jsonl").write_text("\n".join(training))
+    settings = [f"data.path={tmp_path}/train.jsonl", "data.bad_rows=skip", "train.global_batch_size=2"]
+    if held_out is None:
+        settings.append("data.validation.fraction=0.3")
+    else:
+        (tmp_path / "other.jsonl").write_text("\n".join(held_out))
+        settings.append(f"data.validation.path={tmp_path}/other.jsonl")
+    checked = gather(material / "run.yaml", settings)
+    assert checked.problems == []
+    found = [note for note in checked.notes if note.startswith("data.validation: ")]
+    assert len(found) == (said is not None)
+    assert all(said in note for note in found)
 
 
 def test_rows_that_will_be_left_out_are_noted(material, tmp_path):
