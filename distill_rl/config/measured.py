@@ -12,9 +12,10 @@ from distill_rl.errors import problem
 
 KD, CE = "validation/kl_loss", "validation/nll_loss"
 TOP1, ACCEPTANCE = "validation/top1_agreement", "validation/acceptance"
-BOUNDS = (f"{ACCEPTANCE}_low", f"{ACCEPTANCE}_high")
-"""What a top k tells of the acceptance."""
-VALIDATED = (KD, CE, TOP1, ACCEPTANCE, *BOUNDS)
+ENTROPIES = ("validation/student_entropy", "validation/teacher_entropy")
+BOUNDS = tuple(f"{name}_{bound}" for name in (ACCEPTANCE, ENTROPIES[1]) for bound in ("low", "high"))
+"""What a top k tells."""
+VALIDATED = (KD, CE, TOP1, ACCEPTANCE, *ENTROPIES, *BOUNDS)
 """The metrics of a validation pass. Those about one of several teachers end with `/NAME`."""
 SUITE_SCORE = "eval/"
 """Beginning of the metric that is a suite's score; its name follows."""
@@ -62,10 +63,10 @@ def without_acceptance(config: Config, facts: Facts) -> dict[str, str]:
             reasons[teacher.name] = "its draws (export: sampled) tell no probabilities"
         elif _at_another_temperature(config, teacher):
             reasons[teacher.name] = f"its top k is taken at loss.temperature {config.loss.temperature:g}, not at 1"
-        elif method not in (TOKENS, UNKNOWN):
-            reasons[teacher.name] = "it is not compared token by token"
         elif teacher.export == "topk":
             reasons[teacher.name] = "its top k tells bounds only (acceptance_low and acceptance_high)"
+        elif method not in (TOKENS, UNKNOWN):
+            reasons[teacher.name] = "it is not compared token by token"
     return reasons
 
 

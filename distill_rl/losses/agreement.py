@@ -1,11 +1,13 @@
-"""How often student and teacher would write the same token: what a draft model for speculative decoding is judged by.
+"""How often student and teacher would write the same token, and how sure they are: what a draft model for speculative
+decoding is judged by.
 
     top1          1 where both sides' most likely tokens are equal; of equal logits the lowest id counts
     acceptance    Σ_v min(p_v, q_v) = 1 − TVD(p, q): the probability that speculative sampling from the teacher p accepts
                   a token that the student q drafted (arXiv 2211.17192)
 
 Against top-k targets the sum over the k columns S is a lower bound of the exact value. With min(p_R, q_R) for all others
-as one outcome it is an upper bound, because Σ_R min(p_v, q_v) ≤ min(p_R, q_R). Both approach it as p_R falls.
+as one outcome it is an upper bound, because Σ_R min(p_v, q_v) ≤ min(p_R, q_R). Both approach it as p_R falls. The
+teacher's entropy is at least that of S and R as one outcome, and at most p_R·log(V − k) more, which even shares of p_R have.
 
 The logits are streamed as in the losses: no more than a chunk ever exists in the dtype of the arithmetic.
 """
@@ -42,6 +44,9 @@ from distill_rl.losses.divergence import resolve
 from distill_rl.losses.options import KDOptions
 from distill_rl.losses.targets import SampledTokens, Teacher, TopKLogprobs
 
+_NUM_VALUES = 6
+"""Of a row: top 1, upper and lower bound of the acceptance, the student's entropy, bounds of the teacher's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
@@ -55,6 +60,11 @@ class Agreement:
     """int64, the rows."""
     acceptance_low: Tensor
     """A lower bound of it for top-k targets; otherwise `acceptance`."""
+    student_entropy: Tensor
+    """Nats, at `temperature`."""
+    teacher_entropy_low: Tensor
+    teacher_entropy_high: Tensor
+    """Bounds for top-k targets; otherwise both are the entropy."""
 
 
 @untraced
@@ -73,7 +83,7 @@ def token_agreement(
 ) -> Agreement:
     """Compares the most likely tokens of both sides, and how much of their probability they share.
 
-    Always computed by torch. Collectives, with a sharded vocabulary: three, and one more for a dense teacher; as often
+    Always computed by torch. Collectives, with a sharded vocabulary: four, as often
     for every chunk if the student's logits are computed here.
 
     Args:
@@ -114,10 +124,10 @@ def token_agreement(
     size = chunk_size or student.default_chunk(shard.widest, dense=dense, computed=computed)
     plan = RowPlan.of(task.num_rows, size, order=kept)
     weights = [student.like.new_ones(task.num_rows), *[None] * (len(rows.values) - 1)]
-    _, (top1, acceptance, *more) = student.loss(rows, plan, weights)
-    low = acceptance if dense else more[0]
-    top1, acceptance, low = (torch.where(valid, each, 0).sum() for each in (top1, acceptance, low))
-    return Agreement(top1, acceptance, valid.sum(), low)
+    _, values = student.loss(rows, plan, weights)
+    # The masses, which are not summed here, come last.
+    top1, acceptance, *others = (torch.where(valid, each, 0).sum() for each in values[: len(weights)])
+    return Agreement(top1, acceptance, valid.sum(), *others)
 
 
 def top_tokens(teacher: Teacher, rows: Tensor) -> Tensor:
@@ -160,14 +170,16 @@ class _TopToken:
 
 
 class _DenseAgreement(RowFunction):
-    """Per row `top1` and `acceptance` against a teacher whose whole distribution is known. Has no gradient."""
+    """Per row the fields of `Agreement`, against a teacher whose whole distribution is known. Has no gradient."""
 
     def __init__(self, teacher: TeacherChunks, shard: VocabularyShard, temperature: float, num_rows: int, like: Tensor):
         self.teacher, self.shard = teacher, shard
         self.centre, self.teacher_centre = (Centre(num_rows, like, shard, 1 / temperature) for _ in range(2))
-        self.sums = [LogSums(num_rows, (1.0,), each, whole=True) for each in (self.centre, self.teacher_centre)]
+        self.sums = [
+            LogSums(num_rows, (1.0,), each, whole=True, weighted=True) for each in (self.centre, self.teacher_centre)
+        ]
         self.top = [_TopToken(num_rows, each, shard) for each in (self.centre, self.teacher_centre)]
-        self.values = [like.new_empty(num_rows) for _ in range(2)]
+        self.values = [like.new_empty(num_rows) for _ in range(_NUM_VALUES)]
 
     @property
     def passes(self) -> list[Pass]:
@@ -178,7 +190,7 @@ class _DenseAgreement(RowFunction):
         w = self.teacher.load(rows, buffers, self.teacher_centre, first=True)
         for logits, sums, top in zip((u, w), self.sums, self.top):
             top.collect(rows, logits)
-            sums.add(rows, logits, buffers.buffer("work", u.shape[0]))
+            sums.weigh(rows, sums.add(rows, logits, buffers.buffer("work", u.shape[0])), logits)
 
     def complete(self, rows: slice) -> None:
         """Sums over the ranks, and compares the most likely tokens."""
@@ -186,6 +198,8 @@ class _DenseAgreement(RowFunction):
         student, teacher = (top.negated(rows) for top in self.top)
         self.shard.max_(student, teacher)
         self.values[0][rows] = (student == teacher).to(self.values[0].dtype)
+        of_student, of_teacher = (_entropy(sums, rows) for sums in self.sums)
+        self.values[3][rows], self.values[4][rows], self.values[5][rows] = of_student, of_teacher, of_teacher
 
     def _collect_overlap(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         """Second pass over a chunk: stores this rank's part of Σ min(p, q)."""
@@ -196,6 +210,7 @@ class _DenseAgreement(RowFunction):
 
     def _complete_overlap(self, rows: slice) -> None:
         self.shard.sum_(self.values[1][rows])
+        self.values[2][rows] = self.values[1][rows]
         _bound(self.values, rows)
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
@@ -203,15 +218,17 @@ class _DenseAgreement(RowFunction):
 
 
 class _TopKAgreement(TopKRows):
-    """Per row `top1` and `acceptance` against a teacher that is known in k columns. Has no gradient."""
+    """Per row the fields of `Agreement`, against a teacher that is known in k columns. Has no gradient."""
 
     def __init__(self, teacher: TopKLogprobs, shard: VocabularyShard, temperature: float, like: Tensor):
         super().__init__(teacher, shard, resolve("tvd", 0.0), temperature, "bucket", None, like)
         self.top_token = _TopToken(teacher.ids.shape[0], self.centre, shard)
-        self.values, self.masses = [like.new_empty(teacher.ids.shape[0]) for _ in range(3)], []
+        self.values, self.masses = [like.new_empty(teacher.ids.shape[0]) for _ in range(_NUM_VALUES)], []
+        self.whole = LogSums(teacher.ids.shape[0], (1.0,), self.centre, whole=True, weighted=True)
 
     def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         self.top_token.collect(rows, u)
+        self.whole.weigh(rows, self.whole.add(rows, u, buffers.buffer("work", u.shape[0])), u)
         super().collect(rows, u, buffers)
 
     def _compare(self, rows: slice, top: Tensor, lse: Tensor, rest_lse: Tensor) -> None:
@@ -223,12 +240,24 @@ class _TopKAgreement(TopKRows):
         shared = torch.minimum(log_p, top - lse[:, None]).exp().sum(1)
         rest = torch.minimum(self._rest_logprob(rows, log_p), rest_lse - lse).exp()
         self.values[1][rows], self.values[2][rows] = shared + rest, shared
+        all_reduce_sums(self.shard, rows, [self.whole], [])
+        self.values[3][rows] = _entropy(self.whole, rows)
+        log_rest = self._rest_logprob(rows, log_p)
+        rest = log_rest.exp()
+        known = -(log_p.exp() * log_p).sum(1) - rest * log_rest
+        others = self.shard.total - (self.teacher.ids[rows] >= 0).sum(1)
+        self.values[4][rows], self.values[5][rows] = known, known + rest * others.clamp_min(1).to(rest.dtype).log()
         _bound(self.values, rows)
+
+
+def _entropy(sums: LogSums, rows: slice) -> Tensor:
+    """Nats of the distribution over all columns, [n]: log Σ exp(x) − Σ exp(x)·x / Σ exp(x)."""
+    return sums.log(rows) - sums.mean(rows)
 
 
 def _bound(values: list[Tensor], rows: slice) -> None:
     """Limits the acceptance of these rows to 1, above which there is only rounding. Where it is NaN, so is `top1`."""
-    top1, acceptance, *low = (value[rows] for value in values)
-    for each in (acceptance, *low):
+    top1, acceptance, low = (value[rows] for value in values[:3])
+    for each in (acceptance, low):
         each.clamp_max_(1)
     top1.masked_fill_(acceptance.isnan(), torch.nan)

@@ -171,27 +171,32 @@ def token_agreement(
     labels: Tensor | None = None,
     ignore_index: int = -100,
     temperature: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`losses.token_agreement` on unsharded tensors in fp64: per row `top1`, `acceptance` and `acceptance_low`, [N]; 0 for
-    ignored rows."""
+) -> tuple[Tensor, ...]:
+    """`losses.token_agreement` on unsharded tensors in fp64, [N] each, 0 for ignored rows: `top1`, `acceptance`,
+    `acceptance_low`, `student_entropy`, `teacher_entropy_low` and `teacher_entropy_high`."""
     z = student_logits.double().reshape(-1, student_logits.shape[-1])
     q = (z / temperature).log_softmax(1).exp()
     if isinstance(teacher, TopKLogprobs):
         ids, p = teacher.ids.long(), teacher.logprobs.double().exp()
         outside = torch.ones_like(q, dtype=torch.bool).scatter(1, ids, False)
         rest_p = 1 - p.sum(1) if teacher.rest_logprob is None else teacher.rest_logprob.double().exp()
+        rest_p = rest_p.clamp_min(0)
         low = torch.minimum(p, q.gather(1, ids)).sum(1)
-        acceptance = low + torch.minimum(rest_p.clamp_min(0), (q * outside).sum(1))
+        acceptance = low + torch.minimum(rest_p, (q * outside).sum(1))
+        least = -torch.special.xlogy(p, p).sum(1) - torch.special.xlogy(rest_p, rest_p)
+        most = least + rest_p * math.log(max(q.shape[1] - ids.shape[1], 1))
         top = ids[:, 0]
     else:
         w = teacher_logits(teacher)
-        low = acceptance = torch.minimum((w / temperature).log_softmax(1).exp(), q).sum(1)
+        p = (w / temperature).log_softmax(1).exp()
+        low = acceptance = torch.minimum(p, q).sum(1)
+        least = most = -torch.special.xlogy(p, p).sum(1)
         top = w.argmax(1)
-    top1 = (z.argmax(1) == top).double()
+    found = (z.argmax(1) == top).double(), acceptance, low, -torch.special.xlogy(q, q).sum(1), least, most
     if labels is None:
-        return top1, acceptance, low
+        return found
     ignored = labels.reshape(-1) == ignore_index
-    return top1.masked_fill(ignored, 0), acceptance.masked_fill(ignored, 0), low.masked_fill(ignored, 0)
+    return tuple(each.masked_fill(ignored, 0) for each in found)
 
 
 def _limit(divergence: str, beta: float) -> str:

@@ -86,6 +86,22 @@ METRICS: Mapping[str, Described] = {
         "share", "mean", COMPARED, "its upper bound by a top k: all other tokens count as one"
     ),
     "validation/acceptance_high/NAME": Described("share", "mean", COMPARED, "the same with one of several teachers"),
+    "validation/student_entropy": Described("nats", "mean", COMPARED, "entropy of the student at temperature 1"),
+    "validation/student_entropy/NAME": Described(
+        "nats", "mean", COMPARED, "the same where one of several teachers is asked"
+    ),
+    "validation/teacher_entropy": Described(
+        "nats", "mean", COMPARED, "entropy of the teacher at temperature 1, where its whole distribution is known"
+    ),
+    "validation/teacher_entropy/NAME": Described("nats", "mean", COMPARED, "the same of one of several teachers"),
+    "validation/teacher_entropy_low": Described(
+        "nats", "mean", COMPARED, "its lower bound by a top k: all other tokens as one"
+    ),
+    "validation/teacher_entropy_low/NAME": Described("nats", "mean", COMPARED, "the same of one of several teachers"),
+    "validation/teacher_entropy_high": Described(
+        "nats", "mean", COMPARED, "its upper bound by a top k: all other tokens alike"
+    ),
+    "validation/teacher_entropy_high/NAME": Described("nats", "mean", COMPARED, "the same of one of several teachers"),
     "eval/SUITE": Described("score", "last", "", "score of a suite by the weights of this step"),
     "timing/step": Described(
         "seconds",

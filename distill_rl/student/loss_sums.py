@@ -12,6 +12,7 @@ from distill_rl.config.schema import TeacherConfig
 from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World
 from distill_rl.student.objective import Blend, Objective, ObjectiveOutput
+from distill_rl.student.teachers.agreement import SUMS
 from distill_rl.student.teachers.asked_tokens import AskedCounts
 
 
@@ -29,7 +30,7 @@ class LossSums:
         self._num_teachers, self._has_routers = num_teachers, has_routers
         self._sums = torch.zeros(4 + num_teachers, dtype=torch.float64, device=device)
         """KD, CE, the teacher's mass, the routers' balance, and the KD of every teacher."""
-        self._agreement = self._sums.new_zeros(num_teachers, 5) if with_agreement else None
+        self._agreement = self._sums.new_zeros(num_teachers, SUMS) if with_agreement else None
 
     def add(self, output: ObjectiveOutput, router: Tensor | None = None) -> None:
         """Adds a micro-batch's sums, in fp64 and without waiting for the device.
@@ -140,19 +141,20 @@ class LossSums:
         return metrics
 
     def _agreement_metrics(self, prefix: str, objective: Objective, sums: list[float]) -> dict[str, Metric]:
-        """Returns `top1_agreement` and `acceptance`, or its bounds, of every teacher, from rows of `ObjectiveOutput.agreement`.
+        """Returns what `ObjectiveOutput.agreement` tells of every teacher; of a top k bounds.
 
         Those that were measured on no row are left out.
         """
         metrics: dict[str, Metric] = {}
-        for teacher, start in zip(objective.teachers, range(0, len(sums), 5)):
+        for teacher, start in zip(objective.teachers, range(0, len(sums), SUMS)):
             suffix = f"/{teacher.name}" if self._num_teachers > 1 else ""
-            same, compared, high, low, drafted = sums[start : start + 5]
-            found = {"top1_agreement": (same, compared)}
-            if teacher.export == "topk":
-                found |= {"acceptance_low": (low, drafted), "acceptance_high": (high, drafted)}
-            else:
-                found["acceptance"] = (high, drafted)
+            same, compared, high, low, own, least, most, told = sums[start : start + SUMS]
+            found = {"top1_agreement": (same, compared), "student_entropy": (own, told)}
+            for name, lower, upper in (("acceptance", low, high), ("teacher_entropy", least, most)):
+                if teacher.export == "topk":
+                    found |= {f"{name}_low": (lower, told), f"{name}_high": (upper, told)}
+                else:
+                    found[name] = (upper, told)
             for name, (total, count) in found.items():
                 if count > 0:
                     metrics[f"{prefix}/{name}{suffix}"] = Metric(total / count, "mean", count)

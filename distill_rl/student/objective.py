@@ -70,7 +70,7 @@ class ObjectiveOutput:
     """Scalar: summed probability inside the first teacher's top k, of the tokens that it is asked for; 0 without
     teachers."""
     agreement: Tensor | None = None
-    """fp64 [teachers, 5], if it was asked for (`teachers.agreement`). Zeros for what has no meaning."""
+    """fp64 [teachers, SUMS], if it was asked for (`teachers.agreement`). Zeros for what has no meaning."""
 
 
 @dataclass(frozen=True, slots=True)

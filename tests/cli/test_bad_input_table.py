@@ -563,7 +563,7 @@ def test_validation_data_with_nothing_to_measure_is_refused(place, refused, tmp_
      ("checkpoint.best_by: is not measured for teacher big", "at loss.temperature 2,", "best_by=validation/top1_agreement")),
     (f"{BEST}/acceptance}}  {VALIDATED}",
      ("checkpoint.best_by: is not measured for teacher big", "its top k tells bounds only", "best_by=validation/top1")),
-    (f"{BEST}/acceptance}}  {VALIDATED}  teachers.0.model={{root}}/foreign",
+    (f"{BEST}/acceptance}}  {VALIDATED}  teachers.0.model={{root}}/foreign  teachers.0.export=logits",
      ("checkpoint.best_by: is not measured for teacher big", "not compared token by token", "got validation/acceptance")),
     (f"{BEST}/top1_agreement/wide}}  {VALIDATED}",
      ("checkpoint.best_by: must be a metric that this run measures (", "validation/top1_agreement)", "got validation/top1")),

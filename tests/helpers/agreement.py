@@ -21,7 +21,8 @@ def related(num_rows: int = 12, vocabulary: int = 97, padding: int = 0, seed: in
 
 def assert_measured(found: Agreement, student: Tensor, target: Any, bound: float = 1e-12, **keywords: Any) -> None:
     """The sums are those of the plain version, which agrees on some rows and disagrees on others."""
-    top1, acceptance, low = reference.token_agreement(student, target, **keywords)
+    top1, *others = reference.token_agreement(student, target, **keywords)
     assert found.top1 == top1.sum()
-    assert_close(found.acceptance.double(), acceptance.sum(), bound, "acceptance")
-    assert_close(found.acceptance_low.double(), low.sum(), bound, "acceptance_low")
+    names = ("acceptance", "acceptance_low", "student_entropy", "teacher_entropy_low", "teacher_entropy_high")
+    for name, expected in zip(names, others):
+        assert_close(getattr(found, name).double(), expected.sum(), bound, name)

@@ -66,6 +66,24 @@ def test_top_k_bounds_the_exact_acceptance() -> None:
     assert exact == pytest.approx(40 - float(distance), abs=1e-9)
 
 
+def test_top_k_bounds_the_exact_entropy() -> None:
+    """By torch's own distributions."""
+    data = related(num_rows=40, vocabulary=211)
+    exact = float(torch.distributions.Categorical(logits=data.teacher.double()).entropy().sum())
+    found = [token_agreement(data.student, top_k(data.teacher, k, 1.0)) for k in (1, 16, 64, 210, 211)]
+    lower = [float(each.teacher_entropy_low) for each in found]
+    upper = [float(each.teacher_entropy_high) for each in found]
+    assert sorted(lower) == lower
+    assert all(low <= exact + 1e-9 and exact <= high + 1e-9 for low, high in zip(lower, upper))
+    assert upper[1] - exact > 1
+    assert lower[-2:] == pytest.approx([exact, exact], abs=1e-9)
+    assert upper[-2:] == pytest.approx([exact, exact], abs=1e-9)
+    dense = token_agreement(data.student, DenseLogits(data.teacher))
+    assert dense.teacher_entropy_low == dense.teacher_entropy_high == pytest.approx(exact, abs=1e-9)
+    own = float(torch.distributions.Categorical(logits=data.student.double()).entropy().sum())
+    assert [float(each.student_entropy) for each in (*found, dense)] == pytest.approx([own] * 6, abs=1e-9)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", TARGETS)
 def test_narrow_logits_are_compared_in_fp32(kind: str, dtype: torch.dtype) -> None:

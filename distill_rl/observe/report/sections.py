@@ -23,7 +23,11 @@ ORDER = (LOSSES, OPTIMISATION, DATA, SPEED, USE, TRANSPORT, FAULT_SECTION)
 OPEN = (LOSSES, OPTIMISATION, DATA, USE, FAULT_SECTION)
 
 ACCEPTANCE = "Acceptance, Σ min(p, q)"
-BOUNDS = {"acceptance_low": "at least", "acceptance_high": "at most"}
+ENTROPY = "Entropy at labelled positions, nats"
+BOUNDS = {
+    "acceptance_low": "at least", "acceptance_high": "at most", "teacher_entropy_low": "teacher, at least",
+    "teacher_entropy_high": "teacher, at most", "teacher_entropy": "teacher", "student_entropy": "student",
+}  # fmt: skip
 SPLITS = {
     "kl_loss": "Distillation loss (KD)",
     "taught": "Share of the labelled tokens that a teacher is asked for",
@@ -33,6 +37,7 @@ SPLITS = {
     "acceptance": ACCEPTANCE,
     "acceptance_low": ACCEPTANCE,
     "acceptance_high": ACCEPTANCE,
+    **dict.fromkeys(("student_entropy", "teacher_entropy", "teacher_entropy_low", "teacher_entropy_high"), ENTROPY),
     "tokens": "Labelled tokens",
 }
 """Metrics of training and validation, without the prefix → title of their chart."""

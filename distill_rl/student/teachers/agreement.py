@@ -1,8 +1,8 @@
 """How far the student agrees with a teacher on a micro-batch: what validation measures besides the losses.
 
-Every result is fp64 [5]: rows on which both sides' most likely tokens are the same, and the rows compared; the summed
-acceptance Σ min(p, q), or an upper bound of it, a lower bound, and the rows that they are summed over. What has no meaning
-has zeros.
+Every result is fp64 [SUMS]: rows on which both sides' most likely tokens are the same, and the rows compared; the summed
+acceptance Σ min(p, q), or an upper bound of it, and a lower bound; the student's entropy; a lower and an upper bound of the
+teacher's; and the rows that these five are summed over. What has no meaning has zeros.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from distill_rl.models.inputs import to_device
 from distill_rl.student.teachers.chunk_rows import one_to_one_rows
 from distill_rl.types import IGNORE_INDEX, ChunkRows
 
+SUMS = 8
+
 
 def agreement_of_tokens(student: Student, labels: Tensor, teacher: Teacher, num_labels: int | None) -> Tensor:
     """Compares with a teacher of the student's tokenizer, at every labelled position.
 
-    The acceptance is that of sampling at temperature 1. Top-k targets of another temperature do not tell it, and draws do
-    not either: Σ min(w, q) over their weights w would be too low. The most likely token of a teacher that is known by
+    Acceptance and entropies are those of sampling at temperature 1. Top-k targets of another temperature do not tell them,
+    and draws do not either: Σ min(w, q) over their weights w would be too low. The most likely token of a teacher that is known by
     draws is taken to be the one drawn most often.
 
     Args:
@@ -37,9 +39,10 @@ def agreement_of_tokens(student: Student, labels: Tensor, teacher: Teacher, num_
     temperature = teacher.temperature if isinstance(teacher, TopKLogprobs) else 1.0
     found = token_agreement(student, teacher, labels=labels, temperature=temperature, num_labels=num_labels)
     count = found.num_tokens
-    bounds = found.acceptance, found.acceptance_low, count
-    acceptance = bounds if known and temperature == 1 else (torch.zeros_like(count),) * 3
-    return torch.stack([each.double() for each in (found.top1, count, *acceptance)])
+    entropies = found.student_entropy, found.teacher_entropy_low, found.teacher_entropy_high
+    sums = found.acceptance, found.acceptance_low, *entropies, count
+    told = sums if known and temperature == 1 else (torch.zeros_like(count),) * len(sums)
+    return torch.stack([each.double() for each in (found.top1, count, *told)])
 
 
 def agreement_of_chunks(
@@ -62,4 +65,4 @@ def agreement_of_chunks(
     # Without a look at the values: a row whose only id is −1, no counterpart, is not compared.
     found = token_agreement(student, target, labels=compared, num_labels=len(student_rows), validate=False)
     nothing = torch.zeros_like(found.top1)
-    return torch.stack([each.double() for each in (found.top1, found.num_tokens, nothing, nothing, nothing)])
+    return torch.stack([each.double() for each in (found.top1, found.num_tokens, *[nothing] * (SUMS - 2))])

@@ -151,7 +151,16 @@ def test_evaluation_reports_losses_and_changes_nothing(world, folders, rows):
                 report = engine.evaluate(rank_batch(rows), source)
             trained = engine.train_step(rank_batch(rows), source)
         weights.append(whole_parameters(engine.model))
-    names = ("kl_loss", "nll_loss", "top1_agreement", "acceptance_low", "acceptance_high")
+    names = (
+        "kl_loss",
+        "nll_loss",
+        "top1_agreement",
+        "acceptance_low",
+        "acceptance_high",
+        "student_entropy",
+        "teacher_entropy_low",
+        "teacher_entropy_high",
+    )
     assert report.keys() == {f"validation/{name}" for name in names}
     assert report["validation/kl_loss"].value == pytest.approx(trained["train/kl_loss"].value, rel=1e-6)
     assert report["validation/nll_loss"].value == pytest.approx(trained["train/nll_loss"].value, rel=1e-6)

@@ -52,13 +52,17 @@ def validated(world, student: Path, teachers: list[Path], fused: str = "off", ex
 @pytest.mark.parametrize("export", ["topk", "hidden", "logits"])
 def test_fused_and_whole_logits_give_the_same_agreement(world, folders, export: str):
     fused, whole = (validated(world, folders[0], folders[1:], each, export) for each in ("on", "off"))
-    shares = ["acceptance_low", "acceptance_high"] if export == "topk" else ["acceptance"]
-    assert set(whole) == {"kl_loss", "nll_loss", "top1_agreement", *shares}
+    shares, entropies = ["acceptance"], ["teacher_entropy"]
+    if export == "topk":
+        shares, entropies = ([f"{name}_{bound}" for bound in ("low", "high")] for name in (*shares, *entropies))
+    assert set(whole) == {"kl_loss", "nll_loss", "top1_agreement", "student_entropy", *shares, *entropies}
     assert fused == pytest.approx(whole, rel=1e-5)
     assert 0 < whole[shares[0]] <= whole[shares[-1]] < 1
     same = validated(world, folders[0], folders[:1], "off", export)
     assert same["top1_agreement"] == 1
     assert same[shares[-1]] == pytest.approx(1, abs=1e-5)
+    assert same[entropies[0]] <= same["student_entropy"] + 1e-5
+    assert same["student_entropy"] <= same[entropies[-1]] + 1e-5
 
 
 def test_a_top_k_tells_bounds_of_the_acceptance(world, folders):
@@ -72,11 +76,9 @@ def test_a_top_k_tells_bounds_of_the_acceptance(world, folders):
 
 def test_several_teachers_have_one_value_each(world, folders):
     found = validated(world, folders[0], folders)
-    names = {
-        f"{name}/{teacher}"
-        for name in ("kl_loss", "top1_agreement", "acceptance_low", "acceptance_high")
-        for teacher in ("t0", "t1")
-    }
+    bounds = [f"{name}_{bound}" for name in ("acceptance", "teacher_entropy") for bound in ("low", "high")]
+    measured = ("kl_loss", "top1_agreement", "student_entropy", *bounds)
+    names = {f"{name}/{teacher}" for name in measured for teacher in ("t0", "t1")}
     assert set(found) == {"kl_loss", "nll_loss"} | names
     assert found["top1_agreement/t0"] == 1 > found["top1_agreement/t1"]
 
@@ -119,7 +121,7 @@ def test_chunks_of_one_token_with_a_counterpart_are_compared():
     first[[1, 3, 5]] = torch.tensor([3, 2, 3])  # the student's 1 and 2, as it says; then 1, where it says 0
     target = TopKLogprobs(first[:, None], torch.full((10, 1), -0.5))
     found = agreement_of_chunks(logits, torch.zeros(2, 5, dtype=torch.int64), target, rows, projection)
-    assert found.tolist() == [2, 3, 0, 0, 0]
+    assert found.tolist() == [2, 3, *[0] * 6]
     none = ChunkRows(np.full_like(student, -1), np.full_like(teacher, -1), 0, 0, 0)
     empty = agreement_of_chunks(logits, torch.zeros(2, 5, dtype=torch.int64), target, none, projection)
-    assert empty.tolist() == [0, 0, 0, 0, 0]
+    assert empty.tolist() == [0] * 8
