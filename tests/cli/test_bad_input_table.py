@@ -810,11 +810,11 @@ def test_a_worker_that_no_gpu_can_hold_is_refused(place, refused, monkeypatch):
 def test_memory_near_the_limit_is_a_note_of_check(place, monkeypatch):
     from distill_rl import preflight
 
-    monkeypatch.setattr(preflight, "total_bytes", lambda: 850 * 2**20)  # each of two processes is 400 MiB and a little
+    monkeypatch.setattr(preflight, "total_bytes", lambda: 920 * 2**20)  # each of two processes is 435 MiB and a little
     ended = distill_rl_in_process("check", "-c", place.config("near"))
     assert ended.code == 0, ended.err
     assert "# note       memory: the workers need about " in ended.out, ended.out
-    assert "this machine has 850.0 MiB; if that is not enough, lower train.micro_batch_size" in ended.out
+    assert "this machine has 920.0 MiB; if that is not enough, lower train.micro_batch_size" in ended.out
 
 
 def _newer(step: Path) -> None:

@@ -14,7 +14,9 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from distill_rl.config.derive import sizes
 from distill_rl.observe.metrics import described
+from distill_rl.preflight import gather
 from distill_rl.system.environment import commit
 from distill_rl.system.files import write_json_lines
 from tests.helpers.command import distill_rl, distill_rl_in_process, records, series
@@ -86,6 +88,15 @@ def test_every_worker_reports_how_busy_it_was_and_its_memory(straight):
         assert 0.01 < series(straight, f"memory/{worker}")[-1][1] < 24
     assert {value for _, value in series(straight, "align/bad_rows")} == {0}
     assert all(0 < share <= 1 for _, share in series(straight, "align/labelled"))
+
+
+def test_memory_is_estimated_as_it_is_measured(straight):
+    """Of models so small that a process is most of it."""
+    checked = gather(straight / "config.yaml")
+    estimated = {each.worker: each.total / 2**30 for each in sizes(checked.config, checked.facts).memory}
+    for worker in ("student", "big"):
+        measured = series(straight, f"memory/{worker}")[-1][1]
+        assert 0.93 < estimated[worker] / measured < 1.1, (worker, estimated[worker], measured)
 
 
 def test_environment_of_the_attempt_is_recorded(straight):
