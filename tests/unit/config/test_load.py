@@ -175,6 +175,18 @@ def test_all_problems_are_reported_at_once(write):
     ]
 
 
+def test_names_that_no_file_can_have_are_refused_all_at_once(write):
+    long = "n" * 300
+    config, findings = read_config(
+        write(f"student: {{model: a/{long}}}\ndata: {{path: {long}/*.jsonl}}\nevaluate: {{data: /{long}}}\n"),
+        [f"run.dir={long}/x", f"projection.path={'ä' * 128}"],
+    )
+    assert config.evaluate.data is None
+    keys = ("student.model", "data.path", "evaluate.data", "run.dir", "projection.path")
+    assert sorted(line.partition(":")[0] for line in findings.lines) == sorted(keys)
+    assert all("a name in a path may have 255 bytes" in line and len(line) < 200 for line in findings.lines)
+
+
 def test_home_of_an_unknown_user_is_refused(write):
     keys = ("student.model", "data.path", "checkpoint.resume", "run.dir")
     lines = complaints(
