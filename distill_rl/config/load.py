@@ -157,6 +157,7 @@ def _read_file(path: Path, findings: Findings, chain: tuple[Path, ...]) -> dict[
             return None
         text = path.read_text(encoding="utf-8")
         raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if text.strip() else {}
+        findings.remember(text)
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         findings.add(f"{path}:{line}{named}", "not valid UTF-8", remedy="save the file as UTF-8")

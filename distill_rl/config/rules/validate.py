@@ -126,7 +126,7 @@ def _names(config: Config) -> Iterator[str]:
     name = config.run.name
     if name and (broken := name_problem(name)) is not None:
         remedy = "put the folder above it in run.dir" if "one folder" in broken else "set run.name"
-        yield problem("run.name", broken, _cut(name), remedy)
+        yield problem("run.name", broken, _cut(name if name.isprintable() else repr(name)), remedy)
     for teacher, count in Counter(teacher.name for teacher in config.teachers).items():
         if count > 1:
             rule = f"names must be unique; {count} teachers are called {teacher!r}"
@@ -134,14 +134,14 @@ def _names(config: Config) -> Iterator[str]:
     for key, value in values(config, "teachers[].name"):
         if value.strip() and not all(letter.isalnum() or letter in "-_." for letter in value):
             rule = "may contain letters, digits, '-', '_' and '.' only, because actors are named after it"
-            yield problem(key, rule, _cut(value))
+            yield problem(key, rule, _cut(repr(value)))
         elif value.strip() and (broken := name_problem(value)) is not None:
             yield problem(key, broken, _cut(value))
 
 
-def _cut(name: str) -> str:
-    """A name in quotes, cut to 80 characters."""
-    return repr(name) if len(name) <= 80 else f"{name[:77]!r}..."
+def _cut(text: str) -> str:
+    """A text cut to 80 characters."""
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _batch(config: Config) -> Iterator[str]:
