@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads what is printed has gone, as in `distill-rl store info STORE | head -2`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
         return 1
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        rule = "a name in a path may have 255 bytes, and a path 4,096"
+        return _print_problems(ConfigError(f"{str(error.filename)[:80]!r}...", rule, remedy="check the path"))
     except KeyboardInterrupt:
         from distill_rl.system.signals import EXIT_INTERRUPTED
 

@@ -12,9 +12,11 @@ from pathlib import Path
 
 from distill_rl.config.facts import without_student
 from distill_rl.config.layout import gpus_of_run
+from distill_rl.config.load import texts
+from distill_rl.config.reading.interpolate import OF_A_JOB, variables_in
 from distill_rl.config.save import require_no_secret, save_config
 from distill_rl.config.schema import Config
-from distill_rl.errors import ConfigError, DistillError, problems_of
+from distill_rl.errors import ConfigError, DistillError, problem, problems_of
 from distill_rl.observe.log import say, setup_console
 from distill_rl.preflight import gather, run_directory
 from distill_rl.system.files import write_atomic
@@ -51,7 +53,7 @@ def write_batch_script(
     if gpus_per_node < 0:
         error = ConfigError("--gpus-per-node", "must be 0 or more", gpus_per_node, "0: nodes without GPUs")
         checked.problems.append(str(error))
-    config = checked.require_valid(lambda config: _batch_script_problems(config, gpus_per_node))
+    config = checked.require_valid(lambda config: _batch_script_problems(config, path, overrides, gpus_per_node))
     used = config if store is None else without_student(config)
     run = run_directory.paths_of(config).root.absolute()
     run.mkdir(parents=True, exist_ok=True)
@@ -70,14 +72,25 @@ def write_batch_script(
     return 0
 
 
-def _batch_script_problems(config: Config, gpus_per_node: int) -> list[str]:
+def _batch_script_problems(config: Config, path: str, overrides: Sequence[str], gpus_per_node: int) -> list[str]:
     """Problems that only a run from a batch script on such nodes has, one line each.
 
-    A secret in the settings, a resume from a step folder, or disaggregated workers on several nodes with a transport
-    that works on one only.
+    A secret in the settings, a variable that has another value in the job, a resume from a step folder, folders that
+    Slurm cannot be told, or disaggregated workers on several nodes with a transport that works on one only.
+
+    Args:
+        path, overrides: as for `read_config`.
     """
 
     problems = problems_of(lambda: require_no_secret(config))
+    for key, text in texts(path, overrides):
+        for name in sorted(OF_A_JOB.intersection(variables_in(text))):
+            rule = f"{name} is the job's own, and has no value, or another one, before the job runs"
+            problems.append(problem(key, rule, text, "write the value"))
+    for key, folder in (("run.dir", run_directory.paths_of(config).root), ("the working directory", Path.cwd())):
+        if not str(folder).isprintable() or "\\" in str(folder):
+            rule = "must have neither control characters nor backslashes, which #SBATCH lines cannot hold"
+            problems.append(problem(key, rule, repr(str(folder)), "use another folder"))
     resume = config.checkpoint.resume
     if resume not in (None, "auto", "latest"):
         rule = "a batch script resumes from the newest checkpoint of its run directory only"
@@ -121,8 +134,8 @@ def fill(
     options = {
         "nodes": f"{nodes}",
         "gpus-per-node": f"{gpus}" if gpus else None,
-        "output": _in_option(run / "slurm-%j.log"),
-        "chdir": _in_option(folder),
+        "output": _in_option(str(run).replace("%", "%%") + "/slurm-%j.log"),
+        "chdir": _in_option(str(folder)),
     }
     lines: list[str] = []
     for line in template.splitlines():
@@ -151,6 +164,6 @@ def fill(
     return text
 
 
-def _in_option(path: Path) -> str:
-    """A path as #SBATCH lines need it: in double quotes if it contains white space."""
-    return f'"{path}"' if re.search(r"\s", str(path)) else str(path)
+def _in_option(path: str) -> str:
+    """A path as #SBATCH lines need it: in double quotes if it contains what ends a word there or begins a comment."""
+    return '"' + path.replace('"', '\\"') + '"' if re.search(r"[\s\"'#]", path) else path

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from distill_rl.errors import ConfigError, DataError, DistillError
 from distill_rl.observe.log import get, log_file, printable, say, setup_console
 from distill_rl.observe.terminal import open_console
+from distill_rl.system.files import name_problem
 from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
 
 if TYPE_CHECKING:
@@ -201,8 +202,8 @@ def parse_models(arguments: Sequence[str], out: Path | None) -> list[Model]:
             path = Path(argument).expanduser()
             resolved = path.resolve()
             name = resolved.parent.name if resolved.name == "export" else resolved.name
-        if not name or name.startswith(".") or "/" in name:
-            problems.append(str(ConfigError("--model", "a name must be valid for a folder", argument, "give NAME=DIR")))
+        if broken := "must not begin with a dot" if name.startswith(".") else name_problem(name):
+            problems.append(str(ConfigError("--model", f"a name {broken}", argument, "give NAME=DIR")))
         elif name in folders:
             clash = f"{folders[name]} and {path} are both called {name}"
             problems.append(str(ConfigError("--model", "must have different names", clash, "give NAME=DIR")))

@@ -5,7 +5,7 @@ Later sources override earlier ones: defaults, files named by `extends`, the fil
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,10 @@ from omegaconf import OmegaConf
 from distill_rl.config.paths import replace_paths, teacher_folder
 from distill_rl.config.reading.interpolate import resolve
 from distill_rl.config.reading.overrides import apply_overrides, apply_settings, merge
-from distill_rl.config.reading.walk import Findings, build
-from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.config.reading.walk import Findings, build, join, kind_at, unwrap
+from distill_rl.config.schema import MISSING, Config, TeacherConfig
 from distill_rl.errors import ConfigError
+from distill_rl.system.files import nearby
 
 UNNAMED = "distill"
 """`run.name` of a configuration that is no file and does not set it."""
@@ -66,11 +67,27 @@ def read_config(
     _name_run(raw, name)
     resolved = resolve(raw, partial(_lookup, raw), findings)
     config = build(Config, resolved, findings)
-    replace_paths(config, partial(_known_home, findings))
+    replace_paths(config, partial(_possible, findings))
     for teacher in config.teachers:
         if teacher.store and teacher.model is None:  # as a model that is not needed is read
             teacher.model = teacher_folder(teacher.store)
     return config, findings
+
+
+def texts(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+    """Every text of a file's configuration, with its dotted key, before references are resolved; nothing of a file that
+    cannot be read."""
+    findings = Findings()
+    raw = _read_chain(Path(path), findings, ()) or {}
+    apply_overrides(raw, overrides, findings)
+    nodes: list[tuple[str, Any]] = [("", raw)]
+    while nodes:
+        key, node = nodes.pop(0)
+        if isinstance(node, str):
+            yield key, node
+        elif isinstance(node, dict | list):
+            inner = node.items() if isinstance(node, dict) else enumerate(node)
+            nodes += [(join(key, name), value) for name, value in inner]
 
 
 def _read(source: str | Path | Mapping[str, Any], findings: Findings) -> tuple[dict[str, Any] | None, str]:
@@ -82,8 +99,16 @@ def _read(source: str | Path | Mapping[str, Any], findings: Findings) -> tuple[d
     return raw, UNNAMED
 
 
-def _known_home(findings: Findings, key: str, path: str | None) -> str | None:
-    """The path; `~user` of an unknown user is a problem, and becomes the missing folder `/~user` for further checks."""
+def _possible(findings: Findings, key: str, path: str | None) -> str | None:
+    """The path; `~user` of an unknown user is a problem, and becomes the missing folder `/~user` for further checks.
+
+    So is a name that no file can have; the setting is then null, or `"???"` where it may not be null.
+    """
+    longest = max((path or "").split("/"), key=lambda name: len(name.encode(errors="replace")))
+    if (size := len(longest.encode(errors="replace"))) > 255:
+        rule = f"a name in a path may have 255 bytes; one has {size}"
+        findings.add(key, rule, f"{longest[:60]!r}...", "check the path")
+        return None if unwrap(kind_at(Config, key))[1] else MISSING
     try:
         Path(path or "").expanduser()
     except RuntimeError:
@@ -125,13 +150,14 @@ def _read_file(path: Path, findings: Findings, chain: tuple[Path, ...]) -> dict[
         chain: files that extend this one; the last is named in the message.
     """
     named = f" (extended by {chain[-1].name})" if chain else ""
-    if not path.is_file():
-        kind = "is a folder, not a YAML file" if path.is_dir() else "no such file"
-        findings.add(f"{path}{named}", kind, remedy="give the path of a YAML file")
-        return None
     try:
+        if not path.is_file():
+            kind = "is a folder, not a YAML file" if path.is_dir() else "no such file"
+            findings.add(f"{path}{named}", kind, remedy=nearby(path) or "give the path of a YAML file")
+            return None
         text = path.read_text(encoding="utf-8")
         raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if text.strip() else {}
+        findings.remember(text)
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         findings.add(f"{path}:{line}{named}", "not valid UTF-8", remedy="save the file as UTF-8")

@@ -48,6 +48,8 @@ Later sources override earlier ones: defaults, base files, the file itself, the 
 value of one of these environment variables: {environment}.
 Nothing else is evaluated. Write `$\\{{` for a literal `${{`.
 
+**Numbers.** What YAML 1.1 reads as another number than it looks like is refused: `010`, which is 8, and `1:30`, which is 90.
+
 `{missing}` marks a setting that must be given. Where a value does not work in this version, the table says so.
 """
 

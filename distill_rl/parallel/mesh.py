@@ -12,10 +12,12 @@ equal in all groups, so only gradients that have been reduced within a group tra
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,6 +27,7 @@ from distill_rl.errors import ConfigError, DistillError, first_line
 DP, TP = "dp", "tp"
 REPLICA, SHARD = "replica", "shard"
 """The two dimensions that make up DP in a mesh with replicas."""
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -100,9 +103,15 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def serve_store(host: str, world_size: int) -> dist.TCPStore:
     """Starts rank 0's rendezvous store on a free port of `host`, and returns it without waiting for the other ranks.
 
-    Its attribute `port` holds the port, which the other ranks need for `join_store`.
+    Its attribute `port` holds the port, which the other ranks need for `join_store`. It serves whoever reaches it, so it
+    listens on the address `host` only, not on all interfaces as torch would.
     """
-    return dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def join_store(host: str, port: int, world_size: int, timeout_s: float = 60.0) -> dist.TCPStore:
@@ -120,6 +129,17 @@ def join_store(host: str, port: int, world_size: int, timeout_s: float = 60.0) -
             first_line(error),
             "see whether rank 0 died, or a firewall separates the nodes",
         ) from error
+
+
+def listen_on_loopback() -> None:
+    """Makes process groups of this process listen on the loopback interface only, unless a variable names another.
+
+    They admit whoever reaches them. Only before `open_world`, and if all ranks are on this node.
+    """
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == LOOPBACK for entry in entries):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def open_world(

@@ -113,7 +113,9 @@ def gather(
         return Checked(None, invalid.lines, [], Facts())
     config = change(config, invalid.lines)
     inspected = inspect(config, download=download, say=say, trains=trains, ask=ask)
-    later = [*validate.problems(config), *inspected.problems, *run_directory.problems(config, clean=clean)]
+    later = [*validate.problems(config), *inspected.problems]
+    if not any(text.startswith("run.name: ") for text in later):
+        later += run_directory.problems(config, clean=clean)
     lines = invalid.lines + [text for text in later if text.partition(":")[0] not in invalid.keys]
     return replace(inspected, problems=list(dict.fromkeys(lines)))
 

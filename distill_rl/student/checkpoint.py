@@ -2,15 +2,15 @@
 
 A directory holds files of torch.distributed.checkpoint (DCP), which reshard on load, and `student.json`. Where
 directories are, which is the newest and whether one is whole is the business of `distill_rl.run.checkpoints.store`, which
-commits, prunes and checks the manifest. DCP's `.metadata` is a pickle, so only a directory that passed that check may
-be loaded.
+commits, prunes and checks the manifest. Nothing in a directory is executed: the tensors are read with torch's
+`weights_only`, and DCP's `.metadata`, which is a pickle, by `dcp_metadata`.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,9 +21,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
 
 from distill_rl.errors import CheckpointError
 from distill_rl.parallel.mesh import World, open_group_beside
+from distill_rl.student.dcp_metadata import read_metadata
 from distill_rl.student.staging import Staging
 from distill_rl.system.files import write_json
 
@@ -90,13 +93,9 @@ def save(directory: str | Path, snapshot: Snapshot, world: World, group: dist.Pr
     """
     directory, what = Path(directory), f"checkpoint {directory}"
     _on_first_rank(world, lambda: write_json(directory / STATE_FILE, asdict(snapshot.state)), what, group)
-    writer = dcp.FileSystemWriter(directory)
+    writer = _Writer(directory)
     _run_dcp(lambda: dcp.save(dict(snapshot.tensors), storage_writer=writer, process_group=group), what)
-    if world.rank:
-        return []  # as soon as the first rank returns, the directory may be renamed
-    # Read back rather than taken from what `dcp.save` returns: before torch 2.12 that names no files.
-    metadata = dcp.FileSystemReader(directory).read_metadata()
-    return sorted({STATE_FILE, ".metadata", *(info.relative_path for info in metadata.storage_data.values())})
+    return [] if world.rank else sorted({STATE_FILE, ".metadata", *writer.files})
 
 
 def load(
@@ -116,8 +115,9 @@ def load(
     """
     directory = Path(directory)
     state = read_state(directory)
-    reader = dcp.FileSystemReader(directory)
-    saved = _saved_shapes(reader, directory)
+    reader = _Reader(directory)
+    described: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    saved = {name: tuple(entry.size) for name, entry in described.items()}
     tensors = trained_tensors(parameters, optimizer)
     _check_shapes(directory, saved, tensors)
     generators = random_state(world)
@@ -251,17 +251,33 @@ def random_state(world: World) -> dict[str, Tensor]:
     return tensors
 
 
-def _saved_shapes(reader: dcp.FileSystemReader, directory: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a checkpoint's tensors by name; `()` for entries without one.
+class _Writer(dcp.FileSystemWriter):
+    """Remembers the names of the files that all ranks wrote, on the first rank."""
+
+    files: Collection[str] = ()
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self.files = {result.storage_data.relative_path for of_rank in results for result in of_rank}
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the metadata once, without running the pickle.
 
     Raises:
-        CheckpointError: its metadata cannot be read.
+        CheckpointError: it cannot be read, or is not what torch writes.
     """
-    try:
-        entries = reader.read_metadata().state_dict_metadata
-    except Exception as error:
-        raise CheckpointError(f"checkpoint {directory}", "its metadata must be readable", _one_line(error)) from error
-    return {name: tuple(getattr(entry, "size", ())) for name, entry in entries.items()}
+
+    def __init__(self, directory: Path):
+        super().__init__(directory)
+        try:
+            self._metadata = read_metadata(directory / ".metadata")
+        except (OSError, ValueError) as error:
+            rule, remedy = "its metadata must be what torch writes for tensors", "use another checkpoint"
+            raise CheckpointError(f"checkpoint {directory}", rule, _one_line(error), remedy) from error
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
 
 
 def _check_shapes(directory: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,8 @@
-"""Atomic and durable writes, sizes and hashes of files."""
+"""Names of files; atomic and durable writes, sizes and hashes of files."""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
@@ -14,6 +15,30 @@ from typing import Any
 
 _OTHER_FILES = 512
 """Files, sockets and pipes that a process has open beside those that `allow_open_files` is asked for."""
+MAX_NAME_BYTES = 200
+"""Of a name that users choose; file systems take 255, and names of files add to it."""
+
+
+def name_problem(name: str) -> str | None:
+    """Why files and folders cannot have this name in all places where it is written, scripts among them; None: they can."""
+    if name in ("", ".", "..") or any(letter in name for letter in "/\\\0"):
+        return "must be the name of one folder"
+    if not name.isprintable():
+        return "must not contain control characters"
+    if any(letter in name for letter in "'\"`$"):
+        return "must not contain quotes or $, because it is written into scripts"
+    if (size := len(name.encode())) > MAX_NAME_BYTES:
+        return f"may have {MAX_NAME_BYTES} bytes at most, because files are named after it; it has {size}"
+    return None
+
+
+def nearby(path: Path) -> str:
+    """`did you mean PATH?` with the most similar name in the folder of a path that does not exist; empty if none is."""
+    names: list[str] = []
+    with suppress(OSError):  # there is no such folder, or it may not be read
+        names = [entry.name for entry in path.parent.iterdir()]
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"did you mean {path.parent / close[0]}?" if close else ""
 
 
 def write_atomic(path: str | Path, content: str | bytes) -> None:

@@ -1,5 +1,5 @@
-"""Who may write to a folder. Checkpoints hold pickles, which run code when they are read, so only this user and root
-may own or change them, and no link may lead to them."""
+"""Who may write to a folder. What a run continues from decides about everything it makes, so only this user and root
+may own or change checkpoints and stores, and no link may lead to them."""
 
 from __future__ import annotations
 

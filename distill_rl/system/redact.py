@@ -12,22 +12,28 @@ _NAME = re.compile(
 _COLUMN_NAMES = frozenset({"text_key", "messages_key", "tools_key"})
 _IN_URL = re.compile(r"(?<=://)[^/?#\s]+(?=@)")
 _IN_QUERY = re.compile(r"(?<=[?&])([\w.-]*(?:token|secret|passw(?:or)?d|key|signature|(?<![a-z0-9])sig|credential)=)[^&#\s]+", re.IGNORECASE)  # fmt: skip
-# `sk-` alone can begin ordinary words, so at least one digit is required after it.
+# Some can begin ordinary words, so at least one digit is required after them.
 _BY_SHAPE = re.compile(
-    r"(?<![A-Za-z0-9_-])(?:(?:hf_|gh[pousr]_|glpat-|github_pat_|sk-(?:proj|ant|svcacct|admin|or)-|xox[abeoprs]-)[A-Za-z0-9_-]{16,}"
-    r"|sk-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9]))"
+    r"(?<![A-Za-z0-9_-])(?:"
+    r"(?:hf_|gh[pousr]_|glpat-|github_pat_|sk-(?:proj|ant|svcacct|admin|or)-|xox[abeoprs]-|pypi-AgE)[A-Za-z0-9_-]{16,}"
+    r"|(?:sk-|nvapi-|xai-|pplx-)(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{20,}"
+    r"|(?:gsk_|npm_|r8_)[A-Za-z0-9]{32,}|(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])|AIza[A-Za-z0-9_-]{35}"
+    r"|eyJ[A-Za-z0-9_-]{10,}(?:\.[A-Za-z0-9_-]*){2,4})"  # JSON Web Tokens: {" in base64
 )
+_BEARER = re.compile(r"(?i:(?<![a-z0-9])(bearer|authorization: *basic) +)[A-Za-z0-9._~+/-]{16,}=*")
 
 
 def in_text(text: str) -> str:
     """The text with `<redacted>` in place of every secret that can be recognised in it.
 
-    These are users and passwords in URLs, the values of secrets in their queries, and anything that looks like a token
-    of the Hugging Face hub, GitHub, GitLab, Slack, AWS or a model provider.
+    These are users and passwords in URLs, the values of secrets in their queries, JSON Web Tokens, what follows
+    `Bearer` or `Authorization: Basic` (16 characters or more), and what has the form of a token of the Hugging Face hub,
+    GitHub, GitLab, Slack, AWS, PyPI, npm, Google (API keys), OpenAI, Anthropic, OpenRouter, NVIDIA, Groq, xAI, Perplexity
+    or Replicate. Other secrets are not recognised.
     """
     if "://" in text:
         text = _IN_QUERY.sub(rf"\1{REDACTED}", _IN_URL.sub(REDACTED, text))
-    return _BY_SHAPE.sub(REDACTED, text)
+    return _BEARER.sub(rf"\1 {REDACTED}", _BY_SHAPE.sub(REDACTED, text))
 
 
 def redact(tree: Any, name: str = "") -> Any:

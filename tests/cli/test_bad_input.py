@@ -81,6 +81,16 @@ def test_other_commands_name_what_is_missing(arguments, words):
     assert all(word in errors[0] for word in words)
 
 
+@pytest.mark.parametrize("arguments", [
+    "export {long}", "report {long}", "store info {long}", "check -c {long}", "eval --model {long}=x y --suites gsm8k --data x", "try {long} x x", "quickstart --runs {long}",
+])  # fmt: skip
+def test_a_path_that_no_file_can_have_gives_one_line(arguments):
+    ended = distill_rl_in_process(*arguments.format(long="n" * 300).split())
+    assert ended.code == 2
+    (line,) = ended.err.splitlines()
+    assert "255 bytes" in line or "File name too long" in line
+
+
 def test_resume_excludes_clean_and_needs_a_checkpoint(material, tmp_path):
     config = material.config(tmp_path)
     assert "exclude each other" in refused("train", "-c", config, "--resume", "--clean")[0]

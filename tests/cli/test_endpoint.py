@@ -13,7 +13,7 @@ import pytest
 from distill_rl.config.load import load_config
 from tests.helpers.command import distill_rl, distill_rl_in_process
 from tests.helpers.one_process import train as train_in_process
-from tests.helpers.served import APIS, MODEL, StandIn
+from tests.helpers.served import APIS, ENDLESS, MODEL, StandIn, endless
 
 from tests.cli.test_capture import assert_equal_runs, capture, stored, train  # isort: skip
 
@@ -158,6 +158,14 @@ def test_all_that_is_wrong_is_said_at_once_before_a_worker_starts(material, tmp_
     assert "starting" not in ended.out
     assert "wrong" not in " ".join(lines)
     assert not (tmp_path / "runs").exists()
+
+
+def test_check_ends_where_answers_do_not(material, tmp_path):
+    with endless(*ENDLESS["header"]) as one, endless(*ENDLESS["extension"]) as other:
+        config = config_of(material, tmp_path, one, other, request_timeout_s=1)
+        lines = lines_of(distill_rl("check", "-c", config))
+    for url in (one, other):
+        assert any(f"{url} must answer" in line and "no complete answer within 1 s" in line for line in lines), lines
 
 
 def test_a_dry_run_needs_no_server(material, tmp_path):

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import math
 import os
+import shutil
 import socket
 from operator import mul
 from pathlib import Path
@@ -22,6 +23,7 @@ from distill_rl.system.files import write_json_lines
 from tests.helpers.command import distill_rl, distill_rl_in_process, records, series
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.zoo import write_family
+from tests.unit.student.test_damage import replace_metadata, seal
 
 pytestmark = pytest.mark.cli
 
@@ -202,6 +204,23 @@ def test_any_checkpoint_can_be_exported_later(straight, tmp_path):
     assert refused.code == 2
     assert "--out" in refused.err
     assert (tmp_path / "thesis" / "thesis.tex").exists()
+
+
+def test_code_in_a_received_run_folder_is_not_run(straight, tmp_path, cluster):
+    run, mark = tmp_path / "runs" / "tiny", tmp_path / "ran"
+    shutil.copytree(straight, run, symlinks=True)
+    replace_metadata(run / "checkpoints" / "step-8" / "student", mark)
+    seal(run / "checkpoints" / "step-8")
+    exported = distill_rl_in_process("export", run, "--out", tmp_path / "export")
+    config = straight.parent.parent / "tiny.yaml"
+    resumed = distill_rl("train", "-c", config, "--resume", "train.steps=9", f"run.dir={run.parent}", cluster=cluster)
+    assert not mark.exists()
+    for ended in (exported, resumed):
+        assert ended.code == 2, ended.err
+        (line,) = ended.errors
+        assert "step-8" in line
+        assert "its metadata must be what torch writes for tensors" in line
+    assert not (tmp_path / "export").exists()
 
 
 def test_a_run_is_not_overwritten_and_check_changes_nothing(straight, material):

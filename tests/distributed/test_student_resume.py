@@ -9,7 +9,6 @@ import torch
 
 from distill_rl.errors import CheckpointError
 from distill_rl.parallel.mesh import World, close_world, open_world
-from distill_rl.student import checkpoint
 from distill_rl.student.engine import StudentEngine
 from distill_rl.student.optim import build_optimizer
 from distill_rl.types import TokenRows
@@ -307,28 +306,6 @@ def test_a_checkpoint_of_another_model_is_refused_before_reading(folders, straig
     assert len(set(messages)) == 1
     assert "must hold what is trained of student.model" in messages[0]
     assert "\n" not in messages[0]
-
-
-def only_the_first_rank_looks_at_what_is_written(student: Path, teacher: Path, folder: Path) -> bool:
-    """Other ranks must not: the driver may rename the directory once the first rank has listed its files."""
-    world, read = world_of(2, 1, "one-reader"), []
-    engine = engine_on(world, student, teacher)
-    original = checkpoint.dcp.FileSystemReader.read_metadata
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            checkpoint.dcp.FileSystemReader, "read_metadata", lambda reader: read.append(1) or original(reader)
-        )
-        engine.save(folder, folder.parent / "written.json")
-        engine.finish_saving()
-    close_world(world)
-    return bool(read)
-
-
-def test_only_the_first_rank_reads_back_the_metadata(folders, tmp_path):
-    (tmp_path / "checkpoint").mkdir()
-    outcomes = ranks.run_ranks(2, only_the_first_rank_looks_at_what_is_written, *folders, tmp_path / "checkpoint")
-    assert outcomes == [True, False]
-    assert '"error": null' in (tmp_path / "written.json").read_text()
 
 
 def save_error(folder: Path, student: Path, teacher: Path) -> str:

@@ -416,6 +416,56 @@ def standing_in(log: Path, **settings: Any) -> Iterator[Standing]:
         standing.kill()
 
 
+_OK = b"HTTP/1.1 200 OK\r\n"
+_IN_CHUNKS = _OK + b"Transfer-Encoding: chunked\r\n\r\n"
+ENDLESS = {
+    "status": (b"HTTP/1.1 200 ", b"O"),
+    "announcement": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "header": (_OK + b"X: ", b"a"),
+    "body": (_OK + b"\r\n", b" "),
+    "last body": (_OK + b"Connection: close\r\nContent-Length: 9999\r\n\r\n", b" "),
+    "size": (_IN_CHUNKS, b"0"),
+    "extension": (_IN_CHUNKS + b"2;", b"x"),
+    "chunks": (_IN_CHUNKS, b"1\r\n \r\n"),
+    "trailer": (_IN_CHUNKS + b"0\r\n", b"X: a\r\n"),
+}
+"""What an answer begins with, and what then comes again and again."""
+
+
+@contextlib.contextmanager
+def endless(begin: bytes, again: bytes, *, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """The address of a server whose answers never end although bytes keep coming."""
+    stopping = threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection:
+            if tls is not None:
+                connection = tls.wrap_socket(connection, server_side=True)
+            connection.recv(1 << 16)
+            connection.sendall(begin)
+            while not stopping.wait(0.05):
+                connection.sendall(again)
+
+    def serve() -> None:
+        while not stopping.is_set():
+            connection, _ = listener.accept()
+            threads.append(threading.Thread(target=answer, args=(connection,)))
+            threads[-1].start()
+
+    threads: list[threading.Thread] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threads.append(threading.Thread(target=serve))
+        threads[0].start()
+        port = listener.getsockname()[1]
+        try:
+            yield f"{'https' if tls else 'http'}://127.0.0.1:{port}"
+        finally:
+            stopping.set()
+            socket.create_connection(("127.0.0.1", port)).close()
+            for thread in threads:
+                thread.join(30)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("port", type=int)

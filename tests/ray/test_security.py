@@ -17,7 +17,8 @@ from tests.unit.test_security import SECRET
 
 pytestmark = [pytest.mark.ray, pytest.mark.cli]
 
-SETTINGS = ("train.steps=100000", "checkpoint.every=1", "aligner.workers=0")
+SETTINGS = ("train.steps=100000", "checkpoint.every=1", "aligner.workers=0", "student.parallel.dp=2")
+LOOPBACK = ("127.0.0.1", "::1")
 HIDDEN = [name for name in SECRET if not name.startswith("RAY_")]
 
 
@@ -31,10 +32,11 @@ def holding(text: str, *folders: Path) -> list[Path]:
     return files
 
 
-def listening(process: psutil.Process) -> set[str]:
-    """The addresses on which a process listens."""
+def listening(process: psutil.Process) -> set[tuple[str, int]]:
+    """The addresses and ports on which a process listens."""
     with contextlib.suppress(psutil.Error):
-        return {socket.laddr.ip for socket in process.net_connections("tcp") if socket.status == psutil.CONN_LISTEN}
+        sockets = process.net_connections("tcp")
+        return {(socket.laddr.ip, socket.laddr.port) for socket in sockets if socket.status == psutil.CONN_LISTEN}
     return set()
 
 
@@ -71,5 +73,9 @@ def test_secrets_do_not_leak_and_the_dashboard_is_local(tmp_path, monkeypatch):
         assert not [(title, name) for title, variables in environments.items() for name in SECRET if name in variables]
         dashboards = [child for child, line in zip(family, told(family), strict=True) if "dashboard.py" in line]
         assert dashboards
-        assert all(listening(process) <= {"127.0.0.1", "::1"} for process in dashboards)
+        assert all(ip in LOOPBACK for process in dashboards for ip, _ in listening(process))
+        workers = [child for child, line in zip(family, told(family), strict=True) if line.startswith("ray::")]
+        assert len(workers) >= 3
+        for worker in workers:  # the one port is Ray's, which asks for the token
+            assert len([place for place in listening(worker) if place[0] not in LOOPBACK]) <= 1
     assert "hunter2" not in log.read_text()

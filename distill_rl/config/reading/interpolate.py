@@ -13,6 +13,8 @@ ENVIRONMENT = frozenset(
     {"HOME", "USER", "SCRATCH", "WORK", "TMPDIR", "HF_HOME", "HF_DATASETS_CACHE", "SLURM_JOB_ID", "SLURM_JOB_NAME"}
 )
 """Environment variables that a configuration may read; any other might hold a secret."""
+OF_A_JOB = frozenset({"TMPDIR", "SLURM_JOB_ID", "SLURM_JOB_NAME"})
+"""Those that differ from job to job."""
 
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _REFERENCE_OR_ESCAPE = re.compile(_REFERENCE.pattern + r"|\$\\(\\*)\{")
@@ -78,6 +80,12 @@ def _text(text: str, lookup: Callable[[str], Any], seen: tuple[str, ...]) -> Any
         return str(value).lower() if isinstance(value, bool) else str(value)
 
     return _REFERENCE_OR_ESCAPE.sub(replacement, text)
+
+
+def variables_in(text: str) -> set[str]:
+    """The environment variables that a text refers to."""
+    found = (_ENV.fullmatch(reference.strip()) for reference in _REFERENCE.findall(text))
+    return {match[1] for match in found if match}
 
 
 def escape(text: str) -> str:

@@ -7,10 +7,12 @@ Keys are dotted, list entries are numbered from 0, and the number after the last
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from os import PathLike, fspath
 from typing import Any, Literal, get_origin
 
+import yaml
 from omegaconf import OmegaConf
 
 from distill_rl.config.reading.walk import Findings, hints, item_kind, kind_at, unwrap
@@ -30,6 +32,9 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str], findings: Fin
             findings.add(override, "an override is written key=value", remedy="for example train.steps=100")
             continue
         _place(raw, key, _parse(key, text.strip()), findings)
+        findings.forget(key)
+        with suppress(yaml.YAMLError):  # then it is a text
+            findings.remember(text, key)
 
 
 def apply_settings(raw: dict[str, Any], settings: Mapping[str, Any], findings: Findings) -> None:
@@ -39,6 +44,7 @@ def apply_settings(raw: dict[str, Any], settings: Mapping[str, Any], findings: F
             findings.add(repr(key), "the name of a setting is a text", remedy="for example train, or train.steps")
             continue
         _place(raw, key, _plain(value), findings)
+        findings.forget(key)
 
 
 def _plain(value: Any) -> Any:

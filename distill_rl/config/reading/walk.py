@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT
@@ -14,6 +15,8 @@ from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from math import isfinite
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
 
 from distill_rl.config.reading.foreign import OUR_KEY
 from distill_rl.config.schema import MISSING
@@ -24,11 +27,52 @@ _ACCEPTED: dict[type, Any] = {bool: bool, int: int, float: int | float, str: str
 
 
 class Findings:
-    """Problem lines, and the keys they concern, so that later checks do not report the same key again."""
+    """Problem lines, and the keys they concern, so that later checks do not report the same key again.
+
+    `written` has the text of single values that are not quoted, by dotted key, and of names of a mapping, by
+    `KEY.NAME:`; None if they are quoted.
+    """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.keys: set[str] = set()
+        self.written: dict[str, str | None] = {}
+
+    def remember(self, text: str, path: str = "") -> None:
+        """Notes how the values of a YAML text are written, where that is not known yet.
+
+        Args:
+            path: dotted key of the text's value.
+        """
+        nodes: list[tuple[str, Any]] = [(path, yaml.compose(text, Loader=yaml.SafeLoader))]
+        while nodes:
+            key, node = nodes.pop()
+            if isinstance(node, yaml.ScalarNode):
+                self.written.setdefault(key, None if node.style else node.value)
+            elif isinstance(node, yaml.SequenceNode):
+                nodes += [(join(key, i), entry) for i, entry in enumerate(node.value)]
+            elif isinstance(node, yaml.MappingNode):
+                for name, entry in node.value:
+                    if not isinstance(name, yaml.ScalarNode):
+                        continue
+                    if name.tag == "tag:yaml.org,2002:merge":
+                        nodes.insert(0, (key, entry))  # after the names beside it, which win
+                        continue
+                    inner = join(key, name.value if name.style else yaml.safe_load(name.value))
+                    nodes += [(inner, entry), (f"{inner}:", name)]
+
+    def forget(self, path: str) -> None:
+        """Drops what `remember` noted of a dotted key and below it, because it has another value now."""
+        self.written = {
+            key: text
+            for key, text in self.written.items()
+            if key != path and not key.startswith((f"{path}.", f"{path}:"))
+        }
+
+    def shown(self, key: str, value: Any) -> str:
+        """A value as the user wrote it, cut to 80 characters."""
+        text = (not isinstance(value, str) and self.written.get(key)) or _shown(value)
+        return text if len(text) <= 80 else text[:77] + "..."
 
     def add(self, key: str, rule: str, value: object = None, remedy: str = "", suspect: str = "") -> None:
         """Adds one problem as a line, and notes the keys that it concerns.
@@ -189,6 +233,8 @@ def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) ->
     plain, optional = unwrap(kind)
     if value is None and optional:
         return None
+    if plain is not str and _is_old_number(value, findings, key):
+        return default
     if is_dataclass(plain):
         if isinstance(value, Mapping) or value is None:  # all its keys may be commented out
             return build(plain, value or {}, findings, key)  # type: ignore[arg-type]
@@ -212,7 +258,8 @@ def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) ->
             return float(value)
         findings.add(key, "must be a finite number", value)
         return default
-    findings.add(key, f"must be {_expected(kind)}", _shown(value), _type_remedy(plain, value, key, default))
+    remedy = _type_remedy(plain, value, key, default, findings)
+    findings.add(key, f"must be {_expected(kind)}", findings.shown(key, value), remedy)
     if is_dataclass(plain) and default is not None:
         unsaid = Findings()
         default = build(plain, {}, unsaid, key)  # type: ignore[arg-type]
@@ -227,14 +274,36 @@ def _mapping(value: Mapping[Any, Any], findings: Findings, key: str) -> dict[str
     """
     found: dict[str, Any] = {}
     for name, entry in value.items():
+        inner = join(key, name)
+        entries = {join(inner, i): one for i, one in enumerate(entry)} if isinstance(entry, list) else {inner: entry}
+        old = [_is_old_number(one, findings, place) for place, one in entries.items()]
         if not isinstance(name, str):
-            findings.add(join(key, name), "the name must be text", _shown(name), f'put it in quotes: "{name}"')
-        elif all(_is_single(one) for one in (entry if isinstance(entry, list) else [entry])):
-            found[name] = entry
+            text = findings.shown(f"{inner}:", name)
+            findings.add(inner, "the name must be text", text, f'put it in quotes: "{text}"')
+        elif all(map(_is_single, entries.values())):
+            if not any(old):
+                found[name] = entry
         else:
             rule = "must be a text, a finite number, true or false, or a list of these"
-            findings.add(join(key, name), rule, _shown(entry))
+            findings.add(inner, rule, findings.shown(inner, entry))
     return found
+
+
+def _is_old_number(value: Any, findings: Findings, key: str) -> bool:
+    """Whether a value is written in a way that YAML 1.1 reads as another number than it looks like, which is reported."""
+    text = findings.written.get(key)
+    if text is None or isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    digits = text.replace("_", "")
+    if re.fullmatch("[-+]?0[0-7]+", digits) and int(digits) != value == int(digits, 8):
+        rule, remedy = f"YAML reads a number that begins with 0 as octal, this one as {value}", int(digits)
+        findings.add(key, rule, text, f"write {remedy} or {value}")
+        return True
+    if ":" in text:
+        rule = f"YAML reads a number with colons in base 60, this one as {value}"
+        findings.add(key, rule, text, "write one number")
+        return True
+    return False
 
 
 def _is_single(value: Any) -> bool:
@@ -246,7 +315,7 @@ def _wrong_choice(kind: Any, value: Any, default: Any, findings: Findings, key: 
     choices = get_args(kind)
     near = difflib.get_close_matches(str(value), choices, n=1)
     remedy = f"did you mean {near[0]}?" if near else ""
-    findings.add(key, f"must be one of {', '.join(choices)}", _shown(value), remedy)
+    findings.add(key, f"must be one of {', '.join(choices)}", findings.shown(key, value), remedy)
     return default
 
 
@@ -323,7 +392,7 @@ def _example(kind: Any, default: Any) -> str:
     return {bool: "true", int: "8", float: "0.5"}.get(plain, "[]") if isinstance(plain, type) else "[]"
 
 
-def _type_remedy(plain: Any, value: Any, key: str, default: Any) -> str:
+def _type_remedy(plain: Any, value: Any, key: str, default: Any, findings: Findings) -> str:
     """What to do about a value of the wrong type, in words.
 
     To quote it, to indent the keys of a section, or an example of a valid override.
@@ -332,7 +401,8 @@ def _type_remedy(plain: Any, value: Any, key: str, default: Any) -> str:
         plain: type of the setting, without None.
     """
     if plain is str and isinstance(value, int | float):
-        return f"""put it in quotes: {key.rpartition(".")[2]}: "{as_yaml(value)}" """.rstrip()
+        text, name = findings.written.get(key) or as_yaml(value), key.rpartition(".")[2]
+        return f'put it in quotes: "{text}"' if name.isdecimal() else f'put it in quotes: {name}: "{text}"'
     if is_dataclass(plain):
         return "indent its keys below it"
     if is_mapping(plain):
@@ -350,6 +420,4 @@ def as_yaml(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The value as the user wrote it, cut to 80 characters."""
-    text = as_yaml(value) if value is None or isinstance(value, bool) else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return as_yaml(value) if value is None or isinstance(value, bool) else repr(value)

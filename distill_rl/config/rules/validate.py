@@ -23,6 +23,7 @@ from distill_rl.config.rules.routing import routing_problems
 from distill_rl.config.rules.stores import store_problems
 from distill_rl.config.schema import Config
 from distill_rl.errors import problem
+from distill_rl.system.files import name_problem
 
 RULES: dict[str, str] = {
     pattern_of(key): entry.metadata["rule"] for key, entry, _ in leaves(Config) if "rule" in entry.metadata
@@ -119,14 +120,13 @@ def _broken(rule: str, value: Any) -> str | None:
 def _names(config: Config) -> Iterator[str]:
     """Problems of names, one line each.
 
-    `run.name` must name one folder; the teachers' names must be unique and, because actors are named after them, have
-    letters, digits, `-`, `_` and `.` only.
+    `run.name` and the teachers' must name one folder; the teachers' must be unique and, because actors are named after
+    them, have letters, digits, `-`, `_` and `.` only.
     """
     name = config.run.name
-    if "/" in name or "\\" in name or name in (".", "..") or "\0" in name:
-        yield problem("run.name", "must be the name of one folder", name, "put the folder above it in run.dir")
-    elif not name.isprintable():
-        yield problem("run.name", "must not contain control characters", repr(name))
+    if name and (broken := name_problem(name)) is not None:
+        remedy = "put the folder above it in run.dir" if "one folder" in broken else "set run.name"
+        yield problem("run.name", broken, _cut(name if name.isprintable() else repr(name)), remedy)
     for teacher, count in Counter(teacher.name for teacher in config.teachers).items():
         if count > 1:
             rule = f"names must be unique; {count} teachers are called {teacher!r}"
@@ -134,7 +134,14 @@ def _names(config: Config) -> Iterator[str]:
     for key, value in values(config, "teachers[].name"):
         if value.strip() and not all(letter.isalnum() or letter in "-_." for letter in value):
             rule = "may contain letters, digits, '-', '_' and '.' only, because actors are named after it"
-            yield problem(key, rule, repr(value))
+            yield problem(key, rule, _cut(repr(value)))
+        elif value.strip() and (broken := name_problem(value)) is not None:
+            yield problem(key, broken, _cut(value))
+
+
+def _cut(text: str) -> str:
+    """A text cut to 80 characters."""
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _batch(config: Config) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import os
 import re
@@ -20,6 +19,7 @@ from distill_rl.data.reading.columns import check_type
 from distill_rl.data.reading.layouts import Layout
 from distill_rl.data.reading.records import SampleBy, kind_of
 from distill_rl.errors import DataError
+from distill_rl.system.files import nearby
 
 if TYPE_CHECKING:
     import datasets
@@ -186,7 +186,7 @@ def _local_paths(path: str, splits: Sequence[str], setting: str, say: Callable[[
         return [entry]
     if is_hub_name(path):
         return []
-    raise DataError(setting, "an existing file, folder or glob, or a hub name", path, _nearby(entry))
+    raise DataError(setting, "an existing file, folder or glob, or a hub name", path, nearby(entry) or "check the path")
 
 
 def _data_below(folder: Path, splits: Sequence[str], setting: str, say: Callable[[str], None]) -> list[Path]:
@@ -263,13 +263,6 @@ def _is_text(path: Path) -> bool:
 def _is_arrow_folder(path: Path) -> bool:
     """Whether a folder was written by `datasets.save_to_disk`, with or without splits."""
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-
-def _nearby(path: Path) -> str:
-    """The remedy for a path that does not exist: the most similar name in its folder, otherwise "check the path"."""
-    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f"did you mean {path.parent / close[0]}?" if close else "check the path"
 
 
 def _open_folder(path: Path, splits: Sequence[str]) -> Loaded:

@@ -49,7 +49,10 @@ def each_source(data: DataConfig) -> list[tuple[str, DataConfig]]:
 
 def names_of(data: DataConfig) -> list[str]:
     """A short name per source, for metrics and messages: the end of its path without a glob, numbered if others have it."""
-    fixed = [[part for part in source.path.split("/") if part and not has_magic(part)] for source in data.sources]
+    fixed = [
+        [part for part in source.path.split("/") if part not in ("", ".", "..") and not has_magic(part)]
+        for source in data.sources
+    ]
     ends = [parts[-1] if parts else "files" for parts in fixed]
     names = [end if ends.count(end) == 1 else f"{end}.{i}" for i, end in enumerate(ends)]
     return names if len(set(names)) == len(names) else [f"{end}.{i}" for i, end in enumerate(ends)]

@@ -18,7 +18,7 @@ from distill_rl.errors import ConfigError, DistillError
 from distill_rl.evals.suites import gsm8k, math, mmlu
 from distill_rl.evals.suites.base import Item, Questions, Suite
 from distill_rl.evals.suites.exact_match import ExactMatch
-from distill_rl.system.files import sha256
+from distill_rl.system.files import MAX_NAME_BYTES, name_problem, sha256
 
 _ALL: tuple[Suite, ...] = (*math.SUITES, *mmlu.SUITES, *gsm8k.SUITES, ExactMatch())
 SUITES: Mapping[str, Suite] = {suite.name: suite for suite in _ALL}
@@ -39,8 +39,8 @@ def _is_number(value: object, least: int = 0) -> bool:
 
 
 def _is_name(value: object) -> bool:
-    """Whether a value is a valid suite name (_NAME) that no built-in suite has."""
-    return isinstance(value, str) and _NAME.fullmatch(value) is not None and value not in SUITES
+    """Whether a value is a valid suite name (_NAME, and not too long) that no built-in suite has."""
+    return isinstance(value, str) and bool(_NAME.fullmatch(value)) and not name_problem(value) and value not in SUITES
 
 
 def _tuple_of(kind: type) -> Callable[[object], bool]:
@@ -63,7 +63,7 @@ def _is_prompt(value: object) -> bool:
 _Rules = Mapping[str, tuple[str, Callable[[object], bool]]]
 """Attribute → (rule, as it completes "must be …"; check)."""
 _OF_SUITE: _Rules = MappingProxyType({
-    "name": ("letters, digits, _, - and ., and not the name of a built-in suite", _is_name),
+    "name": (f"letters, digits, _, - and ., {MAX_NAME_BYTES} bytes at most, and not the name of a built-in suite", _is_name),
     "title": ("a text", _is_text),
     "num_fewshot": ("a whole number, 0 or more", _is_number),
     "max_fewshot": ("a whole number, 0 or more", _is_number),

@@ -12,13 +12,13 @@ from typing import Any
 
 from distill_rl.errors import DataError
 from distill_rl.observe.report.charts import Point
-from distill_rl.observe.sinks.sinks import SECONDS, STEPS, read_records
+from distill_rl.observe.sinks.sinks import SECONDS, STEPS, broken_lines, read_records
 from distill_rl.types import RunPaths
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory. Missing files and damaged lines are skipped."""
+    """A run directory. Missing files are skipped, and damaged lines counted."""
 
     name: str
     records: list[dict[str, Any]]
@@ -29,6 +29,8 @@ class Run:
     environment: Mapping[str, Any] = field(default_factory=dict)
     """Commit, packages and machines of the newest attempt (`system.environment`); empty for runs that did not record it."""
     num_bad_rows: int = 0
+    num_broken: int = 0
+    """Lines of metrics.jsonl that are no records."""
 
     @property
     def metrics(self) -> set[str]:
@@ -119,6 +121,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
         paths,
         _environment(paths),
         len(paths.bad_rows.read_bytes().splitlines()) if paths.bad_rows.is_file() else 0,
+        broken_lines(paths.metrics.read_bytes()),
     )
 
 

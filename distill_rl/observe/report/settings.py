@@ -19,7 +19,7 @@ from distill_rl.observe.report.sections import faults
 from distill_rl.observe.sinks.sinks import ALL_RATE, ALL_TOKENS, RATE, SECONDS, TOKENS
 
 MISSING = "—"
-FAULT_LABELS = {*FAULTS.values(), "rows left out"}
+FAULT_LABELS = {*FAULTS.values(), "rows left out", "broken records"}
 """Figures that say that something went wrong."""
 
 
@@ -134,6 +134,7 @@ def _figures(run: Run) -> Iterator[tuple[str, str]]:
         ("all tokens/s, median", median(all_rates) if all_rates else None, whole),
         ("time spent in steps", run.total(SECONDS) or None, _duration),
         ("rows left out", run.num_bad_rows or None, whole),
+        ("broken records", run.num_broken or None, whole),
     ]
     for name, label in FAULTS.items():
         points = faults(run, name)

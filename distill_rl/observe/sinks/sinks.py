@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -28,6 +29,8 @@ _PER_SECOND = {RATE: TOKENS, ALL_RATE: ALL_TOKENS, "transport/teacher_wait": "ti
 """Derived metric → the metric that is divided by the seconds of the step."""
 _WORK = ("step", "forward", "align")
 """The parts `timing/<worker>/<part>` that are all of a worker's work: `busy/<worker>` is their share of the step."""
+
+log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -178,6 +181,11 @@ def read_records(path: str | os.PathLike[str], size: int | None = None) -> list[
     return [record for line in Path(path).read_bytes()[:size].split(b"\n") if (record := _parse(line)) is not None]
 
 
+def broken_lines(content: bytes) -> int:
+    """How many lines of a metrics.jsonl are no records; a last one that a killed process left half-written is none."""
+    return sum(bool(line.strip()) and _parse(line) is None for line in content.split(b"\n")[:-1])
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     """The record in a line of metrics.jsonl; None if the line is no JSON object with an integer `step`."""
     try:
@@ -201,6 +209,8 @@ def _truncate(path: Path, resume_step: int | None) -> None:
         record = _parse(line)
         if record is not None and (resume_step is None or record["step"] <= resume_step):
             kept.append(line + b"\n")
+    if broken := broken_lines(content):
+        log.warning("%s: %d lines are no records, and are dropped", path, broken)
     if b"".join(kept) != content:
         write_atomic(path, b"".join(kept))
 

@@ -66,9 +66,9 @@ class EvalWorker(GroupMember):
             host, port: of the store that the first of them serves; that one ignores them.
             gpu_memory: not used, because a model is limited to the share that Ray assigned.
         """
-        from distill_rl.parallel.mesh import join_store, open_world
+        from distill_rl.parallel.mesh import open_world
 
-        store = self._store or join_store(host, port, self._tp)
+        store = self._meet(host, port, self._tp)
         device = "cuda:0" if ray.get_gpu_ids() else "cpu"
         self._world = open_world(
             rank=self._rank, dp=1, tp=self._tp, device=device, store=store, timeout_s=self._deadline_s

@@ -87,19 +87,35 @@ class GroupMember(Worker):
     _store: TCPStore | None = None
     """The store through which the ranks find each other, on the first of them."""
 
-    def serve_store(self, world_size: int) -> tuple[str, int]:
+    def serve_store(self, world_size: int, one_node: bool) -> tuple[str, int]:
         """Opens on this node the store through which `world_size` ranks find each other, without waiting for them.
 
         This rank, the first of its group, uses it itself when it joins.
 
+        Args:
+            one_node: whether all ranks are on this node; the store is then not reached from others.
+
         Returns:
             The store's host and port.
         """
-        from distill_rl.parallel.mesh import serve_store
+        from distill_rl.parallel.mesh import LOOPBACK, serve_store
 
-        host = ray.util.get_node_ip_address()
+        host = LOOPBACK if one_node else ray.util.get_node_ip_address()
         self._store = serve_store(host, world_size)
         return host, self._store.port
+
+    def _meet(self, host: str, port: int, world_size: int) -> TCPStore | None:
+        """The store through which the ranks of a group find each other; None for a single one.
+
+        If they are all on this node, their process groups will listen on its loopback interface only.
+        """
+        from distill_rl.parallel.mesh import LOOPBACK, join_store, listen_on_loopback
+
+        if world_size == 1 or host == LOOPBACK:
+            listen_on_loopback()
+        if world_size == 1:
+            return None
+        return self._store or join_store(host, port, world_size)
 
 
 class RankWorker(GroupMember):
@@ -182,11 +198,11 @@ class RankWorker(GroupMember):
             gpu_memory: share of the GPU's memory that this process may use; 1: no limit.
             on_host: whether this rank's tensors are on the CPU although it has a GPU, which another library uses.
         """
-        from distill_rl.parallel.mesh import join_store, open_world
+        from distill_rl.parallel.mesh import open_world
 
         _prepare_process(self._config.run.seed, self._threads)
         deadline_s = self._config.ray.step_timeout_s
-        store = self._store or join_store(host, port, parallel.dp * ranks_per_row(parallel))
+        store = self._meet(host, port, parallel.dp * ranks_per_row(parallel))
         device = f"cuda:{gpu_index()}" if ray.get_gpu_ids() and not on_host else "cpu"
         if device != "cpu" and gpu_memory < 1:
             limit_gpu_memory(gpu_memory, gpu_index())

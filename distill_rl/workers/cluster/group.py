@@ -285,11 +285,19 @@ class WorkerGroup:
         """
         members = range(len(self.actors)) if ranks is None else ranks
         leaders = [rank for rank in members if rank % size == 0]
-        stores = self.submit("serve_store", size, ranks=leaders)
+        stores: Refs = {}
+        for leader in leaders if size > 1 else ():
+            nodes = {process.node_id for process in self._processes[leader : leader + size]}
+            stores |= self.submit("serve_store", size, len(nodes) == 1, ranks=[leader])
+            if len(nodes) > 1:
+                what = (
+                    f"{self.names[leader]} and the {size - 1} ranks of its group communicate between {len(nodes)} nodes"
+                )
+                log.info("%s, unencrypted, and without a token of those that reach their ports", what)
         addresses = dict(zip(leaders, self._calls.gather(stores, what="rendezvous", timeout_s=timeout_s)))
         calls: Refs = {}
         for rank in members:
-            host, port = addresses[rank - rank % size]
+            host, port = addresses.get(rank - rank % size, ("", 0))
             gpu_memory = self._plan.placements[self.names[rank]].gpu_memory
             calls |= self.submit("start", host, port, gpu_memory, ranks=[rank])
         return calls

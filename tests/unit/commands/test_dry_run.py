@@ -59,6 +59,79 @@ def test_dry_run_writes_configuration_and_script_only(material, tmp_path, monkey
         assert (run / "submit.sbatch").exists()
 
 
+def word_of_sbatch(text: str) -> str:
+    """What sbatch makes of the value of an option in a script (`_get_argument` in its source)."""
+    found, quote, i = "", "", 0
+    while i < len(text):
+        if text[i] == "\\":
+            i += 1
+            found += text[i]
+        elif quote:
+            quote, found = ("", found) if text[i] == quote else (quote, found + text[i])
+        elif text[i] in "\"'":
+            quote = text[i]
+        elif text[i].isspace() or text[i] == "#":
+            break
+        else:
+            found += text[i]
+        i += 1
+    return found
+
+
+@pytest.mark.parametrize("name", ["50%j #1", "null", "~", "2024", "1:30"])
+def test_any_name_and_folder_arrive_in_the_job(material, tmp_path, monkeypatch, name):
+    folder = tmp_path / """100%n #1 it's "mine" '"""
+    path = material.config(folder)
+    path.write_text(path.read_text().replace(f"dir: {folder}/runs", "dir: my 'runs'"))
+    monkeypatch.chdir(folder)
+    assert main(["train", "-c", str(path), "--dry-run", "--gpus-per-node", "0", f"run.name='{name}'"]) == 0
+    run = folder / "my 'runs'" / name
+    script = (run / "submit.sbatch").read_text()
+    assert_parses(run / "submit.sbatch")
+    values = {option: word_of_sbatch(value) for option, value in options(script).items()}
+    assert values["chdir"] == str(folder)
+    pattern = {"%%": "%", "%j": "7"}  # of file names, in Slurm
+    assert re.sub("%.", lambda match: pattern[match[0]], values["output"]) == f"{run}/slurm-7.log"
+    lines = re.findall(r"^(?:RUN_DIR=|text\(\)|settings=|command=).*$", script, re.MULTILINE)
+    shell = subprocess.run(
+        ["bash", "-c", "\n".join([*lines, 'printf "%s\\0" "${command[@]}"'])], capture_output=True, text=True
+    )
+    overrides = [argument for argument in shell.stdout.split("\0") if argument.startswith("run.")]
+    config = load_config(run / "submit.yaml", overrides)
+    assert run_directory.paths_of(config).root == run
+
+
+def test_what_slurm_cannot_be_told_is_rejected(material, tmp_path, monkeypatch, capsys):
+    path = material.config(tmp_path)
+    folder = tmp_path / "a\\b"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    assert main(["train", "-c", str(path), "--dry-run", f'run.dir="{tmp_path}\\n#SBATCH --account=other"']) == 2
+    directory, working = sorted(capsys.readouterr().err.splitlines(), key=lambda line: "working" in line)
+    assert "run.dir: must have neither control characters nor backslashes" in directory
+    assert "the working directory: must have neither" in working
+
+
+@pytest.mark.parametrize("in_a_job", [False, True])
+def test_variables_of_a_job_are_rejected(material, tmp_path, monkeypatch, capsys, in_a_job):
+    """They would be those of the shell that writes the script."""
+    path = material.config(tmp_path)
+    path.write_text(path.read_text().replace(f"dir: {tmp_path}/runs", f"dir: '${{oc.env:TMPDIR,{tmp_path}}}/runs'"))
+    values = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "mine", "TMPDIR": str(tmp_path)}
+    for variable, value in values.items():
+        monkeypatch.setenv(variable, value) if in_a_job else monkeypatch.delenv(variable, raising=False)
+    overrides = ["run.name=kd-${oc.env:SLURM_JOB_ID,1}", "student.revision=${oc.env: SLURM_JOB_NAME,x}"]
+    assert main(["train", "-c", str(path), "--dry-run", *overrides]) == 2
+    lines = capsys.readouterr().err
+    for key, variable in (
+        ("run.name", "SLURM_JOB_ID"),
+        ("student.revision", "SLURM_JOB_NAME"),
+        ("run.dir", "TMPDIR"),
+    ):
+        assert f"{key}: {variable} is the job's own" in lines
+    assert not list(tmp_path.glob("runs/*/submit.sbatch"))
+
+
 def test_all_problems_are_reported_and_nothing_is_written(material, tmp_path, capsys):
     path = material.config(tmp_path)
     arguments = ["train", "-c", str(path), "--dry-run", "--gpus-per-node", "-1", "student.model=/no/such"]

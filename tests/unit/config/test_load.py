@@ -157,7 +157,70 @@ def test_bad_override_gives_one_line_with_full_path(write, override, expected):
 
 def test_number_instead_of_text_suggests_quotes(write):
     (line,) = complaints(write(MINIMAL + "run: {name: 007}\n"))
-    assert line == 'run.name: must be text; got 7; put it in quotes: name: "7"'
+    assert line == 'run.name: must be text; got 007; put it in quotes: name: "007"'
+
+
+@pytest.mark.parametrize(("text", "line"), [
+    ("train: {steps: 010}", "train.steps: YAML reads a number that begins with 0 as octal, this one as 8; got 010; write 10 or 8"),
+    ("train: {steps: -0_17}", "train.steps: YAML reads a number that begins with 0 as octal, this one as -15; got -0_17; write -17 or -15"),
+    ("train: {minutes: 1:30}", "train.minutes: YAML reads a number with colons in base 60, this one as 90; got 1:30; write one number"),
+    ("train: {minutes: 1:30:00}", "train.minutes: YAML reads a number with colons in base 60, this one as 5400; got 1:30:00"),
+    ("optimizer: {lr: 1:30.5}", "optimizer.lr: YAML reads a number with colons in base 60, this one as 90.5; got 1:30.5"),
+    ("optimizer: {betas: [0.9, 010]}", "optimizer.betas.1: YAML reads a number that begins with 0"),
+    ("x: &x {steps: 010}\ntrain: {<<: *x}", "train.steps: YAML reads a number that begins with 0"),
+    ("train: &x {steps: 9}\nloss: {top_k: 010}", "loss.top_k: YAML reads a number that begins with 0"),
+    ("loss: {tail: 010}", "loss.tail: YAML reads a number that begins with 0"),
+    ("data: {revision: 0123}", 'data.revision: must be text or null; got 0123; put it in quotes: revision: "0123"'),
+    ("data: {revision: 1.10}", 'data.revision: must be text or null; got 1.10; put it in quotes: revision: "1.10"'),
+    ("data: {split: no}", 'data.split: must be text; got no; put it in quotes: split: "no"'),
+    ("data: {text_key: 1_000}", 'data.text_key: must be text; got 1_000; put it in quotes: text_key: "1_000"'),
+    ("run: {name: 1:30}", 'run.name: must be text; got 1:30; put it in quotes: name: "1:30"'),
+    ("data: {loss_roles: [0x1F]}", 'data.loss_roles.0: must be text; got 0x1F; put it in quotes: "0x1F"'),
+    ("train: {steps: 1e3}", "train.steps: must be a whole number or null; got 1e3"),
+])  # fmt: skip
+def test_numbers_are_shown_as_they_are_written_and_old_ones_refused(write, text, line):
+    lines = complaints(write(f"student: {{model: s}}\n{text}\n"))
+    (found,) = [found for found in lines if found.startswith(line.partition(":")[0])]
+    assert found.startswith(line)
+
+
+def test_values_of_conditions_are_numbers_as_they_are_written(write):
+    where = "{domain: [010, 7], 0123: x, length: 1:30}"
+    entry = f"teachers: [{{model: t, where: {where}}}]\n"
+    assert [line.partition(";")[0] for line in complaints(write(MINIMAL.replace("teachers: []\n", "") + entry))] == [
+        "teachers.0.where.domain.0: YAML reads a number that begins with 0 as octal, this one as 8",
+        "teachers.0.where.83: the name must be text",
+        "teachers.0.where.length: YAML reads a number with colons in base 60, this one as 90",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "override", "wrong"),
+    [
+        ("steps: 010", "", True),
+        ("steps: 9", "train.steps=010", True),
+        ("steps: 010", "train.steps=9", False),
+        ("steps: 9", "train={steps: 010}", True),
+        ("steps: 010", "train={steps: 9}", False),
+        ("steps: 017", "train.steps=0x1F", False),
+        ("steps: 00", "train.steps=007", False),
+    ],
+)
+def test_only_the_value_that_counts_is_refused(write, file, override, wrong):
+    base = write("train: {epochs: 010, steps: 017}\n", "base.yaml")
+    path = write(f"extends: {base.name}\nstudent: {{model: s}}\ndata: {{path: d}}\ntrain: {{epochs: 1, {file}}}\n")
+    _, findings = read_config(path, [override] if override else [])
+    assert [line.partition(";")[0] for line in findings.lines] == [
+        "train.steps: YAML reads a number that begins with 0 as octal, this one as 8"
+    ][: int(wrong)]
+
+
+def test_a_file_that_is_not_there_has_a_neighbour(write, tmp_path):
+    write(MINIMAL, "training.yaml")
+    (line,) = complaints(tmp_path / "trainign.yaml")
+    assert line == f"{tmp_path}/trainign.yaml: no such file; did you mean {tmp_path}/training.yaml?"
+    (line,) = complaints(write(MINIMAL + "extends: trainings.yaml\n", "mine.yaml"))
+    assert line.endswith(f"did you mean {tmp_path}/training.yaml?")
 
 
 def test_all_problems_are_reported_at_once(write):
@@ -173,6 +236,18 @@ def test_all_problems_are_reported_at_once(write):
         "teachers.1.weight",
         "train.steps",
     ]
+
+
+def test_names_that_no_file_can_have_are_refused_all_at_once(write):
+    long = "n" * 300
+    config, findings = read_config(
+        write(f"student: {{model: a/{long}}}\ndata: {{path: {long}/*.jsonl}}\nevaluate: {{data: /{long}}}\n"),
+        [f"run.dir={long}/x", f"projection.path={'ä' * 128}"],
+    )
+    assert config.evaluate.data is None
+    keys = ("student.model", "data.path", "evaluate.data", "run.dir", "projection.path")
+    assert sorted(line.partition(":")[0] for line in findings.lines) == sorted(keys)
+    assert all("a name in a path may have 255 bytes" in line and len(line) < 200 for line in findings.lines)
 
 
 def test_home_of_an_unknown_user_is_refused(write):

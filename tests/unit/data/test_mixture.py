@@ -103,9 +103,9 @@ def test_chats_beside_texts_are_refused(tmp_path):
 
 
 def test_names_of_sources_are_unique():
-    paths = ["a/train.jsonl", "b/train.jsonl", "org/name", "/c/*.parquet", "*"]
+    paths = ["a/train.jsonl", "b/train.jsonl", "org/name", "/c/*.parquet", "*", "d/../."]
     settings = DataConfig(sources=[SourceConfig(path=path) for path in paths])
-    assert names_of(settings) == ["train.jsonl.0", "train.jsonl.1", "name", "c", "files"]
+    assert names_of(settings) == ["train.jsonl.0", "train.jsonl.1", "name", "c", "files", "d"]
     collide = DataConfig(sources=[SourceConfig(path=path) for path in ("c/x.1", "a/x", "b/x")])
     assert len(set(names_of(collide))) == 3
 

@@ -14,11 +14,23 @@ SHAPES = [
     "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH",
     "xoxb-123456789012-1234567890123-abcDEFghiJKLmnoPQRstuVWX",
     "AKIAIOSFODNN7EXAMPLE",
+    "nvapi-abcDEF_ghi-jkl0123456789mnoPQRstuVWXyz0123456789abcDEFghiJKLmno",
+    "gsk_abcDEFghi0123456789jklMNOpqrSTUvwx0123456789yzABCdef",
+    "AIzaSyA-abcDEF_0123456789ghiJKLmnoPQRst",
+    "pypi-AgEIcHlwaS5vcmcCJGFiY2RlZi0wMTIzLTQ1NjctODlhYi1jZGVmMDEyMzQ1NjcAAipb",
+    "npm_abcDEFghi0123456789jklMNOpqrSTUvwxyz",
+    "xai-abcDEFghi0123456789jklMNOpqrSTUvwx0123456789",
+    "pplx-abcdef0123456789abcdef0123456789abcdef0123456789",
+    "r8_abcDEFghi0123456789jklMNOpqrSTUvwxyz0",
+    "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U",
+    "eyJhbGciOiJub25lIn0.eyJzdWIiOiIxMjM0NTY3ODkwIn0.",
+    "eyJhbGciOiJkaXIiLCJlbmMiOiJBMTI4R0NNIn0..48V1_ALb6US04U3b.5eym8TW_c8SuK0ltJ3rpYIzOeDQz7TALvtu6UG9oMo4vpzs9tX.XFBoMYUZodetZdvTiFvSkQ",
 ]
 ORDINARY = [
     "sk-learn", "scikit-learn-1.5.0", "sk-learn-compatible-estimators-of-all-kinds", "risk-free", "risk-free-investment-strategies-2024",
     "disk-0123456789abcdefghij", "/data/task-abcdefghijklmnopqrst/hf_small/x.safetensors", "/models/hf_checkpoints/step-120",
-    "98564c4b0f2d4e6a8c1e3f5a7b9d0c2e4f6a8b0d", "AKIAISNOKEY",
+    "98564c4b0f2d4e6a8c1e3f5a7b9d0c2e4f6a8b0d", "AKIAISNOKEY", "nvapi-bindings-for-all-languages", "pypi-compatible-mirror-of-2024",
+    "gsk_small", "a bearer of good tidings", "Bearer authentication failed", "eyJ.eyJ.x", "Basic understanding-of-transformers", "AIzawa-2024",
 ]  # fmt: skip
 
 
@@ -65,6 +77,8 @@ def test_values_under_secret_names_are_redacted():
         ("https://host/x?sig=abc", f"https://host/x?sig={REDACTED}"),
         ("https://host/x?monkeys=3&design=4", "https://host/x?monkeys=3&design=4"),
         ("hf_abcdefghijklmnopqrstuvwxyz", REDACTED),
+        ("authorization: bearer abc.DEF/0123456789~+==; x", f"authorization: bearer {REDACTED}; x"),
+        ("Authorization: Basic bWU6aHVudGVyMjIyMg==", f"Authorization: Basic {REDACTED}"),
         ("model hf_small, task-abcdefghijklmnopqrst, a@b", "model hf_small, task-abcdefghijklmnopqrst, a@b"),
     ],
 )  # fmt: skip

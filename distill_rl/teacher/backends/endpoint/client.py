@@ -17,19 +17,23 @@ Threads: `post` may be called from many at a time. `close` makes all waiting cal
 
 from __future__ import annotations
 
+import http.client
+import io
 import json
 import logging
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import urllib3
-from urllib3.exceptions import HTTPError, LocationParseError
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import HTTPError, LocationParseError, ReadTimeoutError
 
 from distill_rl.errors import ConfigError, WorkerError, first_line
 from distill_rl.system.redact import REDACTED, in_text
@@ -94,6 +98,44 @@ class Reply:
     url: str
     """Of the server, without user or password."""
     body: bytes
+
+
+class _UntilDeadline(io.RawIOBase):
+    """Reads a socket for as long as its time-out is now, in all, however small the parts are that arrive."""
+
+    def __init__(self, raw: io.RawIOBase, sock: socket.socket):
+        self._raw, self._socket = raw, sock
+        self._deadline = time.monotonic() + (sock.gettimeout() or 0.0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left_s)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        super().close()
+        self._raw.close()
+
+
+class _Response(http.client.HTTPResponse):
+    """Must be complete, with its headers, within the time-out that its socket has when it begins."""
+
+    def __init__(self, sock: socket.socket, *arguments: Any, **options: Any):
+        super().__init__(sock, *arguments, **options)
+        self.fp = io.BufferedReader(_UntilDeadline(self.fp.detach(), sock))
+
+
+class _Connection(HTTPConnection):
+    response_class = _Response
+
+
+class _TlsConnection(HTTPSConnection):
+    response_class = _Response
 
 
 @dataclass(eq=False)
@@ -165,10 +207,12 @@ class Client:
                     cert_reqs="CERT_REQUIRED",
                     ca_certs=self.ca_file,
                 )
+                pool.ConnectionCls = _TlsConnection
             else:
                 pool = urllib3.HTTPConnectionPool(
                     parts.hostname or "", parts.port, maxsize=self.concurrency, retries=retries
                 )
+                pool.ConnectionCls = _Connection
         except (LocationParseError, ValueError) as error:
             raise ConfigError(f"teacher {self.name}", "must have an address of a server", first_line(error)) from error
         return Server(url, pool, parts.path.rstrip("/"), in_text(url))
@@ -298,12 +342,11 @@ class Client:
 
         Raises:
             Refused: the server will not do it.
-            Down: the server does not answer now.
+            Down: the server does not answer now, or its answer is not complete after `timeout_s`.
             WorkerError: the answer is longer than `limit` bytes.
         """
-        deadline = time.monotonic() + self.timeout_s
         headers = self._headers if body is None else self._headers | {"Content-Type": "application/json"}
-        timeout = urllib3.Timeout(connect=min(CONNECT_S, self.timeout_s), read=self.timeout_s)
+        timeout = urllib3.Timeout(total=self.timeout_s, connect=min(CONNECT_S, self.timeout_s))
         try:
             response = server.pool.urlopen(
                 method, server.prefix + path, body, headers, redirect=False, timeout=timeout,
@@ -313,7 +356,7 @@ class Client:
             raise Down(self._reason(error)) from None
         whole = False
         try:
-            content = self._read(response, limit, deadline, server)
+            content = self._read(response, limit, server)
             whole = True
         except HTTPError as error:
             raise Down(self._reason(error)) from None
@@ -341,32 +384,27 @@ class Client:
         refused.status, refused.text = response.status, text
         raise refused
 
-    def _read(self, response: urllib3.BaseHTTPResponse, limit: int, deadline: float, server: Server) -> bytes:
+    def _read(self, response: urllib3.BaseHTTPResponse, limit: int, server: Server) -> bytes:
         """The body of an answer.
 
         Raises:
-            HTTPError: it ends early, or the connection breaks.
-            Down: it is not complete at the deadline.
+            HTTPError: it ends early, is not complete in time, or the connection breaks.
             WorkerError: it is longer than `limit` bytes.
         """
         parts, size = list[bytes](), 0
-        while True:
-            if (socket := getattr(response.connection, "sock", None)) is not None:
-                socket.settimeout(max(0.01, deadline - time.monotonic()))
-            part = response.read1(_CHUNK)
-            if not part:
-                return b"".join(parts)
+        while part := response.read1(_CHUNK):
             parts.append(part)
             size += len(part)
             if size > limit:
                 rule = f"an answer may have {limit:,} bytes"
                 raise WorkerError(f"teacher {self.name}, {server.shown}", rule, "more", "see teachers[].api")
-            if time.monotonic() > deadline:
-                raise Down(f"the answer was not complete after teachers[].request_timeout_s={self.timeout_s:g}")
+        return b"".join(parts)
 
     def _reason(self, error: HTTPError) -> str:
         """A failure in words, without the repr of connections."""
         inner: BaseException = getattr(error, "reason", None) or error
+        if isinstance(inner, ReadTimeoutError):
+            return f"no complete answer within {self.timeout_s:g} s (teachers[].request_timeout_s)"
         text = first_line(inner) if isinstance(inner, BaseException) else str(inner)
         return self._clean(text.split("): ")[-1] if "object at 0x" in text else text)
 

@@ -84,6 +84,7 @@ def test_suite_file_is_executed_once_until_it_changes(tmp_path: Path) -> None:
         ("class SUITE: pass", r"must end with `SUITE = MySuite\(\)`"),
         ("SUITE = object()", r"must have all attributes of a suite; got no name, title, num_fewshot"),
         (OWN.format(name="../x"), r"`name` must be letters.*got '\.\./x'"),
+        (OWN.format(name="x" * 201), r"`name` must be letters.* 200 bytes at most.*got 'xxx"),
         (OWN.format(name="mmlu"), r"`name` must be letters.*got 'mmlu'"),
     ],
 )
@@ -96,7 +97,11 @@ def test_file_without_a_suite_is_refused_in_one_line(tmp_path: Path, content: st
 @pytest.mark.parametrize(
     ("attribute", "value", "rule"),
     [
-        ("name", "3", "letters, digits, _, - and ., and not the name of a built-in suite; got 3 (int)"),
+        (
+            "name",
+            "3",
+            "letters, digits, _, - and ., 200 bytes at most, and not the name of a built-in suite; got 3 (int)",
+        ),
         ("title", "None", "a text; got None (NoneType)"),
         ("num_fewshot", "None", "a whole number, 0 or more; got None (NoneType)"),
         ("num_fewshot", "-1", "a whole number, 0 or more; got -1 (int)"),

@@ -94,6 +94,8 @@ def test_figures_count_faults_and_rows_left_out(tmp_path: Path) -> None:
     (folder / "bad_rows.jsonl").write_text('{"row": 1}\n{"row": 5}\n')
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "timing/step": 2.0, "faults/skipped_steps": 3.0}\n')
+        file.write('{"step": 5, "train/kl_l{"step": 6}\n\n[1]\n{"step": 7, "timing')
     assert figures(read_run(folder)) == {
-        "steps": "4", "KD, train": "0.5", "time spent in steps": "8.0 s", "rows left out": "2", "steps skipped": "3",
+        "steps": "4", "KD, train": "0.5", "time spent in steps": "8.0 s", "rows left out": "2", "broken records": "2",
+        "steps skipped": "3",
     }  # fmt: skip

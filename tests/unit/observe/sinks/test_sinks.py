@@ -150,6 +150,15 @@ def test_a_half_written_last_line_is_removed(tmp_path: Path, torn: bytes, resume
     assert path.read_bytes().count(b"\n") == 3
 
 
+def test_broken_lines_that_a_resumed_run_drops_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"st{"step": 2}\n\n\x00\n{"step": 3}\n{"step"')
+    JsonlSink(path, resume_step=9)
+    assert steps_of(path) == [1, 3]
+    (line,) = caplog.messages
+    assert line == f"{path}: 2 lines are no records, and are dropped"
+
+
 def test_a_complete_last_line_without_newline_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import socket
+import ssl
 import subprocess
 import threading
 import time
@@ -18,11 +19,11 @@ import pytest
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import ConfigError, DistillError, NumericsError, WorkerError
 from distill_rl.teacher.backends.endpoint.answers import WrongAnswer
-from distill_rl.teacher.backends.endpoint.client import Refused
+from distill_rl.teacher.backends.endpoint.client import Client, Down, Refused
 from distill_rl.teacher.backends.endpoint.scorer import EndpointScorer
 from distill_rl.teacher.backends.endpoint.token import token_of
 from distill_rl.teacher.backends.scores import Scores
-from tests.helpers.served import APIS, MODEL, StandIn, Tables
+from tests.helpers.served import APIS, ENDLESS, MODEL, StandIn, Tables, endless
 
 VOCABULARY, K = 320, 12
 
@@ -107,6 +108,33 @@ def test_a_request_without_an_end_is_sent_again(asking, prompts, expected, fault
     with StandIn(fault=fault, count=2) as server:
         assert_equal(asking(server.url, concurrency=8, request_timeout_s=2.0), prompts, expected)
         assert len(server.seen.prompts) >= len(prompts) + 2  # a busy machine may need more
+
+
+def outcome(action: Callable[[], object]) -> BaseException | None:
+    """What an action raises, which must end."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    return raised[0] if raised else None
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_an_answer_without_an_end_is_given_up(kind):
+    with endless(*ENDLESS[kind]) as url:
+        client = Client("big", [url], timeout_s=1.0)
+        error = outcome(lambda: client.exchange(client.servers[0], "GET", "/v1/models", limit=1 << 20))
+        assert isinstance(error, Down)
+        assert "no complete answer within 1 s (teachers[].request_timeout_s)" in str(error)
+        client.close()
 
 
 def test_a_dead_server_is_left_out_while_another_lives(asking, prompts, expected, caplog):
@@ -291,6 +319,17 @@ def certificate(tmp_path_factory) -> tuple[Path, Path]:
 
 
 class TestTls:
+    @pytest.mark.parametrize("kind", ["header", "extension"])
+    def test_an_answer_without_an_end_is_given_up(self, certificate, kind):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*certificate)
+        with endless(*ENDLESS[kind], tls=context) as url:
+            client = Client("big", [url], ca_file=str(certificate[0]), timeout_s=1.0)
+            error = outcome(lambda: client.exchange(client.servers[0], "GET", "/v1/models", limit=1 << 20))
+            assert isinstance(error, Down)
+            assert "no complete answer within 1 s" in str(error)
+            client.close()
+
     def test_a_private_authority_is_trusted_if_it_is_named(self, asking, prompts, expected, certificate):
         with StandIn(tls=certificate) as server:
             assert_equal(asking(server.url, ca_file=str(certificate[0])), prompts, expected)
