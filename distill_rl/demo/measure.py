@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill_rl.align.chats.form import text_of
+from distill_rl.config.facts import may_be_quantized
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import DataError, GpuMemoryError, WorkerError, first_line
 from distill_rl.evals.suites.base import Item
@@ -114,16 +115,21 @@ def measure(config: Config, subjects: Sequence[Subject], reading: Reading, paren
 
 def find(config: Config, subjects: Sequence[Subject], reading: Reading) -> Findings:
     """As `measure`, in this process."""
-    from distill_rl.models.files.hub import tokenizer_of
+    from distill_rl.models.files.hub import read_config, tokenizer_of
 
-    readers = [tokenizer_of(config.student)]
+    student, teacher = config.student, config.teachers[0]
+    sizes = [
+        read_config(model.model, model.revision, quantized=may_be_quantized(model)).vocab_size
+        for model in (student, teacher)
+    ]
+    readers = [(tokenizer_of(student), min(sizes))]
     if not reading.same:
-        readers.append(tokenizer_of(config.teachers[0]))
+        readers = [(tokenizer_of(model), size) for model, size in zip((student, teacher), sizes)]
     documents, encoded = readable(held_out(config), readers, config, reading.longest)
     prompts = make_prompts(documents)
     found: dict[str, Measured] = {}
     for subject in subjects:
-        reader = readers[-1 if subject.teacher else 0]
+        reader, _ = readers[-1 if subject.teacher else 0]
         begins = reader if subject.begin and "text" in documents[0] else None
         with _memory_in_one_line(subject):
             if subject.teacher:
@@ -213,12 +219,13 @@ def held_out(config: Config) -> list[Mapping[str, Any]]:
 
 
 def readable(
-    documents: Sequence[Mapping[str, Any]], tokenizers: Sequence[Any], config: Config, longest: int | None
+    documents: Sequence[Mapping[str, Any]], readers: Sequence[tuple[Any, int]], config: Config, longest: int | None
 ) -> tuple[list[Mapping[str, Any]], list[list[Encoded]]]:
     """The documents in which student and teacher predict something, and how each reads them; all models are measured on these.
+    As in the training, those are left out that have a token for which a model has no embedding row.
 
     Args:
-        tokenizers: the student's and, if it is another, the teacher's.
+        readers: the student's tokenizer and, if it is another, the teacher's; and how many of its ids have a row.
         longest: most of the student's tokens of a text, of which the rest is left out; None: not limited.
 
     Raises:
@@ -227,16 +234,16 @@ def readable(
     from distill_rl.demo import bits
 
     kept: list[Mapping[str, Any]] = []
-    encoded: list[list[Encoded]] = [[] for _ in tokenizers]
+    encoded: list[list[Encoded]] = [[] for _ in readers]
     for document in documents:
         try:
-            beginning = bits.beginning(tokenizers[0], document, longest)
-            read = [bits.encode(tokenizer, beginning, config.data) for tokenizer in tokenizers]
+            beginning = bits.beginning(readers[0][0], document, longest)
+            read = [bits.encode(tokenizer, beginning, config.data) for tokenizer, _ in readers]
         except DataError:
             if config.data.bad_rows == "skip":
                 continue
             raise
-        if all(one.num_bytes and one.counted.any() for one in read):
+        if all(one.num_bytes and one.counted.any() and one.ids.max() < rows for one, (_, rows) in zip(read, readers)):
             kept.append(beginning)
             for ours, one in zip(encoded, read):
                 ours.append(one)
