@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from distill_rl.align.chats.form import text_of
 from distill_rl.config.facts import may_be_quantized
-from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.errors import DataError, GpuMemoryError, WorkerError, first_line
 from distill_rl.evals.suites.base import Item
 from distill_rl.models.files.beginning import unwritten_beginning
@@ -117,14 +117,9 @@ def find(config: Config, subjects: Sequence[Subject], reading: Reading) -> Findi
     """As `measure`, in this process."""
     from distill_rl.models.files.hub import read_config, tokenizer_of
 
-    student, teacher = config.student, config.teachers[0]
-    sizes = [
-        read_config(model.model, model.revision, quantized=may_be_quantized(model)).vocab_size
-        for model in (student, teacher)
-    ]
-    readers = [(tokenizer_of(student), min(sizes))]
-    if not reading.same:
-        readers = [(tokenizer_of(model), size) for model, size in zip((student, teacher), sizes)]
+    models: list[StudentConfig | TeacherConfig] = [config.student, config.teachers[0]]
+    rows = [read_config(each.model, each.revision, quantized=may_be_quantized(each)).vocab_size for each in models]
+    readers = [(tokenizer_of(models[0]), min(rows))] if reading.same else [*zip(map(tokenizer_of, models), rows)]
     documents, encoded = readable(held_out(config), readers, config, reading.longest)
     prompts = make_prompts(documents)
     found: dict[str, Measured] = {}

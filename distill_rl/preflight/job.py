@@ -232,12 +232,11 @@ def open_rows(config: Config) -> RowInputs:
     known = [KnownIds(readable_ids(tokenizer, _columns(config.student, tokenizer), stops=stops), "the student")]
     for teacher, other, vocabulary, method in zip(teachers, others, shared, methods):
         if vocabulary and method is None:
-            name, rows = (
-                f"teacher {teacher.name}",
+            rows, name = (
                 readable_ids(other, _columns(teacher, other), stops=stops_of(teacher)),
+                f"teacher {teacher.name}",
             )
-            shorter_table = rows < vocabulary.size
-            known.append(KnownIds(min(rows, vocabulary.size), name, by_tokenizer=not shorter_table))
+            known.append(KnownIds(min(rows, vocabulary.size), name, by_tokenizer=rows >= vocabulary.size))
     num_ids = min(each.count for each in known)
     plan = BatchPlan.from_config(
         config,
