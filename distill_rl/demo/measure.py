@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill_rl.align.chats.form import text_of
-from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.config.facts import may_be_quantized
+from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.errors import DataError, GpuMemoryError, WorkerError, first_line
 from distill_rl.evals.suites.base import Item
 from distill_rl.models.files.beginning import unwritten_beginning
@@ -114,16 +115,16 @@ def measure(config: Config, subjects: Sequence[Subject], reading: Reading, paren
 
 def find(config: Config, subjects: Sequence[Subject], reading: Reading) -> Findings:
     """As `measure`, in this process."""
-    from distill_rl.models.files.hub import tokenizer_of
+    from distill_rl.models.files.hub import read_config, tokenizer_of
 
-    readers = [tokenizer_of(config.student)]
-    if not reading.same:
-        readers.append(tokenizer_of(config.teachers[0]))
+    models: list[StudentConfig | TeacherConfig] = [config.student, config.teachers[0]]
+    rows = [read_config(each.model, each.revision, quantized=may_be_quantized(each)).vocab_size for each in models]
+    readers = [(tokenizer_of(models[0]), min(rows))] if reading.same else [*zip(map(tokenizer_of, models), rows)]
     documents, encoded = readable(held_out(config), readers, config, reading.longest)
     prompts = make_prompts(documents)
     found: dict[str, Measured] = {}
     for subject in subjects:
-        reader = readers[-1 if subject.teacher else 0]
+        reader, _ = readers[-1 if subject.teacher else 0]
         begins = reader if subject.begin and "text" in documents[0] else None
         with _memory_in_one_line(subject):
             if subject.teacher:
@@ -213,12 +214,13 @@ def held_out(config: Config) -> list[Mapping[str, Any]]:
 
 
 def readable(
-    documents: Sequence[Mapping[str, Any]], tokenizers: Sequence[Any], config: Config, longest: int | None
+    documents: Sequence[Mapping[str, Any]], readers: Sequence[tuple[Any, int]], config: Config, longest: int | None
 ) -> tuple[list[Mapping[str, Any]], list[list[Encoded]]]:
     """The documents in which student and teacher predict something, and how each reads them; all models are measured on these.
+    As in the training, those are left out that have a token for which a model has no embedding row.
 
     Args:
-        tokenizers: the student's and, if it is another, the teacher's.
+        readers: the student's tokenizer and, if it is another, the teacher's; and how many of its ids have a row.
         longest: most of the student's tokens of a text, of which the rest is left out; None: not limited.
 
     Raises:
@@ -227,16 +229,16 @@ def readable(
     from distill_rl.demo import bits
 
     kept: list[Mapping[str, Any]] = []
-    encoded: list[list[Encoded]] = [[] for _ in tokenizers]
+    encoded: list[list[Encoded]] = [[] for _ in readers]
     for document in documents:
         try:
-            beginning = bits.beginning(tokenizers[0], document, longest)
-            read = [bits.encode(tokenizer, beginning, config.data) for tokenizer in tokenizers]
+            beginning = bits.beginning(readers[0][0], document, longest)
+            read = [bits.encode(tokenizer, beginning, config.data) for tokenizer, _ in readers]
         except DataError:
             if config.data.bad_rows == "skip":
                 continue
             raise
-        if all(one.num_bytes and one.counted.any() for one in read):
+        if all(one.num_bytes and one.counted.any() and one.ids.max() < rows for one, (_, rows) in zip(read, readers)):
             kept.append(beginning)
             for ours, one in zip(encoded, read):
                 ours.append(one)

@@ -25,6 +25,7 @@ from distill_rl.config.facts import (
 from distill_rl.config.paths import described_by
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan, pad_id
+from distill_rl.data.batch.tokenization import KnownIds
 from distill_rl.data.joining import Joining
 from distill_rl.data.loader import Loader, validation_batches
 from distill_rl.data.mixture import Interleaved, Mixture
@@ -228,15 +229,20 @@ def open_rows(config: Config) -> RowInputs:
         for teacher, vocabulary in zip(teachers, shared)
     )
     own_ids = vocabulary_size(tokenizer)
-    by_token = [
-        min(vocabulary.size, readable_ids(other, _columns(teacher, other), stops=stops_of(teacher)))
-        for teacher, other, vocabulary, method in zip(teachers, others, shared, methods)
-        if vocabulary and method is None
-    ]
-    num_ids = min([readable_ids(tokenizer, _columns(config.student, tokenizer), stops=stops), *by_token])
-    limit = num_ids if num_ids < own_ids else None
+    known = [KnownIds(readable_ids(tokenizer, _columns(config.student, tokenizer), stops=stops), "the student")]
+    for teacher, other, vocabulary, method in zip(teachers, others, shared, methods):
+        if vocabulary and method is None:
+            rows, name = (
+                readable_ids(other, _columns(teacher, other), stops=stops_of(teacher)),
+                f"teacher {teacher.name}",
+            )
+            known.append(KnownIds(min(rows, vocabulary.size), name, by_tokenizer=rows >= vocabulary.size))
+    num_ids = min(each.count for each in known)
     plan = BatchPlan.from_config(
-        config, pad_id(tokenizer, num_ids), num_ids=limit, split=splits_documents(config, train.kind)
+        config,
+        pad_id(tokenizer, num_ids),
+        known_ids=[each for each in known if each.count < own_ids],
+        split=splits_documents(config, train.kind),
     )
     return RowInputs(config, train, validation, tokenizer, tuple(others), shared, methods, num_ids, plan)
 

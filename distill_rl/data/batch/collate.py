@@ -14,7 +14,7 @@ from distill_rl.config.derive import ring_plan
 from distill_rl.config.facts import row_width, running_teachers, teacher_length, teacher_rows, width_divisor
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.packing import deal_by_length, first_fit
-from distill_rl.data.batch.tokenization import Encoded
+from distill_rl.data.batch.tokenization import Encoded, KnownIds
 from distill_rl.types import IGNORE_INDEX, ChunkRows, PieceRef, RankBatch, TokenRows, TokenWeights
 
 
@@ -44,8 +44,8 @@ class BatchPlan:
     rows_per_sub_batch: int | None = None
     """Most rows that are processed at once, because their targets must fit into the teachers' rings: a batch with more
     is processed in several sub-batches. A multiple of `row_multiple`; None: all rows are one sub-batch."""
-    num_ids: int | None = None
-    """Ids from here on are not known to some teacher that reads the student's rows; None: all are."""
+    known_ids: tuple[KnownIds, ...] = ()
+    """Of the models that read the student's rows and do not know all ids in them."""
     teacher_lengths: tuple[int, ...] = ()
     """Most document tokens in a row of each teacher that has its own tokenizer; empty: `max_length` for all."""
     split: bool = False
@@ -56,14 +56,16 @@ class BatchPlan:
     """What divides the width of every row, because positions are divided over ranks (`facts.width_divisor`)."""
 
     @classmethod
-    def from_config(cls, config: Config, pad_id: int, *, num_ids: int | None = None, split: bool = False) -> BatchPlan:
+    def from_config(
+        cls, config: Config, pad_id: int, *, known_ids: Sequence[KnownIds] = (), split: bool = False
+    ) -> BatchPlan:
         """The plan for a run, with sub-batches if its targets do not all fit into the teachers' rings.
 
         `on_gpu` is False until `for_device` sets it.
 
         Args:
             pad_id: see `pad_id`.
-            num_ids, split: see the fields.
+            known_ids, split: see the fields.
         """
         teachers = running_teachers(config)
         return cls(
@@ -72,7 +74,7 @@ class BatchPlan:
             max_length=config.data.max_length,
             packing=config.data.packing,
             pad_id=pad_id,
-            num_ids=num_ids,
+            known_ids=tuple(known_ids),
             rows_per_sub_batch=ring_plan(config).rows_per_sub_batch,
             teacher_lengths=tuple(teacher_length(config, teacher) for teacher in teachers),
             split=split,
@@ -82,6 +84,11 @@ class BatchPlan:
     def for_device(self, *, on_gpu: bool) -> BatchPlan:
         """This plan for GPUs or for CPUs. The driver decides: an aligner cannot see what the cluster has."""
         return replace(self, on_gpu=on_gpu)
+
+    @property
+    def num_ids(self) -> int | None:
+        """Ids from here on are unknown to some model that reads the student's rows; None: all are known."""
+        return min((known.count for known in self.known_ids), default=None)
 
     def length_of(self, teacher: int) -> int:
         """Most document tokens in a row of a teacher that has its own tokenizer, by its index."""

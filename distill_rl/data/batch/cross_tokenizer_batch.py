@@ -40,7 +40,7 @@ from distill_rl.data.batch.document_aligner import AlignedDocuments, CrossTokeni
 from distill_rl.data.batch.naming import NONE_STORED, StoredTargets
 from distill_rl.data.batch.pieces import STUDENT, Extent, Piece, splitter_of
 from distill_rl.data.batch.row_shares import RowShares
-from distill_rl.data.batch.tokenization import Encoded, Tokenization
+from distill_rl.data.batch.tokenization import Encoded, Tokenization, unknown_token
 from distill_rl.types import (
     IGNORE_INDEX,
     AlignmentInfo,
@@ -104,7 +104,7 @@ class BatchBuilder:
 
         Raises:
             DataError: a document that the user has to fix; names its row.
-            ValueError: a document with a token that some teacher which reads the student's rows does not know.
+            ValueError: a document with a token that some model which reads the student's rows does not know.
         """
         if self.teachers:
             lengths = {i: self._plan.length_of(i) for i in self.teachers}
@@ -188,17 +188,14 @@ class BatchBuilder:
         return arrange([documents.encoded, *theirs.values()], capacities, self._plan, kinds)
 
     def _require_known_ids(self, documents: AlignedDocuments) -> None:
-        """Raises ValueError for a document with an id from `plan.num_ids` on, for which a teacher has no row."""
-        limit = self._plan.num_ids
-        if limit is None:
+        """Raises ValueError for a document with an id that some model which reads the student's rows does not know."""
+        known = self._plan.known_ids
+        if not known:
             return
         for row, pieces in zip(documents.rows, documents.by_document):
             ids = np.concatenate([documents.encoded[i].input_ids for i in pieces])
-            unknown = ids[ids >= limit]
-            if len(unknown):
-                token = self.tokenization.tokenizer.convert_ids_to_tokens(int(unknown[0]))
-                rule = f"has the token {token}, which a teacher that reads the student's tokens does not know"
-                raise ValueError(f"row {row} {rule}; set teachers[].loss=hybrid if your texts contain it")
+            if problem := unknown_token(f"row {row}", ids.tolist(), known, self.tokenization.tokenizer):
+                raise ValueError(str(problem))
 
 
 def _summary(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -56,6 +56,39 @@ class Encoded:
         return replace(
             self, input_ids=self.input_ids[:length], label_mask=self.label_mask[:length], truncated=truncated
         )
+
+
+@dataclass(frozen=True, slots=True)
+class KnownIds:
+    """The ids of a tokenizer that a model knows: 0 to `count` - 1."""
+
+    count: int
+    model: str
+    """The model in words, as in `the student`."""
+    by_tokenizer: bool = False
+    """Whether its own tokenizer has no more; otherwise its embedding table has no more rows."""
+
+    def __str__(self) -> str:
+        return f"the {self.count:,} {'token ids' if self.by_tokenizer else 'embedding rows'} of {self.model}"
+
+
+def unknown_token(what: str, ids: Iterable[int], known: Sequence[KnownIds], tokenizer: Any) -> DataError | None:
+    """The error for the first of a text's ids that some model does not know; None if all models know all ids.
+
+    Args:
+        what: the text, by the name that the user knows.
+    """
+    least = min(each.count for each in known)
+    first = next((id for id in ids if id >= least), None)
+    if first is None:
+        return None
+    lacking = [each for each in known if each.count <= first]
+    remedy = "give the model a row for it (resize_token_embeddings)"
+    if all(each.by_tokenizer for each in lacking):
+        remedy = "set teachers[].loss=hybrid"
+    rule = f"{' and '.join(map(str, lacking))} must include every token of the text"
+    value = f"{tokenizer.convert_ids_to_tokens(first)} (id {first})"
+    return DataError(what, rule, value, f"leave this token out, or {remedy}")
 
 
 class Tokenization:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from distill_rl.data.batch.chat import render
+from distill_rl.data.batch.tokenization import KnownIds, unknown_token
 from distill_rl.errors import ConfigError, DataError
 from distill_rl.evals.suites.base import Item
 from distill_rl.models.files.facts import folder_problems
@@ -36,8 +38,10 @@ class Encoder:
 
     def __init__(self, folder: Path):
         self.tokenizer: Any = read_tokenizer(folder)
-        self.positions = _positions(folder)
+        config = _text_config(folder)
+        self.positions: int | None = getattr(config, "max_position_embeddings", None)
         """Maximum tokens of prompt and answer together; None: unknown."""
+        self._known = KnownIds(config.vocab_size, f"model {folder}")
         self.stop_ids = _stop_ids(folder, self.tokenizer)
         names = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
         self.frame_ids = {*self.stop_ids, *(getattr(self.tokenizer, f"{name}_token_id", None) for name in names)}
@@ -48,7 +52,8 @@ class Encoder:
         tokenizers append. A chat is rendered with the start of the assistant's turn.
 
         Raises:
-            DataError: an empty prompt, or a chat that has no chat template or is rejected by it.
+            DataError: an empty prompt, one with a token for which the model has no embedding row, or a chat that has no
+                chat template or is rejected by it.
         """
         (ids,) = self._tokenize(item, [""])
         if not ids:
@@ -90,7 +95,7 @@ class Encoder:
         the end-of-text tokens that it appends are removed. Those that the text itself ends with stay.
 
         Raises:
-            DataError: as `_chat`.
+            DataError: as `_chat`, or a token for which the model has no embedding row.
         """
         chat = not isinstance(item.prompt, str)
         text = item.prefix + (self._chat(item) if chat else item.prompt)  # type: ignore[operator]
@@ -100,6 +105,8 @@ class Encoder:
         if not chat and any(self._num_ends(ids) for ids in rows):
             written = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
             rows = [ids[: len(ids) - self._num_ends(ids) + self._num_ends(own)] for ids, own in zip(rows, written)]
+        if problem := unknown_token(item.id, chain(*rows), [self._known], self.tokenizer):
+            raise problem
         return rows
 
     def _num_ends(self, ids: Sequence[int]) -> int:
@@ -146,8 +153,8 @@ def common_start(rows: Sequence[Sequence[int]]) -> Any:
     return commonprefix(rows)  # type: ignore[arg-type]  # noqa: RUF071 (of lists of ids, which it takes as well)
 
 
-def _positions(folder: Path) -> int | None:
-    """The model's maximum number of tokens, from its config.json; None if that names none.
+def _text_config(folder: Path) -> Any:
+    """What a model's config.json says of its language model.
 
     Raises:
         ConfigError: transformers cannot read config.json, or does not know the model.
@@ -159,7 +166,7 @@ def _positions(folder: Path) -> int | None:
     except Exception as error:  # each config field has its own validator and exception type
         rule = "config.json must describe a model that transformers knows without code of its own"
         raise ConfigError(f"model {folder}", rule, (str(error).splitlines() or [type(error).__name__])[0]) from error
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    return config.get_text_config()
 
 
 def _stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
@@ -169,6 +170,18 @@ def test_bad_rows_are_skipped_or_refused_as_in_the_training(folders, tmp_path, b
     assert len(found.models["teacher"].bits) == 4
     with pytest.raises(DataError):
         measured(folders, config_of(folders, tmp_path, rows))
+
+
+def test_texts_with_a_token_that_a_model_has_no_row_for_are_left_out_as_in_the_training(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("<image>", special=True, normalized=False)])
+    narrow, wide = (
+        write_tiny_model(tmp_path / f"{size}", tokenizer=tokenizer, vocab_size=size, seed=size) for size in (320, 328)
+    )
+    rows = [*corpus_rows(4), {"text": "lo <image> ka lo ka"}]
+    for pair, number in (((narrow, wide), 4), ((wide, narrow), 4), ((wide, wide), 5)):
+        found = measured(pair, config_of(pair, tmp_path, rows))
+        assert [len(model.bits) for model in found.models.values()] == [number] * 2
 
 
 def test_only_the_beginning_of_a_long_text_counts(folders, tmp_path):

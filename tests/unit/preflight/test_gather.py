@@ -7,14 +7,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 
+from distill_rl.commands.check import summary
 from distill_rl.config.load import load_config
+from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
+from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.models.files.hub import read_tokenizer, tokenizer_hash, tokenizer_of
 from distill_rl.preflight import gather, inspect, visible_gpus
 from distill_rl.preflight.job import open_rows
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
-from tests.helpers.zoo import write_model
+from tests.helpers.zoo import write_family, write_model
 
 
 def only(lines):
@@ -206,14 +209,54 @@ def test_added_tokens_beyond_the_table_are_allowed_and_rows_with_them_refused(pr
     assert [note for note in checked.notes if rule in note] == [
         f"{model} {rule} out as bad rows" for model in ("student", "teacher big")
     ]
-    rows = open_rows(load_config(material / "run.yaml", overrides))
-    assert (rows.num_ids, rows.plan.num_ids) == (320, 320)
+    table = ("the 320 embedding rows of {}", "give the model a row for it (resize_token_embeddings)")
+    student, teacher = (write_tiny_model(tmp_path / f"wide-{name}", vocab_size=328) for name in ("student", "teacher"))
+    shorter = write_tiny_model(tmp_path / "shorter", vocab_size=328)
+    tokenizer.save_pretrained(student)
+    tokenizer.save_pretrained(teacher)
+    for models, lacking, remedy in (
+        ((), " and ".join(table[0].format(name) for name in ("the student", "teacher big")), table[1]),
+        ((f"teachers.0.model={teacher}",), table[0].format("the student"), table[1]),
+        ((f"student.model={student}",), table[0].format("teacher big"), table[1]),
+        ((f"student.model={student}", f"teachers.0.model={shorter}"),
+         "the 320 token ids of teacher big", "set teachers[].loss=hybrid"),
+    ):  # fmt: skip
+        rows = open_rows(load_config(material / "run.yaml", [*overrides, *models]))
+        assert (rows.num_ids, rows.plan.num_ids) == (320, 320)
+        tokenization = Tokenization(rows.tokenizer, format="text", loss_on="all", max_length=64)
+        with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole line follows)
+            BatchBuilder(tokenization, rows.plan).align([{"row": 31, "text": "lo <image> ka"}])
+        assert str(refused.value) == (
+            f"row 31: {lacking} must include every token of the text; got <image> (id 320); leave this token out, or {remedy}"
+        )
 
     line = only(problems(*overrides, f"teachers.0.model={material}/foreign"))
     assert line.startswith("student.model: must have an embedding row for every token where texts are compared over ")
     tokenizer.eos_token = "<image>"
     tokenizer.save_pretrained(tmp_path / "student")
     assert any("fewer embedding rows (320) than its tokenizer has ids (321)" in line for line in problems(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("gpt2", {}), ("cohere", {"use_qk_norm": True})],
+    ids=["llama", "tied", "gpt2", "cohere-q-norm"],
+)
+def test_check_says_how_many_tensors_are_decayed(material, tmp_path, family, settings):
+    from transformers import AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
+
+    folder = write_family(tmp_path, family, vocab_size=320, **settings)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    kinds = (torch.nn.Linear, torch.nn.Embedding, Conv1D)
+    matrices = {module.weight for module in model.modules() if isinstance(module, kinds)}
+    count = f"{len(matrices)} of {len(list(model.parameters()))} tensors in the student's files"
+    overrides = [f"student.model={folder}", "optimizer.weight_decay=0.25"]
+    lines = {}
+    for lora in ("null", "{rank: 4}"):
+        checked = gather(material / "run.yaml", [*overrides, f"student.lora={lora}"])
+        lines[lora] = [line for line in summary(checked.config, checked.facts) if line.startswith("decayed")]
+    assert lines == {"null": [f"decayed    {count}, by 0.25; no norms, no biases"], "{rank: 4}": []}
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])

@@ -4,13 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from distill_rl.errors import ConfigError, DataError
+from distill_rl.evals.backends.base import Settings
 from distill_rl.evals.backends.encode import Encoder, common_start, model_folder
 from distill_rl.evals.backends.greedy import prompt_rows
+from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -102,6 +104,27 @@ def test_tokens_shared_by_all_choices_are_still_scored(encoder: Encoder) -> None
 def test_an_item_without_tokens_is_named(encoder: Encoder, item: Item, rule: str) -> None:
     with pytest.raises(DataError, match=rule):
         encoder.choices(item) if item.choices else encoder.encode(item)
+
+
+def test_a_token_without_an_embedding_row_is_named(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("<image>", special=True, normalized=False)])
+    backend = HfBackend(write_tiny_model(tmp_path, tokenizer=tokenizer, vocab_size=320), Settings(device="cpu"))
+    line = (
+        f"row: the 320 embedding rows of model {tmp_path} must include every token of the text; got <image> (id 320); "
+        "leave this token out, or give the model a row for it (resize_token_embeddings)"
+    )
+    for item in (
+        Item("row", "ka <image> lo", ""),
+        Item("row", "lo", "", prefix="ka <image>"),
+        Item("row", tuple(chat("ka <image>")), ""),
+        Item("row", "ka <image>", "A", choices=(" A", " B")),
+        Item("row", "ka", "A", choices=(" A", " <image>")),
+    ):
+        with pytest.raises(DataError) as refused:
+            list(backend.choose([item]) if item.choices else backend.generate([item], max_new_tokens=4))
+        assert str(refused.value) == line
+    assert next(backend.generate([Item("row", "ka lo", "")], max_new_tokens=4))[1].num_tokens > 0
 
 
 def test_a_chat_needs_a_chat_template(tmp_path: Path) -> None:
