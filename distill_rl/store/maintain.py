@@ -25,6 +25,7 @@ from distill_rl.store.manifest import (
 from distill_rl.store.shard import Shard
 from distill_rl.store.store import Store, shard_files
 from distill_rl.store.writer import StoreWriter
+from distill_rl.system.made_folder import replacing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -199,9 +200,9 @@ def export(folder: Path, out: Path) -> str:
     if out.exists():
         raise StoreError(f"{out}", "must be a new folder", "it exists", "choose another one with --out")
     try:
-        out.mkdir(parents=True)
-        for number, shard in enumerate(store.shards):
-            _write_parquet(store.manifest, shard, out / f"{number:05}.parquet")
+        with replacing(out) as new:
+            for number, shard in enumerate(store.shards):
+                _write_parquet(store.manifest, shard, new / f"{number:05}.parquet")
     except OSError as error:
         raise StoreError(
             f"{out}", "must be writable", first_line(error), "free some space or choose another folder"
@@ -216,16 +217,14 @@ def _write_parquet(manifest: Manifest, shard: Shard, path: Path) -> None:
     from pyarrow import parquet
 
     schema = None  # of the first piece: an empty list has no type of its own
-    temporary = path.with_name(f".{path.name}")
     with ExitStack() as opened:
         for start in range(0, len(shard), _ROW_GROUP):
             rows = [_parquet_row(manifest, shard, i) for i in range(start, min(start + _ROW_GROUP, len(shard)))]
             if schema is None:
                 schema = pa.schema({name: _parquet_type(value) for name, value in rows[0].items()})
-                writer = opened.enter_context(parquet.ParquetWriter(temporary, schema))
+                writer = opened.enter_context(parquet.ParquetWriter(path, schema))
             columns = {name: [_lists(row[name]) for row in rows] for name in schema.names}
             writer.write_table(pa.table(columns, schema))
-    temporary.replace(path)
 
 
 def _parquet_row(manifest: Manifest, shard: Shard, record: int) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import StoreError, first_line
 from distill_rl.system import ownership
-from distill_rl.system.files import sha256, write_json
+from distill_rl.system.files import sha256, write_atomic, write_json
 
 VERSION = 1
 FILE, TEACHER, SHARDS = "manifest.json", "teacher", "shards"
@@ -130,9 +129,7 @@ def describe_teacher(folder: Path, sources: list[Path]) -> dict[str, str]:
         for pattern in DESCRIPTION:
             for file in sorted(source.glob(pattern)):
                 if file.is_file() and not file.name.endswith(".index.json"):
-                    temporary = target / f".{file.name}"
-                    shutil.copyfile(file, temporary)
-                    temporary.replace(target / file.name)
+                    write_atomic(target / file.name, file.read_bytes())
     return {file.name: sha256(file) for file in sorted(target.iterdir()) if not file.name.startswith(".")}
 
 

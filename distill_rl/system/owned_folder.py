@@ -9,6 +9,7 @@ import fcntl
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -51,21 +52,27 @@ class OwnedFolder:
         os.close(self._lock)
 
 
-def remove_abandoned(root: Path, pattern: str) -> list[Path]:
+def remove_abandoned(
+    root: Path, pattern: str, before: Callable[[Path], object] = lambda path: None
+) -> list[Path]:
     """Removes the folders of this user whose owners are dead, with their contents, and returns their paths.
 
     Folders whose owner cannot be determined are left alone. Nothing is raised for them.
 
     Args:
         pattern: glob in `root` that matches only folders made by `OwnedFolder`.
+        before: called with each folder before it is removed; if it raises OSError, the folder stays.
     """
     removed = []
     for path in root.glob(pattern):
         with suppress(OSError):
             lock = claim(path) if path.lstat().st_uid == os.getuid() and not path.is_symlink() else None
             if lock is not None:
-                shutil.rmtree(path, ignore_errors=True)
-                os.close(lock)
+                try:
+                    before(path)
+                    shutil.rmtree(path, ignore_errors=True)
+                finally:
+                    os.close(lock)
                 removed.append(path)
     return removed
 

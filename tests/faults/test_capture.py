@@ -362,7 +362,7 @@ def test_stores_made_at_the_same_time_are_made_once(material, calm_short, tmp_pa
     """Of two kinds of targets one is refused. What a killed capture left half-written is removed."""
     store, manifest = tmp_path / "store", read_manifest(calm_short.store)
     store.mkdir()
-    (store / ".manifest.json.0").write_text("{")
+    (store / ".manifest.json.0123abcd").write_text("{")
 
     def make(i: int) -> str:
         try:
