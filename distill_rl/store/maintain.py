@@ -23,7 +23,7 @@ from distill_rl.store.manifest import (
     write_manifest,
 )
 from distill_rl.store.shard import Shard
-from distill_rl.store.store import Store, shard_files
+from distill_rl.store.store import Store, require_own, shard_files, unmarked
 from distill_rl.store.writer import StoreWriter
 from distill_rl.system.made_folder import replacing
 
@@ -61,6 +61,8 @@ def info(folder: Path) -> Iterator[str]:
     whole = sum(int((shard.whole & (shard.first == 0)).sum()) for shard in store.shards)
     twice = len(store) - pieces
     yield f"documents  {documents:,} in {len(store):,} pieces, {whole:,} of them whole documents"
+    if note := unmarked(store.shards):
+        yield f"note       {note}"
     if twice:
         yield f"twice      {twice:,} pieces; `distill-rl store merge` leaves them out"
     sizes: dict[str, int] = {}
@@ -118,7 +120,7 @@ def verify(folder: Path) -> tuple[str, list[str]]:
     """Reads every byte of a store.
 
     Returns:
-        A line on what was read, and a line for everything that is damaged: file, place, remedy.
+        A line on what was read, and a line for everything that is damaged or of another store: file, place, remedy.
 
     Raises:
         StoreError: no store, or its manifest is damaged.
@@ -127,10 +129,11 @@ def verify(folder: Path) -> tuple[str, list[str]]:
 
     manifest = read_manifest(folder)
     problems, records, tokens = [*description_problems(folder, manifest)], 0, 0
-    files = shard_files(folder)
+    files, shards = shard_files(folder), []
     for path in files:
         try:
             shard = Shard(path)
+            require_own(manifest, [shard])
         except StoreError as error:
             problems += error.problems
             continue
@@ -138,8 +141,11 @@ def verify(folder: Path) -> tuple[str, list[str]]:
         problems += damaged
         if not damaged:
             problems += _undecodable(manifest, shard)
+        shards.append(shard)
         records, tokens = records + len(shard), tokens + shard.num_tokens
-    return f"verified   {len(files):,} files, {records:,} pieces, {tokens:,} tokens: every checksum matches", problems
+    summary = f"verified   {len(files):,} files, {records:,} pieces, {tokens:,} tokens: every checksum matches"
+    note = unmarked(shards)
+    return (f"{summary}, but {note}" if note else summary), problems
 
 
 def _undecodable(manifest: Manifest, shard: Shard) -> Iterator[str]:
@@ -185,7 +191,8 @@ def merge(folders: Sequence[Path], out: Path) -> str:
                 writer.add_encoded(piece, tokens, shard.targets(i))
                 copied += 1
     writer.flush()
-    return f"merged     {copied:,} pieces into {out}; {skipped:,} were there already"
+    note = unmarked([shard for store in stores for shard in store.shards])
+    return f"merged     {copied:,} pieces into {out}; {skipped:,} were there already" + (f"; {note}" if note else "")
 
 
 def export(folder: Path, out: Path) -> str:

@@ -151,7 +151,7 @@ class StoreWriter:
             record if done else replace(record, targets=encoded(manifest, record.tokens, record.targets))
             for record, done in zip(draft.records, draft.encoded)
         ]
-        content = serialize(records)
+        content = serialize(records, manifest.identity)
         path = self.store.folder / SHARDS / f"{time.time_ns():016x}-{secrets.token_hex(4)}{SUFFIX}"
         _write(path, content, f"{process_home()}-{os.getpid()}")
         return path, len(content)

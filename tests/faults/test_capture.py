@@ -21,9 +21,10 @@ import pytest
 
 from distill_rl.errors import StoreError
 from distill_rl.preflight.stores.make import make_store
-from distill_rl.store.manifest import read_manifest
-from distill_rl.store.shard import Shard
-from distill_rl.store.writer import process_home
+from distill_rl.store.manifest import read_manifest, write_manifest
+from distill_rl.store.shard import Record, Shard, serialize
+from distill_rl.store.store import Store
+from distill_rl.store.writer import StoreWriter, process_home
 from distill_rl.system.files import size_of
 from tests.cli.conftest import Material
 from tests.faults.conftest import Disturbed, assert_same_student
@@ -422,6 +423,76 @@ def _damage(store: Path, part: str) -> Path:
     }.get(part, (shard, opened._place(place or "ids")[0]))
     _flip(file, byte)
     return file
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"weights": "f" * 64}, "the teacher's weights "),
+        ({"tokenizer": "f" * 64}, "the teacher's tokenizer "),
+        ({"temperature": 2.0}, "loss.temperature 1.0 here, 2.0 there"),
+        ({"entries": 8}, "entries per token (loss.top_k or loss.draws) 16 here, 8 there"),
+        ({"format": "compact"}, "capture.format exact here, compact there"),
+    ],
+    ids=["teacher", "tokenizer", "temperature", "k", "format"],
+)
+def test_files_of_another_store_are_refused_by_name(material, calm_short, tmp_path, changes, words):
+    """Their checksums are right."""
+    store, other = shutil.copytree(calm_short.store, tmp_path / "store"), tmp_path / "other"
+    shutil.copytree(store / "teacher", other / "teacher")
+    write_manifest(other, replace(read_manifest(store), **changes))
+    writer = StoreWriter(Store(other), write_every_s=0)
+    (shard,) = Store(store).shards
+    for i in range(4):
+        writer.add(shard.piece(i), shard.tokens(i), shard.targets(i))
+    writer.flush()
+    (file,) = (other / "shards").iterdir()
+    assert distill_rl("store", "verify", other).code == 0
+    foreign = shutil.copy(file, store / "shards")
+    config = material.config(tmp_path)
+    for command in (
+        ("train", "-c", config, from_store(store)),
+        ("train", "-c", config, f"teachers.0.cache={store}"),
+        ("capture", "-c", config, "--out", store),
+        ("store", "info", store),
+        ("store", "verify", store),
+        ("store", "merge", store, calm_short.store, "--out", tmp_path / "merged"),
+        ("store", "export", store, "--out", tmp_path / "parquet"),
+    ):
+        ended = distill_rl(*command)
+        assert ended.code == 2, (command, ended.err)
+        line = the_error(ended)
+        assert foreign in line
+        assert words in line
+        assert "must hold the targets that the manifest.json of its store describes" in line
+        assert "move it to the store that it is of" in line
+    assert not (tmp_path / "merged").exists()
+    Path(foreign).unlink()
+    assert distill_rl("store", "verify", store).code == 0
+
+
+def test_files_of_earlier_versions_open_with_a_note_and_merge_names_their_store(material, calm_short, tmp_path):
+    """They do not say which store they are of."""
+    store = shutil.copytree(calm_short.store, tmp_path / "store")
+    (shard,) = Store(store).shards
+    all_of_it = [Record(shard.piece(i), shard.tokens(i), shard.targets(i)) for i in range(len(shard))]
+    shard.path.unlink()
+    shard.path.write_bytes(serialize(all_of_it))
+    note = "1 file does not say whose targets they are, as an earlier version wrote them"
+    config = material.config(tmp_path)
+    for command in (
+        ("check", "-c", config, from_store(store)),
+        ("check", "-c", config, f"teachers.0.cache={store}"),
+        ("store", "info", store),
+        ("store", "verify", store),
+        ("store", "merge", store, "--out", tmp_path / "merged"),
+    ):
+        ended = distill_rl(*command)
+        assert ended.code == 0, ended.err
+        assert note in ended.out, command
+    assert calm_short.equals(store)
+    assert calm_short.equals(tmp_path / "merged")
+    assert note not in distill_rl("store", "verify", tmp_path / "merged").out
 
 
 @pytest.mark.parametrize("part", ["record", "index", "header", "manifest", "teacher"])
