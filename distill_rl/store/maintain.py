@@ -189,6 +189,7 @@ def merge(folders: Sequence[Path], out: Path) -> str:
                     skipped += 1
                     continue
                 writer.add_encoded(piece, tokens, shard.targets(i))
+                writer.flush_if_due()
                 copied += 1
     writer.flush()
     note = unmarked([shard for store in stores for shard in store.shards])

@@ -52,9 +52,7 @@ class OwnedFolder:
         os.close(self._lock)
 
 
-def remove_abandoned(
-    root: Path, pattern: str, before: Callable[[Path], object] = lambda path: None
-) -> list[Path]:
+def remove_abandoned(root: Path, pattern: str, before: Callable[[Path], object] = lambda path: None) -> list[Path]:
     """Removes the folders of this user whose owners are dead, with their contents, and returns their paths.
 
     Folders whose owner cannot be determined are left alone. Nothing is raised for them.

@@ -208,6 +208,7 @@ def test_a_killed_teacher_is_replaced_and_nothing_is_missing(command, long, calm
         run.wait_for_output("again     all documents")
         assert run.end() == 0, run.text
         assert run.text.count("again     all documents") == 1
+        assert _stored(run.text) == num_tokens(tmp_path / "store"), "what was computed twice is stored once"
         assert "Traceback" not in run.text
     assert_clean(tmp_path / "store")
     assert calm.equals(tmp_path / "store")

@@ -191,7 +191,9 @@ def _open_converted(path: Path, layout: Layout, access: Access) -> Rows:
             if not pq.read_metadata(partial).num_rows:
                 raise _empty(path)
         cache.say(f"converted  {path}: {size_text(target.stat().st_size)}")
-    return GroupRows(SameFile(target, watched=False), pq.read_metadata(target), names, (), access.store, stored_row, _GROUP_BYTES)
+    return GroupRows(
+        SameFile(target, watched=False), pq.read_metadata(target), names, (), access.store, stored_row, _GROUP_BYTES
+    )
 
 
 def _is_complete(target: Path) -> bool:

@@ -53,9 +53,7 @@ def test_only_drafts_of_the_file_itself_are_removed(tmp_path, name):
 def test_appended_lines_are_on_the_disk_and_end_a_half_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n{"b"')
-    program = (
-        f"from pathlib import Path; from distill_rl.system.files import append_json_lines as a; a(Path({str(path)!r}), [{{'c': 3}}])"
-    )
+    program = f"from pathlib import Path; from distill_rl.system.files import append_json_lines as a; a(Path({str(path)!r}), [{{'c': 3}}])"
     ended = Killer(tmp_path, paths="/rows.jsonl").run(["-c", program])
     assert ended.calls == [f"fsync {path} "]
     append_json_lines(path, [])
