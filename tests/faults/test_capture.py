@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import random
 import re
@@ -53,12 +55,15 @@ from tests.helpers.command import (
     told,
     until,
 )
-from tests.helpers.corpus import write_corpus
+from tests.helpers.corpus import corpus_rows, write_corpus
 from tests.helpers.models import write_tiny_model
+from tests.helpers.tokenizers import tiny_tokenizer
 
 pytestmark = pytest.mark.cli
 
 KILLS, MOST_SHARDS = 20, 4
+ALL = (*WHOLE, "data.validation.fraction=0")
+"""The same, with none of them held out, so that batches hold all of them."""
 OFTEN, SELDOM = "capture.write_every_s=0.01", "capture.write_every_s=1000"
 DEADLINE_S = 240
 
@@ -265,6 +270,74 @@ def test_sigterm_writes_what_was_computed_and_exits_85(command, long, calm, tmp_
 def _stored(text: str) -> int:
     """The tokens that a capture says it has computed."""
     return int(re.search(r"^stored +([\d,]+) tokens", text, re.MULTILINE)[1].replace(",", ""))
+
+
+def _already(text: str) -> int:
+    """The tokens that a capture says the store had."""
+    return int(re.search(r"; ([\d,]+) tokens were already stored$", text, re.MULTILINE)[1].replace(",", ""))
+
+
+@pytest.fixture
+def more(material: Material, tmp_path: Path) -> str:
+    """The setting of data with a quarter more documents, among those of the others, which come in another order."""
+    rows = corpus_rows(80, seed=5)
+    for i, row in enumerate(corpus_rows(20, seed=55)):
+        rows.insert(5 * i, {"text": f"new {row['text']}"})
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::-1]))
+    return f"data.path={tmp_path}/more.jsonl"
+
+
+@pytest.fixture(scope="module")
+def stored_80(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of all 80 documents of the material."""
+    return _calm(material, tmp_path_factory, *ALL).store
+
+
+def test_of_documents_that_are_added_to_a_store_only_these_are_computed(command, stored_80, more, tmp_path):
+    """In batches of another size, packed rows of which hold old and new documents. What is counted is what is there."""
+    store = shutil.copytree(stored_80, tmp_path / "store")
+    before, kept = num_tokens(store), contents(store)
+    ended = distill_rl(*command(more, *ALL, "train.global_batch_size=20"))
+    assert ended.code == 0, ended.err
+    assert_clean(store)
+    assert len({name for name, *_ in contents(store)}) == 100
+    assert kept.items() <= contents(store).items()
+    assert (_stored(ended.out), _already(ended.out)) == (num_tokens(store) - before, before)
+
+
+def test_a_capture_that_was_killed_counts_the_pieces_that_are_there(command, stored_80, more, tmp_path):
+    """Of every fifth piece: in most rows some are stored, and in some none."""
+    store = tmp_path / "store"
+    shutil.copytree(stored_80 / "teacher", store / "teacher")
+    write_manifest(store, read_manifest(stored_80))
+    writer = StoreWriter(Store(store), write_every_s=math.inf)
+    for shard in Store(stored_80).shards:
+        for i in range(0, len(shard), 5):
+            writer.add(shard.piece(i), shard.tokens(i), shard.targets(i))
+    writer.flush()
+    before = num_tokens(store)
+    ended = distill_rl(*command(more, *ALL, "train.global_batch_size=10"))
+    assert ended.code == 0, ended.err
+    assert len({name for name, *_ in contents(store)}) == 100
+    assert (_stored(ended.out), _already(ended.out)) == (num_tokens(store) - before, before)
+
+
+@pytest.mark.parametrize("way", ["cache", "missing"])
+def test_a_run_in_another_order_computes_only_what_is_new(material, stored_80, more, tmp_path, way):
+    """Of one step with all documents, whose metrics say which share of the tokens was read."""
+    store, config = shutil.copytree(stored_80, tmp_path / "store"), material.config(tmp_path)
+    teacher = f"model: {material.root}/teacher, dtype: fp32"
+    teacher += f", cache: {store}" if way == "cache" else f", backend: store, store: {store}, missing: live"
+    before = num_tokens(store)
+    settings = (f"teachers=[{{name: big, {teacher}}}]", more, *ALL, "run.seed=9", "train.global_batch_size=100")
+    ended = distill_rl("train", "-c", config, *settings)
+    assert ended.code == 0, ended.err
+    tokenizer = tiny_tokenizer()
+    texts = [json.loads(line)["text"] for line in (tmp_path / "more.jsonl").read_text().splitlines()]
+    tokens = sum(len(tokenizer(text)["input_ids"]) + 1 for text in texts)  # and eos
+    ((_, share),) = series(tmp_path / "runs" / "tiny", "store/read")
+    assert share == pytest.approx(before / tokens, rel=1e-12)
+    assert num_tokens(store) == (tokens if way == "cache" else before)
 
 
 FULL_DISK = """\
