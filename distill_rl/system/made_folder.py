@@ -113,10 +113,16 @@ def restore(target: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what killed processes left in a folder of replacing its files and folders, and completes what they did."""
-    for name in {match[1] for path in folder.glob(".*") if (match := DRAFT.fullmatch(path.name))}:
-        remove_drafts(folder / name)
-        restore(folder / name)
+    """Removes what killed processes left in a folder of replacing its files, folders and links, and puts back what is missing.
+
+    No other process may point a link in it elsewhere meanwhile.
+    """
+    for path in sorted(folder.glob(".*")):
+        if match := DRAFT.fullmatch(path.name):
+            if path.is_symlink():
+                path.unlink()
+            remove_drafts(folder / match[1])
+            restore(folder / match[1])
 
 
 def point_at(link: Path, name: str) -> None:
@@ -126,8 +132,7 @@ def point_at(link: Path, name: str) -> None:
     """
     if link.is_dir() and not link.is_symlink():
         link.rename(link.with_name(f"copied-{link.name}-{secrets.token_hex(2)}"))
-    fresh = link.with_name(f"{PARTIAL}{link.name}-{os.getpid()}")
-    fresh.unlink(missing_ok=True)
+    fresh = link.with_name(f".{link.name}.{secrets.token_hex(4)}")
     fresh.symlink_to(name)
     fresh.replace(link)
     sync(link.parent)

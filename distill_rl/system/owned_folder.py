@@ -5,6 +5,7 @@ A killed process cannot remove its folder. The next process that makes one remov
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -79,7 +80,7 @@ def claim(folder: Path) -> int | None:
     """Locks a folder and returns the descriptor of its lock file, which the caller must close to give it up.
 
     Creates the lock file if necessary. Returns None, without waiting, if another process holds the lock or has removed
-    the folder.
+    the folder. On a file system without locks nobody holds any.
 
     Raises:
         OSError: it cannot be determined who owns the folder, for example because no descriptor is free.
@@ -88,7 +89,11 @@ def claim(folder: Path) -> int | None:
     with suppress(FileNotFoundError, BlockingIOError), ExitStack() as undo:
         lock = os.open(owner, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         undo.callback(os.close, lock)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
         if owner.stat().st_ino == os.fstat(lock).st_ino:
             undo.pop_all()
             return lock

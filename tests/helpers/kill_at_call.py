@@ -16,6 +16,8 @@ from tests.helpers.command import environment
 
 NO_EXCHANGE = "renameat2"
 """Refused as on a file system that cannot exchange two folders."""
+NO_LOCKS = "renameat2 flock"
+"""Refused as on one that has no locks either."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -33,11 +35,12 @@ class Killer:
 
     Args:
         folder: for the library, its log, and the folders of `every_kill`.
-        refuse: name of a function that always fails.
+        refuse: names of functions that always fail.
         paths: a text that the paths of the counted calls contain; the default is in all of `every_kill`.
+        only: names of the functions whose calls are counted; empty: of all.
     """
 
-    def __init__(self, folder: Path, refuse: str | None = None, paths: str = "/at-"):
+    def __init__(self, folder: Path, refuse: str | None = None, paths: str = "/at-", only: str = ""):
         compiler = shutil.which("cc")
         if compiler is None:
             pytest.skip("there is no cc")
@@ -47,6 +50,7 @@ class Killer:
             source = Path(__file__).with_suffix(".c")
             subprocess.run([compiler, "-shared", "-fPIC", "-o", self._library, source, "-ldl"], check=True)
         self._variables = {"KILL_AT_PATHS": paths} | ({} if refuse is None else {"KILL_AT_REFUSE": refuse})
+        self._variables |= {"KILL_AT_ONLY": only} if only else {}
 
     def run(self, arguments: Sequence[str | Path], kill_at: int | None = None) -> Ended:
         """Runs `python ARGUMENTS` to its end, or until its call number `kill_at`, and then proves from the log that it was that."""

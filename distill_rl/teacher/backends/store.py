@@ -182,8 +182,8 @@ class StoredTeacher:
             if micro_batch.is_missing:
                 self._compute(micro_batch, batch.index)
             self.use.read += _num_tokens(micro_batch.stored)
-        for _ in self._compute_apart(divided, batch):
-            pass
+        for micro_batch in self._packed(divided, batch)[0]:
+            self._compute(micro_batch, batch.index)
         if self.writer is not None:
             self.writer.flush_if_due()
 
@@ -298,14 +298,11 @@ class StoredTeacher:
             self.writer.flush_if_due()
         return tensors
 
-    def _compute_apart(self, divided: Sequence[MicroBatch], batch: RankBatch) -> Iterator[dict[str, Tensor]]:
-        """Computes the missing pieces of micro-batches of which others are stored, when the first one is asked for.
-
-        Yields their targets in order, [piece.length, …] on the host; nothing of them on a rank without any. Collective.
-        """
+    def _packed(self, divided: Sequence[MicroBatch], batch: RankBatch) -> tuple[list[MicroBatch], list[int]]:
+        """Micro-batches of the pieces that are missing beside others that are stored, and the place of each among all of them."""
         parts = [part for micro_batch in divided if micro_batch.stored for part in micro_batch.missing]
         if not parts:
-            return
+            return [], []
         encoded = [Encoded(part.tokens, np.ones(len(part.tokens), dtype=bool)) for part in parts]
         width, rows = batch.rows.shape[1], BatchSharding(1, self.micro_batch_size)
         on_gpu, divisor = self.world.device.type == "cuda", width_divisor(self.config)
@@ -314,15 +311,23 @@ class StoredTeacher:
             row for row in arrange([encoded], [width], plan) if row
         ]  # others would only fill the last micro-batch
         pieces = tuple(tuple(parts[i].piece for i in row) for row in members)
-        packed = RankBatch(batch.index, 0, lay_out(encoded, plan, members), 0, pieces=pieces)
-        order = iter([i for row in members for i in row])
-        found: list[dict[str, Tensor]] = [{} for _ in parts]
-        for micro_batch in self._micro_batches(packed):
+        packed = [*self._micro_batches(RankBatch(batch.index, 0, lay_out(encoded, plan, members), 0, pieces=pieces))]
+        for micro_batch in packed:
             micro_batch.stored, micro_batch.missing = [], micro_batch.stored
-            tensors = self._compute(micro_batch, batch.index)
-            on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
+        return packed, [i for row in members for i in row]
+
+    def _compute_apart(self, divided: Sequence[MicroBatch], batch: RankBatch) -> Iterator[dict[str, Tensor]]:
+        """Computes the pieces that are missing beside others that are stored, when the first one is asked for.
+
+        Yields their targets in order, [piece.length, …] on the host; nothing of them on a rank that has none. Collective.
+        """
+        packed, order = self._packed(divided, batch)
+        found: list[dict[str, Tensor]] = [{} for _ in order]
+        place = iter(order)
+        for micro_batch in packed:
+            tensors = {name: tensor.cpu() for name, tensor in self._compute(micro_batch, batch.index).items()}
             for part in micro_batch.missing:
-                found[next(order)] = {name: tensor[part.place].clone() for name, tensor in on_host.items()}
+                found[next(place)] = {name: tensor[part.place].clone() for name, tensor in tensors.items()}
         yield from found
 
     def _require_numbers(self, part: PieceInRows, targets: Mapping[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.system.made_folder import made_once, point_at, put_in_place, remove_leftovers, replacing, restore
-from tests.helpers.kill_at_call import NO_EXCHANGE, Killer
+from tests.helpers.kill_at_call import NO_EXCHANGE, NO_LOCKS, Killer
 
 
 def write(text: str):
@@ -109,7 +109,7 @@ def old_target(place: Path, program: str = REPLACE) -> list[str | Path]:
     return ["-c", program, place / "out"]
 
 
-@pytest.mark.parametrize("refuse", [None, NO_EXCHANGE])
+@pytest.mark.parametrize("refuse", [None, NO_EXCHANGE, NO_LOCKS])
 def test_a_kill_at_any_call_leaves_the_old_or_the_new_folder(tmp_path, refuse):
     killer, found = Killer(tmp_path, refuse), []
     for place, killed in killer.every_kill(old_target):
