@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections import Counter, defaultdict
@@ -24,7 +23,7 @@ from distill_rl.models.lora.adapters import Adapter, gather, injected_in
 from distill_rl.models.parallelize import reshard, tie_again
 from distill_rl.models.weights import WeightFiles, tensors_in_files
 from distill_rl.parallel.shards import gather_to_first
-from distill_rl.system.files import sync, sync_tree
+from distill_rl.system.made_folder import replacing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -78,26 +77,20 @@ def export_model(
     if state is None:
         return
     out_dir = Path(out_dir)
-    unfinished = out_dir.with_name(f".{out_dir.name}.tmp-{os.getpid()}")
     try:
-        for left_over in out_dir.parent.glob(f".{out_dir.name}.tmp-*"):
-            shutil.rmtree(left_over)
-        unfinished.mkdir(parents=True)
-        _write_weights(state, unfinished, max_file_bytes)
-        _write_config(folder, unfinished, state)
-        if (folder / "generation_config.json").is_file():
-            shutil.copyfile(folder / "generation_config.json", unfinished / "generation_config.json")
-        tokenizer.save_pretrained(unfinished)
-        if adapter is not None:
-            place = unfinished / adapter_folder.FOLDER
-            adapter_folder.write_adapter(adapter, place, base=str(source), revision=revision)
-        if card is not None:
-            (unfinished / "README.md").write_text(card, encoding="utf-8")
-        _commit(unfinished, out_dir)
+        with replacing(out_dir) as unfinished:
+            _write_config(folder, unfinished, state)
+            _write_weights(state, unfinished, max_file_bytes)
+            if (folder / "generation_config.json").is_file():
+                shutil.copyfile(folder / "generation_config.json", unfinished / "generation_config.json")
+            tokenizer.save_pretrained(unfinished)
+            if adapter is not None:
+                place = unfinished / adapter_folder.FOLDER
+                adapter_folder.write_adapter(adapter, place, base=str(source), revision=revision)
+            if card is not None:
+                (unfinished / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:
         raise ExportError(f"export to {out_dir}", "must be writable, with room for the model", str(error)) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _gather(model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | None) -> dict[str, Tensor] | None:
@@ -171,7 +164,10 @@ def _stays_fp32(model: PreTrainedModel, name: str) -> bool:
 
 
 def _write_weights(state: dict[str, Tensor], folder: Path, max_file_bytes: int) -> None:
-    """Writes the state dict as safetensors of at most `max_file_bytes` each, with an index file if there are several."""
+    """Writes the state dict as safetensors of at most `max_file_bytes` each, with an index file if there are several.
+
+    Their mode is that of the config.json, which is there: safetensors lets only the owner read what it writes.
+    """
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
@@ -180,6 +176,7 @@ def _write_weights(state: dict[str, Tensor], folder: Path, max_file_bytes: int) 
     )
     for file_name, names in split.filename_to_tensors.items():
         save_file({name: state[name] for name in names}, folder / file_name, metadata={"format": "pt"})
+        shutil.copymode(folder / "config.json", folder / file_name)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -206,14 +203,3 @@ def _common_dtype(state: dict[str, Tensor]) -> torch.dtype:
     for tensor in state.values():
         sizes[tensor.dtype] += tensor.nbytes
     return sizes.most_common(1)[0][0]
-
-
-def _commit(unfinished: Path, out_dir: Path) -> None:
-    """Flushes every file to disk, then gives the folder its final name; a folder that has it already is replaced."""
-    sync_tree(unfinished)
-    replaced = unfinished.with_name(f".{out_dir.name}.tmp-old-{os.getpid()}")
-    if out_dir.exists():
-        out_dir.rename(replaced)
-    unfinished.rename(out_dir)
-    sync(out_dir.parent)
-    shutil.rmtree(replaced, ignore_errors=True)

@@ -150,7 +150,7 @@ def inspect(
     problems += vocabulary_problems(config, student, teachers)
     problems += stored_ids_problems(student, teachers)
     problems += projection_problems(config, student, teachers)
-    problems += cache_problems(config, teachers, on_gpu=visible_gpus() > 0, captures=not trains)
+    problems += cache_problems(config, teachers, findings, on_gpu=visible_gpus() > 0, captures=not trains)
     facts = data_facts(config, student, teachers, findings, Cache(write=download, say=say))
     facts = replace(
         facts,

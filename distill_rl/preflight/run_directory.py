@@ -15,6 +15,8 @@ from distill_rl.config.save import save_config
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, problem
 from distill_rl.system import ownership
+from distill_rl.system.files import DRAFT
+from distill_rl.system.made_folder import point_at, remove_leftovers
 from distill_rl.types import QUEUE, RunPaths
 
 _LOCK = ".lock"
@@ -81,7 +83,7 @@ def in_use(root: Path) -> bool:
 
     It does not if a start left it that never finished a step, because it was refused, stopped or killed: there is then
     no record in metrics.jsonl, no checkpoint, no evaluation, and no file that a run does not write before its first
-    step.
+    step. What a killed process left of replacing a file or folder does not count.
     """
     if not root.is_dir():
         return False
@@ -95,7 +97,7 @@ def in_use(root: Path) -> bool:
 
 
 def _is_empty(entry: Path) -> bool:
-    return not any(entry.iterdir()) if entry.is_dir() else entry.lstat().st_size == 0
+    return not _entries(entry) if entry.is_dir() else entry.lstat().st_size == 0
 
 
 def _occupied(root: Path) -> ConfigError:
@@ -107,8 +109,9 @@ def _occupied(root: Path) -> ConfigError:
 def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
     """Creates the run directory, closes it to other users' writes, and locks it until the block ends.
 
-    With `clean`, its contents are deleted first. Creates the folder of logs of this attempt, to which `logs/latest` is
-    set, and writes config.yaml unless there is one. Yields the paths with the number of the attempt.
+    With `clean`, its contents are deleted first; otherwise what killed processes left of replacing files and folders.
+    Creates the folder of logs of this attempt, to which `logs/latest` is set, and writes config.yaml unless there is
+    one. Yields the paths with the number of the attempt.
 
     After a start that never finished a step (`in_use`), its logs are kept, and its list of bad rows is moved to them.
 
@@ -137,14 +140,17 @@ def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        for entry in _entries(paths.root) if clean else ():
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        for folder in (paths.root, paths.root / "logs", paths.evals):
+            remove_leftovers(folder)
+        for entry in paths.root.iterdir() if clean else ():
+            if entry.name != _LOCK:
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         paths = replace(paths, attempt=_attempt(paths.root / "logs"))
         paths.logs.mkdir(parents=True, exist_ok=True)
         paths.queue.unlink(missing_ok=True)  # of a start that was killed in the queue
         if paths.bad_rows.exists() and not in_use(paths.root):
             paths.bad_rows.replace(paths.logs / f"earlier_{paths.bad_rows.name}")
-        _point_latest_at(paths.logs)
+        point_at(paths.logs.with_name("latest"), paths.logs.name)
         if not paths.config.exists():
             record_config(config, paths)
         yield paths
@@ -173,14 +179,6 @@ def _attempt(logs: Path) -> int:
     return max((int(match[1]) for match in matches if match), default=0) + 1
 
 
-def _point_latest_at(folder: Path) -> None:
-    """Makes `latest`, beside the folder, a relative link to it; an earlier link is replaced atomically."""
-    link = folder.with_name(f".latest.{os.getpid()}")
-    link.unlink(missing_ok=True)
-    link.symlink_to(folder.name)
-    link.replace(folder.with_name("latest"))
-
-
 def _link_to_outside(root: Path) -> Path | None:
     """The first link found that leads out of the run directory; None if there is none.
 
@@ -198,8 +196,8 @@ def _link_to_outside(root: Path) -> Path | None:
 
 
 def _entries(root: Path) -> list[Path]:
-    """The paths of what is in the run directory, without the lock file; the directory must exist."""
-    return [entry for entry in root.iterdir() if entry.name != _LOCK]
+    """The paths of what is in the run directory, without the lock file and drafts; the directory must exist."""
+    return [entry for entry in root.iterdir() if entry.name != _LOCK and not DRAFT.fullmatch(entry.name)]
 
 
 def _writable(root: Path) -> bool:

@@ -27,7 +27,7 @@ class Progress:
     computed: int = 0
     """Tokens whose targets were computed."""
     found: int = 0
-    """Tokens that the stores had already."""
+    """Tokens that the stores had already when they were looked up."""
     busy_s: float = 0.0
     """Seconds that the teachers' calls took, their replicas' added."""
     began: float = 0.0
@@ -57,6 +57,8 @@ def capture(job: Job, signals: Signals) -> int:
         restarts = 0
         stopped = _go_through(job, actors, signals, progress)
         written = actors.teachers.finish()
+        # What is computed once more is among what was computed the first time.
+        stored, found = progress.computed, progress.found
         while not stopped and actors.teachers.restarts > restarts:
             restarts = actors.teachers.restarts
             say("again     all documents are scanned once more: a teacher that died may not have written everything")
@@ -67,9 +69,7 @@ def capture(job: Job, signals: Signals) -> int:
     share = 100 * progress.busy_s / max(seconds * dp, 1e-9)
     rate = progress.computed / max(seconds, 1e-9)
     say(f"rate      {rate:,.0f} tokens/s; the teachers computed {min(share, 100):.0f} % of the time")
-    say(
-        f"stored    {progress.computed:,} tokens, {written / 2**20:,.1f} MiB; {progress.found:,} tokens were already stored"
-    )
+    say(f"stored    {stored:,} tokens, {written / 2**20:,.1f} MiB; {found:,} tokens were already stored")
     if stopped:
         say("stopped   what was computed is stored; run the same command again to continue")
         return EXIT_PREEMPTED

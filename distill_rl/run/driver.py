@@ -337,7 +337,7 @@ class Driver:
             WorkerError: this save failed, or (unless `last`) the one before it.
         """
         if self._saved_step != self.state.step or (last and not self.saver.try_settle()):
-            self.observer.flush()
+            self.observer.sync()
             score = self.score if self._validated_step == self.state.step else None
             state = SavedState(self.state, self.job.fingerprints, score, self.learning.learnt)
             with self.timer.part("save"):

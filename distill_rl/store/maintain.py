@@ -23,8 +23,9 @@ from distill_rl.store.manifest import (
     write_manifest,
 )
 from distill_rl.store.shard import Shard
-from distill_rl.store.store import Store, shard_files
+from distill_rl.store.store import Store, require_own, shard_files, unmarked
 from distill_rl.store.writer import StoreWriter
+from distill_rl.system.made_folder import replacing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -60,6 +61,8 @@ def info(folder: Path) -> Iterator[str]:
     whole = sum(int((shard.whole & (shard.first == 0)).sum()) for shard in store.shards)
     twice = len(store) - pieces
     yield f"documents  {documents:,} in {len(store):,} pieces, {whole:,} of them whole documents"
+    if note := unmarked(store.shards):
+        yield f"note       {note}"
     if twice:
         yield f"twice      {twice:,} pieces; `distill-rl store merge` leaves them out"
     sizes: dict[str, int] = {}
@@ -117,7 +120,7 @@ def verify(folder: Path) -> tuple[str, list[str]]:
     """Reads every byte of a store.
 
     Returns:
-        A line on what was read, and a line for everything that is damaged: file, place, remedy.
+        A line on what was read, and a line for everything that is damaged or of another store: file, place, remedy.
 
     Raises:
         StoreError: no store, or its manifest is damaged.
@@ -126,10 +129,11 @@ def verify(folder: Path) -> tuple[str, list[str]]:
 
     manifest = read_manifest(folder)
     problems, records, tokens = [*description_problems(folder, manifest)], 0, 0
-    files = shard_files(folder)
+    files, shards = shard_files(folder), []
     for path in files:
         try:
             shard = Shard(path)
+            require_own(manifest, [shard])
         except StoreError as error:
             problems += error.problems
             continue
@@ -137,8 +141,11 @@ def verify(folder: Path) -> tuple[str, list[str]]:
         problems += damaged
         if not damaged:
             problems += _undecodable(manifest, shard)
+        shards.append(shard)
         records, tokens = records + len(shard), tokens + shard.num_tokens
-    return f"verified   {len(files):,} files, {records:,} pieces, {tokens:,} tokens: every checksum matches", problems
+    summary = f"verified   {len(files):,} files, {records:,} pieces, {tokens:,} tokens: every checksum matches"
+    note = unmarked(shards)
+    return (f"{summary}, but {note}" if note else summary), problems
 
 
 def _undecodable(manifest: Manifest, shard: Shard) -> Iterator[str]:
@@ -182,9 +189,11 @@ def merge(folders: Sequence[Path], out: Path) -> str:
                     skipped += 1
                     continue
                 writer.add_encoded(piece, tokens, shard.targets(i))
+                writer.flush_if_due()
                 copied += 1
     writer.flush()
-    return f"merged     {copied:,} pieces into {out}; {skipped:,} were there already"
+    note = unmarked([shard for store in stores for shard in store.shards])
+    return f"merged     {copied:,} pieces into {out}; {skipped:,} were there already" + (f"; {note}" if note else "")
 
 
 def export(folder: Path, out: Path) -> str:
@@ -199,9 +208,9 @@ def export(folder: Path, out: Path) -> str:
     if out.exists():
         raise StoreError(f"{out}", "must be a new folder", "it exists", "choose another one with --out")
     try:
-        out.mkdir(parents=True)
-        for number, shard in enumerate(store.shards):
-            _write_parquet(store.manifest, shard, out / f"{number:05}.parquet")
+        with replacing(out) as new:
+            for number, shard in enumerate(store.shards):
+                _write_parquet(store.manifest, shard, new / f"{number:05}.parquet")
     except OSError as error:
         raise StoreError(
             f"{out}", "must be writable", first_line(error), "free some space or choose another folder"
@@ -216,16 +225,14 @@ def _write_parquet(manifest: Manifest, shard: Shard, path: Path) -> None:
     from pyarrow import parquet
 
     schema = None  # of the first piece: an empty list has no type of its own
-    temporary = path.with_name(f".{path.name}")
     with ExitStack() as opened:
         for start in range(0, len(shard), _ROW_GROUP):
             rows = [_parquet_row(manifest, shard, i) for i in range(start, min(start + _ROW_GROUP, len(shard)))]
             if schema is None:
                 schema = pa.schema({name: _parquet_type(value) for name, value in rows[0].items()})
-                writer = opened.enter_context(parquet.ParquetWriter(temporary, schema))
+                writer = opened.enter_context(parquet.ParquetWriter(path, schema))
             columns = {name: [_lists(row[name]) for row in rows] for name in schema.names}
             writer.write_table(pa.table(columns, schema))
-    temporary.replace(path)
 
 
 def _parquet_row(manifest: Manifest, shard: Shard, record: int) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import StoreError, first_line
 from distill_rl.system import ownership
-from distill_rl.system.files import sha256, write_json
+from distill_rl.system.files import sha256, write_atomic, write_json
 
 VERSION = 1
 FILE, TEACHER, SHARDS = "manifest.json", "teacher", "shards"
@@ -52,12 +51,16 @@ class Manifest:
     files: dict[str, str] = field(default_factory=dict)
     """sha256 of every file in the folder `teacher`, by name."""
 
-    def differences(self, other: Manifest) -> Iterator[str]:
-        """Yields how the targets of another capture differ from those here, one clause each."""
-        mine, theirs = asdict(self), asdict(other)
-        for name in mine:
-            if name not in ("model", "revision", "files") and mine[name] != theirs[name]:
-                yield f"{_WORDS[name]} {short(mine[name])} here, {short(theirs[name])} there"
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells the targets of two stores apart, which every shard repeats."""
+        return {name: value for name, value in asdict(self).items() if name in _WORDS}
+
+    def differences(self, other: Mapping[str, Any]) -> Iterator[str]:
+        """Yields how targets with another `identity` differ from those here, one clause each."""
+        for name, mine in self.identity.items():
+            if mine != other.get(name):
+                yield f"{_WORDS[name]} {short(mine)} here, {short(other.get(name))} there"
 
 
 _WORDS = {
@@ -72,7 +75,7 @@ _WORDS = {
     "vocabulary_size": "ids that are compared",
     "mass": "capture.mass",
 }
-"""What a user calls the fields."""
+"""What a user calls the fields that tell the targets of two stores apart."""
 
 
 def short(value: Any) -> Any:
@@ -112,7 +115,7 @@ def require_same(folder: Path, manifest: Manifest) -> None:
     Raises:
         StoreError: it holds other targets, or its manifest cannot be read; the line names every difference.
     """
-    differences = list(read_manifest(folder).differences(manifest))
+    differences = list(read_manifest(folder).differences(manifest.identity))
     if differences:
         rule = "one store holds the targets of one teacher, taken in one way"
         raise StoreError(f"{folder}", rule, "; ".join(differences), "keep them in folders of their own")
@@ -130,9 +133,7 @@ def describe_teacher(folder: Path, sources: list[Path]) -> dict[str, str]:
         for pattern in DESCRIPTION:
             for file in sorted(source.glob(pattern)):
                 if file.is_file() and not file.name.endswith(".index.json"):
-                    temporary = target / f".{file.name}"
-                    shutil.copyfile(file, temporary)
-                    temporary.replace(target / file.name)
+                    write_atomic(target / file.name, file.read_bytes())
     return {file.name: sha256(file) for file in sorted(target.iterdir()) if not file.name.startswith(".")}
 
 

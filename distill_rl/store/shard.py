@@ -70,9 +70,12 @@ class Record:
         return self.tokens.nbytes + sum(column.values.nbytes for column in self.targets.values())
 
 
-def serialize(records: Sequence[Record]) -> bytes:
-    """The contents of a shard with these records, which have the same columns. At least one record."""
+def serialize(records: Sequence[Record], identity: Mapping[str, Any] | None = None) -> bytes:
+    """The contents of a shard with these records, which have the same columns. At least one record.
 
+    Args:
+        identity: `Manifest.identity` of its store; None: the shard does not say, as those of earlier versions.
+    """
     columns = {name: column.dtype for name, column in records[0].targets.items()}
     parts = [[record.tokens.astype("<i4", copy=False) for record in records]]
     parts += [[np.ascontiguousarray(record.targets[name].values) for record in records] for name in columns]
@@ -97,6 +100,9 @@ def serialize(records: Sequence[Record]) -> bytes:
         "columns": json.dumps([TOKENS, *columns]),
         "index_checksum": f"{_index_checksum(index):08x}",
     }
+    if identity is not None:
+        text = json.dumps(identity, sort_keys=True)
+        metadata |= {"manifest": text, "manifest_checksum": f"{crc32(text.encode()):08x}"}
     return _safetensors(tensors, metadata)
 
 
@@ -128,6 +134,17 @@ def _index_checksum(index: Mapping[str, np.ndarray]) -> int:
     return checksum
 
 
+def _identity(metadata: Mapping[str, str]) -> dict[str, Any] | None:
+    """`Shard.identity`. Raises ValueError if it is damaged."""
+    text, checksum = metadata.get("manifest"), metadata.get("manifest_checksum")
+    if text is None and checksum is None:
+        return None
+    if text is None or f"{crc32(text.encode()):08x}" != checksum:
+        raise ValueError("a manifest that does not match its checksum")
+    identity: dict[str, Any] = json.loads(text)
+    return identity
+
+
 class Shard:
     """A shard, mapped into memory. The index is checked when it is opened, a record when it is first read.
 
@@ -157,6 +174,8 @@ class Shard:
                 around = min(begin for begin, _ in places), max(end for _, end in places)
                 raise self._damaged("its index does not match its checksum", around)
             self._check_shapes(index)
+            self.identity = _identity(metadata)
+            """`Manifest.identity` of its store; None if an earlier version has written it, which did not say."""
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise self._damaged("its header is damaged", (0, self._data_start)) from error
         self.names: np.ndarray = index["names"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class Store:
     """The targets of one teacher. Opening it reads the manifest and the index of every shard, no targets.
 
     Raises:
-        StoreError: no store, a newer or damaged one, or one that others may have changed.
+        StoreError: no store, a newer or damaged one, one with files of another, or one that others may have changed.
     """
 
     def __init__(self, folder: Path):
@@ -55,6 +55,7 @@ class Store:
         files = shard_files(folder)
         allow_open_files(len(files))
         self.shards = [Shard(path) for path in files]
+        require_own(self.manifest, self.shards)
         self._index()
         self._last: tuple[Path, int, dict[str, Column]] | None = None
 
@@ -67,7 +68,12 @@ class Store:
             yield from (shard.piece(i) for i in range(len(shard)))
 
     def add(self, shard: Shard) -> None:
-        """Takes in a shard that was written after the store had been opened."""
+        """Takes in a shard that was written after the store had been opened.
+
+        Raises:
+            StoreError: it is of another store.
+        """
+        require_own(self.manifest, [shard])
         self.shards.append(shard)
         allow_open_files(len(self.shards))
         for i in range(len(shard)):
@@ -77,7 +83,7 @@ class Store:
         """Takes in the shards that other processes have written since the store was opened.
 
         Raises:
-            StoreError: one of them is damaged.
+            StoreError: one of them is damaged, or of another store.
         """
         known = {shard.path for shard in self.shards}
         for path in shard_files(self.folder):
@@ -164,6 +170,28 @@ class Store:
 def shard_files(folder: Path) -> list[Path]:
     """The shards of a store, in the order of their names; those that are being written are not among them."""
     return sorted(path for path in (folder / SHARDS).glob(f"*{SUFFIX}") if not path.name.startswith("."))
+
+
+def require_own(manifest: Manifest, shards: Sequence[Shard]) -> None:
+    """Checks that no shard says that its targets are of another store.
+
+    Raises:
+        StoreError: some do; its line names the first and what is different.
+    """
+    found = [(shard, list(manifest.differences(shard.identity))) for shard in shards if shard.identity is not None]
+    if others := [(shard.path, differences) for shard, differences in found if differences]:
+        (path, differences), more = others[0], f" and {len(others) - 1:,} more files" if len(others) > 1 else ""
+        rule = "must hold the targets that the manifest.json of its store describes"
+        raise StoreError(f"{path}{more}", rule, "; ".join(differences), "move it to the store that it is of")
+
+
+def unmarked(shards: Sequence[Shard]) -> str:
+    """Says how many shards do not tell which store they are of; empty if all do."""
+    count = sum(shard.identity is None for shard in shards)
+    if not count:
+        return ""
+    does = "1 file does" if count == 1 else f"{count:,} files do"
+    return f"{does} not say whose targets they are, as an earlier version wrote them; `distill-rl store merge` writes them anew"
 
 
 def _permission_problems(folder: Path) -> Iterator[str]:

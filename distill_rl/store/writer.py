@@ -56,9 +56,10 @@ class _Draft:
 class StoreWriter:
     """Collects pieces with their targets and writes them as shards, each of which appears complete or not at all.
 
-    A shard is begun when 64 MiB have come together, or `write_every_s` seconds after the last one. A thread compresses and
-    writes it while the teacher goes on; at most one is being written. What was not written yet is lost with the process.
-    Several writers, also of several machines, may fill one store.
+    A shard is begun by `flush_if_due` when 64 MiB have come together, or `write_every_s` seconds after the last one; what is
+    added between two calls is in one shard. A thread compresses and writes it while the teacher goes on; at most one is
+    being written. What was not written yet is lost with the process. Several writers, also of several machines, may
+    fill one store.
 
     Args:
         store: takes in what was written.
@@ -76,14 +77,11 @@ class StoreWriter:
         remove_abandoned(store.folder)
 
     def add(self, piece: PieceRef, tokens: np.ndarray, targets: Mapping[str, Column]) -> None:
-        """Adds a piece, and begins a shard if that is due. The arrays are copied.
+        """Adds a piece, which waits to be written. The arrays are copied.
 
         Args:
             tokens: int32 [piece.length]
             targets: the wire format's tensors, [piece.length, …].
-
-        Raises:
-            StoreError: a shard cannot be written, for lack of space for example.
         """
         self._add(piece, tokens, targets, encoded=False)
 
@@ -94,10 +92,6 @@ class StoreWriter:
     def _add(self, piece: PieceRef, tokens: np.ndarray, columns: Mapping[str, Column], *, encoded: bool) -> None:
         copies = {name: Column(column.dtype, np.array(column.values)) for name, column in columns.items()}
         self._draft.add(Record(piece, np.array(tokens, np.int32), copies), encoded=encoded)
-        if self._begun is not None and self._begun[1].done():
-            self._finish()
-        if self._draft.num_bytes >= SHARD_BYTES:
-            self._begin()
 
     def holds(self, piece: PieceRef, tokens: np.ndarray) -> bool:
         """Whether a piece with these tokens, or a longer one from the same place on, is waiting to be written."""
@@ -105,12 +99,14 @@ class StoreWriter:
         return any(draft.holds(piece, tokens) for draft in drafts)
 
     def flush_if_due(self) -> None:
-        """Begins a shard of what is waiting if the last one was begun `write_every_s` seconds ago.
+        """Begins a shard of what is waiting if that is much, or the last one was begun `write_every_s` seconds ago.
 
         Raises:
             StoreError: as for `flush`, of the shard before.
         """
-        if time.monotonic() - self._begun_at >= self._every_s:
+        if self._begun is not None and self._begun[1].done():
+            self._finish()
+        if self._draft.num_bytes >= SHARD_BYTES or time.monotonic() - self._begun_at >= self._every_s:
             self._begin()
 
     def flush(self) -> None:
@@ -151,7 +147,7 @@ class StoreWriter:
             record if done else replace(record, targets=encoded(manifest, record.tokens, record.targets))
             for record, done in zip(draft.records, draft.encoded)
         ]
-        content = serialize(records)
+        content = serialize(records, manifest.identity)
         path = self.store.folder / SHARDS / f"{time.time_ns():016x}-{secrets.token_hex(4)}{SUFFIX}"
         _write(path, content, f"{process_home()}-{os.getpid()}")
         return path, len(content)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import fcntl
+import glob
 import hashlib
 import json
 import os
+import re
 import resource
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+DRAFT = re.compile(r"\.(.+)\.[0-9a-f]{8}")
+"""The name of what is made beside a file or folder that it will replace, whose name it holds."""
 
 _OTHER_FILES = 512
 """Files, sockets and pipes that a process has open beside those that `allow_open_files` is asked for."""
@@ -44,20 +50,42 @@ def nearby(path: Path) -> str:
 def write_atomic(path: str | Path, content: str | bytes) -> None:
     """Writes a file that appears complete or not at all: writes beside it, flushes to disk, renames.
 
-    Missing folders above it are created, an existing file is replaced, and text is encoded as UTF-8.
+    Missing folders above it are created, an existing file is replaced, and text is encoded as UTF-8. What a killed process
+    left of writing the same file is removed.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    remove_drafts(path)
+    temporary, file = _draft_of(path)
     try:
-        with temporary.open("wb") as file:
+        with file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     sync(path.parent)
+
+
+def _draft_of(path: Path) -> tuple[Path, BinaryIO]:
+    """A new file beside another, locked: what is not locked was left by a killed process (`remove_drafts`)."""
+    while True:
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        file = draft.open("xb")
+        with suppress(OSError):  # a file system without locks, where no draft is removed
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return draft, file
+        file.close()  # it was removed before it was locked
+
+
+def remove_drafts(path: Path) -> None:
+    """Removes what killed processes left beside a file of writing it."""
+    for draft in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}"):
+        with suppress(OSError), draft.open("r+b") as file:  # a folder, or another process writes it
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            draft.unlink()
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -93,13 +121,15 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def append_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Appends JSON objects to a file, one per line, after ending a line that a killed process left half-written."""
+    """Appends JSON objects to a file, one per line, durably, after ending a line that a killed process left half-written."""
     with path.open("ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
             if file.read() != b"\n":
                 file.write(b"\n")
         file.write("".join(f"{json.dumps(row)}\n" for row in rows).encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def allow_open_files(count: int) -> None:

@@ -5,10 +5,12 @@ A killed process cannot remove its folder. The next process that makes one remov
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -51,21 +53,25 @@ class OwnedFolder:
         os.close(self._lock)
 
 
-def remove_abandoned(root: Path, pattern: str) -> list[Path]:
+def remove_abandoned(root: Path, pattern: str, before: Callable[[Path], object] = lambda path: None) -> list[Path]:
     """Removes the folders of this user whose owners are dead, with their contents, and returns their paths.
 
     Folders whose owner cannot be determined are left alone. Nothing is raised for them.
 
     Args:
         pattern: glob in `root` that matches only folders made by `OwnedFolder`.
+        before: called with each folder before it is removed; if it raises OSError, the folder stays.
     """
     removed = []
     for path in root.glob(pattern):
         with suppress(OSError):
             lock = claim(path) if path.lstat().st_uid == os.getuid() and not path.is_symlink() else None
             if lock is not None:
-                shutil.rmtree(path, ignore_errors=True)
-                os.close(lock)
+                try:
+                    before(path)
+                    shutil.rmtree(path, ignore_errors=True)
+                finally:
+                    os.close(lock)
                 removed.append(path)
     return removed
 
@@ -74,7 +80,7 @@ def claim(folder: Path) -> int | None:
     """Locks a folder and returns the descriptor of its lock file, which the caller must close to give it up.
 
     Creates the lock file if necessary. Returns None, without waiting, if another process holds the lock or has removed
-    the folder.
+    the folder. On a file system without locks nobody holds any.
 
     Raises:
         OSError: it cannot be determined who owns the folder, for example because no descriptor is free.
@@ -83,7 +89,11 @@ def claim(folder: Path) -> int | None:
     with suppress(FileNotFoundError, BlockingIOError), ExitStack() as undo:
         lock = os.open(owner, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         undo.callback(os.close, lock)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
         if owner.stat().st_ino == os.fstat(lock).st_ino:
             undo.pop_all()
             return lock

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import random
 import re
@@ -21,9 +23,10 @@ import pytest
 
 from distill_rl.errors import StoreError
 from distill_rl.preflight.stores.make import make_store
-from distill_rl.store.manifest import read_manifest
-from distill_rl.store.shard import Shard
-from distill_rl.store.writer import process_home
+from distill_rl.store.manifest import read_manifest, write_manifest
+from distill_rl.store.shard import Record, Shard, serialize
+from distill_rl.store.store import Store
+from distill_rl.store.writer import StoreWriter, process_home
 from distill_rl.system.files import size_of
 from tests.cli.conftest import Material
 from tests.faults.conftest import Disturbed, assert_same_student
@@ -52,12 +55,15 @@ from tests.helpers.command import (
     told,
     until,
 )
-from tests.helpers.corpus import write_corpus
+from tests.helpers.corpus import corpus_rows, write_corpus
 from tests.helpers.models import write_tiny_model
+from tests.helpers.tokenizers import tiny_tokenizer
 
 pytestmark = pytest.mark.cli
 
 KILLS, MOST_SHARDS = 20, 4
+ALL = (*WHOLE, "data.validation.fraction=0")
+"""The same, with none of them held out, so that batches hold all of them."""
 OFTEN, SELDOM = "capture.write_every_s=0.01", "capture.write_every_s=1000"
 DEADLINE_S = 240
 
@@ -207,6 +213,7 @@ def test_a_killed_teacher_is_replaced_and_nothing_is_missing(command, long, calm
         run.wait_for_output("again     all documents")
         assert run.end() == 0, run.text
         assert run.text.count("again     all documents") == 1
+        assert _stored(run.text) == num_tokens(tmp_path / "store"), "what was computed twice is stored once"
         assert "Traceback" not in run.text
     assert_clean(tmp_path / "store")
     assert calm.equals(tmp_path / "store")
@@ -263,6 +270,74 @@ def test_sigterm_writes_what_was_computed_and_exits_85(command, long, calm, tmp_
 def _stored(text: str) -> int:
     """The tokens that a capture says it has computed."""
     return int(re.search(r"^stored +([\d,]+) tokens", text, re.MULTILINE)[1].replace(",", ""))
+
+
+def _already(text: str) -> int:
+    """The tokens that a capture says the store had."""
+    return int(re.search(r"; ([\d,]+) tokens were already stored$", text, re.MULTILINE)[1].replace(",", ""))
+
+
+@pytest.fixture
+def more(material: Material, tmp_path: Path) -> str:
+    """The setting of data with a quarter more documents, among those of the others, which come in another order."""
+    rows = corpus_rows(80, seed=5)
+    for i, row in enumerate(corpus_rows(20, seed=55)):
+        rows.insert(5 * i, {"text": f"new {row['text']}"})
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::-1]))
+    return f"data.path={tmp_path}/more.jsonl"
+
+
+@pytest.fixture(scope="module")
+def stored_80(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of all 80 documents of the material."""
+    return _calm(material, tmp_path_factory, *ALL).store
+
+
+def test_of_documents_that_are_added_to_a_store_only_these_are_computed(command, stored_80, more, tmp_path):
+    """In batches of another size, packed rows of which hold old and new documents. What is counted is what is there."""
+    store = shutil.copytree(stored_80, tmp_path / "store")
+    before, kept = num_tokens(store), contents(store)
+    ended = distill_rl(*command(more, *ALL, "train.global_batch_size=20"))
+    assert ended.code == 0, ended.err
+    assert_clean(store)
+    assert len({name for name, *_ in contents(store)}) == 100
+    assert kept.items() <= contents(store).items()
+    assert (_stored(ended.out), _already(ended.out)) == (num_tokens(store) - before, before)
+
+
+def test_a_capture_that_was_killed_counts_the_pieces_that_are_there(command, stored_80, more, tmp_path):
+    """Of every fifth piece: in most rows some are stored, and in some none."""
+    store = tmp_path / "store"
+    shutil.copytree(stored_80 / "teacher", store / "teacher")
+    write_manifest(store, read_manifest(stored_80))
+    writer = StoreWriter(Store(store), write_every_s=math.inf)
+    for shard in Store(stored_80).shards:
+        for i in range(0, len(shard), 5):
+            writer.add(shard.piece(i), shard.tokens(i), shard.targets(i))
+    writer.flush()
+    before = num_tokens(store)
+    ended = distill_rl(*command(more, *ALL, "train.global_batch_size=10"))
+    assert ended.code == 0, ended.err
+    assert len({name for name, *_ in contents(store)}) == 100
+    assert (_stored(ended.out), _already(ended.out)) == (num_tokens(store) - before, before)
+
+
+@pytest.mark.parametrize("way", ["cache", "missing"])
+def test_a_run_in_another_order_computes_only_what_is_new(material, stored_80, more, tmp_path, way):
+    """Of one step with all documents, whose metrics say which share of the tokens was read."""
+    store, config = shutil.copytree(stored_80, tmp_path / "store"), material.config(tmp_path)
+    teacher = f"model: {material.root}/teacher, dtype: fp32"
+    teacher += f", cache: {store}" if way == "cache" else f", backend: store, store: {store}, missing: live"
+    before = num_tokens(store)
+    settings = (f"teachers=[{{name: big, {teacher}}}]", more, *ALL, "run.seed=9", "train.global_batch_size=100")
+    ended = distill_rl("train", "-c", config, *settings)
+    assert ended.code == 0, ended.err
+    tokenizer = tiny_tokenizer()
+    texts = [json.loads(line)["text"] for line in (tmp_path / "more.jsonl").read_text().splitlines()]
+    tokens = sum(len(tokenizer(text)["input_ids"]) + 1 for text in texts)  # and eos
+    ((_, share),) = series(tmp_path / "runs" / "tiny", "store/read")
+    assert share == pytest.approx(before / tokens, rel=1e-12)
+    assert num_tokens(store) == (tokens if way == "cache" else before)
 
 
 FULL_DISK = """\
@@ -362,7 +437,7 @@ def test_stores_made_at_the_same_time_are_made_once(material, calm_short, tmp_pa
     """Of two kinds of targets one is refused. What a killed capture left half-written is removed."""
     store, manifest = tmp_path / "store", read_manifest(calm_short.store)
     store.mkdir()
-    (store / ".manifest.json.0").write_text("{")
+    (store / ".manifest.json.0123abcd").write_text("{")
 
     def make(i: int) -> str:
         try:
@@ -422,6 +497,76 @@ def _damage(store: Path, part: str) -> Path:
     }.get(part, (shard, opened._place(place or "ids")[0]))
     _flip(file, byte)
     return file
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"weights": "f" * 64}, "the teacher's weights "),
+        ({"tokenizer": "f" * 64}, "the teacher's tokenizer "),
+        ({"temperature": 2.0}, "loss.temperature 1.0 here, 2.0 there"),
+        ({"entries": 8}, "entries per token (loss.top_k or loss.draws) 16 here, 8 there"),
+        ({"format": "compact"}, "capture.format exact here, compact there"),
+    ],
+    ids=["teacher", "tokenizer", "temperature", "k", "format"],
+)
+def test_files_of_another_store_are_refused_by_name(material, calm_short, tmp_path, changes, words):
+    """Their checksums are right."""
+    store, other = shutil.copytree(calm_short.store, tmp_path / "store"), tmp_path / "other"
+    shutil.copytree(store / "teacher", other / "teacher")
+    write_manifest(other, replace(read_manifest(store), **changes))
+    writer = StoreWriter(Store(other), write_every_s=0)
+    (shard,) = Store(store).shards
+    for i in range(4):
+        writer.add(shard.piece(i), shard.tokens(i), shard.targets(i))
+    writer.flush()
+    (file,) = (other / "shards").iterdir()
+    assert distill_rl("store", "verify", other).code == 0
+    foreign = shutil.copy(file, store / "shards")
+    config = material.config(tmp_path)
+    for command in (
+        ("train", "-c", config, from_store(store)),
+        ("train", "-c", config, f"teachers.0.cache={store}"),
+        ("capture", "-c", config, "--out", store),
+        ("store", "info", store),
+        ("store", "verify", store),
+        ("store", "merge", store, calm_short.store, "--out", tmp_path / "merged"),
+        ("store", "export", store, "--out", tmp_path / "parquet"),
+    ):
+        ended = distill_rl(*command)
+        assert ended.code == 2, (command, ended.err)
+        line = the_error(ended)
+        assert foreign in line
+        assert words in line
+        assert "must hold the targets that the manifest.json of its store describes" in line
+        assert "move it to the store that it is of" in line
+    assert not (tmp_path / "merged").exists()
+    Path(foreign).unlink()
+    assert distill_rl("store", "verify", store).code == 0
+
+
+def test_files_of_earlier_versions_open_with_a_note_and_merge_names_their_store(material, calm_short, tmp_path):
+    """They do not say which store they are of."""
+    store = shutil.copytree(calm_short.store, tmp_path / "store")
+    (shard,) = Store(store).shards
+    all_of_it = [Record(shard.piece(i), shard.tokens(i), shard.targets(i)) for i in range(len(shard))]
+    shard.path.unlink()
+    shard.path.write_bytes(serialize(all_of_it))
+    note = "1 file does not say whose targets they are, as an earlier version wrote them"
+    config = material.config(tmp_path)
+    for command in (
+        ("check", "-c", config, from_store(store)),
+        ("check", "-c", config, f"teachers.0.cache={store}"),
+        ("store", "info", store),
+        ("store", "verify", store),
+        ("store", "merge", store, "--out", tmp_path / "merged"),
+    ):
+        ended = distill_rl(*command)
+        assert ended.code == 0, ended.err
+        assert note in ended.out, command
+    assert calm_short.equals(store)
+    assert calm_short.equals(tmp_path / "merged")
+    assert note not in distill_rl("store", "verify", tmp_path / "merged").out
 
 
 @pytest.mark.parametrize("part", ["record", "index", "header", "manifest", "teacher"])

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
     "system": {"errors"},
     "losses": set(),
-    "align": set(),
+    "align": {"system"},
     "config": {"errors", "system"},
     "store": BASE | {"config"},
     "observe": BASE | {"config"},

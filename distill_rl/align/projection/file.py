@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from distill_rl.system.files import write_atomic
 
 FORMAT = 1
 HEADER = "distill_rl.projection"
@@ -70,8 +70,7 @@ class Projection:
 def save_projection(projection: Projection, path: str | Path) -> None:
     """Writes W to a safetensors file, atomically and durably; creates its folder, and replaces an existing file.
 
-    A temporary file beside the target is flushed to disk and then renamed. Equal W gives equal bytes. Nothing is
-    checked.
+    Equal W gives equal bytes. Nothing is checked.
 
     Raises:
         OSError: the file cannot be written.
@@ -91,18 +90,7 @@ def save_projection(projection: Projection, path: str | Path) -> None:
     types = _ARRAYS | _OPTIONAL
     arrays = {name: np.ascontiguousarray(getattr(projection, name), dtype) for name, dtype in types.items()}
     # A single metadata entry: the order of several differs between processes.
-    content = save(arrays, {HEADER: json.dumps(header, sort_keys=True)})
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomic(path, save(arrays, {HEADER: json.dumps(header, sort_keys=True)}))
 
 
 def load_projection(

@@ -110,7 +110,7 @@ class TeacherConfig:
     store: Optional[str] = field(default=None, metadata=NOT_EMPTY)
     """Folder of the store, for backend store."""
     missing: Literal["fail", "skip", "live"] = "fail"
-    """What to do about documents that the store does not have, for backend store. fail: refuse to start. skip: train without them. live: run the teacher for the micro-batches that hold one, which needs its model."""
+    """What to do about documents that the store does not have, for backend store. fail: refuse to start. skip: train without them. live: run the teacher for their pieces, which needs its model."""
     cache: Optional[str] = field(default=None, metadata=NOT_EMPTY)
     """Folder of a store that this run fills and reads: targets are computed the first time that a document comes, and read afterwards. Made if it does not exist. For export topk or sampled."""
     export: Literal["topk", "sampled", "hidden", "logits"] = "topk"

@@ -111,10 +111,11 @@ class TableRows:
 
     Args:
         restore: makes the columns of a row into their values, or raises the DataError of a bad row.
+        before: called before a row is read; may raise.
     """
 
-    def __init__(self, table: pa.Table, restore: Restore):
-        self._length, self._restore = int(table.num_rows), restore
+    def __init__(self, table: pa.Table, restore: Restore, before: Callable[[], object] = lambda: None):
+        self._length, self._restore, self._before = int(table.num_rows), restore, before
         self._columns = {name: one_chunk(table.column(name)) for name in table.column_names}
 
     def __len__(self) -> int:
@@ -122,6 +123,7 @@ class TableRows:
 
     def __getitem__(self, index: int, /) -> dict[str, Any]:
         """Row `index`, which is at least 0 and less than the length."""
+        self._before()
         return self._restore({name: column[index].as_py() for name, column in self._columns.items()})
 
 

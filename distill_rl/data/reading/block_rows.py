@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from codecs import BOM_UTF8
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,40 @@ from distill_rl.data.reading.values import MEDIA
 from distill_rl.errors import UnreadableFile
 
 _KEPT = 4
+
+
+class SameFile:
+    """A file that must not be edited or replaced while it is read: its size and time are those that it has now.
+
+    Args:
+        watched: False: a copy of our own, which another process may replace by an equal one.
+    """
+
+    def __init__(self, path: Path, *, watched: bool = True):
+        self.path, self._state = path, self._now(path) if watched else None
+
+    def require(self) -> None:
+        """Raises UnreadableFile if the file has changed, or is gone."""
+        try:
+            is_same = self._state in (None, self._now(self.path))
+        except OSError as error:
+            raise UnreadableFile(str(self.path), "is readable", str(error)) from error
+        if not is_same:
+            rule = "has the size and time that it had when it was opened"
+            raise UnreadableFile(str(self.path), rule, "others: it was edited or replaced", "start again")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """The same at the end of a block that reads the file, also if that has failed, which the change explains."""
+        try:
+            yield
+        finally:
+            self.require()
+
+    @staticmethod
+    def _now(path: Path) -> tuple[int, int]:
+        status = path.stat()
+        return status.st_size, status.st_mtime_ns
 
 
 class BlockStore:
@@ -64,7 +99,8 @@ class GroupRows:
     """The rows of a Parquet file, by row groups.
 
     Args:
-        metadata: the file's footer.
+        file: as it was before its footer was read.
+        metadata: the footer.
         columns: those to read.
         measured: those of them whose size counts, so that optional columns do not change the order.
         store: shared by the files of a source.
@@ -74,7 +110,7 @@ class GroupRows:
 
     def __init__(
         self,
-        path: Path,
+        file: SameFile,
         metadata: pq.FileMetaData,
         columns: list[str],
         measured: Collection[str],
@@ -82,7 +118,7 @@ class GroupRows:
         restore: Restore,
         block_bytes: int = 0,
     ):
-        self._path, self._metadata, self._columns, self._store = path, metadata, columns, store
+        self._file, self._metadata, self._columns, self._store = file, metadata, columns, store
         self._restore = restore
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         leaves = _leaves_of(metadata.schema.to_arrow_schema(), measured)
@@ -97,7 +133,7 @@ class GroupRows:
         """Row `index`, which is at least 0 and less than the length.
 
         Raises:
-            DataError: its row group is damaged, or the row could not be read when the file was converted.
+            DataError: its row group is damaged, the file was changed, or the row could not be read when it was converted.
         """
         block = int(np.searchsorted(self.blocks.ends, index, side="right"))
         columns = self._store.get(self.key(block), lambda: self._read(block))
@@ -105,16 +141,17 @@ class GroupRows:
         return self._restore({name: column[index - first].as_py() for name, column in columns.items()})
 
     def key(self, block: int) -> Hashable:
-        return (self._path, block)
+        return (self._file.path, block)
 
     def _read(self, block: int) -> dict[str, pa.Array]:
         """The columns of a row group."""
+        path = self._file.path
         try:
-            with pq.ParquetFile(self._path, metadata=self._metadata) as file:
+            with self._file.reading(), pq.ParquetFile(path, metadata=self._metadata) as file:
                 table = file.read_row_group(block, columns=self._columns, use_threads=False)
         except (pa.ArrowException, OSError) as error:
             rule, found = f"row group {block} is readable", str(error)[:200]
-            raise UnreadableFile(str(self._path), rule, found, "the file may be damaged") from error
+            raise UnreadableFile(str(path), rule, found, "the file may be damaged") from error
         return {name: one_chunk(table.column(name)) for name in table.column_names}
 
 
@@ -140,13 +177,14 @@ class LineRows:
     """The rows of a file of JSON lines, or of lines of text.
 
     Args:
+        file: as it was before the index was made.
         index: of the file's lines.
         store: shared by the files of a source.
     """
 
-    def __init__(self, path: Path, index: LineIndex, layout: Layout, store: BlockStore):
-        self._path, self._layout, self._store, self._index = path, layout, store, index
-        self._parse = text_row if kind_of(path) == ".txt" else json_row
+    def __init__(self, file: SameFile, index: LineIndex, layout: Layout, store: BlockStore):
+        self._file, self._layout, self._store, self._index = file, layout, store, index
+        self._parse = text_row if kind_of(file.path) == ".txt" else json_row
         self._names = {*layout.names, *(() if layout.kind == "text" else MEDIA)}
         self.blocks = Blocks(index.rows[1:], np.diff(index.offsets))
 
@@ -161,28 +199,29 @@ class LineRows:
         """
         block = int(np.searchsorted(self.blocks.ends, index, side="right"))
         lines = self._store.get(self.key(block), lambda: self._read(block))
-        what = f"{self._path}: row {index}"
+        what = f"{self._file.path}: row {index}"
         row = with_columns(self._parse(lines[index - int(self._index.rows[block])], what), self._layout, what)
         return {name: value for name, value in row.items() if name in self._names}
 
     def key(self, block: int) -> Hashable:
-        return (self._path, block)
+        return (self._file.path, block)
 
     def _read(self, block: int) -> list[bytes]:
         """The lines of a block that are not blank."""
         first, end = self._index.offsets[block : block + 2].tolist()
+        path = self._file.path
         try:
-            with self._path.open("rb") as file:
+            with self._file.reading(), path.open("rb") as file:
                 file.seek(first)
                 text = file.read(end - first)
         except OSError as error:
-            raise UnreadableFile(str(self._path), "is readable", str(error)) from error
+            raise UnreadableFile(str(path), "is readable", str(error)) from error
         lines = [line for line in text.split(b"\n") if line.strip()]
         if first == 0 and text.startswith(BOM_UTF8):
             lines[0] = without_mark(lines[0])
         if len(lines) != self._index.rows[block + 1] - self._index.rows[block]:
             rule = "has the lines that it had when it was opened"
-            raise UnreadableFile(str(self._path), rule, f"other lines from byte {first} on", "start again")
+            raise UnreadableFile(str(path), rule, f"other lines from byte {first} on", "start again")
         return lines
 
 
@@ -194,7 +233,7 @@ class WholeFile:
     """
 
     def __init__(self, path: Path, store: BlockStore):
-        self._path, self._store = path, store
+        self._file, self._store = SameFile(path), store
         self.blocks = Blocks(np.array([1], dtype=np.int64), np.array([path.stat().st_size], dtype=np.int64))
 
     def __len__(self) -> int:
@@ -205,10 +244,12 @@ class WholeFile:
         return dict(self._store.get(self.key(0), self._read))
 
     def key(self, block: int) -> Hashable:
-        return (self._path, block)
+        return (self._file.path, block)
 
     def _read(self) -> dict[str, Any]:
+        path = self._file.path
         try:
-            return text_row(without_mark(self._path.read_bytes()), f"{self._path}: row 0")
+            with self._file.reading():
+                return text_row(without_mark(path.read_bytes()), f"{path}: row 0")
         except OSError as error:
-            raise UnreadableFile(str(self._path), "is readable", str(error)) from error
+            raise UnreadableFile(str(path), "is readable", str(error)) from error

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from distill_rl.data.reading import records
 from distill_rl.data.reading.arrow_rows import HeadRows, TableRows, restore_of
-from distill_rl.data.reading.block_rows import BlockStore, GroupRows, LineRows, WholeFile
+from distill_rl.data.reading.block_rows import BlockStore, GroupRows, LineRows, SameFile, WholeFile
 from distill_rl.data.reading.cache import Cache, replacing, size_text
 from distill_rl.data.reading.columns import check_column, check_type
 from distill_rl.data.reading.layouts import Layout
@@ -129,7 +129,8 @@ def open_file(path: Path, layout: Layout, access: Access) -> Rows:
             if kind == ".txt" and access.sample_by == "document":
                 return WholeFile(path, access.store)
             if kind in (".json", ".jsonl", ".txt") and not records.is_json_list(path):
-                return LineRows(path, LineIndex.of(path, access.cache), layout, access.store)
+                file = SameFile(path)
+                return LineRows(file, LineIndex.of(path, access.cache), layout, access.store)
         if access.small:
             return TableRows(_table(path, layout, access), stored_row)
         return _open_converted(path, layout, access)
@@ -141,6 +142,7 @@ def _open_parquet(path: Path, layout: Layout, access: Access) -> Rows:
     """The columns of a Parquet file: in memory and checked, or by row groups."""
     if path.stat().st_size == 0:
         raise _empty(path)
+    file = SameFile(path)
     metadata = pq.read_metadata(path)
     schema = metadata.schema.to_arrow_schema()
     columns = layout.columns(schema.names, str(path))
@@ -151,9 +153,9 @@ def _open_parquet(path: Path, layout: Layout, access: Access) -> Rows:
     if not (access.small and access.strict):
         if layout.format in ("text", "messages"):
             check_type(schema.field(layout.key).type, layout.kind, what)
-        return GroupRows(path, metadata, columns, layout.required, access.store, restore)
-    with pq.ParquetFile(path, metadata=metadata) as file:
-        table = file.read(columns=columns)
+        return GroupRows(file, metadata, columns, layout.required, access.store, restore)
+    with file.reading(), pq.ParquetFile(path, metadata=metadata) as parquet:
+        table = parquet.read(columns=columns)
     check_columns(table, layout, f"{path}:")
     return TableRows(table, restore)
 
@@ -182,14 +184,16 @@ def _open_converted(path: Path, layout: Layout, access: Access) -> Rows:
         cache.say(f"converting {path} ({size_text(path.stat().st_size)}) to Parquet, once, in {cache.folder}")
         found = records.documents(path, layout, access.sample_by, strict=access.strict)
         schema = pa.schema([(name, pa.large_string()) for name in names])
-        with replacing(target) as partial:
+        with replacing(target) as partial, SameFile(path).reading():
             with pq.ParquetWriter(partial, schema, compression="zstd", use_dictionary=False) as writer:
                 for batch in _batches(found, names):
                     writer.write_table(pa.Table.from_batches([batch]), row_group_size=len(batch))
             if not pq.read_metadata(partial).num_rows:
                 raise _empty(path)
         cache.say(f"converted  {path}: {size_text(target.stat().st_size)}")
-    return GroupRows(target, pq.read_metadata(target), names, (), access.store, stored_row, _GROUP_BYTES)
+    return GroupRows(
+        SameFile(target, watched=False), pq.read_metadata(target), names, (), access.store, stored_row, _GROUP_BYTES
+    )
 
 
 def _is_complete(target: Path) -> bool:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import pyarrow as pa
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.reading import files
 from distill_rl.data.reading.arrow_rows import TableRows, restore_of
+from distill_rl.data.reading.block_rows import SameFile
 from distill_rl.data.reading.columns import check_type
 from distill_rl.data.reading.layouts import Layout
 from distill_rl.data.reading.records import SampleBy, kind_of
@@ -81,7 +83,7 @@ class DataFile:
                 file without rows, other than an Arrow file.
         """
         if kind_of(self.path) == ".arrow":
-            return Loaded(self.name, files.open_arrow(self.path)).open(layout, access)
+            return Loaded(self.name, files.open_arrow(self.path), [self.path]).open(layout, access)
         return Part(self.name, files.open_file(self.path, layout, access))
 
 
@@ -92,7 +94,7 @@ class Loaded:
     name: str
     table: pa.Table
     content: list[Path] = field(default_factory=list)
-    """The Arrow files that `datasets` has mapped for the rows."""
+    """The Arrow files that are mapped for the rows. One of them in turn is looked at before every row: it must not change."""
 
     @classmethod
     def of(cls, name: str, dataset: datasets.Dataset) -> Loaded:
@@ -114,7 +116,10 @@ class Loaded:
             check_type(table.column(layout.key).type, layout.kind, f"{self.name}, column {layout.key!r}")
         if access.strict and table.nbytes <= CHECK_BYTES:
             files.check_columns(table, layout, f"{self.name},")
-        return Part(self.name, TableRows(table, restore))
+        if not self.content:
+            return Part(self.name, TableRows(table, restore))
+        watched = cycle([SameFile(path) for path in self.content])
+        return Part(self.name, TableRows(table, restore, before=lambda: next(watched).require()))
 
 
 def locate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from distill_rl.models.lora.adapters import Adapter
@@ -44,3 +45,4 @@ def write_adapter(adapter: Adapter, folder: Path, *, base: str, revision: str | 
     folder.mkdir(parents=True)
     config.save_pretrained(folder)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    shutil.copymode(folder / "adapter_config.json", folder / "adapter_model.safetensors")  # see `export`

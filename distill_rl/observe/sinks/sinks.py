@@ -17,7 +17,7 @@ from distill_rl.observe.metrics import FAULTS, Metric, Metrics, merge, values
 from distill_rl.observe.sinks.trackers import open_trackers
 from distill_rl.observe.table import TableSink
 from distill_rl.observe.terminal import ProgressBar
-from distill_rl.system.files import write_atomic
+from distill_rl.system.files import sync, write_atomic
 from distill_rl.types import RunPaths
 
 _LOSSES = (("loss", "train/loss"), ("kl", "train/kl_loss"), ("nll", "train/nll_loss"))
@@ -95,16 +95,20 @@ class Observer:
                 sink.expect(total_steps)
 
     def flush(self) -> None:
-        """Writes pending metrics, if any, as a record of the last step logged, to all sinks but the live ones.
-
-        Call it before a checkpoint.
-        """
+        """Writes pending metrics, if any, as a record of the last step logged, to all sinks but the live ones."""
         if self._pending:
             record, self._pending = values(self._pending), {}
             steps = record.get(STEPS, 1.0)
             record |= {name: record[name] / steps for name in self._per_step & record.keys()}
             for sink in self._sinks:
                 sink.write(self._step, record)
+
+    def sync(self) -> None:
+        """As `flush`, and flushes metrics.jsonl to disk. Call it before a checkpoint, which goes on from these records."""
+        self.flush()
+        for sink in self._sinks:
+            if isinstance(sink, JsonlSink):
+                sink.sync()
 
     def record(self, step: int, record: Mapping[str, float]) -> None:
         """Writes a separate record for any step, such as an evaluation of that step's weights that ended later.
@@ -167,6 +171,11 @@ class JsonlSink:
         numbers = {name: value if math.isfinite(value) else None for name, value in record.items()}
         self._file.write(json.dumps({"step": step, "time": round(time.time(), 3)} | numbers, allow_nan=False) + "\n")
         self._file.flush()
+
+    def sync(self) -> None:
+        """Flushes the file, and its name in its folder, to disk."""
+        sync(self._path)
+        sync(self._path.parent)
 
     def close(self) -> None:
         self._file.close()

@@ -24,11 +24,10 @@ from distill_rl.store.manifest import (
     SHARDS,
     Manifest,
     description_problems,
-    read_manifest,
     served_identity,
     short,
 )
-from distill_rl.store.store import Store
+from distill_rl.store.store import Store, unmarked
 from distill_rl.system.files import size_of
 
 _TOKEN_BYTES = 6
@@ -52,6 +51,13 @@ def open_stores(config: Config, teachers: Sequence[Opened], findings: Findings) 
         opened.store = findings.attempt(f"{opened.key}.store", partial(Store, folder))
         if opened.store is not None:
             findings.problems += _problems(config, opened.key, settings, opened.store)
+            findings.notes += _notes(f"{opened.key}.store", opened.store)
+
+
+def _notes(key: str, store: Store) -> Iterator[str]:
+    """Yields what is worth knowing of a store that is read from or written to."""
+    if note := unmarked(store.shards):
+        yield f"{key}: {note}"
 
 
 def _problems(config: Config, key: str, settings: TeacherConfig, store: Store) -> Iterator[str]:
@@ -112,11 +118,14 @@ def stored_ids_problems(student: Opened, teachers: Sequence[Opened]) -> Iterator
         )
 
 
-def cache_problems(config: Config, teachers: Sequence[Opened], *, on_gpu: bool, captures: bool) -> Iterator[str]:
+def cache_problems(
+    config: Config, teachers: Sequence[Opened], findings: Findings, *, on_gpu: bool, captures: bool
+) -> Iterator[str]:
     """Yields a problem for every cache that holds other targets than the run would write, one line each.
 
     Args:
         teachers: opened, with what is known of their vocabularies.
+        findings: gets notes on caches.
         on_gpu: as far as this machine shows.
         captures: as for `manifest_of`.
     """
@@ -129,7 +138,7 @@ def cache_problems(config: Config, teachers: Sequence[Opened], *, on_gpu: bool, 
             continue
         size = opened.vocabulary_size if opened.shared is None else opened.shared.size
         try:
-            there = read_manifest(Path(settings.cache))
+            store = Store(Path(settings.cache))
             manifest = manifest_of(
                 config,
                 settings,
@@ -145,12 +154,13 @@ def cache_problems(config: Config, teachers: Sequence[Opened], *, on_gpu: bool, 
             yield from (f"{opened.key}.cache: {text}" for text in error.problems)
             continue
         if config.ray.address is not None:  # what the cluster's nodes have is not known yet
-            manifest = replace(manifest, wire_dtype=there.wire_dtype)
-        if differences := list(there.differences(manifest)):
+            manifest = replace(manifest, wire_dtype=store.manifest.wire_dtype)
+        if differences := list(store.manifest.differences(manifest.identity)):
             key = "--out" if captures else f"{opened.key}.cache"
             rule = "one store holds the targets of one teacher, taken in one way"
             remedy = "name another folder, or take the targets as before"
             yield problem(key, rule, f"{settings.cache} ({'; '.join(differences)})", remedy)
+        findings.notes += _notes(f"{opened.key}.cache", store)
 
 
 def room_problems(config: Config, facts: Facts, *, captures: bool) -> Iterator[str]:

@@ -97,8 +97,6 @@ def make_store(folder: Path, manifest: Manifest, sources: list[Path]) -> None:
         try:
             with _locked(folder):
                 if not (folder / FILE).exists():
-                    for draft in folder.glob(f".{FILE}.*"):  # of a run that was killed
-                        draft.unlink()
                     write_manifest(folder, replace(manifest, files=describe_teacher(folder, sources)))
         except OSError as error:
             raise StoreError(f"{folder}", "must be writable", first_line(error), "choose another folder") from error

@@ -35,7 +35,8 @@ from distill_rl.run.checkpoints.files import (
 )
 from distill_rl.run.checkpoints.scores import ScoreFile
 from distill_rl.system import ownership
-from distill_rl.system.files import size_of, sync, sync_tree, write_json
+from distill_rl.system.files import size_of, sync_tree, write_json
+from distill_rl.system.made_folder import put_in_place
 
 _REPLACED = ".tmp-old-"
 _VALID = "needs a valid checkpoint in the run directory"
@@ -120,7 +121,7 @@ class CheckpointStore:
     def commit(self, draft: Draft) -> None:
         """Adds state and manifest to what the ranks have written, flushes and renames it to `step-N`, and prunes.
 
-        A checkpoint of the same step is set aside before the rename and deleted by the pruning, so that at every moment
+        A checkpoint of the same step is exchanged for it or set aside, and deleted by the pruning, so that at every moment
         a complete one exists under its own name or under the name that `clean_up` restores it from.
 
         Raises:
@@ -134,14 +135,11 @@ class CheckpointStore:
         ownership.close_tree(draft.folder)
         sync_tree(draft.folder)
         final = self._root / f"step-{draft.state.train.step}"
-        if final.exists():
-            final.rename(self._root / f"{_REPLACED}{final.name}-{secrets.token_hex(4)}")
-        draft.folder.rename(final)
-        sync(self._root)
+        put_in_place(draft.folder, final, self._root / f"{_REPLACED}{final.name}-{secrets.token_hex(4)}")
         self.prune()
 
     def drop(self, draft: Draft) -> None:
-        """Removes a draft's folder; ignores errors, and does nothing after a commit, which has renamed the folder."""
+        """Removes a draft's folder; ignores errors. After a commit there is none, or the one that was replaced."""
         shutil.rmtree(draft.folder, ignore_errors=True)
 
     def explain(self, draft: Draft, error: Exception) -> CheckpointError:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from distill_rl.align.projection import load_projection, save_projection
 from distill_rl.losses import LearnableProjection, VocabularyProjection
 from distill_rl.parallel.mesh import World
+from distill_rl.system.made_folder import replacing
 from distill_rl.types import CrossTokenizerSpec
 
 log = logging.getLogger(__name__)
@@ -72,18 +73,20 @@ def save_learned(
 ) -> None:
     """Writes the learned projections into `folder` as `INDEX.safetensors`, in the format that `projection.path` takes.
 
-    The folder is created only if there are any; its parent must exist.
+    The folder is created only if there are any, and replaces an earlier one as a whole.
 
     Args:
         projections: by the index of the teacher, as in `Objective`.
         cross_tokenizer_specs: per teacher; they name the files that the projections were loaded from.
     """
-    for teacher, projection in projections.items():
-        spec = cross_tokenizer_specs[int(teacher)]
-        assert spec is not None
-        values = projection().values.detach().cpu().numpy()
-        folder.mkdir(exist_ok=True)
-        save_projection(replace(load_projection(spec.projection), values=values), folder / f"{teacher}.safetensors")
+    if not projections:
+        return
+    with replacing(folder) as new:
+        for teacher, projection in projections.items():
+            spec = cross_tokenizer_specs[int(teacher)]
+            assert spec is not None
+            values = projection().values.detach().cpu().numpy()
+            save_projection(replace(load_projection(spec.projection), values=values), new / f"{teacher}.safetensors")
 
 
 def complete_gradient(parameter: nn.Parameter) -> None:

@@ -5,22 +5,35 @@ The same class serves three purposes:
     from a store       no model: every piece of every row must be in the store (`teachers[].backend: store`)
     with a cache       a model: what is not in the store is computed, written and published (`teachers[].cache`)
     capturing          a model, and nobody who reads: what is not in the store is computed and written (`fill`)
+
+With a model, a sub-batch is divided by piece, so that nothing is computed that is stored:
+
+1. Every piece of every micro-batch is looked up.
+2. A micro-batch that is stored is read. One of which nothing is stored is computed as it is, and has the bits of a run
+   without a store.
+3. The missing pieces of all other micro-batches are packed into rows of their own and computed; the rest is read.
+
+What one forward pass gives is written to one shard. So a capture that is killed has stored it as a whole or not at all,
+and its next start makes the same rows of what is missing: first fit of some documents leaves them in the rows that
+they had among all of them, if those without them were whole rows.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distill_rl.config.facts import teacher_rows
+from distill_rl.config.facts import teacher_rows, width_divisor
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.config.target_bytes import target_bytes_per_token
+from distill_rl.data.batch.collate import BatchPlan, BatchSharding, arrange, lay_out
+from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.errors import DataError, NumericsError
 from distill_rl.losses.targets import target_of
 from distill_rl.models.inputs import micro_batches, to_device
@@ -55,6 +68,11 @@ class PieceInRows:
     """int32 [piece.length]"""
 
     @property
+    def place(self) -> slice:
+        """Its positions."""
+        return slice(self.start, self.start + self.piece.length)
+
+    @property
     def what(self) -> str:
         """For messages."""
         return (
@@ -62,18 +80,21 @@ class PieceInRows:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MicroBatch:
     """The rows of one forward pass, and the pieces that they hold."""
 
     layout: Layout
     rows: TokenRows
-    pieces: list[PieceInRows]
+    stored: list[PieceInRows]
+    """Those that the store has, or will have once it is written."""
+    missing: list[PieceInRows] = field(default_factory=list)
+    """Those that are to be computed."""
 
     @property
-    def num_tokens(self) -> int:
-        """Of the pieces."""
-        return sum(part.piece.length for part in self.pieces)
+    def is_missing(self) -> bool:
+        """Whether nothing of it is stored."""
+        return bool(self.missing) and not self.stored
 
 
 @dataclass(slots=True)
@@ -132,12 +153,12 @@ class StoredTeacher:
         total = 0.0
         if self.writer is not None and self.teacher.parallel.dp > 1:
             self.store.refresh()  # with what the other replicas have written
-        for micro_batch in self._micro_batches(batch):
-            if self._is_stored(micro_batch):
-                tensors = self._read(micro_batch)
-                self.use.read += micro_batch.num_tokens
-            else:
-                tensors = self._compute(micro_batch, batch)
+        divided = self._divide(batch)
+        apart = self._compute_apart(divided, batch)
+        for micro_batch in divided:
+            tensors = (
+                self._compute(micro_batch, batch.index) if micro_batch.is_missing else self._read(micro_batch, apart)
+            )
             if self.teacher.score != "static" and tensors:
                 target = target_of(tensors, self.config.loss.temperature)
                 assert target.label_logprob is not None
@@ -150,17 +171,19 @@ class StoredTeacher:
             self.writer.flush_if_due()
 
     def fill(self, batch: RankBatch) -> None:
-        """Computes and writes what the store lacks of this rank's part of a batch; micro-batches that it has are skipped.
+        """Computes and writes what the store lacks of this rank's part of a batch, each piece once.
 
         Raises:
             NumericsError: what is to be stored is NaN.
             StoreError: it cannot be written.
         """
-        for micro_batch in self._micro_batches(batch):
-            if self._is_stored(micro_batch):
-                self.use.read += micro_batch.num_tokens
-            else:
-                self._compute(micro_batch, batch)
+        divided = self._divide(batch, once=True)
+        for micro_batch in divided:
+            if micro_batch.is_missing:
+                self._compute(micro_batch, batch.index)
+            self.use.read += _num_tokens(micro_batch.stored)
+        for micro_batch in self._packed(divided, batch)[0]:
+            self._compute(micro_batch, batch.index)
         if self.writer is not None:
             self.writer.flush_if_due()
 
@@ -193,25 +216,39 @@ class StoredTeacher:
             pieces = _pieces_in(rows, held)
             yield MicroBatch(Layout(first_row, *rows.shape), rows, pieces)
 
-    def _is_stored(self, micro_batch: MicroBatch) -> bool:
-        """Whether the store has, or will have, all pieces of a micro-batch; the same on every rank of these rows.
+    def _divide(self, batch: RankBatch, *, once: bool = False) -> list[MicroBatch]:
+        """The micro-batches of a batch, with the pieces that the store has, or will have, apart from those that it lacks.
 
-        Collective if there is a model. Only the first rank knows what it has written.
+        The same on every rank of these rows, of which only the first knows what it has written. Collective if there is
+        a model; without one, all pieces should be stored.
 
-        Raises:
-            DataError: it lacks one, and there is no model.
+        Args:
+            once: of a piece that is missing, all but the first in the batch count as stored.
         """
+        divided = [*self._micro_batches(batch)]
         if self.live is None:
-            return all(self._find(part) is not None for part in micro_batch.pieces)
-        world = self.world
-        is_stored = not world.reports or all(map(self._has, micro_batch.pieces))
+            return divided
+        world, parts = self.world, [part for micro_batch in divided for part in micro_batch.stored]
+        lacks = np.zeros(len(parts), np.int64)
+        seen: set[tuple[PieceRef, bytes]] = set()
+        for i, part in enumerate(parts if world.reports else ()):
+            lacks[i] = not self._has(part)
+            if once and lacks[i]:
+                key = part.piece, part.tokens.tobytes()
+                lacks[i] = key not in seen
+                seen.add(key)
         if world.sp * world.tp > 1:
-            answer = torch.tensor([is_stored], dtype=torch.int64, device=world.device)
+            answer = torch.from_numpy(lacks).to(world.device)
             for group in (world.tp_group, world.sp_group):  # from the first rank to its own group, from there to all
                 if group is not None:
                     dist.broadcast(answer, group=group, group_src=0)
-            is_stored = bool(answer.item())
-        return is_stored
+            lacks = answer.cpu().numpy()
+        lacking = iter(lacks.tolist())
+        for micro_batch in divided:
+            parts, micro_batch.stored = micro_batch.stored, []
+            for part in parts:
+                (micro_batch.missing if next(lacking) else micro_batch.stored).append(part)
+        return divided
 
     def _has(self, part: PieceInRows) -> bool:
         """Whether just what the model would compute for a piece is stored, or waits to be written."""
@@ -234,29 +271,64 @@ class StoredTeacher:
             raise DataError(f"store {self.store.folder}", "must have every document of the run", part.what, remedy)
         return found
 
-    def _compute(self, micro_batch: MicroBatch, batch: RankBatch) -> dict[str, Tensor]:
-        """Runs the model on a micro-batch, and writes the pieces that the store lacks. Collective.
+    def _compute(self, micro_batch: MicroBatch, index: int) -> dict[str, Tensor]:
+        """Runs the model on a micro-batch that is missing, and writes its pieces, to one shard. Collective.
 
         Every token but a piece's first gets a label, whatever this run is trained on: another one may need it.
+
+        Args:
+            index: of the batch.
         """
         assert self.live is not None
         rows = micro_batch.rows
         labels = np.full_like(rows.labels, IGNORE_INDEX)
-        for part in micro_batch.pieces:
-            labels.reshape(-1)[part.start : part.start + part.piece.length - 1] = part.tokens[1:]
-        alone = RankBatch(batch.index, micro_batch.layout.first_row, replace(rows, labels=labels), batch.num_labels)
+        for part in micro_batch.missing:
+            labels.reshape(-1)[part.place][:-1] = part.tokens[1:]
+        alone = RankBatch(index, micro_batch.layout.first_row, replace(rows, labels=labels), 0)
         ((_, tensors),) = self.live.forward(alone)
-        self.use.computed += micro_batch.num_tokens
+        self.use.computed += _num_tokens(micro_batch.missing)
         if self.writer is not None:
             on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
-            for part in micro_batch.pieces:
-                if self._has(part):
+            for part in micro_batch.missing:
+                if self._has(part):  # it is twice in the batch
                     continue
-                place = slice(part.start, part.start + part.piece.length)
-                targets = {name: tensor[place] for name, tensor in on_host.items()}
+                targets = {name: tensor[part.place] for name, tensor in on_host.items()}
                 self._require_numbers(part, targets)
                 self.writer.add(part.piece, part.tokens, {name: _column(tensor) for name, tensor in targets.items()})
+            self.writer.flush_if_due()
         return tensors
+
+    def _packed(self, divided: Sequence[MicroBatch], batch: RankBatch) -> tuple[list[MicroBatch], list[int]]:
+        """Micro-batches of the pieces that are missing beside others that are stored, and the place of each among all of them."""
+        parts = [part for micro_batch in divided if micro_batch.stored for part in micro_batch.missing]
+        if not parts:
+            return [], []
+        encoded = [Encoded(part.tokens, np.ones(len(part.tokens), dtype=bool)) for part in parts]
+        width, rows = batch.rows.shape[1], BatchSharding(1, self.micro_batch_size)
+        on_gpu, divisor = self.world.device.type == "cuda", width_divisor(self.config)
+        plan = BatchPlan(rows, (), width, self.config.data.packing, pad_id=0, on_gpu=on_gpu, width_divisor=divisor)
+        members = [
+            row for row in arrange([encoded], [width], plan) if row
+        ]  # others would only fill the last micro-batch
+        pieces = tuple(tuple(parts[i].piece for i in row) for row in members)
+        packed = [*self._micro_batches(RankBatch(batch.index, 0, lay_out(encoded, plan, members), 0, pieces=pieces))]
+        for micro_batch in packed:
+            micro_batch.stored, micro_batch.missing = [], micro_batch.stored
+        return packed, [i for row in members for i in row]
+
+    def _compute_apart(self, divided: Sequence[MicroBatch], batch: RankBatch) -> Iterator[dict[str, Tensor]]:
+        """Computes the pieces that are missing beside others that are stored, when the first one is asked for.
+
+        Yields their targets in order, [piece.length, …] on the host; nothing of them on a rank that has none. Collective.
+        """
+        packed, order = self._packed(divided, batch)
+        found: list[dict[str, Tensor]] = [{} for _ in order]
+        place = iter(order)
+        for micro_batch in packed:
+            tensors = {name: tensor.cpu() for name, tensor in self._compute(micro_batch, batch.index).items()}
+            for part in micro_batch.missing:
+                found[next(place)] = {name: tensor[part.place].clone() for name, tensor in tensors.items()}
+        yield from found
 
     def _require_numbers(self, part: PieceInRows, targets: Mapping[str, Tensor]) -> None:
         """Raises NumericsError if a target of a piece that is to be stored is NaN."""
@@ -265,19 +337,26 @@ class StoredTeacher:
                 remedy = "try teachers[].dtype=fp32, or look for damaged weights"
                 raise NumericsError(f"teacher {self.teacher.name}", f"{name} must not be NaN", part.what, remedy)
 
-    def _read(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """The targets of the positions of a micro-batch, on the CPU; empty on a rank that does not report."""
+    def _read(self, micro_batch: MicroBatch, apart: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The targets of the positions of a micro-batch, on the CPU; empty on a rank that does not report. Collective.
+
+        Args:
+            apart: from `_compute_apart`, the targets of what is missing.
+        """
+        computed = [(part.start, next(apart)) for part in micro_batch.missing]
+        self.use.read += _num_tokens(micro_batch.stored)
         if not self.world.reports:
             return {}
         tensors = self.unused_targets(micro_batch.rows.input_ids.size)  # which padding keeps
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            for part in micro_batch.pieces:
+            for part in micro_batch.stored:
                 found = self._find(part)
-                start = part.start + found.skip
-                for name, values in self._targets(found).items():
-                    into = tensors[name][start : start + found.count]
-                    (into if values.ndim == 1 else into[:, : values.shape[1]]).copy_(values)
+                _write(self._targets(found), tensors, part.start + found.skip)
+        for start, targets in computed:
+            for name, values in targets.items():  # a model that writes nothing may send another dtype than the store's
+                tensors[name] = tensors[name].to(values.dtype)
+            _write(targets, tensors, start)
         return tensors
 
     def _targets(self, found: Found) -> dict[str, Tensor]:
@@ -302,6 +381,17 @@ def _pieces_in(rows: TokenRows, pieces: Sequence[tuple[PieceRef, ...]]) -> list[
             parts.append(PieceInRows(piece, row * width + start, rows.input_ids[row, start : start + piece.length]))
             start += piece.length
     return parts
+
+
+def _num_tokens(parts: Sequence[PieceInRows]) -> int:
+    return sum(part.piece.length for part in parts)
+
+
+def _write(targets: Mapping[str, Tensor], into: Mapping[str, Tensor], start: int) -> None:
+    """Copies the targets of a piece into those of a micro-batch, from position `start` on; absent entries are kept."""
+    for name, values in targets.items():
+        rows = into[name][start : start + len(values)]
+        (rows if values.ndim == 1 else rows[:, : values.shape[1]]).copy_(values)
 
 
 def _cut_to_k(tensors: dict[str, Tensor], k: int) -> dict[str, Tensor]:

@@ -103,7 +103,7 @@ def test_older_export_and_leftovers_are_replaced(tmp_path: Path, world: World) -
     source = write_tiny_model(tmp_path / "source", "llama")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "stale.txt").touch()
-    (tmp_path / ".out.tmp-4242").mkdir()
+    (tmp_path / ".out.0123abcd").mkdir()
     student = load_model(source, world, role="student", dtype="fp32")
     export_model(student, source=source, tokenizer=read_tokenizer(source), out_dir=tmp_path / "out")
     assert not (tmp_path / "out" / "stale.txt").exists()

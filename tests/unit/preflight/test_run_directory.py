@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.preflight import run_directory
+from tests.helpers.kill_at_call import Killer
 
 
 @pytest.fixture
@@ -149,6 +151,60 @@ def test_file_instead_of_folder_is_named(config, tmp_path):
     (tmp_path / "runs").write_text("a file")
     (line,) = run_directory.problems(config, clean=False)
     assert "runs" in line
+
+
+START = """\
+import sys
+from distill_rl.config.schema import Config
+from distill_rl.preflight import run_directory
+config = Config()
+config.run.dir, config.run.name = sys.argv[1], 'mine'
+config.student.model = config.data.path = 'x'
+assert not run_directory.problems(config, clean=False)
+with run_directory.occupy(config, clean=False) as paths:
+    run_directory.record_config(config, paths)
+"""
+
+
+def test_a_start_that_is_killed_at_any_call_leaves_the_directory_free(tmp_path):
+    """Such as while config.yaml gets its name."""
+    killer, at_config = Killer(tmp_path), 0
+    for place, killed in killer.every_kill(lambda place: ["-c", START, place / "runs"]):
+        root = place / "runs" / "mine"
+        at_config += any(root.glob(".config.yaml.*"))
+        again = killer.run(["-c", START, place / "runs"])
+        assert again.code == 0, (killed.calls[-1], again.err)
+        assert sorted(entry.name for entry in root.iterdir()) == [".lock", "config.yaml", "logs"]
+        assert (root / "logs" / "latest").is_symlink()
+        assert not [entry for entry in (root / "logs").iterdir() if entry.name.startswith(".")]
+    assert at_config > 1
+
+
+def test_what_killed_replacements_left_is_removed_or_put_back(config):
+    """An export that was set aside, and the weights of an evaluation that were not complete."""
+    root = used(config).root
+    (root / ".export.0123abcd" / "old").mkdir(parents=True)
+    (root / ".export.0123abcd" / "old" / "config.json").write_text("{}")
+    (root / "evals" / "..weights-8.0123abcd" / "new").mkdir(parents=True)
+    (root / ".metrics.jsonl.0123abcd").write_text("half")
+    config.checkpoint.resume = "latest"
+    with run_directory.occupy(config, clean=False) as paths:
+        assert (paths.export / "config.json").read_text() == "{}"
+        assert not list(paths.evals.iterdir())
+        assert paths.metrics.read_text() == "old"
+        assert not [entry for entry in root.iterdir() if entry.name.startswith(".") and entry.name != ".lock"]
+
+
+def test_a_copy_that_followed_links_is_used_like_the_run(config):
+    paths = used(config)
+    copy = shutil.copytree(paths.root, paths.root.with_name("copy"))
+    assert (copy / "logs" / "latest").is_dir()
+    assert not (copy / "logs" / "latest").is_symlink()
+    config.run.name, config.checkpoint.resume = "copy", "latest"
+    with run_directory.occupy(config, clean=False) as again:
+        assert again.attempt == 2
+        assert (copy / "logs" / "latest").readlink().name == "attempt_2"
+    assert len(list((copy / "logs").glob("copied-latest-*"))) == 1
 
 
 def test_two_processes_cannot_use_one_directory(config):

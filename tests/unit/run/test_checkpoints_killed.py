@@ -8,6 +8,7 @@ import time
 import pytest
 
 from distill_rl.run.checkpoints.store import CheckpointStore
+from tests.helpers.kill_at_call import NO_EXCHANGE, Killer
 
 PROGRAM = """\
 import itertools, sys
@@ -27,6 +28,38 @@ for step in itertools.count(first):
     store.commit(draft)
     print("saved", flush=True)
 """
+
+
+AGAIN = """\
+import sys
+from pathlib import Path
+from distill_rl.run.checkpoints.store import CheckpointStore, SavedState
+from distill_rl.types import TrainState
+
+store = CheckpointStore(Path(sys.argv[1]), keep_last=1, keep_best=0)
+store.clean_up()
+draft = store.begin(SavedState(TrainState(7)))
+(draft.student / "weights").write_text(sys.argv[2])
+store.commit(draft)
+"""
+
+
+@pytest.mark.parametrize("refuse", [None, NO_EXCHANGE])
+def test_a_kill_at_any_call_of_a_second_save_of_a_step_leaves_one_of_the_two(tmp_path, refuse):
+    killer, found = Killer(tmp_path, refuse), set()
+
+    def saved(place):
+        assert killer.run(["-c", AGAIN, place, "first"]).code == 0
+        return ["-c", AGAIN, place, "second"]
+
+    for place, killed in killer.every_kill(saved):
+        store = CheckpointStore(place, keep_last=1, keep_best=0)
+        store.clean_up()
+        newest = store.newest(pytest.fail)
+        assert newest is not None, killed.calls[-1]
+        found.add((newest.student / "weights").read_text())
+        assert sorted(path.name for path in place.iterdir()) in (["step-7"], ["scores.json", "step-7"])
+    assert found == {"first", "second"}
 
 
 def test_twenty_kills_during_saves_lose_nothing(tmp_path):

@@ -13,6 +13,7 @@ from distill_rl.errors import StoreError
 from distill_rl.store import maintain
 from distill_rl.store.manifest import FILE, SHARDS, TEACHER, describe_teacher
 from distill_rl.store.store import Store
+from tests.helpers.kill_at_call import Killer
 from tests.helpers.stores import ENTRIES, ids, labels, make_store, piece_of, record_of
 
 BFLOAT16_ERROR = 2.0**-7
@@ -219,6 +220,41 @@ def test_parquet_files_have_the_contents_of_the_store(tmp_path, monkeypatch, wir
             error = {"F32": 0, "F16": 2.0**-10, "BF16": BFLOAT16_ERROR}[dtype]
             for found, wanted in zip(row["logprobs"], exact.tolist()):
                 assert all(math.isclose(x, y, rel_tol=error) for x, y in zip(found, wanted, strict=True))
+
+
+PROGRAM = """\
+import sys
+from pathlib import Path
+from distill_rl.store import maintain
+store, out = map(Path, sys.argv[2:])
+maintain.export(store, out) if sys.argv[1] == "export" else maintain.merge([store], out)
+"""
+
+
+def test_an_export_that_is_killed_at_any_call_is_there_whole_or_not_at_all(store, tmp_path):
+    killer, found = Killer(tmp_path), set()
+    for place, killed in killer.every_kill(lambda place: ["-c", PROGRAM, "export", store.folder, place / "out"]):
+        found.add((place / "out").exists())
+        if not (place / "out").exists():
+            maintain.export(store.folder, place / "out")
+        rows = [parquet.read_metadata(path).num_rows for path in sorted((place / "out").iterdir())]
+        assert rows == [2, 1], killed.calls[-1]
+    assert found == {False, True}
+
+
+def test_a_merge_that_is_killed_at_any_call_is_completed_by_the_next(store, tmp_path):
+    for place, killed in Killer(tmp_path).every_kill(
+        lambda place: ["-c", PROGRAM, "merge", store.folder, place / "out"]
+    ):
+        out = place / "out"
+        if (out / FILE).exists():
+            assert maintain.verify(out)[1] == [], killed.calls[-1]
+        maintain.merge([store.folder], out)
+        assert maintain.verify(out)[1] == []
+        merged = Store(out)
+        assert all(merged.find(record.piece, record.tokens) for record in records())
+        assert len(merged) == 3
+        assert not list(out.rglob(".*"))
 
 
 def test_export_needs_a_new_folder(store, tmp_path):

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from distill_rl.errors import StoreError
 from distill_rl.store.shard import SUFFIX, Record, Shard, serialize
-from tests.helpers.stores import record_of
+from tests.helpers.stores import MANIFEST, record_of
 
 
 def opened(folder: Path, content: bytes, name: str = "shard") -> Shard:
@@ -101,7 +101,7 @@ def what_is_found(folder: Path, content: bytes, records: list[Record]) -> str:
 
 def test_every_flipped_byte_is_found_with_its_place_or_harmless(tmp_path):
     records = [record_of("one", range(4)), record_of("two", [9, 8, 7], first=3, prefix=1, whole=False)]
-    content = serialize(records)
+    content = serialize(records, MANIFEST.identity)
     assert what_is_found(tmp_path, content, records) == ""
     header_end = 8 + int.from_bytes(content[:8], "little")
     harmless = []

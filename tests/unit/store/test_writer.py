@@ -74,6 +74,7 @@ def test_a_full_shard_is_written_without_being_due(store):
     for i in range(3):
         tokens = np.full(rows, i, np.int32)
         writer.add(piece_of("large", tokens), tokens, large)
+        writer.flush_if_due()
         assert writer.holds(piece_of("large", tokens), tokens)
     until(lambda: len(Store(store.folder)), "a shard")
     assert len(Store(store.folder)) == 2, "the third waits"

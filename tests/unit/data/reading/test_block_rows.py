@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +18,7 @@ import pytest
 from distill_rl.config.schema import DataConfig, ValidationConfig
 from distill_rl.data import order
 from distill_rl.data.loader import Loader
-from distill_rl.data.reading import files, lines, source
+from distill_rl.data.reading import files, lines, records, source
 from distill_rl.data.reading.block_rows import BlockStore
 from distill_rl.data.reading.cache import Cache
 from distill_rl.data.reading.lines import LineIndex
@@ -23,6 +27,7 @@ from distill_rl.errors import DataError, UnreadableFile
 from distill_rl.types import TrainState
 
 QUIET = Cache(write=False)
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +130,12 @@ def test_a_damaged_row_group_is_named(tmp_path):
 def test_a_file_that_changes_under_a_run_is_named(tmp_path):
     data = corpus(tmp_path / "c", "jsonl", count=1)
     opened = open_source(data, cache=QUIET)
-    (tmp_path / "c" / "0.jsonl").write_text('{"text": "other"}\n')
+    path = tmp_path / "c" / "0.jsonl"
+    before = path.stat()
+    path.write_bytes(path.read_bytes().replace(b"\n", b" "))
+    with pytest.raises(DataError, match="has the size and time that it had when it was opened"):
+        opened[99]
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # a file system may tell the time too coarsely
     with pytest.raises(DataError, match="has the lines that it had when it was opened"):
         opened[99]
 
@@ -196,6 +206,120 @@ def test_a_file_that_changed_ends_the_run_even_if_bad_rows_are_skipped(tmp_path,
     loader = Loader(opened, batch_size=100, seed=0, steps=None, epochs=1, start=TrainState(), skip_bad_rows=True)
     with pytest.raises(UnreadableFile):
         list(loader)
+
+
+FORMS = ("jsonl", "txt", "parquet", "arrow", "folder")
+"""What is read block by block where it is large, or mapped."""
+EDITED_LARGE = """\
+import os, sys
+from pathlib import Path
+from distill_rl.config.schema import DataConfig
+from distill_rl.data.loader import Loader
+from distill_rl.data.reading.sources import open_source
+from distill_rl.types import TrainState
+
+opened = open_source(DataConfig(path=sys.argv[1], bad_rows=sys.argv[2]))
+steps = iter(Loader(opened, batch_size=4, seed=0, steps=None, epochs=1, start=TrainState(), skip_bad_rows=True))
+next(steps)
+print("reading", flush=True)
+sys.stdin.readline()
+try:
+    print(sum(1 for _ in steps))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def edit(path: Path, word: bytes, other: bytes) -> None:
+    """Overwrites a word in place, everywhere, by one of the same length."""
+    content = path.read_bytes()
+    assert word in content
+    with path.open("r+b") as file:
+        file.write(content.replace(word, other))
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "bad_rows"),
+    [
+        *((form, "edited", bad_rows) for form in FORMS for bad_rows in ("fail", "skip")),
+        ("jsonl", "replaced", "fail"),
+        ("jsonl", "touched", "fail"),
+    ],
+)
+def test_a_large_file_that_is_edited_while_it_is_read_is_refused_by_name(tmp_path, large_files, form, change, bad_rows):
+    """By another process, and without a change of its size or of the number of its lines."""
+    data = shutil.copytree(large_files[form].parent, tmp_path / "data") / large_files[form].name
+    path = next(data.glob("*.arrow")) if form == "folder" else data
+    environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", EDITED_LARGE, str(data), bad_rows]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as reader:
+        assert reader.stdout.readline() == "reading\n"
+        if change == "touched":
+            os.utime(path)
+        elif change == "edited":
+            edit(path, b"needle", b"thread")
+        else:
+            shutil.copy(path, tmp_path / "other")
+            (tmp_path / "other").replace(path)
+        said, _ = reader.communicate("\n", timeout=120)
+    assert said == (
+        f"UnreadableFile {path}: has the size and time that it had when it was opened; "
+        "got others: it was edited or replaced; start again\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def large_files(tmp_path_factory) -> dict[str, Path]:
+    """A file of 66 MiB in each of the `FORMS`."""
+    import datasets
+
+    root = tmp_path_factory.mktemp("large")
+    draw = np.random.default_rng(0)
+    rows = [{"text": f"{i} needle {draw.bytes(12_000).hex()}"} for i in range(2900)]
+    paths = {form: root / form / f"data.{form}" for form in ("jsonl", "txt", "parquet", "arrow")}
+    for path in paths.values():
+        path.parent.mkdir()
+    paths["jsonl"].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths["txt"].write_text("".join(row["text"] + "\n" for row in rows))
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, paths["parquet"], row_group_size=300, compression="none", use_dictionary=False)
+    with pa.OSFile(str(paths["arrow"]), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=300)
+    paths["folder"] = root / "folder" / "data"
+    datasets.Dataset.from_list(rows).save_to_disk(str(paths["folder"]))
+    return paths
+
+
+def test_a_copy_in_the_cache_may_be_renewed_while_it_is_read(tmp_path, monkeypatch):
+    """Another run that began at the same time has converted the file, too."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(files, "SMALL_BYTES", 0)
+    path = tmp_path / "a.csv"
+    path.write_text("text\n" + "".join(f"row {i}\n" for i in range(50)))
+    opened = open_source(DataConfig(path=str(path)))
+    (copy,) = (tmp_path / "cache").rglob("*.parquet")
+    os.utime(copy, (0, 0))
+    assert [document["text"] for document in opened] == [f"row {i}" for i in range(50)]
+
+
+def test_a_file_that_changes_while_it_is_converted_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(files, "SMALL_BYTES", 0)
+    path = tmp_path / "a.csv"
+    path.write_text("text\n" + "".join(f"row {i}\n" for i in range(50)))
+
+    def edit_and_say(_: str) -> None:
+        documents = records.documents
+
+        def edited(*arguments, **settings):
+            yield from documents(*arguments, **settings)
+            edit(path, b"row 49", b"row 94")
+
+        monkeypatch.setattr(records, "documents", edited)
+
+    with pytest.raises(DataError, match=r"a\.csv: has the size and time"):
+        open_source(DataConfig(path=str(path)), cache=Cache(say=edit_and_say))
+    assert not list((tmp_path / "cache").rglob("*.parquet"))
 
 
 def test_blocks_of_a_column_with_a_dot_have_their_size(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 
 from distill_rl.errors import ConfigError
 from distill_rl.evals.results.store import Store, locked
+from tests.helpers.kill_at_call import Killer
 
 KEY = {"suite": "own", "model_sha256": "ab", "limit": None}
 
@@ -74,6 +75,42 @@ def test_run_killed_between_its_last_two_files_finishes(tmp_path: Path) -> None:
     assert store.result is None
     store.finish(["a"], {"score": 1.0})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["own.items.jsonl", "own.json"]
+
+
+EVALUATE = """\
+import sys
+from pathlib import Path
+from distill_rl.evals.results.store import Store, locked
+from tests.helpers.kill_at_call import Killer
+folder = Path(sys.argv[1])
+with locked(folder):
+    store = Store(folder, "suite", {"model": sys.argv[2]}, replace_others=True)
+    store.set_device("cpu")
+    for i in range(3):
+        store.append([{"id": str(i), "outcome": sys.argv[2]}])
+    if store.result is None:
+        store.finish("012", {"num_items": 3})
+    store.close()
+"""
+
+
+def test_an_evaluation_that_is_killed_at_any_call_is_completed_by_the_next(tmp_path: Path) -> None:
+    """It replaces the results of another model."""
+    killer = Killer(tmp_path)
+
+    def earlier(place: Path) -> list[str | Path]:
+        assert killer.run(["-c", EVALUATE, place / "evals", "old"]).code == 0
+        return ["-c", EVALUATE, place / "evals", "new"]
+
+    for place, killed in killer.every_kill(earlier):
+        result = place / "evals" / "suite.json"
+        if result.exists():
+            model = json.loads(result.read_text())["model"]
+            rows = [json.loads(line) for line in (place / "evals" / "suite.items.jsonl").read_text().splitlines()]
+            assert [row["outcome"] for row in rows] == [model] * 3, killed.calls[-1]
+        assert killer.run(["-c", EVALUATE, place / "evals", "new"]).code == 0
+        assert json.loads(result.read_text()) == {"model": "new", "num_items": 3}
+        assert sorted(path.name for path in (place / "evals").iterdir()) == [".lock", "suite.items.jsonl", "suite.json"]
 
 
 @pytest.mark.parametrize("lost", ["all", "a row"])

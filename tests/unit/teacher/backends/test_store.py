@@ -14,13 +14,14 @@ import torch
 from distill_rl.config.schema import ParallelConfig
 from distill_rl.errors import DataError
 from distill_rl.store.compact import error_bound
+from distill_rl.store.shard import Shard
 from distill_rl.store.store import Store
 from distill_rl.store.writer import StoreWriter
 from distill_rl.teacher.backends.store import StoredTeacher
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import IGNORE_INDEX, RankBatch
 from tests.helpers.command import until
-from tests.helpers.engines import engine_config, engine_targets, random_documents
+from tests.helpers.engines import engine_config, engine_targets, plain_model, plain_topk, random_documents
 from tests.helpers.models import write_tiny_model
 from tests.helpers.stores import batch_of, is_of_pieces, make_store, piece_of
 
@@ -239,9 +240,26 @@ def test_a_missing_piece_is_an_error_that_names_it(kit, batch):
 
 
 def count_forwards(teacher: StoredTeacher) -> list[int]:
+    """The positions of every forward pass, padding included."""
     calls: list[int] = []
-    teacher.live.model.base_model.register_forward_hook(lambda *_: calls.append(1))
+
+    def count(_, __, settings: dict) -> None:
+        calls.append(settings["input_ids"].numel())
+
+    teacher.live.model.base_model.register_forward_pre_hook(count, with_kwargs=True)
     return calls
+
+
+def assert_are_the_models(found: dict, batch: RankBatch, model: Path) -> None:
+    """The targets of all pieces are those of Transformers in fp64, document by document."""
+    labels = np.full_like(batch.rows.labels, IGNORE_INDEX)
+    at = is_of_pieces(batch).reshape(labels.shape)
+    labels[:, :-1] = np.where(at[:, :-1] & at[:, 1:], batch.rows.input_ids[:, 1:], IGNORE_INDEX)
+    wanted = plain_topk(plain_model(model), replace(batch.rows, labels=labels), VOCABULARY, TOP)
+    learnt = at.reshape(-1) & (batch.rows.labels.reshape(-1) != IGNORE_INDEX)
+    for name, values in wanted.items():
+        where = torch.from_numpy(learnt if name == "label_logprob" else at.reshape(-1))
+        torch.testing.assert_close(found[name][where].double(), values[where].double(), rtol=0, atol=2e-5)
 
 
 def test_a_cache_publishes_what_the_teacher_computes_and_then_reads_it(kit, batch):
@@ -286,17 +304,83 @@ def test_a_cache_goes_on_in_another_process(kit, batch):
     assert len(store) == 5
 
 
-def test_only_the_missing_piece_of_a_row_is_written(kit, batch):
-    known = batch_of([[_tokens(batch, 0, 1)]], WIDTH)
-    store = kit.captured(known, micro_batch_size=1)
-    assert len(store) == 1
+@pytest.mark.parametrize("writes", [True, False], ids=["cache", "missing-live"])
+@pytest.mark.parametrize("packing", [True, False])
+def test_only_the_missing_pieces_are_computed(kit, batch, folder, packing, writes):
+    """One of two documents in rows 0 and 2 is stored, and nothing of row 1."""
+    known = batch_of([[_tokens(batch, 0, 1)], [_tokens(batch, 2, 0)]], WIDTH)
+    store = kit.captured(known)
+    stored = engine_targets(kit.reader(store), known)
     teacher = kit.cached(store, micro_batch_size=1)
-    row = replace(batch, rows=batch.rows[:1], pieces=batch.pieces[:1])
-    found = engine_targets(teacher, row)
-    live = engine_targets(kit.live(micro_batch_size=1), row)
-    assert all(torch.equal(found[name], live[name]) for name in live), "the whole row is computed"
+    teacher.config.data.packing = packing
+    if not writes:
+        teacher.writer = None
+    calls = count_forwards(teacher)
+    found = engine_targets(teacher, batch)
+    assert_are_the_models(found, batch, folder)
+    for row, place in ((0, 1), (2, 0)):
+        start = row * WIDTH + sum(piece.length for piece in batch.pieces[row][:place])
+        length = batch.pieces[row][place].length
+        there = 0 if row == 0 else WIDTH
+        for name, values in stored.items():
+            assert torch.equal(found[name][start : start + length], values[there : there + length]), "as it was stored"
+    read = tokens_of(known)
+    assert (teacher.use.read, teacher.use.computed) == (read, tokens_of(batch) - read)
+    alone = [batch.pieces[0][0].length, batch.pieces[2][1].length]
+    apart = [sum(alone)] if packing else sorted(alone, reverse=True)
+    assert sorted(calls) == sorted([WIDTH, *(-(-length // 8) * 8 for length in apart)])
     teacher.close()
-    assert [piece.name for piece in store.pieces()] == [known.pieces[0][0].name, batch.pieces[0][0].name]
+    assert len(store) == (5 if writes else 2)
+    assert len(set(refs(store))) == len(store)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_filling_computes_each_missing_piece_once(kit, batch, micro_batch_size):
+    """Of a batch in which one document is stored and another is there three times."""
+    twice, stored = _tokens(batch, 1, 0), _tokens(batch, 0, 1)
+    store = kit.captured(batch_of([[stored]], WIDTH), micro_batch_size=1)
+    teacher = kit.cached(store, micro_batch_size=micro_batch_size)
+    rows = batch_of([[_tokens(batch, 0, 0), stored], [twice], [twice], [twice, _tokens(batch, 2, 0)]], 2 * WIDTH)
+    teacher.fill(rows)
+    teacher.close()
+    computed = sum(len(tokens) for tokens in (_tokens(batch, 0, 0), twice, _tokens(batch, 2, 0)))
+    assert (teacher.use.read, teacher.use.computed) == (tokens_of(rows) - computed, computed)
+    assert sum(piece.length for piece in store.pieces()) == computed + len(stored)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_whichever_shards_a_kill_leaves_the_others_come_back_to_the_bit(kit, micro_batch_size):
+    """A forward pass is in one shard as a whole, and what is missing is packed as it was among all documents."""
+    documents = random_documents(12, seed=3, longest=SHORT)
+    first = batch_of([[document] for document in documents[:4]], WIDTH)
+    rows = [[documents[4 + i], documents[i % 4]] for i in range(8)]
+    second = batch_of(rows, WIDTH)
+    whole = kit.captured(first)
+    teacher = kit.cached(whole, write_every_s=0, micro_batch_size=micro_batch_size)
+    teacher.fill(second)
+    teacher.close()
+    shards = Store(whole.folder).shards
+    assert len(shards) >= 3
+    wanted = _columns(shards)
+    for kept in range(1, len(shards)):
+        for shard in shards[kept:]:
+            shard.path.unlink(missing_ok=True)
+        again = kit.cached(Store(whole.folder), write_every_s=0, micro_batch_size=micro_batch_size)
+        again.fill(second)
+        again.close()
+        assert _columns(Store(whole.folder).shards) == wanted
+        shards = Store(whole.folder).shards
+
+
+def _columns(shards: Sequence[Shard]) -> dict[tuple, dict[str, bytes]]:
+    """The bytes of every piece; a piece that is there twice fails."""
+    found: dict[tuple, dict[str, bytes]] = {}
+    for shard in shards:
+        for i in range(len(shard)):
+            piece = shard.piece(i)
+            assert piece not in found
+            found[piece] = {name: column.values.tobytes() for name, column in shard.targets(i).items()}
+    return found
 
 
 def test_a_document_twice_in_a_batch_is_stored_once(kit, batch):
@@ -389,8 +473,11 @@ def test_a_teacher_that_runs_does_not_use_what_it_saw_in_context(kit):
     whole, halves = split_in_two(random_documents(1, seed=3)[0])
     store = kit.captured(whole)
     teacher = kit.cached(store)
-    found, live = engine_targets(teacher, halves), engine_targets(kit.live(), halves)
-    assert all(torch.equal(found[name], live[name]) for name in live)
+    found, live = engine_targets(teacher, halves), engine_targets(kit.live(micro_batch_size=1), halves)
+    learnt = torch.from_numpy(
+        halves.rows.labels.reshape(-1) != IGNORE_INDEX
+    )  # a first half has no next token at its end
+    assert all(torch.equal(found[name][learnt], live[name][learnt]) for name in live)
     teacher.close()
     assert [piece.first for piece in store.pieces()] == [0, halves.pieces[1][0].first]
     assert_equal_at_pieces(engine_targets(kit.reader(store, micro_batch_size=1), _second(halves)),
