@@ -28,11 +28,10 @@ Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 MAX_TASKS = 10
 """A suite with more tasks is printed without them."""
 FAILURE_HEADINGS = {
+    "ungraded": "not graded",
     "truncated": "cut off",
     "unparsable": "no answer",
     "too_long": "too long",
-    "grader_timeout": "grader late",
-    "grader_failed": "grader failed",
 }
 """Failure of an item → heading of its column in the table, which is shown only if the failure occurred."""
 
@@ -309,6 +308,10 @@ def warn_about_too_long_items(results: Results) -> None:
 
 def _count(part: Mapping[str, Any], name: str) -> int:
     """Number of items of a result that failed in this way (a key of FAILURE_HEADINGS)."""
+    from distill_rl.evals.results.result import num_ungraded
+
+    if name == "ungraded":
+        return num_ungraded(part["outcomes"])
     return part["truncated"] if name == "truncated" else part["outcomes"][name]
 
 

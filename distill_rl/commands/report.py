@@ -120,7 +120,8 @@ def _table(rows: Sequence[Score], evaluation: Evaluation, *, with_failures: bool
         if evaluation.baseline is not None:
             cells.append(f"{difference.value:+.3f}" if difference else "")
             cells.append(f"{difference.interval[0]:+.3f} to {difference.interval[1]:+.3f}" if difference else "")
-        cells.append(f"{part.num_items:,}" if part.num_items is not None else "")
+        ungraded = f" ({part.ungraded:,} not graded)" if part.ungraded else ""
+        cells.append(f"{part.num_items:,}{ungraded}" if part.num_items is not None else ungraded.strip())
         if with_failures:
             cells.append(_failures(row, evaluation))
         table.add_row(*map(escape, cells))

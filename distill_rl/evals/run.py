@@ -64,10 +64,10 @@ def evaluate_models(
         interrupted: called during every wait outside the executor; may raise, which ends the evaluation.
 
     Returns:
-        Per model and suite: `score` (mean over items, 0 to 1), `interval` (95 %, Wilson), `num_items`, `outcomes`
-        (counts for each of `result.OUTCOMES`), `truncated` (completions that reached the token limit), `per_task` (the
-        same by task), `macro` (mean over tasks; None without tasks), `seconds`, `tokens_per_second`,
-        the fields of the key (`_ModelRun._key`: hashes of data and model, and settings) and facts about the run.
+        Per model and suite: `score` (mean over items, 0 to 1), `interval` (95 %, Wilson), `num_items`, `ungraded` (items
+        without a grade, which score 0), `outcomes` (counts for each of `result.OUTCOMES`), `truncated` (completions
+        that reached the token limit), `per_task` (the same by task), `macro` (mean over tasks; None without tasks),
+        `seconds`, `tokens_per_second`, the fields of the key (`_ModelRun._key`: hashes of data and model, and settings) and facts about the run.
 
     Raises:
         ConfigError: a folder without a model, a chat suite for a model without a chat template, or, in a result folder,

@@ -1,4 +1,4 @@
-"""The parent's side of a grading process (`judge`): JSON lines to it and from it, each with a deadline."""
+"""The parent's side of a grading process (`judge`): JSON lines to it and from it, waiting only for one that works."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 MAX_REPLY_BYTES = 1 << 26
 REAP_S = 10.0
 """Seconds to wait for a killed process. One that the kernel holds longer, for instance on a dead disk, is abandoned."""
+LEAST_SHARE = 0.01
+"""A process that uses less of a processor, and does not wait for one either, hangs."""
 
 _INHERITED_VARIABLES = (
     "PATH",
@@ -35,8 +39,8 @@ class ChildEnded(Exception):
     """The process has ended, or its streams are closed."""
 
 
-class ChildTimeout(Exception):
-    """The process did not answer in time."""
+class ChildHangs(Exception):
+    """The process neither answers nor computes."""
 
 
 class Child:
@@ -66,6 +70,7 @@ class Child:
             env=_environment(),
             process_group=0,
         )
+        self._usage = psutil.Process(self._process.pid)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._requests, self._replies = self._process.stdin.fileno(), self._process.stdout.fileno()
@@ -73,22 +78,21 @@ class Child:
         self._request_id = 0
         self._buffer = bytearray()
 
-    def send(self, request: str, timeout_s: float) -> int:
+    def send(self, request: str, hang_s: float) -> int:
         """Sends a JSON object, with an id added as `number`; returns the id, which counts up from 1.
 
         Args:
             request: a JSON object with at least one entry, on one line.
-            timeout_s: until the process has taken all of it.
+            hang_s: as in `read`.
 
         Raises:
-            ChildTimeout: it did not in time.
+            ChildHangs: it has not taken all of it.
             ChildEnded: it closed its stdin or has ended.
         """
         self._request_id += 1
         unsent = memoryview(f'{{"number": {self._request_id}, {request[1:]}\n'.encode())
-        deadline = time.monotonic() + timeout_s
         while unsent:
-            _wait(self._requests, select.POLLOUT, deadline)
+            self._wait(self._requests, select.POLLOUT, hang_s)
             try:
                 unsent = unsent[os.write(self._requests, unsent) :]
             except BlockingIOError:
@@ -97,21 +101,26 @@ class Child:
                 raise ChildEnded from error
         return self._request_id
 
-    def read(self, timeout_s: float) -> dict[str, Any]:
+    def read(self, hang_s: float) -> dict[str, Any]:
         """Waits for the next line from the process and returns it as a JSON object; empty if it is no JSON object, too
         long (MAX_REPLY_BYTES), or the `done` of another request than the last one.
 
+        This waits as long as the process computes or has to wait for a processor, which its own limit of processor time
+        ends, so that a busy machine changes nothing.
+
+        Args:
+            hang_s: seconds without a sign of life, after which a process hangs that did not compute meanwhile.
+
         Raises:
-            ChildTimeout: no complete line within `timeout_s` seconds.
+            ChildHangs: no complete line, and the process hangs.
             ChildEnded: the process closed its stdout or has ended.
         """
-        deadline = time.monotonic() + timeout_s
         searched = 0
         while (end := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)
             if searched > MAX_REPLY_BYTES:
                 return {}
-            _wait(self._replies, select.POLLIN, deadline)
+            self._wait(self._replies, select.POLLIN, hang_s)
             more = os.read(self._replies, 1 << 16)
             if not more:
                 raise ChildEnded
@@ -124,6 +133,36 @@ class Child:
         if not isinstance(reply, dict) or reply.get("done", self._request_id) != self._request_id:
             return {}
         return reply
+
+    def _wait(self, descriptor: int, event: int, hang_s: float) -> None:
+        """Waits until a poll event occurs on a file descriptor, or it is closed or fails.
+
+        Raises:
+            ChildHangs: nothing happened for `hang_s` seconds, in which the process had less than LEAST_SHARE of a
+                processor although it was not waiting for one.
+        """
+        poll = select.poll()
+        poll.register(descriptor, event)
+        begin, used = time.monotonic(), self._processor_s()
+        while not poll.poll(hang_s * 1000):
+            share = (self._processor_s() - used) / (time.monotonic() - begin)
+            if share < LEAST_SHARE and not self._is_runnable():
+                raise ChildHangs
+
+    def _processor_s(self) -> float:
+        """Processor time that the process has used, in seconds; 0 if it is gone."""
+        try:
+            times = self._usage.cpu_times()
+        except psutil.NoSuchProcess:
+            return 0.0
+        return times.user + times.system
+
+    def _is_runnable(self) -> bool:
+        """Whether the process computes or waits for a processor, and not for anything else."""
+        try:
+            return self._usage.status() == psutil.STATUS_RUNNING
+        except psutil.NoSuchProcess:
+            return False
 
     def kill(self) -> None:
         """Sends SIGKILL to the process group, without waiting. A child that is already exiting keeps its exit code;
@@ -145,21 +184,6 @@ class Child:
                 with contextlib.suppress(OSError):
                     stream.close()
         return code
-
-
-def _wait(descriptor: int, event: int, deadline: float) -> None:
-    """Waits until a poll event occurs on a file descriptor, or it is closed or fails.
-
-    Args:
-        deadline: on the clock of `time.monotonic`.
-
-    Raises:
-        ChildTimeout: nothing happened by then.
-    """
-    poll = select.poll()
-    poll.register(descriptor, event)
-    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        raise ChildTimeout
 
 
 def _environment() -> dict[str, str]:

@@ -1,7 +1,9 @@
 """Grades completions in child processes, because a model's output is hostile input.
 
 One thread per child sends it one completion at a time. If a child exceeds its time or memory, or crashes, only that
-item is lost: the thread kills the child and starts another one. No item is graded twice.
+item is lost: the thread kills the child and starts another one. Time is processor time, so that a busy machine does not
+change outcomes; a child that does nothing at all is killed, too. An item that took too long is graded once more when
+nothing else is waiting, alone, since processor time also grows where processes share caches and memory.
 
 Protocol, as JSON lines (see `judge`): the parent sends an item; the child replies `begun` once the suite is loaded,
 then `done` with the verdict. Until `begun`, a failure is a problem of starting up and the item is sent again, to a new
@@ -13,25 +15,22 @@ from __future__ import annotations
 import json
 import math
 import os
-import queue
 import signal
 import threading
 import time
+from collections import deque
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from distill_rl.errors import WorkerError
-from distill_rl.evals.grading.child import REAP_S, Child, ChildEnded, ChildTimeout
+from distill_rl.evals.grading.child import LEAST_SHARE, REAP_S, Child, ChildEnded, ChildHangs
 from distill_rl.evals.suites.base import Item, Verdict
 
 START_S = 120.0
-"""Seconds for a child to start and load a suite, even on a busy machine."""
+"""Seconds without computing after which a child that starts or loads a suite hangs."""
 MAX_STARTS = 3
 """Attempts to start a child for an item, before the failure counts as permanent."""
-WALL_CLOCK_FACTOR = 4
-"""Wall-clock deadline of an item, in multiples of its processor-time deadline: it ends judges that wait instead of
-computing, and leaves room for a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +49,8 @@ class _Task:
     item: Item
     completion: str
     future: Future[Graded]
+    is_late: bool = False
+    """It took too long before."""
 
 
 class Grader:
@@ -58,19 +59,29 @@ class Grader:
 
     Args:
         workers: number of children; None: one per processor that this process may use, at most 8.
-        deadline_s: processor time per item in seconds, so that a busy machine does not change outcomes. The wall-clock
-            deadline is `WALL_CLOCK_FACTOR` times as long.
+        deadline_s: processor time per item in seconds.
         memory_bytes: address space that a child may allocate in addition to what it has after loading its suite.
+        hang_s: seconds after which an item is given up whose child does not even compute.
     """
 
-    def __init__(self, workers: int | None = None, deadline_s: float = 15.0, memory_bytes: int = 2 << 30):
+    def __init__(
+        self,
+        workers: int | None = None,
+        deadline_s: float = 15.0,
+        memory_bytes: int = 2 << 30,
+        hang_s: float = 60.0,
+    ):
         if workers is None:
             workers = min(8, len(os.sched_getaffinity(0)))
-        self.deadline_s, self.memory_bytes = deadline_s, memory_bytes
-        self.longest_s = 2 * MAX_STARTS * START_S + WALL_CLOCK_FACTOR * deadline_s + (MAX_STARTS + 1) * REAP_S
-        """Wall-clock seconds after which an item that a child has received has an outcome in any case."""
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self.deadline_s, self.memory_bytes, self.hang_s = deadline_s, memory_bytes, hang_s
+        self._waiting: deque[_Task] = deque()
+        self._late: deque[_Task] = deque()
+        """Tasks to be graded again."""
+        self._num_running = 0
+        self._runs_alone = False
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        """Notified when a task arrives or ends, and when the pool is closed."""
         self._children: set[Child] = set()
         self._closed = False
         self._threads = [threading.Thread(target=self._serve, name=f"grader-{n}", daemon=True) for n in range(workers)]
@@ -83,6 +94,14 @@ class Grader:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    @property
+    def longest_s(self) -> float:
+        """Wall-clock seconds after which one of the items submitted has an outcome, where processes get LEAST_SHARE of a
+        processor."""
+        starting = MAX_STARTS * (2 * START_S + REAP_S)
+        num_items = len(self._waiting) + len(self._late) + self._num_running
+        return (num_items + 1) * (starting + self.deadline_s / LEAST_SHARE + self.hang_s + REAP_S)
+
     def submit(self, suite: str, item: Item, completion: str) -> Future[Graded]:
         """Queues a completion, to be judged by the suite that `registry.find` returns for this name or path; returns at
         once.
@@ -94,10 +113,11 @@ class Grader:
             RuntimeError: the pool is closed.
         """
         future: Future[Graded] = Future()
-        with self._lock:
+        with self._changed:
             if self._closed:
                 raise RuntimeError("the grader is closed")
-            self._tasks.put(_Task(suite, item, completion, future))
+            self._waiting.append(_Task(suite, item, completion, future))
+            self._changed.notify()
         return future
 
     def close(self) -> None:
@@ -108,12 +128,19 @@ class Grader:
         one.
         """
         deadline = time.monotonic() + 2 * REAP_S
-        with self._lock:
+        with self._changed:
             self._closed = True
             for child in self._children:
                 child.kill()
-        for _ in self._threads:
-            self._tasks.put(None)
+            rest = [*self._waiting, *self._late]
+            self._waiting.clear()
+            self._late.clear()
+            self._changed.notify_all()
+        for task in rest:
+            if task.is_late:
+                task.future.set_exception(CancelledError())
+            elif task.future.cancel():
+                task.future.set_running_or_notify_cancel()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
@@ -122,26 +149,52 @@ class Grader:
             self._end(child)
 
     def _serve(self) -> None:
-        """The loop of one thread: takes tasks and grades them with one child, until it takes None; then ends the child.
+        """The loop of one thread: takes tasks and grades them with one child, until the pool is closed; then ends the
+        child.
 
         Every task's future gets a result, an exception or a cancellation. `close` unblocks it in both of its waits: for
-        a task by queueing None, for the child by killing it.
+        a task by a notification, for the child by killing it.
         """
         child: Child | None = None
-        while (task := self._tasks.get()) is not None:
-            if self._closed:
-                task.future.cancel()
-            if not task.future.set_running_or_notify_cancel():
-                continue
-            try:
-                graded, child = self._grade(task, child)
-            except BaseException as error:
-                self._end(child)
-                child = None
-                task.future.set_exception(CancelledError() if self._closed else error)
-            else:
-                task.future.set_result(graded)
+        while (task := self._next_task()) is not None:
+            again = False
+            if task.is_late or task.future.set_running_or_notify_cancel():
+                try:
+                    graded, child = self._grade(task, child)
+                except BaseException as error:
+                    self._end(child)
+                    child = None
+                    task.future.set_exception(CancelledError() if self._closed else error)
+                else:
+                    again = graded.outcome == "grader_timeout" and not task.is_late
+                    if not again:
+                        task.future.set_result(graded)
+            self._put_back(task, again)
         self._end(child)
+
+    def _next_task(self) -> _Task | None:
+        """Waits for a task that may run now; None once the pool is closed. Late tasks run when nothing else does."""
+        with self._changed:
+            while not self._closed:
+                if self._waiting and not self._runs_alone:
+                    self._num_running += 1
+                    return self._waiting.popleft()
+                if self._late and not self._num_running:
+                    self._num_running, self._runs_alone = 1, True
+                    return self._late.popleft()
+                self._changed.wait()
+        return None
+
+    def _put_back(self, task: _Task, again: bool) -> None:
+        """Ends a task, or queues it to run alone."""
+        with self._changed:
+            self._num_running -= 1
+            self._runs_alone = False
+            if again and self._closed:
+                task.future.set_exception(CancelledError())
+            elif again:
+                self._late.append(replace(task, is_late=True))
+            self._changed.notify_all()
 
     def _grade(self, task: _Task, child: Child | None) -> tuple[Graded, Child | None]:
         """Has an item judged; returns its outcome, and the child if it can be used for the next one, otherwise None.
@@ -154,14 +207,14 @@ class Grader:
 
         Raises:
             WorkerError: the child cannot load the suite, or no child starts.
-            ChildEnded, ChildTimeout, CancelledError: the pool has been closed.
+            ChildEnded, ChildHangs, CancelledError: the pool has been closed.
         """
         child = self._child_with_item(task, child)
         try:
-            reply = child.read(WALL_CLOCK_FACTOR * self.deadline_s)
-        except ChildTimeout:
+            reply = child.read(self.hang_s)
+        except ChildHangs:
             self._end(child)
-            return Graded("grader_timeout", detail=f"no verdict within {WALL_CLOCK_FACTOR * self.deadline_s:g} s"), None
+            return Graded("grader_timeout", detail=f"no sign of life for {self.hang_s:g} s"), None
         except ChildEnded:
             code = self._end(child)
             if self._closed:
@@ -180,7 +233,7 @@ class Grader:
 
         Raises:
             WorkerError: the child cannot load the suite, or none of MAX_STARTS was ready in time.
-            ChildEnded, ChildTimeout, CancelledError: the pool has been closed.
+            ChildEnded, ChildHangs, CancelledError: the pool has been closed.
         """
         item = {name: getattr(task.item, name) for name in Item.__dataclass_fields__}
         request = json.dumps({"suite": task.suite, "item": item, "completion": task.completion}, default=dict)
@@ -190,12 +243,12 @@ class Grader:
             try:
                 request_id = child.send(request, START_S)
                 reply = child.read(START_S)
-            except (ChildTimeout, ChildEnded) as error:
+            except (ChildHangs, ChildEnded) as error:
                 code = self._end(child)
                 child = None
                 if self._closed:
                     raise
-                reason = f"not ready within {START_S:g} s" if isinstance(error, ChildTimeout) else _exit_reason(code)
+                reason = f"no sign of life for {START_S:g} s" if isinstance(error, ChildHangs) else _exit_reason(code)
                 continue
             if "broken" in reply:
                 self._end(child)

@@ -25,6 +25,8 @@ from distill_rl.evals.suites.registry import find
 from distill_rl.system.processes.parent import end_with
 
 MAX_ERROR_CHARACTERS = 300
+LOAD_S = 60.0
+"""Processor time to load a suite, in seconds, after which SIGPROF kills this process."""
 
 
 def main() -> None:
@@ -49,11 +51,14 @@ def main() -> None:
         request_id, name = request["number"], request["suite"]
         if name not in suites:
             _limit_address_space(None)
+            signal.setitimer(signal.ITIMER_PROF, LOAD_S)
             try:
                 suites[name] = find(name)
             except BaseException as error:
                 _send(replies, {"broken": _described(error)})
                 continue
+            finally:
+                signal.setitimer(signal.ITIMER_PROF, 0)
             start = _address_space()
         _send(replies, {"begun": request_id})
         _limit_address_space(start + memory_bytes)

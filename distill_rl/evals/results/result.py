@@ -22,9 +22,11 @@ wrong           an answer with less than the full score
 unparsable      no answer found in the completion
 truncated       the completion reached its token limit and is not right
 too_long        prompt and answer exceed the model's positions
-grader_timeout  grading exceeded its deadline
+grader_timeout  grading exceeded its deadline, twice
 grader_failed   grading ran out of memory, or its process died
 """
+UNGRADED = ("grader_timeout", "grader_failed")
+"""Outcomes that say nothing about the answer, which scores 0."""
 
 Row = dict[str, Any]
 
@@ -111,8 +113,13 @@ def processed_tokens(rows: Iterable[Mapping[str, Any]]) -> int:
     )
 
 
+def num_ungraded(outcomes: Mapping[str, int]) -> int:
+    """How many items have an outcome of UNGRADED, given the numbers by outcome."""
+    return sum(outcomes.get(name, 0) for name in UNGRADED)
+
+
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Score with its 95 % interval, outcomes and counts, over all rows and, in `per_task`, by task.
+    """Score with its 95 % interval, outcomes and counts, `ungraded` among them, over all rows and, in `per_task`, by task.
 
     `macro` is the mean of the tasks' scores. Rows without a task belong to none; if all are, `per_task` is empty and
     `macro` None.
@@ -130,8 +137,8 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Mean score, its 95 % Wilson interval as [low, high], and how many rows there are, have each of OUTCOMES and were
-    cut off.
+    """Mean score, its 95 % Wilson interval as [low, high], and how many rows there are, have no grade (UNGRADED), have each
+    of OUTCOMES and were cut off.
 
     Args:
         rows: at least one.
@@ -142,6 +149,7 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "score": score,
         "interval": list(wilson(score, len(rows))),
         "num_items": len(rows),
+        "ungraded": num_ungraded(counted),
         "outcomes": {name: counted[name] for name in OUTCOMES},
         "truncated": sum(bool(row["truncated"]) for row in rows),
     }

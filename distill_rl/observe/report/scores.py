@@ -61,6 +61,11 @@ class Part:
     """Items by outcome, without `right`."""
     difference: Difference | None = None
 
+    @property
+    def ungraded(self) -> int:
+        """Items that scored 0 because their grading failed or took too long."""
+        return sum(self.outcomes.get(name, 0) for name in ("grader_timeout", "grader_failed"))
+
 
 @dataclass(frozen=True, slots=True)
 class Score:

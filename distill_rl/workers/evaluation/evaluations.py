@@ -18,6 +18,7 @@ from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import DistillError, WorkerError
 from distill_rl.evals.progress import progress_file, read_counts
+from distill_rl.evals.results.result import num_ungraded
 from distill_rl.evals.results.samples import SampleFile
 from distill_rl.evals.run import Model
 from distill_rl.models.files.hub import resolve
@@ -307,9 +308,12 @@ def scores(results: Mapping[str, Result]) -> dict[str, float]:
 
 
 def report(what: str, results: Mapping[str, Result]) -> None:
-    """Prints one line per suite: score, its interval, the items and their rate; `what` names the model."""
+    """Prints one line per suite: score, its interval, the items, how many of them have no grade, and their rate; `what`
+    names the model."""
     for suite, result in results.items():
         low, high = result["interval"]
         score, items = f"{result['score']:.3f} [{low:.3f}, {high:.3f}]", f"{result['num_items']:,} items"
+        if ungraded := num_ungraded(result["outcomes"]):
+            items += f" ({ungraded:,} not graded)"
         rate = f"{(result['num_items'] - result['resumed_items']) / max(result['seconds'], 1e-9):,.1f} items/s"
         say(f"evaluated {what} on {suite}: {score}, {items}, {rate}")

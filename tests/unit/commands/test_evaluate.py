@@ -108,10 +108,21 @@ def test_table_has_columns_only_for_failures_that_occurred(capsys: pytest.Captur
     printed = capsys.readouterr().out
     assert "too long" in printed
     assert "cut off" not in printed
-    assert "grader" not in printed
+    assert "not graded" not in printed
     assert "task 2" in printed
     assert "task 56" not in printed
     assert "0.500   0.100 to 0.900" in printed
+
+
+def test_table_counts_items_without_a_grade(capsys: pytest.CaptureFixture[str]) -> None:
+    late = result(3, 1)
+    late["outcomes"] |= {"wrong": 0, "grader_timeout": 1, "grader_failed": 2}
+    print_table({"one": {"math": late}})
+    heading, figures = [
+        line.split() for line in capsys.readouterr().out.splitlines() if "math" in line or "model" in line
+    ]
+    assert heading[-2:] == ["not", "graded"]
+    assert figures[-2:] == ["4", "3"]
 
 
 def test_model_names_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

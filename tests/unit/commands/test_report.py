@@ -49,6 +49,14 @@ def test_models_are_compared_in_a_table_and_a_page(out: Path, capsys: pytest.Cap
     assert "−0.300" in text_of(out / "comparison.html")
 
 
+def test_items_without_a_grade_are_counted_beside_the_score(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = {"right": 60, "wrong": 35, "grader_timeout": 2, "grader_failed": 3}
+    write_result(out / "student_after", BAD, num_fewshot=0, outcomes=outcomes)
+    assert main(["report", str(out)]) == 0
+    assert "-0.210 100 (5 not graded)" in " ".join(capsys.readouterr().out.split())
+    assert "5 not graded" in text_of(out / "comparison.html")
+
+
 def test_narrow_terminal_shows_outcomes_below_the_table(
     out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

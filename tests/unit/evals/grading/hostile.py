@@ -33,6 +33,33 @@ def _sleep(mark: str) -> str:
         time.sleep(3600)
 
 
+def _starve(seconds: str) -> str:
+    """Computes for that long, a tenth of the time, as a process among many does."""
+    end = time.process_time() + float(seconds)
+    while (begin := time.process_time()) < end:
+        while time.process_time() < begin + 0.01:
+            pass
+        time.sleep(0.1)
+    return "computed"
+
+
+def _stay(mark: str) -> str:
+    """Leaves a mark until a file `go` lies beside it."""
+    _mark(mark)
+    while not Path(mark).with_name("go").exists():
+        time.sleep(0.01)
+    Path(mark).unlink()
+    return "gone"
+
+
+def _late(folder: str) -> str:
+    """Hangs at the first attempt; returns which marks there are at the second one."""
+    tried = Path(f"{folder}-tried")
+    if not tried.exists():
+        _hang(str(tried))
+    return " ".join(mark.name for mark in Path(folder).iterdir() if mark.name != "go")
+
+
 def _mark(path: str) -> None:
     if path:
         Path(path).write_text(str(os.getpid()))

@@ -27,13 +27,14 @@ from tests.helpers.command import runs, until
 HOSTILE = str(Path(__file__).with_name("hostile.py"))
 ITEM = Item("an id", "a prompt", "42")
 DEADLINE_S = 0.3
+HANG_S = 1.2
 MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def grader() -> Iterator[Grader]:
     """One child, so that every test also checks the next item."""
-    with Grader(workers=1, deadline_s=DEADLINE_S, memory_bytes=256 * MIB) as pool:
+    with Grader(workers=1, deadline_s=DEADLINE_S, memory_bytes=256 * MIB, hang_s=HANG_S) as pool:
         yield pool
 
 
@@ -53,7 +54,7 @@ def extracted(pool: Grader, completion: str) -> str:
     ("completion", "outcome", "detail"),
     [
         ("hang", "grader_timeout", "more than 0.3 s of processor time"),
-        ("sleep", "grader_timeout", "no verdict within 1.2 s"),
+        ("sleep", "grader_timeout", "no sign of life for 1.2 s"),
         ("allocate 300", "grader_failed", "MemoryError: "),
         ("crash", "grader_failed", "its process was ended by SIGSEGV"),
         ("abort", "grader_failed", "its process was ended by SIGABRT"),
@@ -135,13 +136,42 @@ def test_several_suites_share_a_child(grader: Grader) -> None:
 
 
 def test_every_item_of_many_is_judged_once(tmp_path: Path) -> None:
-    with Grader(workers=3, deadline_s=DEADLINE_S) as pool:
+    with Grader(workers=3, deadline_s=DEADLINE_S, hang_s=HANG_S) as pool:
         deeds = [f"echo {n}" if n % 10 else ("exit 1", "hang", "raise x")[n // 10 % 3] for n in range(60)]
         futures = [pool.submit(HOSTILE, ITEM, deed) for deed in deeds]
         outcomes = [future.result(timeout=120) for future in futures]
     assert [graded.verdict.extracted if graded.verdict else graded.outcome for graded in outcomes] == [
         str(n) if n % 10 else ("grader_failed", "grader_timeout", "grader_failed")[n // 10 % 3] for n in range(60)
     ]
+
+
+def test_an_item_that_has_to_wait_for_a_processor_is_judged(grader: Grader) -> None:
+    assert extracted(grader, "starve 0.25") == "computed"
+
+
+def test_an_item_that_was_late_is_graded_again_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "judges"
+    folder.mkdir()
+    with Grader(workers=3, deadline_s=DEADLINE_S, hang_s=600) as pool:
+        others = [pool.submit(HOSTILE, ITEM, f"stay {folder / name}") for name in "ab"]
+        until(lambda: len(list(folder.iterdir())) == 2, "two judges have begun")
+        late = pool.submit(HOSTILE, ITEM, f"late {folder}")
+        until(lambda: pool._late, "the item is late")
+        assert not late.done()
+        (folder / "go").touch()
+        assert late.result(timeout=120) == Graded("judged", Verdict(1.0, ""))
+        assert all(other.result(timeout=120).outcome == "judged" for other in others)
+
+
+def test_a_late_item_is_cancelled_by_closing(tmp_path: Path) -> None:
+    mark = tmp_path / "pid"
+    pool = Grader(workers=2, deadline_s=DEADLINE_S, hang_s=600.0)
+    busy, late = pool.submit(HOSTILE, ITEM, f"sleep {mark}"), pool.submit(HOSTILE, ITEM, "hang")
+    until(lambda: mark.exists() and pool._late, "one item is late, and another one runs")
+    pool.close()
+    for future in (busy, late):
+        with pytest.raises(CancelledError):
+            future.result(timeout=0)
 
 
 def test_unloadable_suite_is_reported(grader: Grader, tmp_path: Path) -> None:
@@ -222,24 +252,29 @@ def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 def test_unkillable_child_does_not_block_others(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_module, "REAP_S", 600.0)
-    with Grader(workers=2, deadline_s=DEADLINE_S) as pool:
+    with Grader(workers=2, deadline_s=DEADLINE_S, hang_s=HANG_S) as pool:
         stuck = pool.submit(HOSTILE, ITEM, f"sleep {held.marks / '1'}")
         until(lambda: held.lost, "the pool has tried to end it")
         assert [extracted(pool, deed) for deed in ("echo a", "echo b")] == ["a", "b"]
         assert judged(pool, "exit 1").outcome == "grader_failed"
         assert extracted(pool, "echo another child") == "another child"
         assert not stuck.done()
-        os.kill(held.lost[0], signal.SIGKILL)
+        for attempt in range(2):
+            until(lambda attempt=attempt: len(held.lost) > attempt, "the pool has tried to end it")
+            os.kill(held.lost[attempt], signal.SIGKILL)
         assert stuck.result(timeout=120).outcome == "grader_timeout"
 
 
 def test_unkillable_child_is_abandoned(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_module, "REAP_S", 0.01)
-    with Grader(workers=1, deadline_s=DEADLINE_S) as pool:
+    with Grader(workers=1, deadline_s=DEADLINE_S, hang_s=HANG_S) as pool:
         stuck = judged(pool, f"sleep {held.marks / '1'}")
         assert stuck.outcome == "grader_timeout"
-        assert runs(psutil.Process(held.lost[0]))
+        assert len(held.lost) == 2
+        assert all(runs(psutil.Process(pid)) for pid in held.lost)
         assert extracted(pool, "echo next") == "next"
+        for pid in held.lost:
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_closing_abandons_an_unkillable_child(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:

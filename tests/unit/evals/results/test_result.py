@@ -66,13 +66,16 @@ def test_result_counts_every_outcome_and_task() -> None:
         | {"outcome": outcome, "score": score}
         for n, (task, outcome, score) in enumerate(
             [("x", "right", 1.0), ("x", "wrong", 0.0), ("x", "truncated", 0.0), ("y", "right", 1.0), ("", "wrong", 0.5)]
+            + [("x", "grader_timeout", 0.0), ("", "grader_failed", 0.0), ("", "grader_failed", 0.5)]
         )
     ]
     result = summarise(rows)
-    assert (result["score"], result["num_items"], result["truncated"]) == (0.5, 5, 1)
-    assert result["outcomes"] == dict.fromkeys(OUTCOMES, 0) | {"right": 2, "wrong": 2, "truncated": 1}
-    assert {task: part["score"] for task, part in result["per_task"].items()} == {"x": pytest.approx(1 / 3), "y": 1.0}
-    assert result["macro"] == pytest.approx((1 / 3 + 1) / 2)
+    assert (result["score"], result["num_items"], result["truncated"], result["ungraded"]) == (0.375, 8, 1, 3)
+    counts = {"right": 2, "wrong": 2, "truncated": 1, "grader_timeout": 1, "grader_failed": 2}
+    assert result["outcomes"] == dict.fromkeys(OUTCOMES, 0) | counts
+    assert {task: part["score"] for task, part in result["per_task"].items()} == {"x": 0.25, "y": 1.0}
+    assert {task: part["ungraded"] for task, part in result["per_task"].items()} == {"x": 1, "y": 0}
+    assert result["macro"] == pytest.approx((0.25 + 1) / 2)
     assert sum(result["outcomes"].values()) == result["num_items"]
 
 
