@@ -181,13 +181,13 @@ class JsonlSink:
         self._file.close()
 
 
-def read_records(path: str | os.PathLike[str], size: int | None = None) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, or of its first `size` bytes, in file order; lines that are not records are skipped.
+def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl in file order; lines that are not records are skipped.
 
     Raises:
         OSError: the file cannot be read.
     """
-    return [record for line in Path(path).read_bytes()[:size].split(b"\n") if (record := _parse(line)) is not None]
+    return [record for line in Path(path).read_bytes().split(b"\n") if (record := _parse(line)) is not None]
 
 
 def broken_lines(content: bytes) -> int:

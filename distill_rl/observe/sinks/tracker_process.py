@@ -76,13 +76,12 @@ class Wandb:
     def _take_over(self, folder: Path, metrics: Path, recorded: int) -> None:
         """Offline, W&B does not continue a run: it begins a further folder of the same id, and an upload of both may keep
         one only. So this folder gets the records of the earlier ones, which are put aside."""
-        from distill_rl.observe.sinks.sinks import read_records
-
         own = Path(self._run.dir).parent.name
         earlier = [found for found in folder.glob(f"wandb/offline-run-*-{self._run.id}") if found.name != own]
         if not earlier:
             return
-        for record in read_records(metrics, recorded):
+        for line in metrics.read_bytes()[:recorded].splitlines():
+            record = json.loads(line)
             step, at = record.pop("step"), record.pop("time", None)
             self.log(step, at, {name: value for name, value in record.items() if value is not None})
         for found in earlier:
