@@ -52,7 +52,10 @@ METRICS: Mapping[str, Described] = {
     ),
     "train/nll_loss": Described("nats", "mean", LABELS, "cross-entropy (CE) with the labels, at temperature 1"),
     "train/teacher_mass": Described(
-        "share", "mean", LABELS, "probability of the first teacher within its top k; of all its columns or draws 1"
+        "share",
+        "mean",
+        LABELS,
+        "probability of the first teacher within its top k; of all its columns 1; draws tell none",
     ),
     "train/taught/NAME": Described(
         "share", "mean", LABELS, "labelled tokens for which a teacher is asked, if teachers are chosen by row"

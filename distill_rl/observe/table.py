@@ -17,6 +17,8 @@ _MOVED: Mapping[str, tuple[str, str, float]] = {
 }
 """Metric → label, format, factor. Metrics of a single teacher end in `/<teacher>`."""
 _WORKERS = "in the workers, concurrently"
+_DRIVER_CPU = "timing/driver/cpu"
+_CPU = "processor time of the driver"
 _TRANSPORT = "from teachers to student"
 
 Line = tuple[str, ...]
@@ -76,6 +78,7 @@ def step_table(records: Sequence[Mapping[str, float]]) -> str:
     blocks = {
         "": list(_driver(records)),
         _WORKERS: list(_workers(records)),
+        _CPU: [_time(records, _DRIVER_CPU, fmean(_series(records, STEP)))] if _DRIVER_CPU in records[0] else [],
         _TRANSPORT: list(_moved(records)),
     }
     lines: list[Line] = [("", "median", "mean", "share")]
@@ -108,6 +111,7 @@ def _driver(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
 def _workers(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
     """Yields a line for each of the workers' times (`timing/<worker>/<part>`), by name; shares are of the mean step."""
     names = {name for record in records for name in record if name.startswith("timing/") and name.count("/") > 1}
+    names.discard(_DRIVER_CPU)
     step = fmean(_series(records, STEP))
     for name in sorted(names):
         yield _time(records, name, step)

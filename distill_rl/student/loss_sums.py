@@ -81,7 +81,7 @@ class LossSums:
         """Returns the means of what was added, by name with `{prefix}/`.
 
         They are `loss` and `nll_loss`; of a mixture of experts `router_balance`; with teachers `kl_loss`, and
-        `teacher_mass` if the first one has the student's tokenizer; with several also `kl_loss/NAME` of those that the run
+        `teacher_mass` if the first one has the student's tokenizer and is not known by draws, which tell no mass; with several also `kl_loss/NAME` of those that the run
         has not lost; with agreement also `top1_agreement` and `acceptance` where they have a meaning, with several teachers
         one each, `/NAME`. In addition, `tokens` is `num_labels`. If teachers are chosen by row, KD and mass are means over
         what they are asked for, and `taught/NAME` is the share of the labelled tokens that each is asked for. Waits for the
@@ -100,7 +100,7 @@ class LossSums:
             means["router_balance"] = router
         if self._num_teachers:
             means["kl_loss"] = kd
-            if objective.cross_tokenizer[0] is None:
+            if objective.cross_tokenizer[0] is None and objective.teachers[0].export != "sampled":
                 means["teacher_mass"] = mass
         if self._num_teachers > 1:
             for teacher, value, share in zip(objective.teachers, kd_per_teacher, blend.shares):

@@ -54,6 +54,14 @@ def test_workers_have_a_block_with_shares_of_the_step() -> None:
     assert cells(table, "step")[2] == "100.0%", "workers' times are not part of the driver's"
 
 
+def test_the_drivers_own_time_is_not_among_the_workers() -> None:
+    table = step_table([record(0.8, 0.1, **{"timing/big/forward": 0.95, "timing/driver/cpu": 0.02})])
+    _, _, workers = table.partition("in the workers, concurrently\n")
+    workers, _, driver = workers.partition("processor time of the driver\n")
+    assert "driver/cpu" not in workers
+    assert cells(driver, "driver/cpu")[2] == "2.0%"
+
+
 def test_transport_block_has_units_and_teachers() -> None:
     transport = {
         "transport/bytes": 3 * 2.0**20,
