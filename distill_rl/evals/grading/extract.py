@@ -9,6 +9,8 @@ import re
 from collections import deque
 from dataclasses import dataclass
 
+from distill_rl.evals.grading.normalize import plain_characters, to_latex
+
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"  # colours, cursor movements
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])(?:[^\x00-\x1f\x7f-\x9f]{0,1000}+(?:\x07|\x1b\\|\x9c))?"  # titles, links
@@ -26,26 +28,34 @@ _BARE_BOXED = re.compile(r"\s*+([^\s${}][^\s$]{0,200}+)")
 _FINAL = re.compile(r"Final Answer:\s*+The final answer is", re.IGNORECASE)
 _HOPE = re.compile(r"I hope it is correct", re.IGNORECASE)
 
-_MARKUP = r"(?:[\s*_`\"'$({\[]|\\(?:boxed|fbox|text(?:bf)?|math(?:rm|bf))(?![A-Za-z])|\\[(\[]|</?\w{1,10}>){0,16}+"
+_MARKUP = (
+    r"(?:[\s*_`\"'$({\[]|\\(?:boxed|fbox|text(?:bf)?|math(?:rm|bf))(?![A-Za-z])|\\[(\[]"
+    r"|<(?![A-Z]>(?!\s?\w))/?\w{1,10}>|<(?=[A-Z]>)){0,16}+"  # <b> is a tag, <B> may be a letter
+)
 
-_MINUS = str.maketrans("\u2212\ufe63\uff0d", "---")
 _NUMBER = (
     r"(?>(?:(?<![\w)\]}.])-\s?)?(?:\\?[$€£]\s?-?)?"  # the minus in 3-2 is not a sign
     r"(?:(?:[0-9]++\s?)?\\[dt]?frac\s?\{\s?[0-9]++\s?\}\s?\{\s?[0-9]++\s?\}"
     r"|\\[dt]?frac\s?\{\s?-[0-9]++\s?\}\s?\{\s?[0-9]++\s?\}"
     r"|[0-9]++ [0-9]++\s?/\s?[0-9]++"
-    r"|(?:[0-9]{1,3}(?:,[0-9]{3}){1,9}+(?![0-9])|[0-9]++)(?:\.[0-9]++)?"
+    r"|(?:[0-9]{1,2}(?:,[0-9]{2}(?![0-9])){1,9}+,[0-9]{3}(?![0-9])"  # 1,00,000 is an Indian 100,000
+    r"|[0-9]{1,3}(?:,[0-9]{3}){1,9}+(?![0-9])|[0-9]++)(?:\.[0-9]++)?"
     r"(?:[eE][-+]?[0-9]{1,2}(?![0-9]))?(?:\s?/\s?[0-9]++)?"
     r"|\.[0-9]++))"
 )
-_ANY_NUMBER = re.compile(_NUMBER)
-_HASHES = re.compile(rf"####{_MARKUP}({_NUMBER})")
-_ANSWER_IS = re.compile(
-    rf"answer\s{{0,8}}+(?:is\s{{0,8}}+[:：]?|[:：]){_MARKUP}(?:[a-z]\s?=\s?)?({_NUMBER})"
-    r"(?!\s?(?:[-+*/×·÷^=x]|\\(?:times|cdot|div)(?![a-z]))\s?\(?\\?[$€£]?[0-9])",  # 5 x 3 = 15 is not 5
-    re.IGNORECASE,
+_OPERATOR = r"\s?(?:[-+*/^=x]|\\(?:times|cdot|div)(?![a-z]))\s?"
+_RESULT = (  # 8 of `5 + 3 = 8` and of `5 cups + 3 cups = 8 cups`, 15 of `15`, nothing of `5 x 3`
+    rf"(?:(?={_NUMBER}(?:\s?[a-z]{{1,15}}){{0,3}}{_OPERATOR})[^\n]{{0,300}}?=\s?{_MARKUP})?"
+    rf"({_NUMBER})(?!{_OPERATOR}\(?\\?[$€£]?[0-9])"
 )
-_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,!])(?=[0-9]{3})")
+_ANY_NUMBER = re.compile(_NUMBER)
+_HASHES = re.compile(rf"####{_MARKUP}{_RESULT}", re.IGNORECASE)
+_ANSWER_IS = re.compile(
+    rf"answer\s{{0,8}}+(?:is\s{{0,8}}+[:：]?|[:：]){_MARKUP}(?:[a-z]\s?=\s?)?{_RESULT}", re.IGNORECASE
+)
+_NO_NUMBER = re.compile(r"<<[^<>\n]*>>|\^\s?(?:[0-9]+|\{[-+]?[0-9]+\})")
+"""A calculation of GSM8K, whose result follows, or an exponent."""
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,!]|[\u00a0\u2009\u202f])(?=[0-9]{3})")
 _FRACTION = re.compile(r"\\[dt]?frac\s?\{\s?(-?[0-9]+)\s?\}\s?\{\s?([0-9]+)\s?\}")
 _NUMBER_MARKUP = re.compile(r"\\(?=[$€£])|[,$€£]")
 _LOOSE_BLANK = re.compile(r"(?<![0-9]) | (?![0-9])")
@@ -164,21 +174,22 @@ def last_letter(text: str, letters: str = "ABCD") -> str | None:
     Args:
         letters: those that X may be, in upper case.
     """
-    upper = rf"([{re.escape(letters)}])(?!\w)"
+    upper = rf"([{re.escape(letters)}])(?!_*[^\W_])"
     lower = rf"([{re.escape(letters.lower())}])(?=[)}}\].*_`$]{{0,8}}+[ \t]{{0,8}}+$)"
     pattern = rf"(?i:answer)[\s*_`]{{0,8}}+[:：]{_MARKUP}(?:{upper}|{lower})"
-    match = _last(re.compile(pattern, re.MULTILINE), plain(text))
+    match = _last(re.compile(pattern, re.MULTILINE), plain_characters(plain(text)))
     return (match[1] or match[2]).upper() if match else None
 
 
 def last_number(text: str) -> str | None:
     """The final number of a text, for `equivalence.same_number`: the last one after `####`, otherwise the last one
-    after "answer is" or "answer:", otherwise the last number in the text; None without any number.
+    after "answer is" or "answer:", otherwise the last number in the text; None without any number. Of a calculation
+    after these words its result counts, and one without a result does not.
 
     It is returned without thousands separators and currency signs, with `-` for any minus sign, a fraction as `a/b`,
     and a mixed number as `n a/b`.
     """
-    text = _THOUSANDS.sub(",", plain(text).translate(_MINUS))
+    text = _NO_NUMBER.sub("", to_latex(_THOUSANDS.sub(",", plain(text))))
     for pattern in (_HASHES, _ANSWER_IS, _ANY_NUMBER):
         if match := _last(pattern, text):
             return _plain_number(match[pattern.groups])

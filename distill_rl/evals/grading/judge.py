@@ -88,7 +88,7 @@ def _judge(suite: Suite, item: Item, completion: str, deadline_s: float) -> dict
         if not isinstance(extracted, str | None):
             raise TypeError(f"`extracted` must be a text or None; got {type(extracted).__name__}")
         return {"score": score, "extracted": extracted}
-    except BaseException as error:  # SystemExit and math-verify's own exceptions are not subclasses of Exception
+    except BaseException as error:  # SystemExit is not a subclass of Exception
         return {"error": _described(error), "last": not isinstance(error, Exception) or isinstance(error, MemoryError)}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -65,8 +65,15 @@ def test_result_counts_every_outcome_and_task() -> None:
         completion_row(Item(str(n), "q", "a", task), Output(truncated=outcome == "truncated"), None)
         | {"outcome": outcome, "score": score}
         for n, (task, outcome, score) in enumerate(
-            [("x", "right", 1.0), ("x", "wrong", 0.0), ("x", "truncated", 0.0), ("y", "right", 1.0), ("", "wrong", 0.5)]
-            + [("x", "grader_timeout", 0.0), ("", "grader_failed", 0.0), ("", "grader_failed", 0.5)]
+            [
+                *[("x", "right", 1.0), ("x", "wrong", 0.0), ("x", "truncated", 0.0), ("y", "right", 1.0)],
+                *[
+                    ("", "wrong", 0.5),
+                    ("x", "grader_timeout", 0.0),
+                    ("", "grader_failed", 0.0),
+                    ("", "grader_failed", 0.5),
+                ],
+            ]
         )
     ]
     result = summarise(rows)
