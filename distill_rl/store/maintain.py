@@ -145,7 +145,7 @@ def verify(folder: Path) -> tuple[str, list[str]]:
         records, tokens = records + len(shard), tokens + shard.num_tokens
     summary = f"verified   {len(files):,} files, {records:,} pieces, {tokens:,} tokens: every checksum matches"
     note = unmarked(shards)
-    return (f"{summary}, but {note}" if note else summary), problems
+    return (f"{summary}; {note}" if note else summary), problems
 
 
 def _undecodable(manifest: Manifest, shard: Shard) -> Iterator[str]:

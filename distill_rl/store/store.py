@@ -182,16 +182,14 @@ def require_own(manifest: Manifest, shards: Sequence[Shard]) -> None:
     if others := [(shard.path, differences) for shard, differences in found if differences]:
         (path, differences), more = others[0], f" and {len(others) - 1:,} more files" if len(others) > 1 else ""
         rule = "must hold the targets that the manifest.json of its store describes"
-        raise StoreError(f"{path}{more}", rule, "; ".join(differences), "move it to the store that it is of")
+        raise StoreError(f"{path}{more}", rule, "; ".join(differences), "move it to its own store")
 
 
 def unmarked(shards: Sequence[Shard]) -> str:
-    """Says how many shards do not tell which store they are of; empty if all do."""
+    """How many shards do not say which store they are of, and why, as a clause; empty if all do."""
     count = sum(shard.identity is None for shard in shards)
-    if not count:
-        return ""
-    does = "1 file does" if count == 1 else f"{count:,} files do"
-    return f"{does} not say whose targets they are, as an earlier version wrote them; `distill-rl store merge` writes them anew"
+    what = "files of an earlier version, which do not say whose targets they hold"
+    return f"{what}: {count:,} (`distill-rl store merge` writes them anew)" if count else ""
 
 
 def _permission_problems(folder: Path) -> Iterator[str]:

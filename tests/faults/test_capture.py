@@ -539,7 +539,7 @@ def test_files_of_another_store_are_refused_by_name(material, calm_short, tmp_pa
         assert foreign in line
         assert words in line
         assert "must hold the targets that the manifest.json of its store describes" in line
-        assert "move it to the store that it is of" in line
+        assert "move it to its own store" in line
     assert not (tmp_path / "merged").exists()
     Path(foreign).unlink()
     assert distill_rl("store", "verify", store).code == 0
@@ -552,7 +552,7 @@ def test_files_of_earlier_versions_open_with_a_note_and_merge_names_their_store(
     all_of_it = [Record(shard.piece(i), shard.tokens(i), shard.targets(i)) for i in range(len(shard))]
     shard.path.unlink()
     shard.path.write_bytes(serialize(all_of_it))
-    note = "1 file does not say whose targets they are, as an earlier version wrote them"
+    note = "files of an earlier version, which do not say whose targets they hold: 1 ("
     config = material.config(tmp_path)
     for command in (
         ("check", "-c", config, from_store(store)),

@@ -46,7 +46,7 @@ class SameFile:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """The same at the end of a block that reads the file, also if that has failed, which the change explains."""
+        """Calls `require` when a block that reads the file ends, also by an error, which a change may explain."""
         try:
             yield
         finally:

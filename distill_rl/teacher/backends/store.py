@@ -13,9 +13,9 @@ With a model, a sub-batch is divided by piece, so that nothing is computed that 
    without a store.
 3. The missing pieces of all other micro-batches are packed into rows of their own and computed; the rest is read.
 
-What one forward pass gives is written to one shard. So a capture that is killed has stored it as a whole or not at all,
-and its next start makes the same rows of what is missing: first fit of some documents leaves them in the rows that
-they had among all of them, if those without them were whole rows.
+What one forward pass gives is written to one shard, so a capture that is killed has stored whole passes. Its next start
+makes the rows of the others as before, since the rows of a first fit do not change if all documents of another row are left
+out. So it computes the same bits.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class StoredTeacher:
                 key = part.piece, part.tokens.tobytes()
                 lacks[i] = key not in seen
                 seen.add(key)
-        if world.sp * world.tp > 1:
+        if parts and world.sp * world.tp > 1:
             answer = torch.from_numpy(lacks).to(world.device)
             for group in (world.tp_group, world.sp_group):  # from the first rank to its own group, from there to all
                 if group is not None:
@@ -299,7 +299,10 @@ class StoredTeacher:
         return tensors
 
     def _packed(self, divided: Sequence[MicroBatch], batch: RankBatch) -> tuple[list[MicroBatch], list[int]]:
-        """Micro-batches of the pieces that are missing beside others that are stored, and the place of each among all of them."""
+        """Micro-batches of the pieces that are missing beside others that are stored, and the number of each among these pieces.
+
+        The last micro-batch may have fewer rows than the others.
+        """
         parts = [part for micro_batch in divided if micro_batch.stored for part in micro_batch.missing]
         if not parts:
             return [], []
@@ -307,9 +310,7 @@ class StoredTeacher:
         width, rows = batch.rows.shape[1], BatchSharding(1, self.micro_batch_size)
         on_gpu, divisor = self.world.device.type == "cuda", width_divisor(self.config)
         plan = BatchPlan(rows, (), width, self.config.data.packing, pad_id=0, on_gpu=on_gpu, width_divisor=divisor)
-        members = [
-            row for row in arrange([encoded], [width], plan) if row
-        ]  # others would only fill the last micro-batch
+        members = [row for row in arrange([encoded], [width], plan) if row]
         pieces = tuple(tuple(parts[i].piece for i in row) for row in members)
         packed = [*self._micro_batches(RankBatch(batch.index, 0, lay_out(encoded, plan, members), 0, pieces=pieces))]
         for micro_batch in packed:
