@@ -57,6 +57,11 @@ _ADAPTERS = {
 output, a few numbers per token, is the same on every rank."""
 
 
+_PROGRAMS = 256
+"""Of a compiled layer; layers share them. Each kind of layer, mask and mode needs one, and the first layer one more where its
+input has no gradient. Beyond torch's default of 8, layers are no longer compiled."""
+
+
 def _replicate(module: nn.Module, device_mesh: DeviceMesh) -> list[str]:
     """Makes the module's own parameters replicated DTensors; returns their names."""
     own = dict(module.named_parameters(recurse=False))
@@ -156,7 +161,7 @@ def parallelize(
         activation_offload: keep what checkpointing keeps, the input of every layer, in page-locked host memory. The
             model must be on a GPU when it runs.
         compute_dtype: used only with `fsdp`.
-        compile: compile every decoder layer.
+        compile: compile every decoder layer; with tensor parallelism anew for each width of the rows.
         quantization: of the frozen weights of its decoder layers; None: none. The model must be on the meta device.
 
     Returns:
@@ -175,8 +180,10 @@ def parallelize(
     if mesh[TP].size() > 1:
         split(model, mesh[TP], family)
     if compile:
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _PROGRAMS)
         for layer in decoder_layers(model):
-            layer.compile()
+            # torch cannot trace DTensors whose sizes are symbols, so there each width of the rows has its own program.
+            layer.compile(dynamic=False if mesh[TP].size() > 1 else None)
     taken = [] if quantization is None else take_out(model, quantization)
     if fsdp:
         shard(model, data_mesh(mesh), compute_dtype)

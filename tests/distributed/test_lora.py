@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.student import checkpoint
 from distill_rl.student.engine import StudentEngine
 from distill_rl.student.optim import clip_gradients
+from distill_rl.types import TokenRows
 from tests.helpers import engines, ranks
 from tests.helpers.lora import VOCABULARY, batch_rows, lora_config, peft_model, run_steps, set_adapters
 from tests.helpers.models import write_tiny_model
@@ -26,6 +28,8 @@ from tests.helpers.models import write_tiny_model
 pytestmark = pytest.mark.ranks
 
 STEPS = 3
+MAX_NORM = 0.05
+"""Less than the norm of any of the gradients."""
 LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (2, 1, 2, 1), (2, 2, 1, 1), (1, 1, 1, 2)]
 STUDENTS = {
     "llama": {"family": "llama", "tie": True, "whole": ["embed_tokens"]},
@@ -37,7 +41,7 @@ STUDENTS = {
 
 
 def gradients(dp: int, tp: int, replicas: int, sp: int, students: dict[str, Path]) -> dict:
-    """Runs on a rank. The whole gradient and its norm, per student, gradient_sync, loss.fused, micro-batch size and dtype."""
+    """Runs on a rank. The whole gradient, clipped, and its norm before, per student, gradient_sync, loss.fused, micro-batch size and dtype."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp, replicas=replicas, sp=sp)
     batch = engines.rank_batch(batch_rows(), world.dp_rank, dp)
     parts = engines.halves(batch)
@@ -54,8 +58,8 @@ def gradients(dp: int, tp: int, replicas: int, sp: int, students: dict[str, Path
             engine.evaluate(parts[0], engines.no_targets)
             engine.forward_backward(parts[1], engines.no_targets, last=True)
             reshard(engine.model)
+            norm = clip_gradients(engine.parameters, MAX_NORM).item()
             whole = engines.whole_gradients(engine.model)
-            norm = clip_gradients(engine.parameters, 0.0).item()
             results[name, *variant] = (whole if world.rank == 0 else None, norm)
     return results
 
@@ -82,15 +86,18 @@ def students(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def references(students) -> dict[str, dict[str, torch.Tensor]]:
-    """fp64 gradients of PEFT's own layers in the plain models, one document at a time."""
+def references(students) -> dict[str, tuple[dict[str, torch.Tensor], float]]:
+    """fp64 gradients of PEFT's own layers in the plain models, one document at a time; clipped by torch, with their norms
+    before."""
     rows, wanted = batch_rows(), {}
     for name, path in students.items():
         model = peft_model(path, STUDENTS[name].get("whole", []))
         set_adapters(model.double())
         _, ce = engines.plain_losses(engines.plain_logits(model, rows, VOCABULARY), rows.labels, None)
         (ce / engines.rank_batch(rows).num_labels).backward()
-        wanted[name] = engines.whole_gradients(model)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item()
+        assert norm > 2 * MAX_NORM
+        wanted[name] = engines.whole_gradients(model), norm
     return wanted
 
 
@@ -101,15 +108,62 @@ def test_gradient_of_adapters_is_peft_s_on_every_layout(students, references, dp
     results = ranks.run_ranks(dp * tp * sp, gradients, dp, tp, replicas, sp, students, timeout=400)
     assert {name for name, *_ in results[0]} == students.keys()
     for (name, *variant), (gradient, norm) in results[0].items():
-        error = engines.relative_l2(gradient, references[name])
+        whole, wanted = references[name]
+        error = engines.relative_l2(gradient, whole)
         assert {tensor.dtype for tensor in gradient.values()} == {torch.float32}
         if variant[-1] == "bf16":  # keeps 8 bits; a missing or doubled term would be off by a third at least
             assert 1e-4 < error < 0.05, f"{name}, {variant}: {error:.1e}"
             continue
         assert error < 1e-5, f"{name}, {variant}: {error:.1e}"
-        wanted = sum(tensor.square().sum() for tensor in references[name].values()).sqrt().item()
         assert norm == pytest.approx(wanted, rel=1e-5), f"{name}, {variant}"
         assert all(other[name, *variant][1] == norm for other in results), "every rank must scale by the same factor"
+
+
+def rows_of_widths(packing: bool) -> list[TokenRows]:
+    documents = engines.random_documents(12, seed=11, longest=18)
+    rows = engines.uneven_packs(documents) if packing else [[document] for document in documents[:8]]
+    return [engines.token_rows(rows, width) for width in (40, 56)]
+
+
+def compiled_gradients(dp: int, tp: int, student: Path) -> list[tuple[float | None, dict[str, torch.Tensor]]]:
+    """Runs on a rank. The loss of its rows and the whole gradient at every width, of layers that are traced as by
+    `student.compile`; no compiler is needed."""
+    world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
+    config = lora_config(student, [])
+    config.student.compile = True
+    results: list = []
+    with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        torch._dynamo.reset()
+        traced = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+        patch.setattr(torch.nn.Module, "compile", traced)
+        engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
+        set_adapters(engine.model)
+        for rows in rows_of_widths(packing=tp == 1):
+            batch = engines.rank_batch(rows, world.dp_rank, dp)
+            if tp == 1:  # a program more for every kind of layer
+                engine.evaluate(batch, engines.no_targets)
+            metrics = engine.forward_backward(batch, engines.no_targets)
+            reshard(engine.model)
+            loss = metrics["train/nll_loss"].value if metrics else None
+            results.append((loss, engines.whole_gradients(engine.model)))
+            engine.optimizer.zero_grad(set_to_none=True)
+    return results
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 2)])
+def test_compiled_layers_give_peft_s_gradient_at_every_width(students, dp: int, tp: int):
+    """In the first layer the hidden states need no gradient; rows have masks or none: all are programs of one function."""
+    outcomes = ranks.run_ranks(dp * tp, compiled_gradients, dp, tp, students["gpt2"], timeout=900)
+    model = peft_model(students["gpt2"])
+    set_adapters(model.double())
+    for rows, (loss, gradient) in zip(rows_of_widths(packing=tp == 1), outcomes[0], strict=True):
+        _, ce = engines.plain_losses(engines.plain_logits(model, rows, VOCABULARY), rows.labels, None)
+        model.zero_grad()
+        mean = ce / engines.rank_batch(rows).num_labels
+        mean.backward()
+        if dp == 1:
+            assert loss == pytest.approx(mean.item(), rel=1e-6)
+        assert engines.relative_l2(gradient, engines.whole_gradients(model)) < 1e-5
 
 
 def straight_and_resumed(dp: int, tp: int, student: Path, folder: Path) -> dict:

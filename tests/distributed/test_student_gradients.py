@@ -1,4 +1,5 @@
-"""A global batch has one gradient, for every layout and micro-batch size, with evaluations in between."""
+"""A global batch has one gradient, for every layout and micro-batch size, with evaluations in between, and one norm by
+which it is clipped."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ from tests.helpers.routers import plain_balance
 pytestmark = pytest.mark.ranks
 
 VOCABULARY, TOP, WIDTH, TEMPERATURE, CE_WEIGHT = 320, 16, 40, 2.0, 0.5
+MAX_NORM = 0.05
+"""Less than the norm of any of the gradients."""
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2), (4, 1, 2), (2, 2, 2)]
 STUDENTS = {
     "llama-tied": {"family": "llama", "tie": True},
@@ -62,7 +65,7 @@ def _fitting(pack):
 
 
 def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path], teacher: Path) -> dict:
-    """Runs on a rank. The whole gradient and its norm, per student, micro-batch size, gradient_sync and loss.fused.
+    """Runs on a rank. The whole gradient, clipped, and its norm before, per student, micro-batch size, gradient_sync and loss.fused.
 
     The batch comes in two calls, like a batch whose targets do not fit into a ring, with an evaluation in between.
     """
@@ -89,8 +92,8 @@ def gradients(dp: int, tp: int, replicas: int, students: dict[str, Path], teache
                 # A forward pass without gradients must change neither parameters nor accumulated gradients.
                 engine.evaluate(first, source)
                 engine.forward_backward(second, source, last=True)
+                norm = clip_gradients(engine.parameters, MAX_NORM).item()
                 whole = engines.whole_gradients(engine.model)
-                norm = clip_gradients(engine.parameters, 0.0).item()
                 engine.optimizer.zero_grad()
                 results[name, size, sync, fused] = (whole if world.rank == 0 else None, norm)
     return results
@@ -115,8 +118,9 @@ def folders(tmp_path_factory) -> tuple[dict[str, Path], Path]:
 
 
 @pytest.fixture(scope="module")
-def references(folders) -> dict[str, dict[str, torch.Tensor]]:
-    """fp64 gradients of the plain models, one document at a time, with targets from plain log_softmax and top-k."""
+def references(folders) -> dict[str, tuple[dict[str, torch.Tensor], float]]:
+    """fp64 gradients of the plain models, one document at a time, with targets from plain log_softmax and top-k; clipped by
+    torch, with their norms before."""
     students, teacher = folders
     rows = batch_rows()
     target = engines.plain_topk(engines.plain_model(teacher), rows, VOCABULARY, TOP, TEMPERATURE)
@@ -126,7 +130,9 @@ def references(folders) -> dict[str, dict[str, torch.Tensor]]:
         kd, ce = engines.plain_losses(engines.plain_logits(model, rows, VOCABULARY), rows.labels, target, TEMPERATURE)
         router = ROUTER_WEIGHT * plain_balance(model, rows) if name in MIXTURES else 0.0
         ((kd + CE_WEIGHT * ce + router) / engines.rank_batch(rows).num_labels).backward()
-        wanted[name] = engines.whole_gradients(model)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item()
+        assert norm > 2 * MAX_NORM
+        wanted[name] = engines.whole_gradients(model), norm
     return wanted
 
 
@@ -138,15 +144,15 @@ def test_gradient_matches_the_plain_reference_on_every_layout(folders, reference
     results = ranks.run_ranks(dp * tp, gradients, dp, tp, replicas, students, teacher, timeout=240)
     assert {name for name, *_ in results[0]} == students.keys()
     for (name, *variant), (gradient, norm) in results[0].items():
-        error = engines.relative_l2(gradient, references[name])
+        whole, wanted = references[name]
+        error = engines.relative_l2(gradient, whole)
         assert error < 1e-5, f"{name}, {variant}: {error:.1e}"
-        wanted = sum(tensor.square().sum() for tensor in references[name].values()).sqrt().item()
         assert all(other[name, *variant][1] == norm for other in results), "every rank must scale by the same factor"
         assert norm == pytest.approx(wanted, rel=1e-5), f"{name}, {variant}"
 
 
 def variants(dp: int, tp: int, student: Path, teacher: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Runs on a rank. Whole gradients with activation checkpointing and with bf16."""
+    """Runs on a rank. Whole gradients, clipped, with activation checkpointing and with bf16."""
     world = open_world(rank=ranks.rank(), dp=dp, tp=tp)
     batch = engines.rank_batch(batch_rows(), world.dp_rank, dp)
     config = engines.engine_config(student, [teacher], loss__temperature=TEMPERATURE, loss__ce_weight=CE_WEIGHT)
@@ -159,6 +165,7 @@ def variants(dp: int, tp: int, student: Path, teacher: Path) -> dict[str, dict[s
         config.student.activation_checkpointing, config.student.dtype = checkpointing, dtype
         engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
         engine.forward_backward(batch, source)
+        clip_gradients(engine.parameters, MAX_NORM)
         results[name] = engines.whole_gradients(engine.model)
         engine.optim_step()
         assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.float32}
@@ -168,8 +175,11 @@ def variants(dp: int, tp: int, student: Path, teacher: Path) -> dict[str, dict[s
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
 def test_checkpointing_and_bf16_match_the_reference_on_a_mesh(folders, references, dp: int, tp: int):
     students, teacher = folders
-    results = ranks.run_ranks(dp * tp, variants, dp, tp, students["qwen3"], teacher)[0]
-    assert engines.relative_l2(results["checkpointed"], references["qwen3"]) < 1e-5
+    results, (wanted, _) = (
+        ranks.run_ranks(dp * tp, variants, dp, tp, students["qwen3"], teacher)[0],
+        references["qwen3"],
+    )
+    assert engines.relative_l2(results["checkpointed"], wanted) < 1e-5
     assert {tensor.dtype for tensor in results["bf16"].values()} == {torch.float32}
     # bf16 keeps 8 bits; a missing or doubled term would be off by a third at least.
-    assert 1e-4 < engines.relative_l2(results["bf16"], references["qwen3"]) < 0.05
+    assert 1e-4 < engines.relative_l2(results["bf16"], wanted) < 0.05

@@ -242,7 +242,7 @@ def _end_earlier_groups() -> None:
     """
     getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
     for each in gc.get_objects():
-        if isinstance(each, functools._lru_cache_wrapper) and each.__module__.startswith("torch.distributed"):
+        if type(each) is functools._lru_cache_wrapper and each.__module__.startswith("torch.distributed"):
             each.cache_clear()
     gc.collect()
 

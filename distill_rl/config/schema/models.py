@@ -47,7 +47,7 @@ class StudentConfig:
     attention: Attention = "auto"
     """Attention implementation. auto: on GPUs without masks, with the variable-length kernels of flash_attn (if it is installed) or of torch for packed rows, where the model supports them; otherwise sdpa, or eager for a model that caps attention scores, or for which transformers has no sdpa. varlen: always the variable-length kernels, and an error where they cannot be used. sdpa, eager, flash_attention_2: the implementation of that name in transformers; refused where it does not compute what the model asks of attention, such as a soft cap."""
     compile: bool = False
-    """Compile each decoder layer with torch.compile."""
+    """Compile each decoder layer with torch.compile; with parallel.tp anew for each width of the rows."""
     kernels: Literal["torch", "liger"] = "torch"
     """Implementation of the norms, the rotary embedding and the MLP. torch: that of transformers. liger: the fused kernels of liger-kernel, which need the `liger` extra, a GPU, parallel.tp 1 and a llama, mistral, qwen2 or qwen3 model."""
     gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"

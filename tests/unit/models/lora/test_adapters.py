@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from distill_rl.config.schema import LoraConfig
-from distill_rl.models import families, forward
+from distill_rl.models import forward
 from distill_rl.models.export import export_model
 from distill_rl.models.files.hub import read_tokenizer
 from distill_rl.models.lora import adapters
@@ -119,23 +119,15 @@ def test_initial_adapters_follow_from_the_seed_and_the_name(tmp_path: Path, worl
     assert 0.8 * bound < a.abs().max() < bound
 
 
-def test_recomputed_and_compiled_layers_give_the_same_gradient(tmp_path: Path, world: World) -> None:
-    """Compiled layer by layer, as `compile: true` does it, but traced only: no compiler is needed."""
+def test_recomputed_layers_give_the_same_gradient(tmp_path: Path, world: World) -> None:
     source, gradients = write_tiny_model(tmp_path, "llama"), []
-    for how in ("plain", "recomputed", "compiled"):
-        lora = LoraConfig(rank=4)
+    for recompute in (False, True):
         student = load_model(
-            source, world, role="student", dtype="fp32", lora=lora, activation_checkpointing=how == "recomputed"
+            source, world, role="student", dtype="fp32", lora=LoraConfig(rank=4), activation_checkpointing=recompute
         )
         disturb(student)
-        if how == "compiled":
-            torch._dynamo.reset()
-            for layer in families.decoder_layers(student):
-                layer.compile(backend="aot_eager")
         forward.logits(student, IDS, POSITIONS).square().sum().backward()
         gradients.append({n: p.grad.full_tensor() for n, p in student.named_parameters() if p.grad is not None})
-    plain, recomputed, compiled = gradients
+    plain, recomputed = gradients
     assert len(plain) == 2 * 14
     assert all(torch.equal(recomputed[name], gradient) for name, gradient in plain.items())
-    for name, gradient in plain.items():  # fp32, sums in another order
-        assert (compiled[name] - gradient).norm() <= 5e-6 * gradient.norm()
