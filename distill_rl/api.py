@@ -26,7 +26,7 @@ Source = str | PathLike[str] | Mapping[str, Any] | Config
 
 _SHORT = {"student": "model", "teachers": "model", "data": "path"}
 """Section → the setting that a text in place of the section gives."""
-_WAYS_ON = "go on with resume=True, start over with clean=True"
+_IN_PYTHON = {"--resume auto": 'resume="auto"', "--resume": "resume=True", "--clean": "clean=True"}
 _one_at_a_time = threading.Lock()
 
 
@@ -110,7 +110,7 @@ def distill(
     from distill_rl.commands.train import run_config
     from distill_rl.observe.sinks.sinks import read_records
     from distill_rl.preflight import gather
-    from distill_rl.preflight.run_directory import WAYS_ON, paths_of
+    from distill_rl.preflight.run_directory import paths_of
 
     if not _one_at_a_time.acquire(blocking=False):
         raise ConfigError("distill", "runs once at a time in a process", None, "wait for the other call")
@@ -121,11 +121,14 @@ def distill(
             found = gather(
                 _source(config), (), _expanded(settings), clean=clean, say=lambda text: say(f"data      {text}")
             )
-            found = replace(found, problems=[line.replace(WAYS_ON, _WAYS_ON) for line in found.problems])
+            found = replace(found, problems=[_in_python(line) for line in found.problems])
             checked = found.require_valid()
             paths = paths_of(checked)
             paths = type(paths)(paths.root.absolute())
             code = run_config(checked, Signals(embedded=True), found.facts, clean=clean)
+    except DistillError as error:
+        error.remedy = _in_python(error.remedy)
+        raise
     finally:
         _one_at_a_time.release()
     if code == EXIT_PREEMPTED:
@@ -213,3 +216,10 @@ def _expanded(settings: Mapping[str, Any]) -> dict[str, Any]:
             entries = value if isinstance(value, list | tuple) else [value]
             expanded[section] = [{key: entry} if isinstance(entry, str | PathLike) else entry for entry in entries]
     return expanded
+
+
+def _in_python(text: str) -> str:
+    """A message with this module's arguments in place of the options of the command line."""
+    for option, argument in _IN_PYTHON.items():
+        text = text.replace(option, argument)
+    return text

@@ -11,7 +11,7 @@ from distill_rl.commands.options import GPUS_PER_NODE
 from distill_rl.config.facts import Facts
 from distill_rl.config.paths import absolute
 from distill_rl.config.schema import Config
-from distill_rl.errors import ConfigError, DistillError
+from distill_rl.errors import ConfigError, DistillError, GpuMemoryError, NumericsError, TransportError, WorkerError
 from distill_rl.observe.log import log_file, say, setup_console, status
 from distill_rl.preflight import gather, run_directory
 from distill_rl.run import stop
@@ -79,10 +79,15 @@ def run_config(config: Config, signals: Signals, facts: Facts, *, clean: bool, c
             return EXIT_PREEMPTED
         except OSError as error:
             log.info("the run failed", exc_info=True)
-            remedy = "fix this (free some space, perhaps) and continue with --resume"
+            remedy = f"fix this (free some space, perhaps); {stop.way_on(paths, config.checkpoint.resume)}"
             raise DistillError(
                 f"the files of {paths.root}", "must be readable and writable", str(error), remedy
             ) from error
+        except (WorkerError, NumericsError, TransportError, GpuMemoryError) as error:
+            log.info("the run failed", exc_info=True)
+            # Only now, as a save in flight has ended.
+            error.remedy = "; ".join(filter(None, (error.remedy, stop.way_on(paths, config.checkpoint.resume))))
+            raise
         except Exception:
             log.info("the run failed", exc_info=True)
             raise

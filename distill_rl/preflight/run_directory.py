@@ -22,7 +22,8 @@ from distill_rl.types import QUEUE, RunPaths
 _LOCK = ".lock"
 SUBMISSION = ("submit.yaml", "submit.sbatch")
 """Files that `train --dry-run` writes to a run directory. With only these in it, the directory is not in use."""
-WAYS_ON = "go on with --resume, start over with --clean"
+AFRESH = "start over with --clean"
+WAYS_ON = f"go on with --resume, {AFRESH}"
 """How to use a run directory with an earlier run, in the words of the command line."""
 _OF_A_START = ("config.yaml", "logs", "bad_rows.jsonl", QUEUE)
 """What a run writes before its first step, and a later one replaces or continues."""
@@ -102,7 +103,9 @@ def _is_empty(entry: Path) -> bool:
 
 def _occupied(root: Path) -> ConfigError:
     """The error for a run directory with an earlier run, which is neither continued nor deleted."""
-    return ConfigError(f"{root}", "the run directory is in use", remedy=f"{WAYS_ON}, or choose another run.name")
+    saved = any((root / "checkpoints").glob("step-*"))
+    ways = WAYS_ON if saved else f"no checkpoint is saved: {AFRESH}"
+    return ConfigError(f"{root}", "the run directory is in use", remedy=f"{ways}, or choose another run.name")
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 from distill_rl.config.derive import warmup_note
@@ -80,7 +81,11 @@ class Driver:
             actors = stack.enter_context(start_actors(job, total, timer, signals, roles))
             driver = cls(job, actors, store, timer, signals)
             stack.callback(driver.parts.close)
-            driver.load(resumed)
+            try:
+                driver.load(resumed)
+            except DistillError as error:
+                recovery = actors.recovery
+                recovery.restart(recovery.lost(error, "loading the checkpoint"), partial(driver.load, resumed))
             run_directory.record_config(job.config, job.paths)
             write_targets(job.paths.prometheus)
             driver.begin(resumed, after=start.step)

@@ -1,4 +1,4 @@
-"""What a run that was stopped says last: what is saved, what is lost, and the command that continues it."""
+"""What a run that was stopped or failed says last: what is saved, what is lost, and how it is continued."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from distill_rl.preflight import run_directory
 from distill_rl.run.checkpoints.store import newest_step
+from distill_rl.types import RunPaths
 
 _RESUME = "checkpoint.resume="
 
@@ -52,6 +54,21 @@ def mode(saved: int | None, resume: str | None, *, new: bool) -> str | None:
     if resume not in (None, "latest", "auto"):
         return resume  # a checkpoint elsewhere, beyond which nothing is saved
     return None if new else "auto"
+
+
+def way_on(paths: RunPaths, resume: str | None) -> str:
+    """How a run that failed goes on, by what is saved, as the remedy of its error.
+
+    Args:
+        resume: as for `lines`.
+    """
+    saved = newest_step(paths.checkpoints)
+    how = mode(saved, resume, new=not run_directory.in_use(paths.root))
+    if saved is not None:
+        return f"--resume continues from the checkpoint of step {saved}"
+    if how is None:
+        return "no step is recorded: start it again"
+    return f"no checkpoint is saved: --resume {how} begins again" + ("" if how == "auto" else " from there")
 
 
 def command_line(path: str, overrides: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ from distill_rl.errors import NumericsError
 
 _REMEDY = (
     "lower optimizer.lr, set train.max_grad_norm, look for broken rows or teacher weights, or allow more by "
-    "faults.skipped_steps; --resume continues from the last checkpoint"
+    "faults.skipped_steps"
 )
 
 

@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from distill_rl.config.derive import ring_plan, sizes, stored_targets
-from distill_rl.config.facts import ranks_per_replica, wire_dtype, without_student
+from distill_rl.config.facts import wire_dtype, without_student
 from distill_rl.config.layout import aligner_workers, compute_groups, evaluators
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError
@@ -42,7 +42,6 @@ from distill_rl.workers.cluster.places.placement import (
 from distill_rl.workers.cluster.places.reservation import reserve
 from distill_rl.workers.cluster.places.turns import tell
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor, keep_logs
-from distill_rl.workers.cluster.relay import DIRECT
 from distill_rl.workers.cluster.session import describe, nodes, ray_session
 from distill_rl.workers.cluster.timeline import write_timeline
 from distill_rl.workers.pipeline.aligner_pool import AlignerPool
@@ -54,6 +53,7 @@ from distill_rl.workers.pipeline.student_group import StudentGroup
 from distill_rl.workers.pipeline.student_recovery import StudentRecovery
 from distill_rl.workers.pipeline.sub_batch import Teachers
 from distill_rl.workers.pipeline.teacher_recovery import TeacherRecovery
+from distill_rl.workers.starting import Starting
 
 THREADS = "DISTILL_RL_THREADS"
 """Variable with the most threads of a rank, which the quickstart sets for models that more of them slow down."""
@@ -109,9 +109,9 @@ def start_actors(
         ConfigError: the resources are not available, or a transport that was requested by name does not work.
         WorkerError: an actor failed to start.
     """
-    with _session(job, total_steps, signals, roles, captures=False) as (job, actors, calls):
+    with _session(job, total_steps, signals, roles, captures=False) as (job, actors, calls, starting):
         assert actors.student is not None
-        running = _connect(job, actors, actors.student, calls, timer)
+        running = _connect(job, actors, actors.student, calls, timer, starting)
         yield running
         if job.config.observe.timeline:
             ids = {worker: name for group in actors.groups for worker, name in group.worker_ids.items()}
@@ -128,11 +128,13 @@ def start_capture(job: Job, signals: Signals) -> Iterator[CaptureActors]:
     Raises:
         DistillError: as for `start_actors`.
     """
-    with _session(job, 0, signals, ROLES, captures=True) as (job, actors, calls):
+    with _session(job, 0, signals, ROLES, captures=True) as (job, actors, calls, starting):
         calls.after_death = "run the same command again: what was written is kept"
         rings = ring_plan(job.config)
-        pipeline = Pipeline(_pool(job, actors.aligners, calls), actors.teachers, job.plan, rings, "store_targets")
-        recovery = TeacherRecovery(job.config, actors.teachers, set(), calls, None, pipeline)
+        pool = _pool(job, actors.aligners, calls, starting.restarts["aligner"])
+        pipeline = Pipeline(pool, actors.teachers, job.plan, rings, "store_targets")
+        before = starting.restarts["teacher"]
+        recovery = TeacherRecovery(job.config, actors.teachers, set(), calls, None, pipeline, before)
         calls.interrupted = signals.raise_if_interrupted  # from now on a stop can wait for the batch
         yield CaptureActors(pipeline, CaptureGroup(job.config, actors.teachers, calls, pipeline, recovery), calls)
         stop([group for _, group in actors.teachers])
@@ -141,7 +143,7 @@ def start_capture(job: Job, signals: Signals) -> Iterator[CaptureActors]:
 @contextmanager
 def _session(
     job: Job, total_steps: int, signals: Signals, roles: Roles, *, captures: bool
-) -> Iterator[tuple[Job, _Actors, Calls]]:
+) -> Iterator[tuple[Job, _Actors, Calls, Starting]]:
     """Starts (or joins) Ray, creates and starts all actors, and yields them with the job for this cluster.
 
     When the block ends the actors are killed, and Ray is ended or left; see `start_actors`.
@@ -174,8 +176,9 @@ def _session(
             actors = _create(job, total_steps, num_aligners, plan, placement, calls, placed, roles)
             say(f"starting  {', '.join(name for group in actors.groups for name in group.names)}")
             try:
-                _start(job, actors, calls)
-                yield job, actors, calls
+                starting = Starting(config, calls, actors.student, actors.teachers, actors.aligners, actors.evaluator)
+                starting.load()
+                yield job, actors, calls, starting
             except DistillError as error:
                 if error.exit_code == 1:
                     calls.monitor.dump_stacks()
@@ -211,7 +214,9 @@ def _reserved(
         yield reserved
 
 
-def _connect(job: Job, actors: _Actors, readers: WorkerGroup, calls: Calls, timer: StepTimer) -> RunActors:
+def _connect(
+    job: Job, actors: _Actors, readers: WorkerGroup, calls: Calls, timer: StepTimer, starting: Starting
+) -> RunActors:
     """Opens the teachers' rings, and makes what moves batches between the actors.
 
     Raises:
@@ -220,11 +225,13 @@ def _connect(job: Job, actors: _Actors, readers: WorkerGroup, calls: Calls, time
     """
     config, rings = job.config, ring_plan(job.config)
     connector = Connector(config, actors.teachers, readers, rings, calls)
-    connector.connect()
-    pipeline = Pipeline(_pool(job, actors.aligners, calls), actors.teachers, job.plan, rings)
-    recovery = TeacherRecovery(config, actors.teachers, set(readers.names), calls, connector, pipeline)
+    starting.then(connector.connect)
+    before = starting.restarts
+    pipeline = Pipeline(_pool(job, actors.aligners, calls, before["aligner"]), actors.teachers, job.plan, rings)
+    names = set(readers.names)
+    recovery = TeacherRecovery(config, actors.teachers, names, calls, connector, pipeline, before["teacher"])
     student = StudentGroup(readers, config, calls, timer, pipeline, recovery)
-    restarts = StudentRecovery(config, readers, calls, connector, pipeline, recovery)
+    restarts = StudentRecovery(config, readers, calls, connector, pipeline, recovery, before["student"])
     return RunActors(pipeline, student, restarts, actors.evaluator, calls)
 
 
@@ -296,10 +303,13 @@ def _aligner_arguments(job: Job) -> tuple[Any, ...]:
     return job.config, job.data_format, job.plan, other_tokenizer
 
 
-def _pool(job: Job, group: WorkerGroup, calls: Calls) -> AlignerPool:
+def _pool(job: Job, group: WorkerGroup, calls: Calls, restarts: int) -> AlignerPool:
     """Returns the pool of the aligner actors, or of an aligner in this process if `group` is empty.
 
     An aligner in this process has been started on return.
+
+    Args:
+        restarts: of aligners so far.
 
     Raises:
         AlignmentError: earlier parts of the run have left out more rows than `aligner.max_bad_rows`.
@@ -315,6 +325,7 @@ def _pool(job: Job, group: WorkerGroup, calls: Calls) -> AlignerPool:
         local=local,
         num_ranks=sum(sharding.dp for sharding in (job.plan.student, *job.plan.teachers)),
         bad_rows=BadRows(job.paths.bad_rows, job.config.aligner.max_bad_rows),
+        restarts=restarts,
     )
 
 
@@ -346,33 +357,3 @@ def _target_bytes(job: Job) -> int:
     if job.config.transport in ("shared_memory", "cuda_ipc"):
         return 0
     return stored_targets(job.config, replace(job.facts, gpus=visible_gpus()))
-
-
-def _start(job: Job, actors: _Actors, calls: Calls) -> None:
-    """Waits until all actors run, then starts them all at the same time, and waits until the models are loaded.
-
-    The evaluators have no model to load yet; those of a model that is split join their process group.
-
-    Raises:
-        DistillError: an actor fails, or does not answer within `ray.start_timeout_s`.
-    """
-    timeout_s = job.config.ray.start_timeout_s
-    for group in actors.groups:
-        if group.actors:
-            group.identify(timeout_s)
-    models = [(group, ranks_per_replica(teacher)) for teacher, group in actors.teachers]
-    if actors.student is not None:
-        models.append((actors.student, len(actors.student.actors)))
-    relays = job.config.ray.relays
-    if relays == "on" or (relays == "auto" and sum(len(group.actors) for group, _ in models) > DIRECT):
-        for group, size in models:
-            group.open_relays(size)
-    say("loading   the models")
-    started = actors.aligners.submit("start")
-    for teacher, group in actors.teachers:
-        started |= group.start(size=ranks_per_replica(teacher), timeout_s=timeout_s)
-    if actors.student is not None:
-        started |= actors.student.start(size=len(actors.student.actors), timeout_s=timeout_s)
-    if actors.evaluator is not None and len(actors.evaluator.actors) > 1:
-        started |= actors.evaluator.start(size=len(actors.evaluator.actors), timeout_s=timeout_s)
-    calls.gather(started, what="loading the models", timeout_s=timeout_s)

@@ -21,4 +21,5 @@ def test_a_killed_worker_ends_the_run_with_one_error(disturb, name):
     (error,) = run.errors
     assert name in error
     assert "died" in error
+    assert error.endswith("no checkpoint is saved: --resume auto begins again")
     assert "Traceback" not in run.text

@@ -140,8 +140,10 @@ def test_a_lost_rank_ends_a_run_without_restarts_with_stacks_and_it_can_be_resum
         os.kill(run.actors["student-dp1-tp0"], number)
         assert run.end() == 1, run.text
     (error,) = run.errors
-    for word in ("student-dp1-tp0 on ", "its process died during ", cause, "--resume"):
+    for word in ("student-dp1-tp0 on ", "its process died during ", cause):
         assert word in error, error
+    saved = max(int(folder.name.removeprefix("step-")) for folder in (run.run / "checkpoints").glob("step-*"))
+    assert error.endswith(f"--resume continues from the checkpoint of step {saved}")
     logs = run.run / "logs" / "latest"
     stack = (logs / "stacks" / "student-dp0-tp0.txt").read_text()
     assert "most recent call first" in stack

@@ -84,7 +84,12 @@ def test_a_directory_in_use_advises_what_python_can_give(root: Path, tmp_path: P
     with pytest.raises(distill_rl.ConfigError) as caught:
         distill_rl.distill(root / "run.yaml", run={"dir": str(used.parent), "name": "mine"})
     (line,) = [line for line in caught.value.problems if "in use" in line]
-    assert line.endswith("go on with resume=True, start over with clean=True, or choose another run.name")
+    assert line.endswith("in use; no checkpoint is saved: start over with clean=True, or choose another run.name")
+    (used / "checkpoints" / "step-1").mkdir(parents=True)
+    with pytest.raises(distill_rl.ConfigError) as caught:
+        distill_rl.distill(root / "run.yaml", run={"dir": str(used.parent), "name": "mine"})
+    (line,) = [line for line in caught.value.problems if "in use" in line]
+    assert line.endswith("in use; go on with resume=True, start over with clean=True, or choose another run.name")
 
 
 def test_console_leaves_a_program_its_own_handlers(monkeypatch):

@@ -66,7 +66,11 @@ COLLECTIVE_NAMES = {
 }  # fmt: skip
 
 LIBRARIES = set(sys.stdlib_module_names) | {"distill_rl"}
-ONLY_LIBRARIES = {"losses": {"torch", "triton"}, "config": {"omegaconf"}, "align": {"numpy", "numba", "safetensors"}}
+ONLY_LIBRARIES = {
+    "losses": {"torch", "triton"},
+    "config": {"omegaconf", "yaml"},
+    "align": {"numpy", "numba", "safetensors"},
+}
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ class Calls:
     """Actor handles by Ray actor id (hex)."""
     processes: dict[str, Process] = field(default_factory=dict)
     """Processes by actor name, once they have been identified."""
-    after_death: str = "resume from the last checkpoint with --resume"
-    """The remedy when an actor died."""
+    after_death: str = ""
+    """The remedy when an actor died; of a run the driver adds it, which knows what is saved."""
     when_late: str = "raise its deadline (ray.*_timeout_s, aligner.deadline_s, evaluate.timeout_s), or look into logs/"
     """The remedy when an actor overran its deadline."""
     monitor: ProcessMonitor | None = None

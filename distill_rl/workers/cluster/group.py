@@ -241,12 +241,13 @@ class WorkerGroup:
         for rank in ranks:
             self._calls.forget(self.actors[rank])
             self.end(rank)
-            self._replaced.append((f"{self.names[rank]}.{len(self._replaced)}", self._processes[rank]))
+            if self._processes:
+                self._replaced.append((f"{self.names[rank]}.{len(self._replaced)}", self._processes[rank]))
         for rank in ranks:  # under a new name, because Ray frees a dead actor's name only some time later
             self.actors[rank] = self._make(rank, suffix=f".{self._renewals}")
         what = f"starting {', '.join(self.names[rank] for rank in ranks)} again"
         processes = self._calls.gather(self.submit("identify", ranks=ranks), what=what, timeout_s=timeout_s)
-        for rank, process in zip(ranks, processes):
+        for rank, process in zip(ranks, processes) if self._processes else ():  # otherwise `identify` has to follow
             self._processes[rank] = self._calls.processes[self.names[rank]] = process
         self._make_relays(ranks)
 

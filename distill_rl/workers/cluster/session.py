@@ -42,6 +42,8 @@ _SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSW(OR)?D|CREDENTIALS?)(_ID)?", re.
 # A rank sees all GPUs of its node, so that it can map their memory; it computes on the one that Ray assigned to it.
 _FOR_WORKERS = {"TOKENIZERS_PARALLELISM": "false", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
+_SLOW = re.compile("timed out", re.IGNORECASE)
+"""In Ray's words for a part of it that does not answer in time."""
 _CONNECT_TIMEOUT_S = 5.0
 _END_S = 5.0
 """How long Ray's processes may take to end before they are killed, and after it."""
@@ -156,6 +158,8 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
                 )
             except Exception as error:
                 cause, remedy = f"{type(error).__name__}: {error}", "see ray.* in the configuration"
+                if _SLOW.search(cause):  # after 30 s, which Ray lets nobody set
+                    remedy = "start again when the machine is less busy"
                 raise WorkerError("Ray", "must start on this machine", cause, remedy) from error
             finally:
                 roots = set(psutil.Process().children()) - others

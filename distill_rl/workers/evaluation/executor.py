@@ -85,7 +85,7 @@ class RayExecutor:
         self._shards, self._started, self._logs = shards, started, logs
         self._calls = Calls(
             interrupted,
-            after_death="give the same command again: it goes on where it stopped",
+            after_death="give the same command again" + (": it goes on where it stopped" if logs else ""),
             when_late="raise --deadline, or lower --batch-size",
         )
         self._open = ExitStack()

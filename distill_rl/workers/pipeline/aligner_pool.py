@@ -96,14 +96,23 @@ class AlignerPool:
         group: the actors. If it is empty, `local` does the work in this process.
         local: an object with the methods of `AlignerWorker`, for an empty group.
         num_ranks: data-parallel ranks of the student and of all teachers together.
+        restarts: of aligners so far, which count against the budget.
     """
 
     def __init__(
-        self, group: WorkerGroup, calls: Calls, config: Config, *, local: Any = None, num_ranks: int, bad_rows: BadRows
+        self,
+        group: WorkerGroup,
+        calls: Calls,
+        config: Config,
+        *,
+        local: Any = None,
+        num_ranks: int,
+        bad_rows: BadRows,
+        restarts: int = 0,
     ):
         self._group, self._calls, self._config, self._local = group, calls, config, local
         self._num_ranks, self._bad_rows, self._left_out = num_ranks, bad_rows, LeftOutLog()
-        self._recovery = AlignerRecovery(group, calls, config, bad_rows)
+        self._recovery = AlignerRecovery(group, calls, config, bad_rows, restarts)
         self._deadline_s = config.aligner.deadline_s
         self._submitted = 0
         self._unfinished: list[_Alignment] = []

@@ -169,9 +169,10 @@ class TeacherRecovery:
         gone = {*self._pipeline.lost, teacher.name}
         left = [other.name for other, _ in self._teachers if other.name not in gone and other.weight > 0]
         if self._config.faults.lost_teacher == "fail" or not left:
-            remedy = "raise faults.teacher_restarts, or fix what kills it; " + self._calls.after_death
+            remedies = ["raise faults.teacher_restarts, or fix what kills it", self._calls.after_death]
             if left and self._connector is not None:  # a capture needs all its teachers
-                remedy += "; or set faults.lost_teacher=drop_and_reweight to go on without it"
+                remedies.append("or set faults.lost_teacher=drop_and_reweight to go on without it")
+            remedy = "; ".join(filter(None, remedies))
             rule = f"may be started again faults.teacher_restarts={self._config.faults.teacher_restarts} times"
             raise WorkerError(f"teacher {teacher.name}", rule, without_remedy(cause), remedy) from cause
         group.kill()

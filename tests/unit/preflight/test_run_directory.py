@@ -45,10 +45,12 @@ def test_run_directory_is_closed_whatever_the_umask(config):
 
 
 def test_used_directory_needs_resume_or_clean(config):
-    used(config)
+    paths = used(config)
     (line,) = run_directory.problems(config, clean=False)
-    assert "--resume" in line
-    assert "--clean" in line
+    assert "in use; go on with --resume, start over with --clean" in line
+    (paths.checkpoints / "step-1").rmdir()
+    (line,) = run_directory.problems(config, clean=False)
+    assert "in use; no checkpoint is saved: start over with --clean" in line
     assert run_directory.problems(config, clean=True) == []
     config.checkpoint.resume = "latest"
     assert run_directory.problems(config, clean=False) == []

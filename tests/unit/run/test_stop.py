@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from distill_rl.run import stop
+from distill_rl.types import RunPaths
 
 COMMAND = ["distill-rl", "train", "-c", "my run.yaml"]
 AGAIN = "go on     distill-rl train -c 'my run.yaml'"
@@ -31,6 +32,27 @@ def test_lines_say_what_is_saved_lost_and_how_to_go_on(tmp_path, saved, began, t
     first, second = stop.lines(tmp_path, COMMAND, began=began, trained=trained, resume=resume)
     assert first.startswith(f"stopped   {stopped}")
     assert second == AGAIN + mode
+
+
+@pytest.mark.parametrize(
+    ("saved", "trained", "resume", "line"),
+    [
+        ((), 0, None, "no step is recorded: start it again"),
+        ((), 0, "auto", "no step is recorded: start it again"),
+        ((), 3, None, "no checkpoint is saved: --resume auto begins again"),
+        ((), 0, "old/step-9", "no checkpoint is saved: --resume old/step-9 begins again from there"),
+        ((), 3, "old/step-9", "no checkpoint is saved: --resume old/step-9 begins again from there"),
+        ((4, 12), 15, "latest", "--resume continues from the checkpoint of step 12"),
+        ((12,), 0, None, "--resume continues from the checkpoint of step 12"),
+    ],
+)
+def test_a_run_that_failed_goes_on_from_what_is_there(tmp_path, saved, trained, resume, line):
+    paths = RunPaths(tmp_path)
+    (tmp_path / ".lock").touch()
+    paths.metrics.write_text("".join(f'{{"step": {step + 1}}}\n' for step in range(trained)))
+    for step in saved:
+        (paths.checkpoints / f"step-{step}").mkdir(parents=True)
+    assert stop.way_on(paths, resume) == line
 
 
 def test_command_is_that_which_started_the_process(monkeypatch):

@@ -334,8 +334,7 @@ class Client:
     def _no_answer(self, last: str) -> WorkerError:
         """What ends a request that no server answers."""
         rule = f"a server must answer within teachers[].retry_s={self.retry_s:g}"
-        remedy = "see the server's log; when it runs again, continue with --resume"
-        return WorkerError(f"teacher {self.name}", rule, self._clean(last), remedy)
+        return WorkerError(f"teacher {self.name}", rule, self._clean(last), "see the server's log")
 
     def exchange(self, server: Server, method: str, path: str, body: bytes | None = None, *, limit: int) -> Reply:
         """Sends one request to a server, and reads the whole answer.

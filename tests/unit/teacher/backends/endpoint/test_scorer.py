@@ -198,7 +198,7 @@ def test_a_fault_that_lasts_ends_in_one_line(asking, prompts, fault):
         list(asking(server.url, concurrency=4, retry_s=0.5).score(prompts, K))
     text = str(caught.value)
     assert "teacher big: a server must answer within teachers[].retry_s=0.5; got http://127.0.0.1:" in text
-    assert text.endswith("continue with --resume")
+    assert text.endswith("; see the server's log")
     assert caught.value.exit_code == 1
 
 
