@@ -31,7 +31,7 @@ from distill_rl.losses import DenseLogits, HiddenStates
 from distill_rl.losses.core.logits.student import Student
 from distill_rl.losses.core.trees import as_tree
 from distill_rl.losses.targets import Teacher, Wire
-from distill_rl.student.teachers.agreement import agreement_of_chunks, agreement_of_tokens
+from distill_rl.student.teachers.agreement import SUMS, agreement_of_chunks, agreement_of_tokens
 from distill_rl.student.teachers.asked_tokens import AskedTokens
 from distill_rl.student.teachers.heads import TeacherHead
 from distill_rl.student.teachers.projections import CrossTokenizerLoss
@@ -295,7 +295,7 @@ class Objective(nn.Module):
         found: list[Tensor] = []
         for i, (target, rows, cross, part) in enumerate(zip(targets, chunks, self.cross_tokenizer, asked)):
             if target is None or (part is not None and not is_taught(part, rows)):
-                found.append(torch.zeros(4, dtype=torch.float64, device=batch.labels.device))
+                found.append(torch.zeros(SUMS, dtype=torch.float64, device=batch.labels.device))
             elif cross is not None and rows is not None:
                 teacher, projection = self._with_head(target, i), cross[1]
                 fixed = projection() if isinstance(projection, nn.Module) else projection

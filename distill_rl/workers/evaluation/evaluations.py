@@ -313,7 +313,7 @@ def report(what: str, results: Mapping[str, Result]) -> None:
     for suite, result in results.items():
         low, high = result["interval"]
         score, items = f"{result['score']:.3f} [{low:.3f}, {high:.3f}]", f"{result['num_items']:,} items"
-        if ungraded := num_ungraded(result["outcomes"]):
+        if ungraded := num_ungraded(result.get("outcomes", {})):
             items += f" ({ungraded:,} not graded)"
         rate = f"{(result['num_items'] - result['resumed_items']) / max(result['seconds'], 1e-9):,.1f} items/s"
         say(f"evaluated {what} on {suite}: {score}, {items}, {rate}")

@@ -74,7 +74,7 @@ class StubStudentEngine:
 class _Stub(RankWorker):
     """A rank without a process group."""
 
-    def serve_store(self, world_size: int) -> tuple[str, int]:
+    def serve_store(self, world_size: int, one_node: bool) -> tuple[str, int]:
         return "", 0
 
     def stop(self) -> None:

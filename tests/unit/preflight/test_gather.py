@@ -362,6 +362,10 @@ def test_used_run_directory_needs_resume_or_clean(problems, material):
         (run / "metrics.jsonl").touch()
         line = only(problems())
         assert str(run) in line
+        assert "no checkpoint is saved: start over with --clean" in line
+        (run / "checkpoints" / "step-3").mkdir(parents=True)
+        (run / "checkpoints" / "step-3" / "MANIFEST.json").touch()
+        line = only(problems())
         assert "--resume" in line
         assert "--clean" in line
         assert problems(clean=True) == []

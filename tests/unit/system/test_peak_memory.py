@@ -10,4 +10,4 @@ def test_peak_grows_with_what_was_held_and_stays():
     del held
     assert 0 < before <= during
     assert during >= 0.25  # a quarter of a GiB was resident
-    assert peak_gib() >= during
+    assert peak_gib() >= during - 1e-3  # the kernel counts pages of a process in batches
