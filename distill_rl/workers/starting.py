@@ -33,7 +33,7 @@ class _Part:
     group: WorkerGroup
     ranks: Sequence[int]
     calls: Refs | None = None
-    """Of its start; None: not called yet."""
+    """Of its start, as long as it is not done; None: not called yet."""
     is_dead: bool = False
 
     @property
@@ -104,6 +104,8 @@ class Starting:
                     part.calls = part.start(timeout_s)
             started: Refs = {call: name for part in self._parts for call, name in (part.calls or {}).items()}
             self.calls.gather(started, what="loading the models", timeout_s=timeout_s)
+            for part in self._parts:
+                part.calls = {}  # done; references would keep the results for the whole run
             self._are_loaded = True
             return action()
 
