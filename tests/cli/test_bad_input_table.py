@@ -324,7 +324,7 @@ TOGETHER: Mapping[Callable[[Place], Ended], Mapping[str, tuple[str, ...]]] = {
         "a misspelt key of a source": ("data.sources.4.wieght:", "unknown key", "data.sources.4.weight?"),
     },
     output: {
-        "run directory in use": ("output/taken", "in use", "--resume", "--clean"),
+        "run directory in use": ("output/taken", "in use", "no checkpoint is saved", "--clean"),
         "more checkpoints than the disk holds": ("run.dir", "are free", "GiB", "lower checkpoint.keep_last"),
         "fewer rows than a batch": ("data.path", "40 training documents", "batch of 64", "lower train.global"),
     },
