@@ -54,7 +54,7 @@ def capture(job: Job, signals: Signals) -> int:
     """
     with start_capture(job, signals) as actors:
         progress = Progress(began=time.monotonic())
-        restarts = 0
+        restarts = actors.teachers.restarts  # while they started, when there was nothing to write
         stopped = _go_through(job, actors, signals, progress)
         written = actors.teachers.finish()
         # What is computed once more is among what was computed the first time.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal, TypeVar
 
 from distill_rl.config.facts import ranks_per_replica
@@ -39,14 +40,6 @@ class _Part:
     @property
     def names(self) -> list[str]:
         return [self.group.names[rank] for rank in self.ranks]
-
-    def start(self, timeout_s: float) -> Refs:
-        """Makes the actors load their models, if they have any yet; does not wait."""
-        if self.role == "aligner":
-            return self.group.submit("start", ranks=self.ranks)
-        if self.role == "evaluator" and len(self.ranks) == 1:
-            return {}
-        return self.group.start(size=len(self.ranks), timeout_s=timeout_s, ranks=self.ranks)
 
 
 @dataclass
@@ -98,18 +91,30 @@ class Starting:
         """
 
         def loaded() -> Made:
-            timeout_s = self.config.ray.start_timeout_s
-            for part in self._parts:
-                if part.calls is None:
-                    part.calls = part.start(timeout_s)
+            for group in self._groups:
+                self._call(group)
             started: Refs = {call: name for part in self._parts for call, name in (part.calls or {}).items()}
-            self.calls.gather(started, what="loading the models", timeout_s=timeout_s)
+            self.calls.gather(started, what="loading the models", timeout_s=self.config.ray.start_timeout_s)
             for part in self._parts:
                 part.calls = {}  # done; references would keep the results for the whole run
             self._are_loaded = True
             return action()
 
         return self._until_alive(loaded, "loading the models")
+
+    def _call(self, group: WorkerGroup) -> None:
+        """Makes the actors of a group that have not been called load their models, if they have any yet."""
+        parts = [part for part in self._parts if part.group is group and part.calls is None]
+        ranks = [rank for part in parts for rank in part.ranks]
+        calls: Refs = {}
+        if parts and parts[0].role == "aligner":
+            calls = group.submit("start", ranks=ranks)
+        elif parts and not (parts[0].role == "evaluator" and len(ranks) == 1):
+            size, timeout_s = len(parts[0].ranks), self.config.ray.start_timeout_s
+            calls = group.start(size=size, timeout_s=timeout_s, ranks=ranks)
+        in_order = iter(calls.items())
+        for part in parts:
+            part.calls = dict(islice(in_order, len(part.ranks)))
 
     def _identify(self) -> None:
         for group in self._groups:
@@ -152,7 +157,7 @@ class Starting:
             setting = f"{'student' if part.role == 'evaluator' else part.role}_restarts"
             budget = getattr(self.config.faults, setting)
             if self.restarts[part.role] >= budget:
-                raise cause
+                raise cause from error
             self.restarts[part.role] += 1
             part.is_dead = True
             times = f"{self.restarts[part.role]} of faults.{setting}={budget}"
