@@ -96,12 +96,12 @@ def test_a_rank_that_is_lost_during_the_export_exports_again(disturb, undisturbe
     settings = (*LENGTH, "train.steps=20", "schedule.steps=20")
     expected = undisturbed(*settings)
     with disturb(*settings, *CHECKPOINTS) as run:
-        until(lambda: list(run.run.glob(".export.tmp-*")), "the export", every_s=0.001)
+        until(lambda: list(run.run.glob(".export.*")), "the export", every_s=0.001)
         os.kill(run.actors["student-dp0-tp0"], signal.SIGKILL)
         assert not (run.run / "export").exists(), "it must have died before the export's end"
         run.wait_for_output("restarting the student (1 of faults.student_restarts=3)")
         assert run.end() == 0, run.text
-    assert not list(run.run.glob(".export.tmp-*"))
+    assert not list(run.run.glob(".export.*"))
     assert_same_student(run.run, expected)
 
 
