@@ -64,6 +64,11 @@ METRICS: Mapping[str, Described] = {
     "train/tokens": Described("tokens", "sum", "", "labelled tokens: those that are trained on"),
     "train/steps": Described("steps", "sum", "", "steps of the record, the denominator of what is per step"),
     "train/tokens_per_second": Described("tokens/s", "mean", "seconds in steps", "train/tokens by timing/step"),
+    "train/ideal_seconds": Described(
+        "seconds", "sum", "", "the FLOPs of the student's step (forward and backward; causal attention within documents; nothing "
+        "that is computed again) by the nominal dense bf16 rate of its GPUs together; absent on CPUs and on cards that are not known",
+    ),
+    "train/mfu": Described("share", "mean", "seconds in steps", "model FLOPs utilisation: train/ideal_seconds by timing/step"),
     "train/grad_norm": Described("norm", "last", "", "L2 norm of the gradient before clipping"),
     "train/lr": Described("rate", "last", "", "learning rate"),
     "train/kd_scale": Described("ratio", "last", "", "r of loss.dynamic_scale: CE / KD"),
