@@ -88,6 +88,12 @@ class Observer:
             if metric.reduction == "per_step":  # merged over ranks; from here on over steps
                 self._per_step.add(name)
                 metrics[name] = metric._replace(reduction="sum")
+        # A step that is skipped may have no finite loss: the means of a record are those of the other steps.
+        for name in [name for name, metric in metrics.items() if metric.reduction == "mean" and name in self._pending]:
+            if not math.isfinite(metrics[name].value):
+                del metrics[name]
+            elif not math.isfinite(self._pending[name].value):
+                del self._pending[name]
         self._pending = merge((self._pending, metrics))
         self._step = step
         if step % self._every == 0:
