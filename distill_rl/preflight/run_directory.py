@@ -19,7 +19,8 @@ from distill_rl.system.files import DRAFT
 from distill_rl.system.made_folder import point_at, remove_leftovers
 from distill_rl.types import QUEUE, RunPaths
 
-_LOCK = ".lock"
+_LOCK, _JOB_LOCK = ".lock", ".job.lock"
+"""Held by the process that uses the directory, and by the batch script of its job."""
 SUBMISSION = ("submit.yaml", "submit.sbatch")
 """Files that `train --dry-run` writes to a run directory. With only these in it, the directory is not in use."""
 AFRESH = "start over with --clean"
@@ -146,7 +147,7 @@ def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
         for folder in (paths.root, paths.root / "logs", paths.evals):
             remove_leftovers(folder)
         for entry in paths.root.iterdir() if clean else ():
-            if entry.name != _LOCK:
+            if entry.name not in (_LOCK, _JOB_LOCK):
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         paths = replace(paths, attempt=_attempt(paths.root / "logs"))
         paths.logs.mkdir(parents=True, exist_ok=True)
@@ -199,8 +200,10 @@ def _link_to_outside(root: Path) -> Path | None:
 
 
 def _entries(root: Path) -> list[Path]:
-    """The paths of what is in the run directory, without the lock file and drafts; the directory must exist."""
-    return [entry for entry in root.iterdir() if entry.name != _LOCK and not DRAFT.fullmatch(entry.name)]
+    """The paths of what is in the run directory, without locks and drafts; the directory must exist."""
+    return [
+        entry for entry in root.iterdir() if entry.name not in (_LOCK, _JOB_LOCK) and not DRAFT.fullmatch(entry.name)
+    ]
 
 
 def _writable(root: Path) -> bool:
