@@ -15,6 +15,7 @@
 #   RAY_START_TIMEOUT    seconds that the start of all nodes may take                                      (300)
 #   RAY_OBJECT_STORE_BYTES  shared memory per node for Ray's objects                     (Ray's: 30 % of the memory)
 #   RAY_DASHBOARD        true: Ray's dashboard on the head's 127.0.0.1 (needs the `dashboard` extra)       (false)
+#   CONTAINER            what runs a command in a container: a prefix (apptainer exec IMAGE), or options of srun (--container-image=IMAGE)
 #   CONTAINER_IMAGE, CONTAINER_MOUNTS, CONTAINER_OPTIONS   options for pyxis (srun --container-image=...); unset: no container
 set -euo pipefail
 
@@ -59,6 +60,9 @@ container=()
 [[ -z ${CONTAINER_MOUNTS:-} ]] || container+=("--container-mounts=$CONTAINER_MOUNTS")
 # shellcheck disable=SC2206 # several options in one variable
 [[ -z ${CONTAINER_OPTIONS:-} ]] || container+=($CONTAINER_OPTIONS)
+prefix=()
+# shellcheck disable=SC2206 # several words in one variable
+if [[ ${CONTAINER:-} == --* ]]; then container+=($CONTAINER); elif [[ -n ${CONTAINER:-} ]]; then prefix=($CONTAINER); fi
 unbound=() # without CPU binding, which would confine Ray to the single core of its task
 [[ ! "$(scontrol show config)" =~ TaskPlugin\ *=\ *[a-z/,]*(affinity|cgroup) ]] || unbound=(--cpu-bind=none)
 # A step uses all resources of the job on a node, and shares them with other steps.
@@ -169,7 +173,7 @@ report_missing() { # report_missing REASON: names the nodes that are not ready, 
 }
 
 start_nodes() {
-    "${on_all[@]}" "${container[@]}" "$PYTHON" -m distill_rl.workers.cluster.node "$shared" "$logs" 2> >(tee -- "$shared/srun" >&2) &
+    "${on_all[@]}" "${container[@]}" "${prefix[@]}" "$PYTHON" -m distill_rl.workers.cluster.node "$shared" "$logs" 2> >(tee -- "$shared/srun" >&2) &
     nodes=$!
     local deadline=$((SECONDS + RAY_START_TIMEOUT + 30)) failed
     while [[ -n "$(missing)" ]]; do
@@ -225,7 +229,7 @@ here=()
 [[ -z $stop_requested ]] || exit 85
 # Without these variables, libraries do not mistake the command for a task of Slurm or MPI.
 # shellcheck disable=SC2016 # expanded by the shell that becomes the command
-"${here[@]}" bash -c 'for name in ${!SLURM@} ${!PMI@} ${!OMPI_@}; do unset "$name"; done; exec "$@"' \
+"${here[@]}" "${prefix[@]}" bash -c 'for name in ${!SLURM@} ${!PMI@} ${!OMPI_@}; do unset "$name"; done; exec "$@"' \
     command "${@//\{address\}/$address}" &
 command=$!
 [[ -z $stop_requested ]] || kill -USR1 "$command" 2>/dev/null || true # a request that came while the command was being started

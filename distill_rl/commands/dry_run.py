@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
+from distill_rl.commands.options import GPUS_PER_NODE
 from distill_rl.config.facts import without_student
 from distill_rl.config.layout import gpus_of_run
 from distill_rl.config.load import texts
 from distill_rl.config.reading.interpolate import OF_A_JOB, variables_in
 from distill_rl.config.save import require_no_secret, save_config
-from distill_rl.config.schema import Config
+from distill_rl.config.schema import Config, SlurmConfig
+from distill_rl.config.schema.slurm import OPTIONS
 from distill_rl.errors import ConfigError, DistillError, problem, problems_of
 from distill_rl.observe.log import say, setup_console
 from distill_rl.preflight import gather, run_directory
@@ -23,12 +25,15 @@ from distill_rl.system.files import write_atomic
 from distill_rl.system.install import LAUNCH, PACKAGE, clone
 from distill_rl.transport.choose import require_between_nodes
 
+_SETUP = "# The lines of slurm.setup."
+"""Line of the template after which they follow."""
+
 
 def write_batch_script(
     path: str,
     overrides: Sequence[str],
     *,
-    gpus_per_node: int,
+    gpus_per_node: int | None,
     change: Callable[[Config, list[str]], Config] = lambda config, _: config,
     store: Path | None = None,
 ) -> int:
@@ -40,7 +45,7 @@ def write_batch_script(
     batch script sets them.
 
     Args:
-        gpus_per_node: GPUs of each node of the cluster, 0 for none.
+        gpus_per_node: overrides `slurm.gpus_per_node` unless it is None.
         change: as for `gather`.
         store: for a capture: the folder that it fills. The run directory is then that of the capture.
 
@@ -50,7 +55,7 @@ def write_batch_script(
     setup_console()
     # With an address, this machine's own GPUs and cores are not checked. The job replaces it by its cluster's address.
     checked = gather(path, [*overrides, "ray.address=auto"], change=change, trains=store is None, ask=False)
-    if gpus_per_node < 0:
+    if gpus_per_node is not None and gpus_per_node < 0:
         error = ConfigError("--gpus-per-node", "must be 0 or more", gpus_per_node, "0: nodes without GPUs")
         checked.problems.append(str(error))
     config = checked.require_valid(lambda config: _batch_script_problems(config, path, overrides, gpus_per_node))
@@ -62,17 +67,35 @@ def write_batch_script(
         config, ray=replace(config.ray, address=None), checkpoint=replace(config.checkpoint, resume=None)
     )
     save_config(submitted, settings)
-    nodes, gpus = layout(used, gpus_per_node)
+    nodes, gpus = layout(used, _gpus_of_a_node(config, gpus_per_node))
     text = (LAUNCH / "slurm.sbatch").read_text("utf-8")
-    write_atomic(script, fill(text, settings, run, nodes=nodes, gpus=gpus, folder=Path.cwd(), store=store))
+    values = {
+        "CONFIG": str(settings),
+        "RUN_DIR": str(run),
+        "STORE": "" if store is None else str(store),
+        "DISTILL_RL_ROOT": str(clone() or PACKAGE),
+        "VENV": "" if config.slurm.container else sys.prefix,
+        "REQUEUE": config.slurm.requeue,
+        "CONTAINER": config.slurm.container or "",
+        "RAY_DASHBOARD": "true" if config.ray.dashboard else "",
+    }
+    options = sbatch_options(config, run, nodes=nodes, gpus=gpus, folder=Path.cwd())
+    write_atomic(script, fill(text, options, config.slurm, values))
     say(f"layout    {nodes} {'node' if nodes == 1 else 'nodes'}, {gpus} {'GPU' if gpus == 1 else 'GPUs'} on each")
     say(f"wrote     {settings}")
     say(f"wrote     {script}")
-    say(f"submit    sbatch --account=ACCOUNT --partition=PARTITION {shlex.quote(str(script))}")
+    missing = [f"--{name}={name.upper()}" for name in ("account", "partition") if getattr(config.slurm, name) is None]
+    say(f"submit    {' '.join(['sbatch', *missing, shlex.quote(str(script))])}")
     return 0
 
 
-def _batch_script_problems(config: Config, path: str, overrides: Sequence[str], gpus_per_node: int) -> list[str]:
+def _gpus_of_a_node(config: Config, given: int | None) -> int:
+    """GPUs of each node of the cluster: as given, or else those of the section."""
+    known = config.slurm.gpus_per_node if given is None else given
+    return GPUS_PER_NODE if known is None else known
+
+
+def _batch_script_problems(config: Config, path: str, overrides: Sequence[str], gpus_per_node: int | None) -> list[str]:
     """Problems that only a run from a batch script on such nodes has, one line each.
 
     A secret in the settings, a variable that has another value in the job, a resume from a step folder, folders that
@@ -96,7 +119,11 @@ def _batch_script_problems(config: Config, path: str, overrides: Sequence[str], 
         rule = "a batch script resumes from the newest checkpoint of its run directory only"
         remedy = "leave it out, or start that run without a batch script"
         problems.append(str(ConfigError("--dry-run", rule, f"--resume {resume}", remedy)))
-    if config.ray.placement == "disaggregated" and layout(config, gpus_per_node)[0] > 1:
+    needed, _ = layout(config, _gpus_of_a_node(config, gpus_per_node))
+    if (config.slurm.nodes or needed) < needed:
+        rule, remedy = f"must be {needed} or more, for the GPUs that the run needs", "raise it, or leave it out"
+        problems.append(problem("slurm.nodes", rule, config.slurm.nodes, remedy))
+    if config.ray.placement == "disaggregated" and max(needed, config.slurm.nodes or 1) > 1:
         problems += problems_of(lambda: require_between_nodes(config.transport))
     return problems
 
@@ -113,54 +140,75 @@ def layout(config: Config, gpus_per_node: int) -> tuple[int, int]:
     return ceil(needed / gpus_per_node), min(needed, gpus_per_node)
 
 
-def fill(
-    template: str, settings: Path, run: Path, *, nodes: int, gpus: int, folder: Path, store: Path | None = None
-) -> str:
-    """The text of `launch/slurm.sbatch` for one run: its #SBATCH options and its variables for paths, filled in.
-
-    Without GPUs the option `gpus-per-node` is dropped; `chdir` is added after `output`. Outside a clone, the job uses the
-    environment of this process.
+def sbatch_options(config: Config, run: Path, *, nodes: int, gpus: int, folder: Path) -> dict[str, str | None]:
+    """The options of the job by their names; None for one of the template that this job has not.
 
     Args:
-        settings: the configuration file of the job.
         run: the run directory, in which Slurm's log is written.
         nodes, gpus: number of nodes, and of GPUs on each.
         folder: working directory of the job, to which relative paths of the configuration refer.
-        store: the folder that a capture fills; None for a training run.
+    """
+    slurm = config.slurm
+    given = {option: getattr(slurm, key) for key, option in OPTIONS.items() if key != "exclusive"}
+    options: dict[str, str | None] = {
+        "job-name": _in_option(slurm.job_name or config.run.name),
+        "nodes": f"{slurm.nodes or nodes}",
+        "gpus-per-node": f"{gpus}" if gpus and slurm.gres is None else None,
+        "signal": f"B:USR1@{slurm.signal_s}",
+        "output": _in_option(str(run).replace("%", "%%") + "/slurm-%j.log"),
+        "chdir": _in_option(str(folder)),
+    }
+    if not slurm.exclusive:
+        options["exclusive"] = None
+    if not slurm.exclusive or slurm.mem_per_cpu is not None:
+        options["mem"] = None
+    return (
+        options
+        | {
+            option: _in_option(str(value))
+            for option, value in given.items()
+            if value is not None and option not in options
+        }
+        | ({"mem": slurm.mem} if slurm.mem else {})
+    )
+
+
+def fill(template: str, options: Mapping[str, str | None], slurm: SlurmConfig, values: Mapping[str, str]) -> str:
+    """The text of `launch/slurm.sbatch` for one run: its #SBATCH options, lines of set-up and variables, filled in.
+
+    Args:
+        options: as of `sbatch_options`; those that the template lacks follow its own.
+        values: variable → value; empty: as the template has it.
 
     Raises:
         DistillError: the template does not set one of these variables on exactly one line.
     """
-    options = {
-        "nodes": f"{nodes}",
-        "gpus-per-node": f"{gpus}" if gpus else None,
-        "output": _in_option(str(run).replace("%", "%%") + "/slurm-%j.log"),
-        "chdir": _in_option(str(folder)),
-    }
     lines: list[str] = []
+    left = dict(options)
     for line in template.splitlines():
-        match = re.match(r"#SBATCH --([a-z-]+)=", line)
-        option = match[1] if match else ""
-        if option not in options:
+        match = re.match(r"##?SBATCH --([a-z-]+)", line)
+        if match is None and lines and re.match("##?SBATCH", lines[-1]):
+            lines += [f"#SBATCH --{option}={value}" for option, value in left.items() if value is not None]
+            lines += [f"#SBATCH {option}" for option in slurm.extra]
+            left = {}
+        if match is None or match[1] not in options:
             lines.append(line)
-        elif (value := options.pop(option)) is not None:
-            lines.append(f"#SBATCH --{option}={value}")
-        if option == "output":  # the template has no --chdir
-            lines.append(f"#SBATCH --chdir={options.pop('chdir')}")
+        elif (value := left.pop(match[1])) is not None:
+            lines.append(f"#SBATCH --{match[1]}={value}")
+        if line == _SETUP:
+            lines += [
+                f"{command} || {{ echo {shlex.quote(f'slurm.sbatch: error: slurm.setup: {command}')} >&2; exit 1; }}"
+                for command in slurm.setup
+            ]
     text = "\n".join(lines) + "\n"
-    root = clone()
-    paths = {"CONFIG": settings, "RUN_DIR": run, "DISTILL_RL_ROOT": root or PACKAGE}
-    if root is None:
-        paths["VENV"] = Path(sys.prefix)
-    if store is not None:
-        paths["STORE"] = store
-    for variable, path in paths.items():
+    for variable, value in values.items():
         assignments = re.findall(rf"^{variable}=\S+(?: *#.*)?$", text, flags=re.MULTILINE)
         if len(assignments) != 1:
             raise DistillError(
                 "launch/slurm.sbatch", f"must set {variable} on one line", f"{len(assignments)} such lines"
             )
-        text = text.replace(assignments[0], f"{variable}={shlex.quote(str(path))}", 1)
+        if value:
+            text = text.replace(assignments[0], f"{variable}={shlex.quote(value)}", 1)
     return text
 
 

@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="only write the resolved configuration and a Slurm batch script into the run directory",
     )
-    gpus_help = f"for --dry-run: GPUs of a node; 0: none; default: {GPUS_PER_NODE}"
+    gpus_help = f"for --dry-run: GPUs of a node; 0: none; default: slurm.gpus_per_node, or {GPUS_PER_NODE}"
     add("--gpus-per-node", type=int, metavar="N", help=gpus_help)
 
     description = (
@@ -197,7 +197,7 @@ def _add_store(commands: Any) -> None:
     _add_config_and_overrides(add)
     add("--out", required=True, type=Path, metavar="STORE", help="folder of the store; made if it does not exist")
     add("--dry-run", action="store_true", help="only write the resolved configuration and a Slurm batch script")
-    gpus_help = f"for --dry-run: GPUs of a node; 0: none; default: {GPUS_PER_NODE}"
+    gpus_help = f"for --dry-run: GPUs of a node; 0: none; default: slurm.gpus_per_node, or {GPUS_PER_NODE}"
     add("--gpus-per-node", type=int, metavar="N", help=gpus_help)
 
     store = commands.add_parser("store", help="describe, verify, merge and export stores of targets")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from distill_rl.commands.dry_run import write_batch_script
-from distill_rl.commands.options import GPUS_PER_NODE
 from distill_rl.config.facts import Facts
 from distill_rl.config.paths import absolute
 from distill_rl.config.schema import Config
@@ -35,7 +34,7 @@ def train(path: str, overrides: Sequence[str], *, clean: bool, dry_run: bool, gp
     Args:
         clean: delete the contents of the run directory first.
         dry_run: only write a batch script; excludes `clean`.
-        gpus_per_node: for `dry_run`: GPUs of a node; None: GPUS_PER_NODE.
+        gpus_per_node: for `dry_run`: GPUs of a node; None: as the section `slurm` says.
 
     Raises:
         DistillError: bad input (all problems at once), or the error that ended the run.
@@ -46,8 +45,7 @@ def train(path: str, overrides: Sequence[str], *, clean: bool, dry_run: bool, gp
     if dry_run:
         if clean:
             raise ConfigError("--dry-run and --clean", "exclude each other", remedy="a dry run deletes nothing")
-        gpus = GPUS_PER_NODE if gpus_per_node is None else gpus_per_node
-        return write_batch_script(path, overrides, gpus_per_node=gpus)
+        return write_batch_script(path, overrides, gpus_per_node=gpus_per_node)
     setup_console()
     with status(f"checking  {path}"):
         checked = gather(path, overrides, clean=clean, say=lambda text: say(f"data      {text}"))

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -237,3 +238,90 @@ def test_examples_request_the_machine_of_their_recipe(material, tmp_path, exampl
     assert done.stdout.splitlines()[-3:] == ["--account=me", "--partition=gpu", str(submitted)]
     assert_parses(submitted)
     assert (options(submitted.read_text())["nodes"], options(submitted.read_text())["gpus-per-node"]) == (nodes, "8")
+
+
+SLURM = """
+slurm:
+  account: me
+  partition: gpu,spare
+  qos: long
+  time: "02:00:00"
+  nodes: 3
+  gpus_per_node: 4
+  cpus_per_task: 16
+  mem: 200G
+  exclusive: false
+  constraint: "fast&ib"
+  reservation: week
+  mail_user: me@here
+  mail_type: END,FAIL
+  comment: a study, part 2
+  signal_s: 300
+  requeue: chain
+  setup: ["module load 'cuda/12'", "export A=b"]
+  container: apptainer exec --nv image.sif
+  extra: ["--licenses=scratch:1"]
+"""
+
+
+def test_the_section_slurm_is_the_job(material, tmp_path, monkeypatch, capsys):
+    path = material.config(tmp_path)
+    path.write_text(path.read_text() + SLURM)
+    assert main(["train", "-c", str(path), "--dry-run", "student.parallel.dp=2"]) == 0
+    run = tmp_path / "runs" / "tiny"
+    assert f"submit    sbatch {run}/submit.sbatch" in capsys.readouterr().out
+    script = (run / "submit.sbatch").read_text()
+    assert_parses(run / "submit.sbatch")
+    expected = {
+        "account": "me", "partition": "gpu,spare", "qos": "long", "time": "02:00:00", "nodes": "3", "gpus-per-node": "2",
+        "cpus-per-task": "16", "mem": "200G", "constraint": "fast&ib", "reservation": "week", "mail-user": "me@here",
+        "mail-type": "END,FAIL", "comment": '"a study, part 2"', "signal": "B:USR1@300", "job-name": "tiny",
+        "licenses": "scratch:1", "ntasks-per-node": "1", "open-mode": "append",
+    }  # fmt: skip
+    found = options(script)
+    assert {name: found.get(name) for name in expected} == expected
+    assert "#SBATCH --exclusive" not in script
+    before, after = script.split("set -euo pipefail\n", 1)
+    assert before.index("module load 'cuda/12' || {") < before.index("export A=b || {")
+    assert "\nREQUEUE=chain" in after + before
+    assert "\nCONTAINER='apptainer exec --nv image.sif'" in before
+    assert '\nVENV="${VENV:-}"' in before, "the image has an interpreter of its own"
+    assert load_config(run / "submit.yaml").slurm.qos == "long"
+
+
+def test_the_interpreter_that_wrote_the_script_runs_it(material, tmp_path):
+    path = material.config(tmp_path)
+    assert main(["train", "-c", str(path), "--dry-run", "--gpus-per-node", "0"]) == 0
+    assert f"\nVENV={sys.prefix}\n" in (tmp_path / "runs" / "tiny" / "submit.sbatch").read_text()
+
+
+def test_every_problem_of_the_section_is_one_line(material, tmp_path, capsys):
+    path = material.config(tmp_path)
+    section = {
+        "mem: 200 GB": "slurm.mem: must be a number with K, M, G or T; got 200 GB",
+        "mem_per_cpu: 2G": "slurm.mem: excludes slurm.mem_per_cpu",
+        "gres: gpu:8": "slurm.gres: excludes slurm.gpus_per_node",
+        "gpus_per_node: 8": "slurm.gres: excludes slurm.gpus_per_node",
+        'time: "2"': "slurm.time: must be more than slurm.signal_s=120",
+        "mail_type: SOON": "slurm.mail_type: must be of ",
+        "qos: 'a\"b'": "slurm.qos: must have neither backslashes nor double quotes",
+        "extra: [--signal=USR1, -n 3, --qos=x]": "slurm.extra.0: --signal is set by the batch script",
+        "account: ''": "slurm.account: must be one line of text",
+        "setup: [\"a\\nb\"]": "slurm.setup.0: must be one line of text",
+    }
+    path.write_text(path.read_text() + "slurm:\n" + "".join(f"  {line}\n" for line in section))
+    assert main(["train", "-c", str(path), "--dry-run"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    for line in (*section.values(), "slurm.extra.1: must be a long option of sbatch", "slurm.extra.2: --qos has a setting of its own"):
+        assert sum(line in error for error in errors) == 1, (line, errors)
+    assert len(errors) == len({*section.values()}) + 2
+    assert not (tmp_path / "runs").exists()
+    assert main(["train", "-c", str(material.config(tmp_path)), "--dry-run", "slurm.patition=x", "slurm.time='soon'"]) == 2
+    assert "slurm.patition" in capsys.readouterr().err
+
+
+def test_too_few_nodes_are_refused(material, tmp_path, capsys):
+    path = material.config(tmp_path)
+    settings = ["student.parallel.dp=4", "slurm.gpus_per_node=2", "slurm.nodes=1"]
+    assert main(["train", "-c", str(path), "--dry-run", *settings]) == 2
+    assert "slurm.nodes: must be 2 or more, for the GPUs that the run needs; got 1" in capsys.readouterr().err
