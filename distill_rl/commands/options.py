@@ -352,6 +352,14 @@ def _add_export_and_report(commands: Any) -> None:
     # fmt: on
 
     description = (
+        "Print state, step, time left and the last fault of a run, then each new line of its log and step, until it ends. Reads "
+        "the run directory only, so it works wherever that can be seen, such as on a cluster's login node."
+    )
+    add = _command(commands, "follow", "follow.follow", "watch a run by its folder, from any machine", description)
+    add("run", metavar="RUN", type=Path, help="run directory")
+    add("--once", action="store_true", help="print state, step, time left and last fault only")
+
+    description = (
         "Run directories: write RUN/report.html for the first, with curves, timings and evaluation, and draw the others "
         "over it. Folders of evaluation results: print the scores with 95 % intervals and differences, and write "
         "them to PATH/comparison.html. The pages work offline."

@@ -105,7 +105,7 @@ class ProgressBar:
         first, start = self._first
         left = []
         if total is not None and done > first:
-            left = [f"{_clock_time((now - start) / (done - first) * (total - done))} left"]
+            left = [f"{clock_time((now - start) / (done - first) * (total - done))} left"]
         text = "  ".join([*figures, *left])
         self._bar.update(self._task, completed=done, total=total, figures=text)
         if is_due:
@@ -120,7 +120,7 @@ class ProgressBar:
             self._bar.stop()
 
 
-def _clock_time(seconds: float) -> str:
+def clock_time(seconds: float) -> str:
     """Seconds, rounded, as `M:SS`, or as `H:MM:SS` from one hour on; `0:00` if negative."""
     minutes, second = divmod(round(max(seconds, 0)), 60)
     hour, minute = divmod(minutes, 60)

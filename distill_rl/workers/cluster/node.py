@@ -39,6 +39,7 @@ import psutil
 from distill_rl.errors import DistillError, WorkerError
 from distill_rl.system.files import write_atomic
 from distill_rl.system.owned_folder import OwnedFolder, remove_abandoned
+from distill_rl.transport.room import total_bytes
 from distill_rl.workers.cluster.reaper import end, with_descendants
 from distill_rl.workers.cluster.session import TMP, allowed_variables
 
@@ -274,7 +275,8 @@ def _command(node: Node, ip: str, head: str, folder: Path) -> list[str]:
     """Returns the `ray start` command line for this node.
 
     It follows from the node's ports and from SLURM_CPUS_ON_NODE, SLURM_GPUS_ON_NODE, RAY_OBJECT_STORE_BYTES and
-    RAY_DASHBOARD, as far as they are set.
+    RAY_DASHBOARD, as far as they are set. Of less memory than the machine has (`total_bytes`), Ray gets 30 % for its objects,
+    as it would of a machine, and the rest for its workers; of the GPUs those that CUDA_VISIBLE_DEVICES names.
 
     Jobs and nodes that share a machine get different ranges of worker ports.
 
@@ -286,14 +288,20 @@ def _command(node: Node, ip: str, head: str, folder: Path) -> list[str]:
     # Jobs on one machine differ in RAY_PORT, its nodes in their index: both choose the range of the workers' ports.
     start, per_node, num_ranges = _WORKER_PORTS
     first = start + per_node * ((node.first_port // 100 + node.index) % num_ranges)
+    memory, machine = total_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    store = os.environ.get("RAY_OBJECT_STORE_BYTES") or (f"{memory * 3 // 10}" if memory < machine else "")
+    gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # indices, or UUIDs of GPUs or MIG instances
+        gpus = str(min(len(visible.split(",")), int(gpus) if gpus.isdecimal() else len(visible)))
     settings = {
         "node-ip-address": ip,
         "temp-dir": folder,
         "min-worker-port": first,
         "max-worker-port": first + per_node - 1,
         "num-cpus": os.environ.get("SLURM_CPUS_ON_NODE"),
-        "num-gpus": os.environ.get("SLURM_GPUS_ON_NODE"),
-        "object-store-memory": os.environ.get("RAY_OBJECT_STORE_BYTES"),
+        "num-gpus": gpus,
+        "object-store-memory": store,
+        "memory": max(memory - int(store), 1 << 20) if memory < machine and store.isdecimal() else None,
         **node.ports,
     }
     if node.is_head:

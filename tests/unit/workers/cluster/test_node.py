@@ -61,6 +61,26 @@ def test_command_uses_slurm_resources_and_hides_the_token(tmp_path, monkeypatch)
     assert not {"SLURM_CPUS_ON_NODE", "RAY_AUTH_TOKEN"} & set(seen)
 
 
+@pytest.mark.parametrize(
+    ("variables", "memory", "store", "gpus"),
+    [
+        ({"SLURM_MEM_PER_NODE": "3000"}, 2100 << 20, 900 << 20, None),
+        ({"SLURM_MEM_PER_CPU": "500", "SLURM_CPUS_ON_NODE": "4"}, 1400 << 20, 600 << 20, None),
+        ({"SLURM_MEM_PER_NODE": "3000", "RAY_OBJECT_STORE_BYTES": "100000000"}, (3000 << 20) - 100000000, 100000000, None),
+        ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "MIG-aa-1,GPU-bb"}, None, None, "2"),
+        ({"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "4,5"}, None, None, "2"),
+    ],
+)  # fmt: skip
+def test_ray_gets_what_the_job_has(tmp_path, monkeypatch, variables, memory, store, gpus):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    command = ray_node._command(node(tmp_path), "10.0.0.1", "", tmp_path)
+    found = dict(part.removeprefix("--").partition("=")[::2] for part in command if part.startswith("--"))
+    assert found.get("memory") == (None if memory is None else f"{memory}")
+    assert found.get("object-store-memory") == (None if store is None else f"{store}")
+    assert found.get("num-gpus") == gpus
+
+
 def test_taken_port_is_named_with_the_setting(tmp_path):
     with socket.socket() as other:
         other.bind(("", 0))
