@@ -223,6 +223,10 @@ start_nodes
 address="$(cat -- "$shared/address")"
 export RAY_AUTH_TOKEN_PATH="$shared/token"
 say "Ray is up on $nodes_of_job nodes; the head is $address"
+if [[ ${RAY_DASHBOARD:-} == true ]]; then
+    port="$(cat -- "$shared/dashboard")"
+    say "dashboard: ssh -L $port:127.0.0.1:$port ${SLURMD_NODENAME:-$HOSTNAME}, then http://127.0.0.1:$port; its token is in $shared/token"
+fi
 
 here=()
 ((${#container[@]} == 0)) || here=(srun -u --overlap "${unbound[@]}" --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" "${container[@]}")

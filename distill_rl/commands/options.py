@@ -65,6 +65,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     gpus_help = f"for --dry-run: GPUs of a node; 0: none; default: slurm.gpus_per_node, or {GPUS_PER_NODE}"
     add("--gpus-per-node", type=int, metavar="N", help=gpus_help)
+    array_help = "for --dry-run: one run for each value, or, if given again, for each combination, as an array of jobs"
+    add("--array", dest="arrays", action="append", default=[], metavar="KEY=A,B", help=array_help)
+    then_help = "for --dry-run: a second script, which evaluates the export when the run is done"
+    add("--then", choices=("eval",), help=then_help)
 
     description = (
         "Print the resolved configuration, the sizes that follow from it (batches, slots, memory, actors) and every "
@@ -287,6 +291,9 @@ def _add_eval(commands: Any) -> None:
     add("--seed", type=int, default=0, metavar="N", help="seed of the items that --limit draws; default: %(default)s")
     add("--strict", action="store_true", help="fail if data differ from the published ones (row counts, contents)")
     add("--clean", action="store_true", help="delete results that are already in --out")
+    add("--dry-run", action="store_true", help="only write a Slurm batch script into --out")
+    add("--slurm", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
+        help="for --dry-run: settings of the section slurm, such as account=me time=02:00:00")
     # fmt: on
 
 

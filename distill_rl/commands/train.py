@@ -25,7 +25,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def train(path: str, overrides: Sequence[str], *, clean: bool, dry_run: bool, gpus_per_node: int | None) -> int:
+def train(
+    path: str,
+    overrides: Sequence[str],
+    *,
+    clean: bool,
+    dry_run: bool,
+    gpus_per_node: int | None,
+    arrays: Sequence[str] = (),
+    then: str | None = None,
+) -> int:
     """Runs a configuration until its end or until it is asked to stop, and returns the exit code of the process.
 
     0 after the whole run and its export; 85 if SIGTERM or SIGUSR1 stopped it and `--resume` can continue. Occupies the
@@ -35,17 +44,21 @@ def train(path: str, overrides: Sequence[str], *, clean: bool, dry_run: bool, gp
         clean: delete the contents of the run directory first.
         dry_run: only write a batch script; excludes `clean`.
         gpus_per_node: for `dry_run`: GPUs of a node; None: as the section `slurm` says.
+        arrays, then: for `dry_run`: as of `write_batch_script`.
 
     Raises:
         DistillError: bad input (all problems at once), or the error that ended the run.
     """
+    for option, value in (("--array", arrays), ("--then", then)):
+        if value and not dry_run:
+            raise ConfigError(option, "has no effect without --dry-run", remedy="add --dry-run to write a batch script")
     if gpus_per_node is not None and not dry_run:
         remedy = "add --dry-run to write a batch script, or leave it out: a run takes the GPUs that its dp and tp need"
         raise ConfigError("--gpus-per-node", "has no effect without --dry-run", gpus_per_node, remedy)
     if dry_run:
         if clean:
             raise ConfigError("--dry-run and --clean", "exclude each other", remedy="a dry run deletes nothing")
-        return write_batch_script(path, overrides, gpus_per_node=gpus_per_node)
+        return write_batch_script(path, overrides, gpus_per_node=gpus_per_node, arrays=arrays, then=then)
     setup_console()
     with status(f"checking  {path}"):
         checked = gather(path, overrides, clean=clean, say=lambda text: say(f"data      {text}"))

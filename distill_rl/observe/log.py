@@ -16,6 +16,7 @@ from distill_rl.system.redact import in_text
 
 ROOT = "distill_rl"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 VARIABLE = "DISTILL_RL_LOG"
 
 
@@ -94,6 +95,16 @@ class _File(logging.FileHandler):
             super().close()
 
 
+def log_to_stderr() -> None:
+    """Writes the package's messages of level info and above to stderr, which Ray keeps in a file for each of its workers."""
+    logger = get()
+    if not any(isinstance(handler, _Console) for handler in logger.handlers):
+        handler = _Console()
+        handler.setFormatter(_Printable(_FORMAT))
+        logger.addHandler(handler)
+        logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))
+
+
 @contextmanager
 def log_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Appends the package's log messages of level info and above to a file while the block runs; creates its folder.
@@ -104,7 +115,7 @@ def log_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _File(path, encoding="utf-8", errors="backslashreplace")
-    handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(_Printable(_FORMAT))
     debug = os.environ.get(VARIABLE, "").strip().lower() == "debug"
     handler.setLevel(logging.DEBUG if debug else logging.INFO)
     logger = get()

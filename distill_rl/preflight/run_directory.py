@@ -24,7 +24,7 @@ from distill_rl.types import QUEUE, RunPaths
 
 _LOCK, _JOB_LOCK = ".lock", ".job.lock"
 """Held by the process that uses the directory, and by the batch script of its job."""
-SUBMISSION = ("submit.yaml", "submit.sbatch")
+SUBMISSION = ("submit.yaml", "submit.sbatch", "evaluate.sbatch")
 """Files that `train --dry-run` writes to a run directory. With only these in it, the directory is not in use."""
 AFRESH = "start over with --clean"
 WAYS_ON = f"go on with --resume, {AFRESH}"

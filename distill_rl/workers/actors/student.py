@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from distill_rl.student.objective import Target
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,7 @@ class StudentWorker(RankWorker):
             total_steps=self._total_steps,
             cross_tokenizer_specs=self._cross_tokenizer_specs,
         )
+        log.info("student %s is loaded", self._config.student.model)
 
     def open_rings(self, offers: Sequence[Offer]) -> list[Receipt | Problem]:
         """Opens teachers' rings for reading. Returns for each offer the receipt to send back, or a Problem."""

@@ -45,6 +45,7 @@ class WorkerGroup:
             placement: the reserved bundles of `plan`.
         """
         self._remote: Any = ray.remote(worker)
+        self._kind = worker.__name__
         self._plan, self._placement, self._arguments = plan, placement, arguments
         self.names = list(names)
         self._calls = calls
@@ -120,7 +121,7 @@ class WorkerGroup:
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=strategy,
-        ).remote([(self.names[rank], self.actors[rank]) for rank in ranks])
+        ).remote(self._kind, [(self.names[rank], self.actors[rank]) for rank in ranks])
         self._calls.register(self.names[ranks[0]], relay)
         self._relays[ranks[0]] = _Relay(relay, ranks)
 
@@ -173,11 +174,13 @@ class WorkerGroup:
                 continue
             if relay := self._relays.get(rank):
                 own = [rows.pop(member) for member in relay.ranks]
-                made = bound(relay.actor, "call", values).remote(Request(relay.calls, method, values, own, arguments))
+                call = bound(relay.actor, "call", values, "Relay", self.names[rank])
+                made = call.remote(Request(relay.calls, method, values, own, arguments))
                 relay.calls += 1
                 called: Called = tuple(self.names[member] for member in relay.ranks)
             else:
-                made = bound(self.actors[rank], method, values).remote(rows.pop(rank), *arguments)
+                call = bound(self.actors[rank], method, values, self._kind, self.names[rank])
+                made = call.remote(rows.pop(rank), *arguments)
                 called = self.names[rank]
             yield (made if values > 1 else [made]), called
 

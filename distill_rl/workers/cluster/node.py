@@ -6,6 +6,7 @@ SHARED is a private folder that all nodes can see; it holds the token. A node re
 
     here-NODE     this process runs
     free-NODE     first ports of the ranges that are free on it, if RAY_PORT is not set
+    dashboard     port of Ray's dashboard on the head, if there is one
     address       the head accepts connections (host:port)
     ready-NODE    Ray runs
     failed-NODE   Ray did not start, or ended by itself; the file holds the error
@@ -186,6 +187,7 @@ def _serve(node: Node, folder: Path) -> None:
     require_free_ports(node)
     ray = _start(node, _command(node, ip, head, folder), deadline)
     if node.is_head:
+        write_atomic(node.shared / "dashboard", f"{node.ports['dashboard-port']}\n")
         write_atomic(address, f"{ip}:{node.ports['port']}\n")
     node.say("ready")
     while not _asked_to_end(node):
