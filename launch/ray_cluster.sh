@@ -49,9 +49,9 @@ for name in RAY_START_TIMEOUT ${RAY_PORT:+RAY_PORT}; do
     fi
 done
 export SLURM_EXPORT_ENV=ALL # for the job's own steps, whatever the job itself was given
-RAY_NODES="$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" | paste -sd ' ')"
-RAY_PEER="$(read -r _ peer _ <<<"$RAY_NODES"; [[ -z ${peer:-} ]] || scontrol show node "$peer" | sed -nE 's/.*NodeAddr=([^ ]+).*/\1/p')"
-export RAY_NODES RAY_PEER
+node_names="$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" | paste -sd ' ')"
+RAY_PEER="$(read -r _ peer _ <<<"$node_names"; [[ -z ${peer:-} ]] || scontrol show node "$peer" | sed -nE 's/.*NodeAddr=([^ ]+).*/\1/p')"
+export RAY_NODES="$node_names" RAY_PEER
 logs="${LOGS:-$RUN_DIR/logs}"
 nodes_of_job="$SLURM_JOB_NUM_NODES"
 
@@ -225,7 +225,7 @@ export RAY_AUTH_TOKEN_PATH="$shared/token"
 say "Ray is up on $nodes_of_job nodes; the head is $address"
 if [[ ${RAY_DASHBOARD:-} == true ]]; then
     port="$(cat -- "$shared/dashboard")"
-    say "dashboard: ssh -L $port:127.0.0.1:$port ${SLURMD_NODENAME:-$HOSTNAME}, then http://127.0.0.1:$port; its token is in $shared/token"
+    say "dashboard: ssh -L $port:127.0.0.1:$port ${SLURMD_NODENAME:-$(uname -n)}, then open 127.0.0.1:$port in a browser; its token is in $shared/token"
 fi
 
 here=()

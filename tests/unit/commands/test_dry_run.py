@@ -341,7 +341,9 @@ def run_script(script: Path, folder: Path, **variables: str) -> subprocess.Compl
     (folder / "script").write_text(text)
     env = {name: value for name, value in environment().items() if name not in ("RUN_DIR", "CONFIG", "OUT")}
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"} | variables
-    return subprocess.run(["bash", folder / "script"], env=env | job, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", folder / "script"], env=env | job, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def test_an_array_has_a_run_for_every_combination(material, tmp_path, capsys):
