@@ -14,7 +14,7 @@ from pathlib import Path
 from distill_rl.commands.options import GPUS_PER_NODE
 from distill_rl.config.facts import without_student
 from distill_rl.config.layout import gpus_of_run
-from distill_rl.config.load import read_config, texts
+from distill_rl.config.load import load_config, read_config, texts
 from distill_rl.config.reading.interpolate import OF_A_JOB, variables_in
 from distill_rl.config.rules.slurm import slurm_problems
 from distill_rl.config.save import require_no_secret, save_config
@@ -70,7 +70,8 @@ def write_batch_script(
     if gpus_per_node is not None and gpus_per_node < 0:
         error = ConfigError("--gpus-per-node", "must be 0 or more", gpus_per_node, "0: nodes without GPUs")
         checked[0].problems.append(str(error))
-    configs, problems = [], []
+    configs: list[Config] = []
+    problems: list[str] = []
     for each in checked:
         try:
             configs.append(
@@ -90,9 +91,7 @@ def write_batch_script(
         )
     if problems:
         raise ConfigError.many(list(dict.fromkeys(problems)))
-    config = (
-        configs[0] if not points else gather(path, [*overrides, "ray.address=auto"], change=change, ask=False).config
-    )
+    config = load_config(path, [*overrides, "ray.address=auto"]) if points else configs[0]
     run = run_directory.paths_of(config).root.absolute()
     run.mkdir(parents=True, exist_ok=True)
     settings, script = (run / name for name in run_directory.SUBMISSION[:2])
@@ -187,7 +186,7 @@ def _write_evaluation(
         (LAUNCH / "eval.sbatch").read_text("utf-8"),
         options,
         config.slurm,
-        values | {"ARGUMENTS": shlex.join(arguments)},
+        {**values, "ARGUMENTS": shlex.join(arguments)},
     )
     write_atomic(script, text)
 
