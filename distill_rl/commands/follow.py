@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from distill_rl.errors import ConfigError
+from distill_rl.errors import ConfigError, problem
 from distill_rl.observe.log import printable, setup_console
-from distill_rl.observe.sinks.sinks import SECONDS, STEPS, ProgressSink, read_records
+from distill_rl.observe.sinks.sinks import SECONDS, STEPS, ProgressSink
 from distill_rl.observe.terminal import clock_time
-from distill_rl.types import RunPaths
 
 _POLL_S = 1.0
 _SILENT_S = 30.0
@@ -22,32 +21,36 @@ _STEPS = re.compile(r"distill_rl\.run: (?:training  steps \d+ to|steps     )\s*(
 _FAULT = re.compile(r" (?:WARNING|ERROR) |distill_rl\.run: (?:skipped |going on |.*\breplaced\b|.*\brestarting\b)")
 
 
-def follow(run: Path, *, once: bool) -> int:
+def follow(runs: Sequence[Path], *, once: bool) -> int:
     """Prints state, step, time left and the last fault of a run, then each new step and line of its log, until it ends.
 
-    Reads the run directory only; needs neither Ray nor torch.
+    Of several runs it prints a line each. Reads the run directories only; needs neither Ray nor torch.
 
     Args:
         once: return after the first lines.
 
     Raises:
-        ConfigError: it is no run directory.
+        ConfigError: one is no run directory.
     """
     setup_console()
-    paths = RunPaths(run)
-    if not (run / "logs" / "latest").exists():
-        raise ConfigError(f"{run}", "must be a run directory, in which a run has begun", remedy="give RUN.DIR/RUN.NAME")
-    log, metrics = _Tail(run / "logs" / "latest" / "driver.log"), _Tail(paths.metrics)
-    lines, records = list(log.lines()), read_records(paths.metrics) if paths.metrics.exists() else []
-    list(metrics.lines())
-    total = _total(lines)
-    step = records[-1]["step"] if records else 0
+    if wrong := [run for run in runs if not (run / "logs" / "latest").exists()]:
+        rule, remedy = "must be a run directory, in which a run has begun", "give RUN.DIR/RUN.NAME"
+        raise ConfigError.many([problem(f"{run}", rule, remedy=remedy) for run in wrong])
+    if len(runs) > 1:
+        width = max(len(run.name) for run in runs)
+        for run in runs:
+            known = _Known(run)
+            print(printable(f"{run.name:<{width}}  {_state(run)}, step {known.step_text}"))
+        return 0
+    (run,) = runs
+    known = _Known(run)
     print(f"state     {_state(run)}")
-    print(f"step      {step:,} of {total or 'an unknown number'}{_left(records, step, total)}")
-    if faults := [line for line in lines if _FAULT.search(line)]:
+    print(f"step      {known.step_text}")
+    if faults := [line for line in known.lines if _FAULT.search(line)]:
         print(f"fault     {printable(faults[-1])}")
     if once:
         return 0
+    log, metrics, step, total = known.log, known.metrics, known.step, known.total
     with closing(ProgressSink(total, start_step=step)) as progress:
         while True:
             alive = _state(run).startswith("running")  # before the last lines are read
@@ -62,6 +65,18 @@ def follow(run: Path, *, once: bool) -> int:
                 print(f"state     {_state(run)}")
                 return 0
             time.sleep(_POLL_S)
+
+
+class _Known:
+    """What a run's log and records tell so far."""
+
+    def __init__(self, run: Path):
+        self.log, self.metrics = _Tail(run / "logs" / "latest" / "driver.log"), _Tail(run / "metrics.jsonl")
+        self.lines = list(self.log.lines())
+        records = [json.loads(line) for line in self.metrics.lines()]
+        self.total = _total(self.lines)
+        self.step = records[-1]["step"] if records else 0
+        self.step_text = f"{self.step:,} of {self.total or 'an unknown number'}{_left(records, self.step, self.total)}"
 
 
 def _state(run: Path) -> str:

@@ -363,7 +363,7 @@ def _add_export_and_report(commands: Any) -> None:
         "the run directory only, so it works wherever that can be seen, such as on a cluster's login node."
     )
     add = _command(commands, "follow", "follow.follow", "watch a run by its folder, from any machine", description)
-    add("run", metavar="RUN", type=Path, help="run directory")
+    add("runs", metavar="RUN", nargs="+", type=Path, help="run directory; of several, a line each is printed")
     add("--once", action="store_true", help="print state, step, time left and last fault only")
 
     description = (

@@ -34,7 +34,7 @@ _OF_A_START = ("config.yaml", "logs", "bad_rows.jsonl", QUEUE)
 _OF_STEPS = ("metrics.jsonl", "checkpoints", "evals")
 """What a run makes before its first step and fills afterwards."""
 _SIGN_EVERY_S = 5.0
-_ATTEMPT = "DISTILL_RL_ATTEMPT"
+ATTEMPT = "DISTILL_RLATTEMPT"
 """Set by a batch script, which writes its own logs to the same folder; see `RunPaths.attempt`."""
 
 
@@ -206,15 +206,15 @@ def record_config(config: Config, paths: RunPaths) -> None:
 def _attempt(logs: Path) -> int:
     """The number of this start of the run, from 1.
 
-    It is that given by the batch script (DISTILL_RL_ATTEMPT), or one more than the highest `attempt_N` in `logs`.
+    It is that given by the batch script (DISTILL_RLATTEMPT), or one more than the highest `attempt_N` in `logs`.
 
     Raises:
         ConfigError: the batch script gives something other than a number from 1.
     """
-    text = os.environ.get(_ATTEMPT)
+    text = os.environ.get(ATTEMPT)
     if text is not None:
         if not (text.isdecimal() and text.isascii() and int(text) >= 1):
-            raise ConfigError(_ATTEMPT, "must be a whole number from 1", text, "unset it: the next number is taken")
+            raise ConfigError(ATTEMPT, "must be a whole number from 1", text, "unset it: the next number is taken")
         return int(text)
     names = [entry.name for entry in logs.iterdir()] if logs.is_dir() else []
     matches = [re.fullmatch(r"attempt_([0-9]+)", name) for name in names]

@@ -44,6 +44,9 @@ def test_a_run_that_was_killed_and_one_that_has_finished_are_told_apart(straight
     (killed / ".lock").write_text("7 on n7")
     os.utime(killed / ".lock", (0, 0))
     assert "died without a word: process 7 on n7 has given no sign of life for" in distill_rl("follow", killed).out
+    several = distill_rl("follow", straight, killed).out.splitlines()
+    assert several[0] == "tiny    finished, step 8 of 8"
+    assert several[1].startswith("killed  died without a word")
     nothing = distill_rl("follow", tmp_path)
     assert nothing.code == 2
     assert "must be a run directory, in which a run has begun" in nothing.err
