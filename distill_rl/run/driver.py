@@ -46,7 +46,6 @@ from distill_rl.workers.cluster.hosts import HostLost
 from distill_rl.workers.pipeline.sub_batch import PendingBatch
 from distill_rl.workers.start import ROLES, Roles, RunActors, start_actors
 
-
 log = logging.getLogger(__name__)
 
 

@@ -156,7 +156,9 @@ def _session(
     placed = without_student(config) if captures else config
     local_aligners = aligner_workers(placed, gpus=visible_gpus(), cpus=len(os.sched_getaffinity(0)))
     num_cpus = sum(compute_groups(placed)) + local_aligners + evaluators(placed)
-    ray_runs = ray_session(config.ray, num_cpus=num_cpus, target_bytes=_target_bytes(job), started=signals.install_again)
+    ray_runs = ray_session(
+        config.ray, num_cpus=num_cpus, target_bytes=_target_bytes(job), started=signals.install_again
+    )
     with ray_runs as hosts:
         cluster, this_node = ray.cluster_resources(), ray.get_runtime_context().get_node_id()
         gpus, cpus = cluster.get("GPU", 0.0), cluster.get("CPU", 0.0)

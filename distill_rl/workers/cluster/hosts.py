@@ -7,6 +7,7 @@ the student is in and a save, within `_FINISH_S`. The bundles of another node th
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import shutil
@@ -39,6 +40,8 @@ _POLL_S = 0.25
 _LEAST_SHM = 1 << 20
 
 Address = tuple[str, int]
+
+log = logging.getLogger(__name__)
 
 
 class HostLost(WorkerError):
@@ -77,9 +80,9 @@ class Hosts:
         """Watches the head of the cluster that this process has joined, and the raylet of this machine."""
         context = ray.get_runtime_context()
         host, _, port = context.gcs_address.rpartition(":")
-        self.addresses = {"GCS": (host.strip("[]"), int(port))}
-        here = context.get_node_id()
-        self.addresses |= {"raylet": _raylet(node) for node in ray.nodes() if node["NodeID"] == here}
+        (here,) = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
+        self.addresses = {"GCS": (host.strip("[]"), int(port)), "raylet": _raylet(here)}
+        log.info("the driver is on node %s of Ray", here["NodeID"])
 
     def update(self) -> None:
         """Looks at what hosts the workers, unless the last look was a moment ago.
@@ -116,7 +119,9 @@ class Hosts:
         group, index = self._moved.get(bundle, (group, bundle))
         return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
 
-    def move(self, plan: PlacementPlan, first: PlacementGroup, bundles: Collection[int], poll: Callable[[], None]) -> None:
+    def move(
+        self, plan: PlacementPlan, first: PlacementGroup, bundles: Collection[int], poll: Callable[[], None]
+    ) -> None:
         """Waits until those of the bundles that were on a lost node have another one.
 
         Ray moves a bundle by itself, unless it is pinned to its node: then it is reserved anew.
@@ -139,16 +144,19 @@ class Hosts:
                 self._moved |= {bundle: (asked, index) for index, bundle in enumerate(waits_for)}
                 asked = None
             elif time.monotonic() > deadline:
-                needed = ", ".join(f"{amount:g} {kind}" for bundle in gone for kind, amount in plan.bundles[bundle].items())
-                rule = f"of a node that is lost another one must take over the workers within {_MOVED_WITHIN_S:g} s"
-                raise HostLost("Ray", rule, f"no node with {needed} free", "start it on other nodes")
+                needed = ", ".join(
+                    f"{amount:g} {kind}" for bundle in gone for kind, amount in plan.bundles[bundle].items()
+                )
+                what = f"Ray on node {', '.join(sorted({node['NodeManagerAddress'] for node in ray.nodes() if not _lives(node)}))}"
+                rule = f"is lost, and another node must take over its workers within {_MOVED_WITHIN_S:g} s"
+                raise HostLost(what, rule, f"none with {needed} free")
             else:
                 time.sleep(_POLL_S)
             poll()
 
     def _homeless(self, first: PlacementGroup, bundles: Collection[int]) -> dict[int, str]:
         """Those of the bundles that have no live node, with the id of a dead one that Ray still believes alive; else empty."""
-        dead = {node["NodeID"] for node in ray.nodes() if not (node["Alive"] and _accepts(_raylet(node)))}
+        dead = {node["NodeID"] for node in ray.nodes() if not _lives(node)}
         tables: dict[str, dict[int, str]] = {}
         found = {}
         for bundle in bundles:
@@ -185,21 +193,24 @@ class Hosts:
 
 
 def _end_of(process: psutil.Process) -> str | None:
-    """How a child of this process has ended; None if it runs."""
-    with suppress(psutil.NoSuchProcess):
-        if process.status() != psutil.STATUS_ZOMBIE:
-            return None
-        with suppress(ChildProcessError):
-            info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if info is not None and info.si_code != os.CLD_EXITED:
-                return f"killed by {signal.Signals(info.si_status).name}"
-            if info is not None:
-                return f"exit code {info.si_status}"
-    return "it has ended"
+    """How a child of this process has ended; None if it runs. It stays a zombie for Ray, which waits for it, too."""
+    try:
+        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return "it has ended"
+    if ended is None:
+        return None
+    if ended.si_code == os.CLD_EXITED:
+        return f"exit code {ended.si_status}"
+    return f"killed by {signal.Signals(ended.si_status).name}"
 
 
 def _raylet(node: dict) -> Address:
     return node["NodeManagerAddress"], node["NodeManagerPort"]
+
+
+def _lives(node: dict) -> bool:
+    return node["Alive"] and _accepts(_raylet(node))
 
 
 def _accepts(address: Address) -> bool:
@@ -219,7 +230,7 @@ def _reserve_object_store(raylet: psutil.Process) -> None:
     """
     for link in Path(f"/proc/{raylet.pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
-            if not os.readlink(link).startswith(f"{SHM}/"):
+            if not str(link.readlink()).startswith(f"{SHM}/"):
                 continue
             with link.open("r+b") as file:
                 size = os.fstat(file.fileno()).st_size

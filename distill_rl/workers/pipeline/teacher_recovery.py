@@ -140,9 +140,11 @@ class TeacherRecovery:
             try:
                 self._start(teacher, group, ranks)
             except DistillError as failure:
-                if failure.exit_code == 2 or isinstance(failure, HostLost) or self._student & set(self._calls.dead()):
+                if failure.exit_code == 2 or self._calls.hosts.lost or self._student & set(self._calls.dead()):
                     raise
                 cause = failure
+                if isinstance(failure, HostLost):  # no node has room
+                    break
                 continue
             self._pipeline.resubmit(teacher.name, ranks[0] // len(ranks))
             return

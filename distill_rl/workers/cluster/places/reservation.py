@@ -64,7 +64,7 @@ def reserve(
                 if group is None or present != plan:
                     asked.close()
                     plan, group = present, _ask(present, replace(holder, works=True).group)
-                    asked.callback(lambda group=group: lost() or remove_placement_group(group))
+                    asked.callback(_give_back, group, lost)
             poll_s = _QUEUE_POLL_S if others else _POLL_S
             if group is None:
                 time.sleep(poll_s)
@@ -83,6 +83,11 @@ def reserve(
                 raise _not_placed(plan, settings, others)
         in_line.close()
         yield plan, group
+
+
+def _give_back(group: PlacementGroup, lost: Callable[[], object]) -> None:
+    if not lost():
+        remove_placement_group(group)
 
 
 def _ask(plan: PlacementPlan, name: str) -> PlacementGroup:
