@@ -99,7 +99,7 @@ class StudentGroup:
         with self._timer.part(progress.timers[0]):
             info = self._pipeline.settle(batch)
         progress.last = batch.sub_batches[-1]
-        self.is_within_step = True
+        self.is_within_step = progress.method == "train"
         with self._calls.hosts.finishing():
             for sub_batch in batch.sub_batches:
                 while sub_batch.state is State.QUEUED:  # the rings are full: finishing a running one frees its slots
