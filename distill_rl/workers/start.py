@@ -22,6 +22,7 @@ from distill_rl.observe.log import say
 from distill_rl.observe.timing import StepTimer
 from distill_rl.preflight.job import Job
 from distill_rl.preflight.stores.make import make_stores
+from distill_rl.scaling.shape import Shape
 from distill_rl.system.environment import environment
 from distill_rl.system.files import write_json
 from distill_rl.system.signals import Signals
@@ -286,7 +287,8 @@ def _create(
     reserved = plan, placement, calls
     student = None
     if student_names:
-        arguments = config, total_steps, job.cross_tokenizer_specs, job.facts.vocabulary_size, threads
+        shape = None if job.facts.student is None else Shape.of(job.facts.student)
+        arguments = config, total_steps, job.cross_tokenizer_specs, job.facts.vocabulary_size, threads, shape
         student = roles.group(roles.student, student_names, *reserved, *arguments)
     teachers = []
     for teacher, known in job.facts.by_teacher(config):

@@ -85,19 +85,22 @@ def runs(process: psutil.Process) -> bool:
 def end(processes: Collection[psutil.Process], patience_s: float, *, kill: bool = True) -> set[psutil.Process]:
     """Kills the processes and their descendants until none is left, or, if `kill` is false, only waits for that.
 
+    Every call kills what it finds at least once, however long the looking takes.
+
     Args:
-        patience_s: seconds after which to give up; may be infinite.
+        patience_s: seconds after the first kill after which to give up; may be infinite.
 
     Returns:
         Those that still run; empty if all have ended.
     """
-    deadline = time.monotonic() + patience_s
-    while (family := with_descendants(processes)) and time.monotonic() < deadline:
+    family, deadline = with_descendants(processes), math.inf
+    while family and time.monotonic() < deadline:
         for process in family if kill else ():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        deadline = min(deadline, time.monotonic() + patience_s)
         psutil.wait_procs(family, timeout=_POLL_S)
-        processes = family
+        family = with_descendants(family)
     return family
 
 
