@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 def capture(path: str, overrides: Sequence[str], *, out: Path, dry_run: bool, gpus_per_node: int | None) -> int:
     """Stores the targets of a configuration's documents that `out` lacks, and returns the exit code of the process.
 
-    0 when all is stored; 85 if SIGTERM or SIGUSR1 stopped it: what was computed is stored, and the same command
+    0 when all is stored; 85 if SIGTERM, SIGUSR1 or SIGHUP stopped it: what was computed is stored, and the same command
     continues. Handles the signals of this process meanwhile.
 
     Args:

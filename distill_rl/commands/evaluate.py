@@ -112,10 +112,10 @@ def _write_script(options: Mapping[str, Any]) -> int:
 def evaluate(request: Request) -> int:
     """Runs all suites on all models, prints a table and, if `out` is given, writes results, items and a log there.
 
-    Sets HF_HUB_OFFLINE for this process, and handles SIGTERM, SIGUSR1 and Ctrl-C while it runs.
+    Sets HF_HUB_OFFLINE for this process, and handles SIGTERM, SIGUSR1, SIGHUP and Ctrl-C while it runs.
 
     Returns:
-        0; or 85 after SIGTERM or SIGUSR1: the graded items are kept in `out`, and the same command continues.
+        0; or 85 after SIGTERM, SIGUSR1 or SIGHUP: the graded items are kept in `out`, and the same command continues.
 
     Raises:
         ConfigError: bad options, unknown suites, bad data in the suites, folders without a model (all of these at

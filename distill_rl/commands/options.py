@@ -28,7 +28,7 @@ a teacher with another tokenizer:
 settings after the file override it; list entries are numbered:
   distill-rl train -c x.yaml train.steps=100 teachers.0.model=/models/big optimizer.lr=1e-5
 
-exit codes: 0 done, 1 failed, 2 bad input, 85 stopped on SIGTERM or SIGUSR1 after saving (can be resumed), 130 Ctrl-C
+exit codes: 0 done, 1 failed, 2 bad input, 85 stopped on SIGTERM, SIGUSR1 or SIGHUP after saving (can be resumed), 130 Ctrl-C
 """
 
 

@@ -37,7 +37,7 @@ def train(
 ) -> int:
     """Runs a configuration until its end or until it is asked to stop, and returns the exit code of the process.
 
-    0 after the whole run and its export; 85 if SIGTERM or SIGUSR1 stopped it and `--resume` can continue. Occupies the
+    0 after the whole run and its export; 85 if SIGTERM, SIGUSR1 or SIGHUP stopped it and `--resume` can continue. Occupies the
     run directory and handles the signals of this process meanwhile.
 
     Args:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.errors import ConfigError
+from distill_rl.system.output import safe
 from distill_rl.system.redact import in_text
 
 ROOT = "distill_rl"
@@ -65,22 +66,26 @@ def console() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Prints one line for the user on stdout, made safe by `printable`, and logs it at level info."""
-    print(printable(text), flush=True)
+    """Prints one line for the user on stdout, made safe by `printable`, and logs it at level info.
+
+    A stdout that does not take it is no error (`distill_rl.system.output`).
+    """
+    print(printable(text), file=safe(sys.stdout), flush=True)
     get("run").info(text)
 
 
 @contextmanager
 def status(text: str) -> Iterator[None]:
     """Shows a line on stderr while the block runs, and then erases it; writes nothing if stderr is no terminal."""
-    if not sys.stderr.isatty():
+    stderr = safe(sys.stderr)
+    if stderr is None or not stderr.isatty():
         yield
         return
-    print(printable(text), end="\r", file=sys.stderr, flush=True)
+    print(printable(text), end="\r", file=stderr, flush=True)
     try:
         yield
     finally:
-        print("\x1b[2K", end="\r", file=sys.stderr, flush=True)
+        print("\x1b[2K", end="\r", file=stderr, flush=True)
 
 
 class _File(logging.FileHandler):
@@ -163,4 +168,4 @@ class _Console(logging.StreamHandler[Any]):
 
     @property
     def stream(self) -> Any:
-        return sys.stderr
+        return safe(sys.stderr)

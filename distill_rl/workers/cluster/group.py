@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distill_rl.errors import DistillError
 from distill_rl.workers.actors.rank import Process
@@ -68,16 +68,13 @@ class WorkerGroup:
         """
         name = self.names[rank]
         placement = self._plan.placements[name]
-        strategy = PlacementGroupSchedulingStrategy(
-            placement_group=self._placement, placement_group_bundle_index=placement.bundle
-        )
         actor = self._remote.options(
             name=name + suffix,
             num_cpus=1,
             num_gpus=placement.num_gpus,
             max_restarts=0,  # queued calls would run on a fresh actor
             max_task_retries=0,
-            scheduling_strategy=strategy,
+            scheduling_strategy=self._calls.hosts.strategy(self._placement, placement.bundle),
         ).remote(rank, *self._arguments)
         self._calls.register(name, actor)
         return actor
@@ -237,8 +234,10 @@ class WorkerGroup:
         Unfinished calls of the old actors fail. The old processes remain in `processes`, for their logs.
 
         Raises:
-            WorkerError: a new actor does not come up within `timeout_s` seconds.
+            WorkerError: a new actor does not come up within `timeout_s` seconds, or (HostLost) no node has room for it.
         """
+        bundles = {self._plan.placements[self.names[rank]].bundle for rank in ranks}
+        self._calls.hosts.move(self._plan, self._placement, bundles, self._calls.poll)
         self._renewals += 1
         self._end_relays(ranks)
         for rank in ranks:

@@ -27,6 +27,7 @@ from distill_rl.system.owned_folder import OwnedFolder, remove_abandoned
 from distill_rl.system.signals import signals_blocked
 from distill_rl.transport.room import object_store_room, object_store_size
 from distill_rl.workers.cluster import access
+from distill_rl.workers.cluster.hosts import Hosts
 from distill_rl.workers.cluster.places.placement import Node
 from distill_rl.workers.cluster.reaper import end, reaper, with_descendants
 
@@ -76,11 +77,12 @@ def describe(node: Node) -> str:
 @contextmanager
 def ray_session(
     settings: RayConfig, *, num_cpus: int, target_bytes: int = 0, started: Callable[[], None] = lambda: None
-) -> Iterator[None]:
+) -> Iterator[Hosts]:
     """Joins the Ray cluster at `ray.address`, or starts Ray on this machine, for as long as the block runs.
 
     At its end the cluster is left, or the Ray that was started here is ended with every process that it started. At its
-    start, prints whether Ray is joined or started, and sets RAY_IGNORE_UNHANDLED_ERRORS unless it is set.
+    start, prints whether Ray is joined or started, and sets RAY_IGNORE_UNHANDLED_ERRORS unless it is set. Yields what watches
+    its daemons.
 
     Args:
         num_cpus: least number of logical CPUs of a Ray started here, unless `ray.num_cpus` gives one.
@@ -99,11 +101,13 @@ def ray_session(
     # The driver handles every error of an actor's call. Ray would also print those of calls that are dropped because
     # their actor is replaced, with hundreds of lines of traceback.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    hosts = Hosts()
     if settings.address is not None:
         say(f"joining   Ray at {settings.address}")
         with _joined_ray(settings.address):
             started()
-            yield
+            hosts.watch_cluster()
+            yield hosts
     else:
         say("starting  Ray on this machine")
         store, spilled = object_store_size(target_bytes, object_store_room())
@@ -111,13 +115,18 @@ def ray_session(
             log.warning(
                 "targets of %d MiB in flight do not fit into /dev/shm: Ray will spill to disk", target_bytes >> 20
             )
-        with reaper(_private_directory()) as ray_runs, _local_ray(settings, num_cpus, store, started):
+        with (
+            reaper(_private_directory(), lambda: hosts.lost) as ray_runs,
+            _local_ray(settings, num_cpus, store, started, hosts),
+        ):
             ray_runs()
-            yield
+            yield hosts
 
 
 @contextmanager
-def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable[[], None]) -> Iterator[None]:
+def _local_ray(
+    settings: RayConfig, num_cpus: int, store: int, started: Callable[[], None], hosts: Hosts
+) -> Iterator[None]:
     """Starts Ray on this machine, in a directory of its own, and ends it with all its processes when the block ends.
 
     If this process is killed meanwhile, a guard process ends them. Sets RAY_AUTH_TOKEN_PATH for the rest of this
@@ -127,9 +136,10 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
         num_cpus: least number of logical CPUs, unless `settings.num_cpus` gives one.
         store: bytes of the object store.
         started: called when Ray runs or has failed to start, while signals are still blocked.
+        hosts: told what to watch.
 
     Raises:
-        ConfigError: tokens are in use, and there is no usable one.
+        ConfigError: tokens are in use, and there is no usable one; or /dev/shm has too little room.
         WorkerError: Ray did not start.
     """
     directory = _private_directory() / secrets.token_hex(2)
@@ -164,9 +174,12 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
             finally:
                 roots = set(psutil.Process().children()) - others
                 started()
+        hosts.watch(roots)
         yield
     finally:
         family = with_descendants(roots)
+        if hosts.lost:
+            end(family, _END_S)
         with _kill_on_sigterm(roots):
             ray.shutdown()
         left = end(family, _END_S, kill=False)
