@@ -158,7 +158,11 @@ def _session(
     local_aligners = aligner_workers(placed, gpus=visible_gpus(), cpus=len(os.sched_getaffinity(0)))
     num_cpus = sum(compute_groups(placed)) + local_aligners + evaluators(placed)
     ray_runs = ray_session(
-        config.ray, num_cpus=num_cpus, target_bytes=_target_bytes(job), started=signals.install_again
+        config.ray,
+        num_cpus=num_cpus,
+        target_bytes=_target_bytes(job),
+        started=signals.install_again,
+        interrupted=signals.raise_if_stopping,
     )
     with ray_runs as hosts:
         cluster, this_node = ray.cluster_resources(), ray.get_runtime_context().get_node_id()

@@ -78,11 +78,12 @@ def slow(processes):
     return look(processes)
 reaper.with_descendants = slow
 child = psutil.Process(subprocess.Popen(["sleep", "300"]).pid)
-print(len(reaper.end([child], 0.1)), reaper.runs(child))
+reaper.end([child], 0.1)
+print(child.wait(60))
 """
 
 
 def test_what_is_found_is_killed_even_if_the_looking_takes_longer_than_the_patience() -> None:
     """As on a node with thousands of processes."""
-    done = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == ["0", "False"], done.stderr
+    done = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, timeout=90)
+    assert done.stdout.strip() == f"{-signal.SIGKILL}", done.stderr
