@@ -96,9 +96,8 @@ def within_budget(tokenizer: Any, messages: Sequence[Any], options: Mapping[str,
             if known.renderings == TRIED:
                 _TRIAL.end()
         if not known.excess:
-            LIMITED.count += 1
-            LIMITED.rendering = LIMITED.count
             try:
+                LIMITED.begin()
                 return render()
             except _OverTime:
                 known.excess = _TOO_LONG
@@ -191,11 +190,6 @@ class _Limits(contextlib.ContextDecorator):
         self._clock = time.pthread_getcpuclockid(self._thread)
         if time.monotonic() - self._measured > 2 * _POLL_S:
             self._measure()
-        if not self._awake.is_set():
-            self._awake.set()
-            if not self._is_watched:
-                threading.Thread(target=self._watch, name="chat-templates", daemon=True).start()
-                self._is_watched = True
         resource.setrlimit(resource.RLIMIT_DATA, self._limits)
 
     def __exit__(self, *_: object) -> None:
@@ -203,6 +197,16 @@ class _Limits(contextlib.ContextDecorator):
         if not self._depth:
             resource.setrlimit(resource.RLIMIT_DATA, self._before)
         self._lock.release()
+
+    def begin(self) -> None:
+        """Begins a rendering, for which the thread watches until `rendering` is 0."""
+        self.count += 1
+        self.rendering = self.count
+        if not self._awake.is_set():
+            self._awake.set()
+            if not self._is_watched:
+                threading.Thread(target=self._watch, name="chat-templates", daemon=True).start()
+                self._is_watched = True
 
     def _measure(self) -> None:
         """Sets the limit of memory to what the process has now, and LIMIT_BYTES more."""

@@ -17,8 +17,8 @@ PLAIN = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 HOSTILE = {
     "empty loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "branching macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "a power": "{% set n = 9 %}{{ (n ** n ** n) % 7 }}",
-    "a folded power": "{{ (9 ** 9 ** 9) % 7 }}",
+    "a power": "{% set n = 9 %}{{ (n ** (n ** n)) % 7 }}",
+    "a folded power": "{{ (9 ** (9 ** 9)) % 7 }}",
     "doubled text": "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     "doubled lists": "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "a repeated text": "{% set n = 10 ** 10 %}{{ 'a' * n }}",
@@ -100,7 +100,7 @@ def test_the_trial_renders_as_transformers_does():
     """What the template writes only where something is as in Transformers' sandbox; otherwise it never ends."""
     template = (
         "{% set ok = [tools is none or tools is sequence, documents is none, not add_generation_prompt, bos_token is defined or true, "
-        "strftime_now('%Y') == '2024', {'a': '<é'} | tojson == '{\"a\": \"<é\"}'] %}"
+        "strftime_now('%Y') | length == 4, {'a': '<é'} | tojson == '{\"a\": \"<é\"}'] %}"
         "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% break %}{% endfor %}"
         "{% if false in ok %}" + HOSTILE["empty loops"] + "{% endif %}"
     )
