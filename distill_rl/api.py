@@ -89,7 +89,7 @@ def distill(
     run directory, its contents and the progress lines on stdout are those of `distill-rl train`. Ray is started for the
     run and ended with it. One run at a time per process.
 
-    Ctrl-C raises KeyboardInterrupt after the workers have been ended. SIGTERM and SIGUSR1 end the run after the current
+    Ctrl-C raises KeyboardInterrupt after the workers have been ended. SIGTERM, SIGUSR1 and SIGHUP end the run after the current
     step, with a checkpoint. The handlers from before are then back. In another thread than the main one, no signal is
     handled, and the run cannot be interrupted.
 
@@ -105,7 +105,7 @@ def distill(
         ConfigError: bad input, with all problems at once (`problems`); nothing was started.
         DistillError: the error that ended the run.
         KeyboardInterrupt: Ctrl-C.
-        Preempted: SIGTERM or SIGUSR1 ended the run; `resume="auto"` continues it.
+        Preempted: SIGTERM, SIGUSR1 or SIGHUP ended the run; `resume="auto"` continues it.
     """
     from distill_rl.commands.train import run_config
     from distill_rl.observe.sinks.sinks import read_records

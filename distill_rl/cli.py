@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -12,7 +11,13 @@ from pathlib import Path
 
 from distill_rl.commands.options import make_parser
 from distill_rl.errors import ConfigError, DistillError
+from distill_rl.system import output
 from distill_rl.system.without_torch import gpu_possible, import_transformers_without_torch
+
+_TRAINING = {"train.train", "capture.capture", "quickstart.quickstart", "trial.trial"}
+"""Commands that go on when nobody can read what they print: what they make is in files."""
+_BROKEN_PIPE = 141
+"""The exit code that a shell gives for a program that SIGPIPE ended."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,14 +27,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     process with 2.
 
     Args:
-        arguments: the command line without the program's name; None: that of this process.
+        arguments: the command line without the program's name; None: that of this process, whose stdout and stderr are
+            then guarded (`distill_rl.system.output`). If stdout cannot be written, only a command that trains goes on.
     """
+    if arguments is not None:
+        return _main(arguments)
+    try:
+        output.guard()
+        try:
+            code = _main(None)
+        except SystemExit as ended:  # of the parser
+            code = ended.code if isinstance(ended.code, int) else 1
+        sys.stdout.flush()
+        return code
+    except output.OutputLost as lost:
+        if isinstance(
+            lost.cause, BrokenPipeError
+        ):  # whoever reads has gone, as in `distill-rl store info STORE | head -2`
+            return _BROKEN_PIPE
+        return _print_problems(DistillError("stdout", "must take what is printed", lost.cause.strerror))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    """Runs one command, as `main` does, with stdout as it is."""
     parser = make_parser()
     options = _parse(parser, arguments)
     if options.command is None:
         parser.print_help()
         return 2
     try:
+        if arguments is None and options.command in _TRAINING:
+            output.go_on_without()
         # Only in a process of its own: a caller's Transformers must keep its models.
         if arguments is None and (
             options.command == "inspect.inspect" or (options.command == "check.check" and not gpu_possible())
@@ -38,9 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(options)
     except DistillError as error:
         return _print_problems(error)
-    except BrokenPipeError:  # whoever reads what is printed has gone, as in `distill-rl store info STORE | head -2`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
-        return 1
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise

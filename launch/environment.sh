@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the other scripts: disables network access of libraries, and limits threads, as many processes share few cores.
 # Variables that are already set are kept.
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"

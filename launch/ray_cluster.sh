@@ -10,11 +10,12 @@
 #   RUN_DIR              folder that all nodes share; contains the cluster's token while it runs           (required)
 #   LOGS                 folder for ray-NODE.log and the logs of Ray's processes                           (RUN_DIR/logs)
 #   PYTHON               interpreter with distill_rl, on every node                                        (.venv/bin/python)
-#   RAY_PORT             first port; node i uses RAY_PORT + 10 i to + 10 i + 9    (10000 to 15900, depending on the job's id)
-#   RAY_INTERFACE        network interface between the nodes                            (the one that routes to the head)
+#   RAY_PORT             first port; node i uses RAY_PORT + 10 i to + 10 i + 9    (10000 to 15900: the first free range from the job's own on)
+#   RAY_INTERFACE        network interface between the nodes                            (the one that routes to another node)
 #   RAY_START_TIMEOUT    seconds that the start of all nodes may take                                      (300)
 #   RAY_OBJECT_STORE_BYTES  shared memory per node for Ray's objects                     (Ray's: 30 % of the memory)
 #   RAY_DASHBOARD        true: Ray's dashboard on the head's 127.0.0.1 (needs the `dashboard` extra)       (false)
+#   CONTAINER            what runs a command in a container: a prefix (apptainer exec IMAGE), or options of srun (--container-image=IMAGE)
 #   CONTAINER_IMAGE, CONTAINER_MOUNTS, CONTAINER_OPTIONS   options for pyxis (srun --container-image=...); unset: no container
 set -euo pipefail
 
@@ -41,15 +42,16 @@ export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 PYTHONUNBUFFERED=1
 export RAY_task_events_max_num_task_in_gcs="${RAY_task_events_max_num_task_in_gcs:-10000}" # 4 KiB each, on the head
 export RAY_task_events_max_dropped_task_attempts_tracked_per_job_in_gcs="${RAY_task_events_max_dropped_task_attempts_tracked_per_job_in_gcs:-1000}"
 export RAY_START_TIMEOUT="${RAY_START_TIMEOUT:-300}"
-# Jobs on the same node must use different ports: each has a range of 100 that depends on its id, below the kernel's own range
-# (from 32768). Ids that differ by a multiple of 60 have the same range: the second job fails and needs its own RAY_PORT.
-export RAY_PORT="${RAY_PORT:-$((10000 + (SLURM_JOB_ID + ${SLURM_RESTART_COUNT:-0}) % 60 * 100))}"
-for name in RAY_START_TIMEOUT RAY_PORT; do
+for name in RAY_START_TIMEOUT ${RAY_PORT:+RAY_PORT}; do
     if [[ ! ${!name} =~ ^[0-9]+$ ]]; then
         complain "$name must be a whole number; got ${!name}"
         exit 2
     fi
 done
+export SLURM_EXPORT_ENV=ALL # for the job's own steps, whatever the job itself was given
+node_names="$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" | paste -sd ' ')"
+RAY_PEER="$(read -r _ peer _ <<<"$node_names"; [[ -z ${peer:-} ]] || scontrol show node "$peer" | sed -nE 's/.*NodeAddr=([^ ]+).*/\1/p')"
+export RAY_NODES="$node_names" RAY_PEER
 logs="${LOGS:-$RUN_DIR/logs}"
 nodes_of_job="$SLURM_JOB_NUM_NODES"
 
@@ -58,6 +60,9 @@ container=()
 [[ -z ${CONTAINER_MOUNTS:-} ]] || container+=("--container-mounts=$CONTAINER_MOUNTS")
 # shellcheck disable=SC2206 # several options in one variable
 [[ -z ${CONTAINER_OPTIONS:-} ]] || container+=($CONTAINER_OPTIONS)
+prefix=()
+# shellcheck disable=SC2206 # several words in one variable
+if [[ ${CONTAINER:-} == --* ]]; then container+=($CONTAINER); elif [[ -n ${CONTAINER:-} ]]; then prefix=($CONTAINER); fi
 unbound=() # without CPU binding, which would confine Ray to the single core of its task
 [[ ! "$(scontrol show config)" =~ TaskPlugin\ *=\ *[a-z/,]*(affinity|cgroup) ]] || unbound=(--cpu-bind=none)
 # A step uses all resources of the job on a node, and shares them with other steps.
@@ -148,9 +153,19 @@ missing() { # prints the nodes that are not ready
     done
 }
 
-report_missing() { # report_missing REASON: names the nodes that are not ready and shows the end of their logs
-    local node
+ended_steps() { # prints `NODE: HOW` of each node whose step has ended, as srun says it
+    sed -nE -e 's/^srun: error: ([^ :]+): tasks? [0-9,-]+: (.*)/\1: \2/p' \
+        -e 's/^srun: error: (Task launch .* failed on node ([^ :]+).*)/\2: \1/p' "$shared/srun" 2>/dev/null || true
+}
+
+report_missing() { # report_missing REASON: names the nodes that are not ready, those that failed, and the end of their logs
+    local node bad
     complain "$1; not ready: $(missing | paste -sd ' ')"
+    ended_steps | sort -u | sed 's/^/    /' >&2
+    bad="$({ ended_steps | sed 's/:.*//'; compgen -G "$shared/failed-*" | sed 's/.*\/failed-//'; } | sort -u | paste -sd ,)"
+    if [[ -n $bad && $(tr , '\n' <<<"$bad" | wc -l) -lt $nodes_of_job ]]; then
+        complain "if the other nodes are well, submit the job again with --exclude=$bad"
+    fi
     for node in $(missing); do
         [[ ! -e $shared/failed-$node ]] || echo "    $node: $(cat -- "$shared/failed-$node")" >&2
         [[ ! -s $logs/ray-$node.log ]] || tail -n 5 -- "$logs/ray-$node.log" | sed "s/^/    $node: /" >&2
@@ -158,7 +173,7 @@ report_missing() { # report_missing REASON: names the nodes that are not ready a
 }
 
 start_nodes() {
-    "${on_all[@]}" "${container[@]}" "$PYTHON" -m distill_rl.workers.cluster.node "$shared" "$logs" &
+    "${on_all[@]}" "${container[@]}" "${prefix[@]}" "$PYTHON" -m distill_rl.workers.cluster.node "$shared" "$logs" 2> >(tee -- "$shared/srun" >&2) &
     nodes=$!
     local deadline=$((SECONDS + RAY_START_TIMEOUT + 30)) failed
     while [[ -n "$(missing)" ]]; do
@@ -167,7 +182,7 @@ start_nodes() {
         if [[ -e ${failed[0]} ]]; then
             report_missing "Ray did not start"
             return 1
-        elif ! alive "$nodes"; then
+        elif ! alive "$nodes" || [[ -n "$(ended_steps)" ]]; then
             report_missing "Ray's steps ended"
             return 1
         elif ((SECONDS >= deadline)); then
@@ -208,13 +223,17 @@ start_nodes
 address="$(cat -- "$shared/address")"
 export RAY_AUTH_TOKEN_PATH="$shared/token"
 say "Ray is up on $nodes_of_job nodes; the head is $address"
+if [[ ${RAY_DASHBOARD:-} == true ]]; then
+    port="$(cat -- "$shared/dashboard")"
+    say "dashboard: ssh -L $port:127.0.0.1:$port ${SLURMD_NODENAME:-$(uname -n)}, then open 127.0.0.1:$port in a browser; its token is in $shared/token"
+fi
 
 here=()
 ((${#container[@]} == 0)) || here=(srun -u --overlap "${unbound[@]}" --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" "${container[@]}")
 [[ -z $stop_requested ]] || exit 85
 # Without these variables, libraries do not mistake the command for a task of Slurm or MPI.
 # shellcheck disable=SC2016 # expanded by the shell that becomes the command
-"${here[@]}" bash -c 'for name in ${!SLURM@} ${!PMI@} ${!OMPI_@}; do unset "$name"; done; exec "$@"' \
+"${here[@]}" "${prefix[@]}" bash -c 'for name in ${!SLURM@} ${!PMI@} ${!OMPI_@}; do unset "$name"; done; exec "$@"' \
     command "${@//\{address\}/$address}" &
 command=$!
 [[ -z $stop_requested ]] || kill -USR1 "$command" 2>/dev/null || true # a request that came while the command was being started

@@ -9,7 +9,7 @@ export PYTHON_OLDEST
 
 distill_rl_oldest_install() {
     distill_rl_say "torch 2.11 needs about 4 GB for CUDA libraries, unless pip is configured for CPU wheels (docs/development.md)"
-    distill_rl_pip install --no-input --editable "$DISTILL_RL_ROOT[dev,liger]" \
+    distill_rl_pip install --no-input --editable "${DISTILL_RL_ROOT}[dev,liger]" \
         --constraint "$DISTILL_RL_ROOT/launch/constraints-oldest.txt"
 }
 

@@ -14,7 +14,7 @@ export PYTHON
 
 distill_rl_install() {
     distill_rl_pip install --no-input \
-        --editable "$DISTILL_RL_ROOT[dev]" --constraint "$DISTILL_RL_ROOT/launch/constraints.txt"
+        --editable "${DISTILL_RL_ROOT}[dev]" --constraint "$DISTILL_RL_ROOT/launch/constraints.txt"
 }
 
 distill_rl_environment setup .venv distill_rl_install pyproject.toml launch/constraints.txt launch/setup.sh

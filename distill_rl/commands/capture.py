@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.commands.dry_run import write_batch_script
-from distill_rl.commands.options import GPUS_PER_NODE
 from distill_rl.config.capture import stores_of, to_capture
 from distill_rl.config.facts import Facts
 from distill_rl.config.paths import absolute
@@ -27,13 +26,13 @@ log = logging.getLogger(__name__)
 def capture(path: str, overrides: Sequence[str], *, out: Path, dry_run: bool, gpus_per_node: int | None) -> int:
     """Stores the targets of a configuration's documents that `out` lacks, and returns the exit code of the process.
 
-    0 when all is stored; 85 if SIGTERM or SIGUSR1 stopped it: what was computed is stored, and the same command
+    0 when all is stored; 85 if SIGTERM, SIGUSR1 or SIGHUP stopped it: what was computed is stored, and the same command
     continues. Handles the signals of this process meanwhile.
 
     Args:
         out: folder of the store, or of one store per teacher; made if it does not exist.
         dry_run: only write a batch script.
-        gpus_per_node: for `dry_run`: GPUs of a node; None: GPUS_PER_NODE.
+        gpus_per_node: for `dry_run`: GPUs of a node; None: as the section `slurm` says.
 
     Raises:
         DistillError: bad input (all problems at once), or the error that ended the capture.
@@ -45,8 +44,9 @@ def capture(path: str, overrides: Sequence[str], *, out: Path, dry_run: bool, gp
         )
         raise ConfigError("--gpus-per-node", "has no effect without --dry-run", gpus_per_node, remedy)
     if dry_run:
-        gpus = GPUS_PER_NODE if gpus_per_node is None else gpus_per_node
-        return write_batch_script(path, overrides, gpus_per_node=gpus, change=partial(to_capture, out=out), store=out)
+        return write_batch_script(
+            path, overrides, gpus_per_node=gpus_per_node, change=partial(to_capture, out=out), store=out
+        )
     setup_console()
     with status(f"checking  {path}"):
         checked = gather_capture(path, out, overrides)

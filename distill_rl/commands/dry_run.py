@@ -5,74 +5,233 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from math import ceil
 from pathlib import Path
 
+from distill_rl.commands.options import GPUS_PER_NODE
 from distill_rl.config.facts import without_student
 from distill_rl.config.layout import gpus_of_run
-from distill_rl.config.load import texts
+from distill_rl.config.load import load_config, read_config, texts
 from distill_rl.config.reading.interpolate import OF_A_JOB, variables_in
+from distill_rl.config.rules.slurm import slurm_problems
 from distill_rl.config.save import require_no_secret, save_config
-from distill_rl.config.schema import Config
+from distill_rl.config.schema import Config, SlurmConfig
+from distill_rl.config.schema.slurm import OPTIONS
 from distill_rl.errors import ConfigError, DistillError, problem, problems_of
 from distill_rl.observe.log import say, setup_console
 from distill_rl.preflight import gather, run_directory
-from distill_rl.system.files import write_atomic
+from distill_rl.system.files import name_problem, write_atomic
 from distill_rl.system.install import LAUNCH, PACKAGE, clone
 from distill_rl.transport.choose import require_between_nodes
+
+ARRAY, EVALUATION = "array.tsv", "evaluate.sbatch"
+"""Files beside `run_directory.SUBMISSION`."""
+_SETUP = "# The lines of slurm.setup."
+"""Line of the template after which they follow."""
 
 
 def write_batch_script(
     path: str,
     overrides: Sequence[str],
     *,
-    gpus_per_node: int,
+    gpus_per_node: int | None,
     change: Callable[[Config, list[str]], Config] = lambda config, _: config,
     store: Path | None = None,
+    arrays: Sequence[str] = (),
+    then: str | None = None,
 ) -> int:
     """Writes `submit.yaml` and `submit.sbatch` into the run directory and prints how to submit them; returns 0.
 
-    The configuration is checked first, for use on a cluster.
+    The configuration is checked first, for use on a cluster, with the settings of every run of an array.
 
     The run directory is made if it does not exist. `submit.yaml` has no cluster address and no `checkpoint.resume`: the
     batch script sets them.
 
     Args:
-        gpus_per_node: GPUs of each node of the cluster, 0 for none.
+        gpus_per_node: overrides `slurm.gpus_per_node` unless it is None.
         change: as for `gather`.
         store: for a capture: the folder that it fills. The run directory is then that of the capture.
+        arrays: `KEY=VALUE,VALUE,…` each: a run for every combination, in folders of the run directory (`array.tsv`).
+        then: `eval`: also writes `evaluate.sbatch`, which asks the suites of the run's export, in place of the run's own evaluation.
 
     Raises:
         DistillError: bad input, all problems at once.
     """
     setup_console()
+    points = _points(arrays)
     # With an address, this machine's own GPUs and cores are not checked. The job replaces it by its cluster's address.
-    checked = gather(path, [*overrides, "ray.address=auto"], change=change, trains=store is None, ask=False)
-    if gpus_per_node < 0:
+    checked = [
+        gather(path, [*overrides, *settings, "ray.address=auto"], change=change, trains=store is None, ask=False)
+        for _, settings in points or [("", [])]
+    ]
+    if gpus_per_node is not None and gpus_per_node < 0:
         error = ConfigError("--gpus-per-node", "must be 0 or more", gpus_per_node, "0: nodes without GPUs")
-        checked.problems.append(str(error))
-    config = checked.require_valid(lambda config: _batch_script_problems(config, path, overrides, gpus_per_node))
-    used = config if store is None else without_student(config)
+        checked[0].problems.append(str(error))
+    configs: list[Config] = []
+    problems: list[str] = []
+    for each in checked:
+        try:
+            configs.append(
+                each.require_valid(lambda config: _batch_script_problems(config, path, overrides, gpus_per_node))
+            )
+        except ConfigError as error:
+            problems += error.problems
+    if not problems and then and not configs[0].evaluate.suites:
+        problems.append(
+            problem("--then eval", "needs evaluate.suites and evaluate.data", remedy="set them, or leave it out")
+        )
+    used = [config if store is None else without_student(config) for config in configs]
+    layouts = {layout(config, _gpus_of_a_node(config, gpus_per_node)) for config in used}
+    if len(layouts) > 1:
+        problems.append(
+            problem("--array", "all runs must need as many nodes and GPUs", remedy="write a script for each")
+        )
+    if problems:
+        raise ConfigError.many(list(dict.fromkeys(problems)))
+    config = load_config(path, [*overrides, "ray.address=auto"]) if points else configs[0]
     run = run_directory.paths_of(config).root.absolute()
     run.mkdir(parents=True, exist_ok=True)
-    settings, script = (run / name for name in run_directory.SUBMISSION)
+    settings, script = (run / name for name in run_directory.SUBMISSION[:2])
     submitted = replace(
         config, ray=replace(config.ray, address=None), checkpoint=replace(config.checkpoint, resume=None)
     )
+    if then:
+        submitted = replace(submitted, evaluate=replace(submitted.evaluate, suites=[]))
     save_config(submitted, settings)
-    nodes, gpus = layout(used, gpus_per_node)
-    text = (LAUNCH / "slurm.sbatch").read_text("utf-8")
-    write_atomic(script, fill(text, settings, run, nodes=nodes, gpus=gpus, folder=Path.cwd(), store=store))
+    if points:
+        lines = ["\t".join([name, *each]) for name, each in points]
+        write_atomic(run / ARRAY, "".join(f"{line}\n" for line in lines))
+    ((nodes, gpus),) = layouts
+    common = {
+        "DISTILL_RL_ROOT": str(clone() or PACKAGE),
+        "VENV": "" if config.slurm.container else sys.prefix,
+        "CONTAINER": config.slurm.container or "",
+        "RUN_DIR": str(run),
+        "ARRAY": str(run / ARRAY) if points else "",
+    }
+    values = {
+        "CONFIG": str(settings),
+        "STORE": "" if store is None else str(store),
+        "REQUEUE": config.slurm.requeue,
+        "RAY_DASHBOARD": "true" if config.ray.dashboard else "",
+    }
+    options = sbatch_options(config, run, nodes=nodes, gpus=gpus, folder=Path.cwd(), tasks=len(points))
+    write_atomic(script, fill((LAUNCH / "slurm.sbatch").read_text("utf-8"), options, config.slurm, common | values))
     say(f"layout    {nodes} {'node' if nodes == 1 else 'nodes'}, {gpus} {'GPU' if gpus == 1 else 'GPUs'} on each")
+    if points:
+        say(f"array     {len(points)} runs: {', '.join(name for name, _ in points)}")
     say(f"wrote     {settings}")
     say(f"wrote     {script}")
-    say(f"submit    sbatch --account=ACCOUNT --partition=PARTITION {shlex.quote(str(script))}")
+    if then:
+        where = "{run}" if points else str(run)
+        arguments = _evaluation(config, where)
+        _write_evaluation(run / EVALUATION, config, arguments, common | {"OUT": f"{where}/evals"}, run, len(points))
+        say(f"wrote     {run / EVALUATION}")
+    missing = [f"--{name}={name.upper()}" for name in ("account", "partition") if getattr(config.slurm, name) is None]
+    command = " ".join(["sbatch", *missing, shlex.quote(str(script))])
+    if then:
+        command = command.replace("sbatch ", "sbatch --parsable ", 1)
+        after = "aftercorr" if points else "afterok"
+        follows = " ".join(["sbatch", *missing, f"--dependency={after}:$job", shlex.quote(str(run / EVALUATION))])
+        command = f"job=$({command}) && {follows}"
+    say(f"submit    {command}")
     return 0
 
 
-def _batch_script_problems(config: Config, path: str, overrides: Sequence[str], gpus_per_node: int) -> list[str]:
+def write_evaluation_script(out: Path, arguments: Sequence[str], settings: Sequence[str]) -> int:
+    """Writes `submit.sbatch` for an evaluation into `out`, and prints how to submit it; returns 0.
+
+    Args:
+        out: folder of the results; made if it does not exist.
+        arguments: of `distill-rl eval`.
+        settings: `KEY=VALUE` of the section `slurm`.
+
+    Raises:
+        ConfigError: settings that the section refuses, all problems at once.
+    """
+    setup_console()
+    needed = {"student.model": "-", "data.path": "-"}  # of a run; an evaluation has neither
+    config, findings = read_config(needed, [f"slurm.{setting}" for setting in settings])
+    if problems := [*findings.lines, *(slurm_problems(config) if config else ())]:
+        raise ConfigError.many(problems)
+    assert config is not None
+    out = out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    values = {
+        "OUT": str(out),
+        "DISTILL_RL_ROOT": str(clone() or PACKAGE),
+        "VENV": "" if config.slurm.container else sys.prefix,
+        "CONTAINER": config.slurm.container or "",
+    }
+    script = out / run_directory.SUBMISSION[1]
+    config = replace(config, run=replace(config.run, name=f"eval-{out.name}"))
+    _write_evaluation(script, config, arguments, values, out, 0)
+    missing = [f"--{name}={name.upper()}" for name in ("account", "partition") if getattr(config.slurm, name) is None]
+    say(f"wrote     {script}")
+    say(f"submit    {' '.join(['sbatch', *missing, shlex.quote(str(script))])}")
+    return 0
+
+
+def _write_evaluation(
+    script: Path, config: Config, arguments: Sequence[str], values: Mapping[str, str], folder: Path, tasks: int
+) -> None:
+    """Writes a batch script that evaluates, with Slurm's log in `folder`."""
+    gpus = _gpus_of_a_node(config, None)
+    options = sbatch_options(config, folder, nodes=1, gpus=min(gpus, 1), folder=Path.cwd(), tasks=tasks, name="eval")
+    options |= {"nodes": "1", "exclusive": None, "mem": config.slurm.mem}
+    text = fill(
+        (LAUNCH / "eval.sbatch").read_text("utf-8"),
+        options,
+        config.slurm,
+        {**values, "ARGUMENTS": shlex.join(arguments)},
+    )
+    write_atomic(script, text)
+
+
+def _evaluation(config: Config, run: str) -> list[str]:
+    """The arguments of `distill-rl eval` for the export of a run, as the run would ask its suites at the end."""
+    asked = config.evaluate
+    assert asked.data is not None
+    options = {
+        "--suites": ",".join(asked.suites), "--data": asked.data, "--out": f"{run}/evals", "--backend": asked.backend,
+        "--tp": asked.parallel.tp, "--limit": asked.final_limit, "--num-fewshot": asked.num_fewshot,
+        "--max-new-tokens": asked.max_new_tokens, "--batch-size": asked.batch_size,
+    }  # fmt: skip
+    given = [word for option, value in options.items() if value is not None for word in (option, str(value))]
+    return ["--model", f"student={run}/export", *given]
+
+
+def _points(arrays: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Name and settings of every run of an array, the last setting varying fastest; empty without one.
+
+    Raises:
+        ConfigError: what is given is no list of values, or two runs have one name.
+    """
+    axes = []
+    for text in arrays:
+        key, equals, values = text.partition("=")
+        if not (key and equals and values) or "[" in values:
+            raise ConfigError("--array", "must be KEY=VALUE,VALUE,…", text, "such as run.seed=0,1,2")
+        axes.append([(f"{key.rpartition('.')[2]}-{value}", f"{key}={value}") for value in values.split(",")])
+    points = [("_".join(name for name, _ in each), [setting for _, setting in each]) for each in product(*axes)]
+    for name, _ in points if axes else ():
+        if broken := name_problem(name):
+            raise ConfigError("--array", f"names a run after its values, and a name {broken}", name)
+    if len({name for name, _ in points}) < len(points):
+        raise ConfigError("--array", "must give every run a name of its own", ", ".join(name for name, _ in points))
+    return points if axes else []
+
+
+def _gpus_of_a_node(config: Config, given: int | None) -> int:
+    """GPUs of each node of the cluster: as given, or else those of the section."""
+    known = config.slurm.gpus_per_node if given is None else given
+    return GPUS_PER_NODE if known is None else known
+
+
+def _batch_script_problems(config: Config, path: str, overrides: Sequence[str], gpus_per_node: int | None) -> list[str]:
     """Problems that only a run from a batch script on such nodes has, one line each.
 
     A secret in the settings, a variable that has another value in the job, a resume from a step folder, folders that
@@ -96,7 +255,11 @@ def _batch_script_problems(config: Config, path: str, overrides: Sequence[str], 
         rule = "a batch script resumes from the newest checkpoint of its run directory only"
         remedy = "leave it out, or start that run without a batch script"
         problems.append(str(ConfigError("--dry-run", rule, f"--resume {resume}", remedy)))
-    if config.ray.placement == "disaggregated" and layout(config, gpus_per_node)[0] > 1:
+    needed, _ = layout(config, _gpus_of_a_node(config, gpus_per_node))
+    if (config.slurm.nodes or needed) < needed:
+        rule, remedy = f"must be {needed} or more, for the GPUs that the run needs", "raise it, or leave it out"
+        problems.append(problem("slurm.nodes", rule, config.slurm.nodes, remedy))
+    if config.ray.placement == "disaggregated" and max(needed, config.slurm.nodes or 1) > 1:
         problems += problems_of(lambda: require_between_nodes(config.transport))
     return problems
 
@@ -113,54 +276,80 @@ def layout(config: Config, gpus_per_node: int) -> tuple[int, int]:
     return ceil(needed / gpus_per_node), min(needed, gpus_per_node)
 
 
-def fill(
-    template: str, settings: Path, run: Path, *, nodes: int, gpus: int, folder: Path, store: Path | None = None
-) -> str:
-    """The text of `launch/slurm.sbatch` for one run: its #SBATCH options and its variables for paths, filled in.
-
-    Without GPUs the option `gpus-per-node` is dropped; `chdir` is added after `output`. Outside a clone, the job uses the
-    environment of this process.
+def sbatch_options(
+    config: Config, run: Path, *, nodes: int, gpus: int, folder: Path, tasks: int = 0, name: str = ""
+) -> dict[str, str | None]:
+    """The options of the job by their names; None for one of the template that this job has not.
 
     Args:
-        settings: the configuration file of the job.
         run: the run directory, in which Slurm's log is written.
         nodes, gpus: number of nodes, and of GPUs on each.
         folder: working directory of the job, to which relative paths of the configuration refer.
-        store: the folder that a capture fills; None for a training run.
+        tasks: of an array of jobs; 0: none.
+        name: of the log and, after that of the run, of the job; empty for the run's own.
+    """
+    slurm = config.slurm
+    given = {option: getattr(slurm, key) for key, option in OPTIONS.items() if key != "exclusive"}
+    options: dict[str, str | None] = {
+        "job-name": _in_option("-".join(filter(None, (slurm.job_name or config.run.name, name)))),
+        "nodes": f"{slurm.nodes or nodes}",
+        "gpus-per-node": f"{gpus}" if gpus and slurm.gres is None else None,
+        "signal": f"B:USR1@{slurm.signal_s}",
+        "output": _in_option(str(run).replace("%", "%%") + f"/{name or 'slurm'}-{'%A_%a' if tasks else '%j'}.log"),
+        "array": f"0-{tasks - 1}" if tasks else None,
+        "chdir": _in_option(str(folder)),
+    }
+    if not slurm.exclusive:
+        options["exclusive"] = None
+    if not slurm.exclusive or slurm.mem_per_cpu is not None:
+        options["mem"] = None
+    return (
+        options
+        | {
+            option: _in_option(str(value))
+            for option, value in given.items()
+            if value is not None and option not in options
+        }
+        | ({"mem": slurm.mem} if slurm.mem else {})
+    )
+
+
+def fill(template: str, options: Mapping[str, str | None], slurm: SlurmConfig, values: Mapping[str, str]) -> str:
+    """The text of `launch/slurm.sbatch` for one run: its #SBATCH options, lines of set-up and variables, filled in.
+
+    Args:
+        options: as of `sbatch_options`; those that the template lacks follow its own.
+        values: variable → value; empty: as the template has it.
 
     Raises:
         DistillError: the template does not set one of these variables on exactly one line.
     """
-    options = {
-        "nodes": f"{nodes}",
-        "gpus-per-node": f"{gpus}" if gpus else None,
-        "output": _in_option(str(run).replace("%", "%%") + "/slurm-%j.log"),
-        "chdir": _in_option(str(folder)),
-    }
     lines: list[str] = []
+    left = dict(options)
     for line in template.splitlines():
-        match = re.match(r"#SBATCH --([a-z-]+)=", line)
-        option = match[1] if match else ""
-        if option not in options:
+        match = re.match(r"##?SBATCH --([a-z-]+)", line)
+        if match is None and lines and re.match("##?SBATCH", lines[-1]):
+            lines += [f"#SBATCH --{option}={value}" for option, value in left.items() if value is not None]
+            lines += [f"#SBATCH {option}" for option in slurm.extra]
+            left = {}
+        if match is None or match[1] not in options:
             lines.append(line)
-        elif (value := options.pop(option)) is not None:
-            lines.append(f"#SBATCH --{option}={value}")
-        if option == "output":  # the template has no --chdir
-            lines.append(f"#SBATCH --chdir={options.pop('chdir')}")
+        elif (value := left.pop(match[1])) is not None:
+            lines.append(f"#SBATCH --{match[1]}={value}")
+        if line == _SETUP:
+            lines += [
+                f"{command} || {{ echo {shlex.quote(f'slurm.sbatch: error: slurm.setup: {command}')} >&2; exit 1; }}"
+                for command in slurm.setup
+            ]
     text = "\n".join(lines) + "\n"
-    root = clone()
-    paths = {"CONFIG": settings, "RUN_DIR": run, "DISTILL_RL_ROOT": root or PACKAGE}
-    if root is None:
-        paths["VENV"] = Path(sys.prefix)
-    if store is not None:
-        paths["STORE"] = store
-    for variable, path in paths.items():
+    for variable, value in values.items():
         assignments = re.findall(rf"^{variable}=\S+(?: *#.*)?$", text, flags=re.MULTILINE)
         if len(assignments) != 1:
             raise DistillError(
                 "launch/slurm.sbatch", f"must set {variable} on one line", f"{len(assignments)} such lines"
             )
-        text = text.replace(assignments[0], f"{variable}={shlex.quote(str(path))}", 1)
+        if value:
+            text = text.replace(assignments[0], f"{variable}={shlex.quote(value)}", 1)
     return text
 
 

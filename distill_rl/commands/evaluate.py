@@ -70,6 +70,11 @@ def command(**options: Any) -> int:
     from distill_rl.evals.backends.base import Settings
     from distill_rl.evals.options import Options
 
+    if options["dry_run"]:
+        return _write_script(options)
+    if options["slurm"]:
+        raise ConfigError("--slurm", "has no effect without --dry-run", remedy="add --dry-run to write a batch script")
+
     def made(kind: type) -> Any:
         return kind(**{entry.name: options[entry.name] for entry in fields(kind) if entry.name in options})
 
@@ -85,13 +90,32 @@ def command(**options: Any) -> int:
     )
 
 
+def _write_script(options: Mapping[str, Any]) -> int:
+    """Writes a batch script with the arguments of this command line."""
+    from distill_rl.commands.dry_run import write_evaluation_script
+
+    if options["out"] is None:
+        raise ConfigError("--dry-run", "needs --out, in which it writes the batch script")
+    for name, option in (("clean", "--clean"), ("address", "--ray-address")):
+        if options[name]:
+            raise ConfigError(f"--dry-run and {option}", "exclude each other", remedy=f"leave {option} out")
+    plain = ("data", "out", "backend", "limit", "num_fewshot", "max_new_tokens", "batch_size", "dtype", "shards",
+             "gpus_per_shard", "tensor_parallel", "seed")  # fmt: skip
+    arguments = ["--model", *options["models"], "--suites", ",".join(options["suites"])]
+    for name in plain:
+        if options[name] is not None:
+            arguments += [f"--{name.replace('_', '-')}", str(options[name])]
+    arguments += ["--deadline", f"{options['deadline_s']:g}", *(["--strict"] if options["strict"] else [])]
+    return write_evaluation_script(options["out"], arguments, options["slurm"])
+
+
 def evaluate(request: Request) -> int:
     """Runs all suites on all models, prints a table and, if `out` is given, writes results, items and a log there.
 
-    Sets HF_HUB_OFFLINE for this process, and handles SIGTERM, SIGUSR1 and Ctrl-C while it runs.
+    Sets HF_HUB_OFFLINE for this process, and handles SIGTERM, SIGUSR1, SIGHUP and Ctrl-C while it runs.
 
     Returns:
-        0; or 85 after SIGTERM or SIGUSR1: the graded items are kept in `out`, and the same command continues.
+        0; or 85 after SIGTERM, SIGUSR1 or SIGHUP: the graded items are kept in `out`, and the same command continues.
 
     Raises:
         ConfigError: bad options, unknown suites, bad data in the suites, folders without a model (all of these at

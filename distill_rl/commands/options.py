@@ -28,7 +28,7 @@ a teacher with another tokenizer:
 settings after the file override it; list entries are numbered:
   distill-rl train -c x.yaml train.steps=100 teachers.0.model=/models/big optimizer.lr=1e-5
 
-exit codes: 0 done, 1 failed, 2 bad input, 85 stopped on SIGTERM or SIGUSR1 after saving (can be resumed), 130 Ctrl-C
+exit codes: 0 done, 1 failed, 2 bad input, 85 stopped on SIGTERM, SIGUSR1 or SIGHUP after saving (can be resumed), 130 Ctrl-C
 """
 
 
@@ -63,8 +63,12 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="only write the resolved configuration and a Slurm batch script into the run directory",
     )
-    gpus_help = f"for --dry-run: GPUs of a node; 0: none; default: {GPUS_PER_NODE}"
+    gpus_help = f"for --dry-run: GPUs of a node; 0: none; default: slurm.gpus_per_node, or {GPUS_PER_NODE}"
     add("--gpus-per-node", type=int, metavar="N", help=gpus_help)
+    array_help = "for --dry-run: one run for each value, or, if given again, for each combination, as an array of jobs"
+    add("--array", dest="arrays", action="append", default=[], metavar="KEY=A,B", help=array_help)
+    then_help = "for --dry-run: a second script, which evaluates the export when the run is done"
+    add("--then", choices=("eval",), help=then_help)
 
     description = (
         "Print the resolved configuration, the sizes that follow from it (batches, slots, memory, actors) and every "
@@ -197,7 +201,7 @@ def _add_store(commands: Any) -> None:
     _add_config_and_overrides(add)
     add("--out", required=True, type=Path, metavar="STORE", help="folder of the store; made if it does not exist")
     add("--dry-run", action="store_true", help="only write the resolved configuration and a Slurm batch script")
-    gpus_help = f"for --dry-run: GPUs of a node; 0: none; default: {GPUS_PER_NODE}"
+    gpus_help = f"for --dry-run: GPUs of a node; 0: none; default: slurm.gpus_per_node, or {GPUS_PER_NODE}"
     add("--gpus-per-node", type=int, metavar="N", help=gpus_help)
 
     store = commands.add_parser("store", help="describe, verify, merge and export stores of targets")
@@ -287,6 +291,9 @@ def _add_eval(commands: Any) -> None:
     add("--seed", type=int, default=0, metavar="N", help="seed of the items that --limit draws; default: %(default)s")
     add("--strict", action="store_true", help="fail if data differ from the published ones (row counts, contents)")
     add("--clean", action="store_true", help="delete results that are already in --out")
+    add("--dry-run", action="store_true", help="only write a Slurm batch script into --out")
+    add("--slurm", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
+        help="for --dry-run: settings of the section slurm, such as account=me time=02:00:00")
     # fmt: on
 
 
@@ -350,6 +357,14 @@ def _add_export_and_report(commands: Any) -> None:
     add("--license", dest="licence", metavar="NAME",
         help="for the model card, such as apache-2.0; default: what the student's own card says")
     # fmt: on
+
+    description = (
+        "Print state, step, time left and the last fault of a run, then each new line of its log and step, until it ends. Reads "
+        "the run directory only, so it works wherever that can be seen, such as on a cluster's login node."
+    )
+    add = _command(commands, "follow", "follow.follow", "watch a run by its folder, from any machine", description)
+    add("runs", metavar="RUN", nargs="+", type=Path, help="run directory; of several, a line each is printed")
+    add("--once", action="store_true", help="print state, step, time left and last fault only")
 
     description = (
         "Run directories: write RUN/report.html for the first, with curves, timings and evaluation, and draw the others "

@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from distill_rl.observe.report.scores import Evaluation, Score
 
 COMPARISON = "comparison.html"
+_COLUMNS = (
+    "steps",
+    "KD, validation",
+    "CE, validation",
+    "top-1 agreement, validation",
+    "KD, train",
+    "tokens, trained",
+    "time spent in steps",
+)
+"""Figures of a run in the table of several."""
 WIDE = 140
 """Minimum terminal width, in columns, for one line per model."""
 
@@ -39,12 +49,15 @@ def report(paths: Sequence[Path], out: Path | None = None, baseline: str | None 
     """
     from distill_rl.evals.results import compare
 
+    paths = [run for path in paths for run in _runs_of(path)]
     if all((path / "metrics.jsonl").is_file() for path in paths):
         from distill_rl.observe.report.report import write_report
 
         first, *others = paths
         target = out or first / "report.html"
         evaluation = compare.of_run(first, others, baseline)
+        if others:
+            _print_runs(paths)
         with _writing(target):
             write_report(first, comparisons=others, evaluation=evaluation, out=target)
     else:
@@ -59,6 +72,41 @@ def report(paths: Sequence[Path], out: Path | None = None, baseline: str | None 
             write_comparison(evaluation, target)
     say(f"report    {target}")
     return 0
+
+
+def _runs_of(path: Path) -> list[Path]:
+    """The runs of an array of jobs (`array.tsv`) that have begun, by its folder; any other path as it is."""
+    if not (path / "array.tsv").is_file() or (path / "metrics.jsonl").exists():
+        return [path]
+    names = [line.partition("\t")[0] for line in (path / "array.tsv").read_text().splitlines()]
+    return [path / name for name in names if (path / name / "metrics.jsonl").is_file()] or [path]
+
+
+def _print_runs(paths: Sequence[Path]) -> None:
+    """Prints a table of runs: their last figures and, of suites, their last scores."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    from distill_rl.observe.report.runs import read_run
+    from distill_rl.observe.report.settings import figures
+
+    rows = {}
+    for path in paths:
+        run = read_run(path)
+        scores = {name for record in run.records for name in record if name.startswith("eval/")}
+        rows[path.name] = figures(run) | {name: f"{run.last(name):.4f}" for name in sorted(scores)}
+    columns = [
+        name
+        for name in dict.fromkeys(name for row in rows.values() for name in row)
+        if name in _COLUMNS or name.startswith("eval/")
+    ]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("run", *columns):
+        table.add_column(heading, justify="left" if heading == "run" else "right", overflow="fold")
+    for name, row in rows.items():
+        table.add_row(escape(name), *(row.get(column, "") for column in columns))
+    open_console(WIDE).print(table)
 
 
 @contextmanager

@@ -89,7 +89,8 @@ def status(name: str | None, *, address: str | None) -> int:
     """
     jobs = _service(address).jobs()
     listed = [runs.find(jobs, name)] if name else list(runs.runs(jobs).values())
-    for line in runs.table(listed) if listed else ["no runs"]:
+    none = ["no runs since this cluster was started; earlier ones by their folders: distill-rl follow RUN.DIR/*"]
+    for line in runs.table(listed) if listed else none:
         print(printable(line))
     return 0
 
@@ -136,10 +137,12 @@ def stop(name: str, *, address: str | None, now: bool, deadline_s: float) -> int
         remedy = f"wait for it, or end it without saving: distill-rl stop {name} --now"
         print(f"distill-rl: {run.name} has not ended within {deadline_s:g} s; {remedy}", file=sys.stderr)
         return 1
-    code = runs.exit_code(runs.find(service.jobs(), name), service.logs(run.submission_id))
+    output = service.logs(run.submission_id)
+    code = runs.exit_code(runs.find(service.jobs(), name), output)
     outcome = f"exit code {code}"
-    if code == EXIT_PREEMPTED:
-        outcome = "saved; continue with: distill-rl submit ... --resume auto"
+    if code == EXIT_PREEMPTED:  # its last words say whether there was anything to save
+        words = [line for line in output.splitlines() if line.startswith("stopped ")] or ["stopped saved"]
+        outcome = f"{words[-1].partition(' ')[2].strip()}; continue with: distill-rl submit ... --resume auto"
     say(f"stopped   {run.name}: {outcome}")
     return 0
 

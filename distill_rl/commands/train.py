@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from distill_rl.commands.dry_run import write_batch_script
-from distill_rl.commands.options import GPUS_PER_NODE
 from distill_rl.config.facts import Facts
 from distill_rl.config.paths import absolute
 from distill_rl.config.schema import Config
@@ -26,28 +25,40 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def train(path: str, overrides: Sequence[str], *, clean: bool, dry_run: bool, gpus_per_node: int | None) -> int:
+def train(
+    path: str,
+    overrides: Sequence[str],
+    *,
+    clean: bool,
+    dry_run: bool,
+    gpus_per_node: int | None,
+    arrays: Sequence[str] = (),
+    then: str | None = None,
+) -> int:
     """Runs a configuration until its end or until it is asked to stop, and returns the exit code of the process.
 
-    0 after the whole run and its export; 85 if SIGTERM or SIGUSR1 stopped it and `--resume` can continue. Occupies the
+    0 after the whole run and its export; 85 if SIGTERM, SIGUSR1 or SIGHUP stopped it and `--resume` can continue. Occupies the
     run directory and handles the signals of this process meanwhile.
 
     Args:
         clean: delete the contents of the run directory first.
         dry_run: only write a batch script; excludes `clean`.
-        gpus_per_node: for `dry_run`: GPUs of a node; None: GPUS_PER_NODE.
+        gpus_per_node: for `dry_run`: GPUs of a node; None: as the section `slurm` says.
+        arrays, then: for `dry_run`: as of `write_batch_script`.
 
     Raises:
         DistillError: bad input (all problems at once), or the error that ended the run.
     """
+    for option, value in (("--array", arrays), ("--then", then)):
+        if value and not dry_run:
+            raise ConfigError(option, "has no effect without --dry-run", remedy="add --dry-run to write a batch script")
     if gpus_per_node is not None and not dry_run:
         remedy = "add --dry-run to write a batch script, or leave it out: a run takes the GPUs that its dp and tp need"
         raise ConfigError("--gpus-per-node", "has no effect without --dry-run", gpus_per_node, remedy)
     if dry_run:
         if clean:
             raise ConfigError("--dry-run and --clean", "exclude each other", remedy="a dry run deletes nothing")
-        gpus = GPUS_PER_NODE if gpus_per_node is None else gpus_per_node
-        return write_batch_script(path, overrides, gpus_per_node=gpus)
+        return write_batch_script(path, overrides, gpus_per_node=gpus_per_node, arrays=arrays, then=then)
     setup_console()
     with status(f"checking  {path}"):
         checked = gather(path, overrides, clean=clean, say=lambda text: say(f"data      {text}"))

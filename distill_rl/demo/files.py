@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ from distill_rl.config.save import escaped
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError, problem
 from distill_rl.observe.log import printable
-from distill_rl.system.files import write_atomic
+from distill_rl.system.files import lock_file, write_atomic
 from distill_rl.system.redact import redact
 from distill_rl.types import RunPaths
 
@@ -113,7 +112,8 @@ def _locked(root: Path) -> IO[str]:
         with suppress(FileNotFoundError):  # its last holder removed the folder
             lock = (root / _LOCK).open("a")
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not lock_file(lock, root):
+                    raise BlockingIOError
                 if os.path.samestat(os.fstat(lock.fileno()), (root / _LOCK).stat()):
                     return lock
             except BaseException:

@@ -61,7 +61,7 @@ def run_all(runs: Sequence[ChildRun], variables: Mapping[str, str], *, at_once: 
 
     One of those that run has the terminal. The output of the others is not shown: a line says where it can be read, and
     another one when the run is done. If a run fails, its last lines are shown, the others are ended as by Ctrl-C, and no
-    other is started. SIGINT, SIGTERM and SIGUSR1 reach all that run. No process is left when this returns or raises.
+    other is started. SIGINT, SIGTERM, SIGUSR1 and SIGHUP reach all that run. No process is left when this returns or raises.
 
     Args:
         variables: environment variables of the runs, where this process's environment does not have them.

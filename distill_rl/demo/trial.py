@@ -34,7 +34,7 @@ from distill_rl.observe.log import say, status
 from distill_rl.observe.report.report import write_report
 from distill_rl.system.files import write_json
 from distill_rl.system.processes.child import call_in_child
-from distill_rl.system.signals import PREEMPT
+from distill_rl.system.signals import requests
 from distill_rl.types import RunPaths
 
 OVERHEAD_S = 60.0
@@ -76,7 +76,7 @@ def try_pair(options: Options) -> int:
         ConfigError: why the pair cannot be tried, all problems at once; or another trial uses the folder.
         GpuMemoryError: a model is too large to be measured.
         WorkerError: a process that measures models died or took too long.
-        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGUSR1, while no training was running.
+        KeyboardInterrupt: Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP, while no training was running.
     """
     start = time.perf_counter()
     out = options.out or files.default_out(options.student, options.teacher)
@@ -281,12 +281,12 @@ def _training(run: RunPaths) -> dict[str, Any]:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Lets SIGTERM and SIGUSR1 end what runs inside like Ctrl-C, so that no process is left behind."""
+    """Lets SIGTERM, SIGUSR1 and SIGHUP end what runs inside like Ctrl-C, so that no process is left behind."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    previous = {number: signal.signal(number, stop) for number in PREEMPT}
+    previous = {number: signal.signal(number, stop) for number in requests()}
     try:
         yield
     finally:

@@ -137,7 +137,8 @@ class Counts:
 
     def __str__(self) -> str:
         speed = f"{self.items_per_second:,.1f} items/s"
-        return f"{self.suite}: {self.done:,} of {self.total:,} items, {speed}, score {self.score:.3f}"
+        score = f", score {self.score:.3f}" if self.done else ""
+        return f"{self.suite}: {self.done:,} of {self.total:,} items, {speed}{score}"
 
 
 class FileProgress(Progress):

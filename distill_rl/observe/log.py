@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.errors import ConfigError
+from distill_rl.system.output import safe
 from distill_rl.system.redact import in_text
 
 ROOT = "distill_rl"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 VARIABLE = "DISTILL_RL_LOG"
 
 
@@ -64,22 +66,26 @@ def console() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Prints one line for the user on stdout, made safe by `printable`, and logs it at level info."""
-    print(printable(text), flush=True)
+    """Prints one line for the user on stdout, made safe by `printable`, and logs it at level info.
+
+    A stdout that does not take it is no error (`distill_rl.system.output`).
+    """
+    print(printable(text), file=safe(sys.stdout), flush=True)
     get("run").info(text)
 
 
 @contextmanager
 def status(text: str) -> Iterator[None]:
     """Shows a line on stderr while the block runs, and then erases it; writes nothing if stderr is no terminal."""
-    if not sys.stderr.isatty():
+    stderr = safe(sys.stderr)
+    if stderr is None or not stderr.isatty():
         yield
         return
-    print(printable(text), end="\r", file=sys.stderr, flush=True)
+    print(printable(text), end="\r", file=stderr, flush=True)
     try:
         yield
     finally:
-        print("\x1b[2K", end="\r", file=sys.stderr, flush=True)
+        print("\x1b[2K", end="\r", file=stderr, flush=True)
 
 
 class _File(logging.FileHandler):
@@ -94,6 +100,16 @@ class _File(logging.FileHandler):
             super().close()
 
 
+def log_to_stderr() -> None:
+    """Writes the package's messages of level info and above to stderr, which Ray keeps in a file for each of its workers."""
+    logger = get()
+    if not any(isinstance(handler, _Console) for handler in logger.handlers):
+        handler = _Console()
+        handler.setFormatter(_Printable(_FORMAT))
+        logger.addHandler(handler)
+        logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))
+
+
 @contextmanager
 def log_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Appends the package's log messages of level info and above to a file while the block runs; creates its folder.
@@ -104,7 +120,7 @@ def log_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _File(path, encoding="utf-8", errors="backslashreplace")
-    handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(_Printable(_FORMAT))
     debug = os.environ.get(VARIABLE, "").strip().lower() == "debug"
     handler.setLevel(logging.DEBUG if debug else logging.INFO)
     logger = get()
@@ -152,4 +168,4 @@ class _Console(logging.StreamHandler[Any]):
 
     @property
     def stream(self) -> Any:
-        return sys.stderr
+        return safe(sys.stderr)

@@ -64,6 +64,16 @@ METRICS: Mapping[str, Described] = {
     "train/tokens": Described("tokens", "sum", "", "labelled tokens: those that are trained on"),
     "train/steps": Described("steps", "sum", "", "steps of the record, the denominator of what is per step"),
     "train/tokens_per_second": Described("tokens/s", "mean", "seconds in steps", "train/tokens by timing/step"),
+    "train/ideal_seconds": Described(
+        "seconds",
+        "sum",
+        "",
+        "the FLOPs of the student's step (forward and backward; causal attention within documents; nothing "
+        "that is computed again) by the nominal dense bf16 rate of its GPUs together; absent on CPUs and on cards that are not known",
+    ),
+    "train/mfu": Described(
+        "share", "mean", "seconds in steps", "model FLOPs utilisation: train/ideal_seconds by timing/step"
+    ),
     "train/grad_norm": Described("norm", "last", "", "L2 norm of the gradient before clipping"),
     "train/lr": Described("rate", "last", "", "learning rate"),
     "train/kd_scale": Described("ratio", "last", "", "r of loss.dynamic_scale: CE / KD"),
@@ -275,7 +285,8 @@ What `metrics.jsonl`, TensorBoard, the trackers, Prometheus and the report call 
 `observe.every`, several; `train/steps` is their number. Over its steps, and over ranks, a metric is reduced as the table says:
 
 - `sum`: added up. The report draws it divided by `train/steps`.
-- `mean`: a mean over what the last column names, each weighted alike, in whatever step and on whatever rank it is.
+- `mean`: a mean over what the last column names, each weighted alike, in whatever step and on whatever rank it is. Skipped steps without
+  a finite value are left out, if a record has others.
 - `per_step`: the slowest rank's seconds of each step, added up and divided by `train/steps`; what happens in some steps only counts as 0 in
   the others. So the parts of `timing/step` add up to it, and value times `train/steps`, summed over the records, is the time of the run. A
   record without `train/steps`, such as that of the last checkpoint, has the seconds themselves.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
+
+from distill_rl.system.output import safe
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +24,7 @@ def open_console(least_width: int) -> Console:
     """
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, file=safe(sys.stdout))
     if not console.is_terminal:
         console.width = max(console.width, least_width)
     return console
@@ -69,7 +72,7 @@ class ProgressBar:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._name, self.total, self._interval, self._clock = name, total, interval_s, clock
-        self._console = console or Console()
+        self._console = console or Console(file=safe(sys.stdout))
         self._printed = 0.0
         self._first: tuple[int, float] | None = None
         """The first step seen and its time. It includes compiling and warm-up, so the speed is measured from its end."""
@@ -105,7 +108,7 @@ class ProgressBar:
         first, start = self._first
         left = []
         if total is not None and done > first:
-            left = [f"{_clock_time((now - start) / (done - first) * (total - done))} left"]
+            left = [f"{clock_time((now - start) / (done - first) * (total - done))} left"]
         text = "  ".join([*figures, *left])
         self._bar.update(self._task, completed=done, total=total, figures=text)
         if is_due:
@@ -120,7 +123,7 @@ class ProgressBar:
             self._bar.stop()
 
 
-def _clock_time(seconds: float) -> str:
+def clock_time(seconds: float) -> str:
     """Seconds, rounded, as `M:SS`, or as `H:MM:SS` from one hour on; `0:00` if negative."""
     minutes, second = divmod(round(max(seconds, 0)), 60)
     hour, minute = divmod(minutes, 60)

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
+import socket
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 from distill_rl.config.save import save_config
 from distill_rl.config.schema import Config
-from distill_rl.errors import ConfigError, problem
+from distill_rl.errors import ConfigError, problem, problems_of
 from distill_rl.system import ownership
-from distill_rl.system.files import DRAFT
+from distill_rl.system.files import DRAFT, lock_file
 from distill_rl.system.made_folder import point_at, remove_leftovers
 from distill_rl.types import QUEUE, RunPaths
 
-_LOCK = ".lock"
-SUBMISSION = ("submit.yaml", "submit.sbatch")
+_LOCK, _JOB_LOCK = ".lock", ".job.lock"
+"""Held by the process that uses the directory, and by the batch script of its job."""
+SUBMISSION = ("submit.yaml", "submit.sbatch", "evaluate.sbatch")
 """Files that `train --dry-run` writes to a run directory. With only these in it, the directory is not in use."""
 AFRESH = "start over with --clean"
 WAYS_ON = f"go on with --resume, {AFRESH}"
@@ -29,7 +33,8 @@ _OF_A_START = ("config.yaml", "logs", "bad_rows.jsonl", QUEUE)
 """What a run writes before its first step, and a later one replaces or continues."""
 _OF_STEPS = ("metrics.jsonl", "checkpoints", "evals")
 """What a run makes before its first step and fills afterwards."""
-_ATTEMPT = "DISTILL_RL_ATTEMPT"
+_SIGN_EVERY_S = 5.0
+ATTEMPT = "DISTILL_RLATTEMPT"
 """Set by a batch script, which writes its own logs to the same folder; see `RunPaths.attempt`."""
 
 
@@ -51,10 +56,7 @@ def problems(config: Config, *, clean: bool) -> list[str]:
     if clean and config.checkpoint.resume is not None:
         rule = "--clean leaves nothing to resume from"
         lines.append(problem("checkpoint.resume", rule, config.checkpoint.resume, "drop one of the two"))
-    if not lines and not _writable(root):
-        remedy = "choose another run.dir or fix its permissions"
-        lines.append(problem(f"{root}", "the run directory must be writable", remedy=remedy))
-    return lines
+    return lines or _probe_problems(root)
 
 
 def _folder_problems(root: Path, *, clean: bool, resume: bool) -> Iterator[str]:
@@ -127,26 +129,25 @@ def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
     paths.root.mkdir(parents=True, exist_ok=True)
     for folder in (paths.root, paths.checkpoints):
         ownership.close_folder(folder)
-    with (paths.root / _LOCK).open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with (paths.root / _LOCK).open("a+") as lock, ExitStack() as stack:
+        if not lock_file(lock, paths.root) or _works_elsewhere(lock):
             lock.seek(0)
             raise ConfigError(
                 f"{paths.root}",
                 "the run directory is in use",
                 f"by process {lock.read().strip()}",
                 "wait for it, or choose another run.name",
-            ) from None
+            )
         if not clean and config.checkpoint.resume is None and in_use(paths.root):
             raise _occupied(paths.root)
         lock.truncate(0)
-        lock.write(str(os.getpid()))
+        lock.write(f"{os.getpid()} on {socket.gethostname()}")
         lock.flush()
+        stack.enter_context(_signs_of_life(lock))
         for folder in (paths.root, paths.root / "logs", paths.evals):
             remove_leftovers(folder)
         for entry in paths.root.iterdir() if clean else ():
-            if entry.name != _LOCK:
+            if entry.name not in (_LOCK, _JOB_LOCK):
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         paths = replace(paths, attempt=_attempt(paths.root / "logs"))
         paths.logs.mkdir(parents=True, exist_ok=True)
@@ -159,6 +160,44 @@ def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
         yield paths
 
 
+def _works_elsewhere(lock: TextIO) -> bool:
+    """Whether a process of another node works in the directory, whose lock this node does not see (Lustre: -o localflock).
+
+    A process that was killed has left its name in the file as well, but gives no signs of life.
+    """
+    lock.seek(0)
+    host = lock.read().partition(" on ")[2]
+    if host in ("", socket.gethostname()):
+        return False
+    seen, deadline = os.fstat(lock.fileno()).st_mtime_ns, time.monotonic() + 3 * _SIGN_EVERY_S
+    while time.monotonic() < deadline:
+        time.sleep(_SIGN_EVERY_S / 10)
+        Path(lock.name).stat()  # fetched anew from a file system that caches
+        if os.fstat(lock.fileno()).st_mtime_ns != seen:
+            return True
+    return False
+
+
+@contextmanager
+def _signs_of_life(lock: TextIO) -> Iterator[None]:
+    """Touches the lock file again and again while the block runs; then empties it."""
+    ended = threading.Event()
+
+    def touch() -> None:
+        while not ended.wait(_SIGN_EVERY_S):
+            with suppress(OSError):
+                os.utime(lock.fileno())
+
+    thread = threading.Thread(target=touch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        lock.truncate(0)
+
+
 def record_config(config: Config, paths: RunPaths) -> None:
     """Writes config.yaml in the run directory, with `checkpoint.resume` null; an earlier one is replaced."""
     save_config(replace(config, checkpoint=replace(config.checkpoint, resume=None)), paths.config)
@@ -167,15 +206,15 @@ def record_config(config: Config, paths: RunPaths) -> None:
 def _attempt(logs: Path) -> int:
     """The number of this start of the run, from 1.
 
-    It is that given by the batch script (DISTILL_RL_ATTEMPT), or one more than the highest `attempt_N` in `logs`.
+    It is that given by the batch script (DISTILL_RLATTEMPT), or one more than the highest `attempt_N` in `logs`.
 
     Raises:
         ConfigError: the batch script gives something other than a number from 1.
     """
-    text = os.environ.get(_ATTEMPT)
+    text = os.environ.get(ATTEMPT)
     if text is not None:
         if not (text.isdecimal() and text.isascii() and int(text) >= 1):
-            raise ConfigError(_ATTEMPT, "must be a whole number from 1", text, "unset it: the next number is taken")
+            raise ConfigError(ATTEMPT, "must be a whole number from 1", text, "unset it: the next number is taken")
         return int(text)
     names = [entry.name for entry in logs.iterdir()] if logs.is_dir() else []
     matches = [re.fullmatch(r"attempt_([0-9]+)", name) for name in names]
@@ -199,22 +238,24 @@ def _link_to_outside(root: Path) -> Path | None:
 
 
 def _entries(root: Path) -> list[Path]:
-    """The paths of what is in the run directory, without the lock file and drafts; the directory must exist."""
-    return [entry for entry in root.iterdir() if entry.name != _LOCK and not DRAFT.fullmatch(entry.name)]
+    """The paths of what is in the run directory, without locks and drafts; the directory must exist."""
+    return [
+        entry for entry in root.iterdir() if entry.name not in (_LOCK, _JOB_LOCK) and not DRAFT.fullmatch(entry.name)
+    ]
 
 
-def _writable(root: Path) -> bool:
-    """Whether a file can be made in the run directory, or in the nearest existing folder above it.
-
-    Makes and removes a probe file there.
-    """
+def _probe_problems(root: Path) -> list[str]:
+    """Why no file can be made and locked in the run directory, or in the nearest existing folder above it; makes and removes one."""
     folder = root
     while not folder.exists():
         folder = folder.parent
     probe = folder / f".distill_rl-probe-{os.getpid()}"
     try:
-        probe.touch()
-        probe.unlink()
+        with probe.open("a") as file:
+            return problems_of(lambda: lock_file(file, root))
     except OSError:
-        return False
-    return folder.is_dir()
+        remedy = "choose another run.dir or fix its permissions"
+        return [problem(f"{root}", "the run directory must be writable", remedy=remedy)]
+    finally:
+        with suppress(OSError):
+            probe.unlink()

@@ -8,6 +8,7 @@ checkpoints follow between two steps.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -41,8 +42,11 @@ from distill_rl.run.skipped_rows import SkippedRows
 from distill_rl.system.signals import EXIT_PREEMPTED, Signals
 from distill_rl.types import DocumentBatch, TrainState
 from distill_rl.workers.cluster.gauges import GaugeSink, write_targets
+from distill_rl.workers.cluster.hosts import HostLost
 from distill_rl.workers.pipeline.sub_batch import PendingBatch
 from distill_rl.workers.start import ROLES, Roles, RunActors, start_actors
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -158,6 +162,9 @@ class Driver:
         while True:
             try:
                 return self.train()
+            except HostLost as lost:
+                self.save_what_is_left(lost)
+                raise
             except DistillError as error:
                 self.parts.close()
                 self.timer.flush()  # of a step that will be done again
@@ -221,6 +228,7 @@ class Driver:
                 for line in advice(self.config, trained) if self.learning.steps == 1 else ():
                     say(line)
                 self.observer.log(step, trained, batch.metrics, *self.metrics(batch.documents))
+                self.actors.calls.hosts.require()  # or what follows would not end
                 # Before what is done at a last step only, or at every step but the last.
                 if self.pace is not None and (count := self.pace.last_step(step - self.began)) is not None:
                     self.end_at(self.began + count)
@@ -351,6 +359,17 @@ class Driver:
         if last:  # no step follows whose record could hold the seconds of the last validation and save
             self.observer.log(self.state.step, self.timer.flush())
             self.observer.flush()
+
+    def save_what_is_left(self, lost: HostLost) -> None:
+        """Saves the last step after the loss of what hosts the workers, if the student's ranks live; else only logs why not."""
+        say(f"lost      {lost.what}: {lost.rule}; got {lost.value}")
+        if self.student.is_within_step or self.learning.last_skipped:
+            return
+        try:
+            with self.actors.calls.hosts.finishing():
+                self.save(last=True)
+        except DistillError as error:
+            log.info("step %d could not be saved: %s", self.state.step, error)
 
     def preempt(self) -> int:
         """Saves and commits a checkpoint, says so, and returns the process's exit code, EXIT_PREEMPTED.

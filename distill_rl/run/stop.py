@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import sys
@@ -88,7 +89,12 @@ def command_line(path: str, overrides: Sequence[str]) -> list[str]:
 
 
 def again_with(command: Sequence[str], resume: str | None) -> str:
-    """Returns the command for a shell, with --resume as `checkpoint.resume` asks; None: without it."""
+    """Returns the command for a shell, with --resume as `checkpoint.resume` asks; None: without it.
+
+    Of a batch job, whose cluster ends with it, it is what starts the next one.
+    """
+    if run_directory.ATTEMPT in os.environ:
+        return "submit the batch script again"
     if resume is None:
         return shlex.join(command)
     return shlex.join([*command, "--resume", *([] if resume == "latest" else [resume])])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distill_rl.scaling.shape import Shape
+from distill_rl.scaling.shape import NOMINAL, Shape
 
 # Bytes per element of bf16 activations, as transformers' modules run without fused kernels.
 NORM = (36, 92)
@@ -71,8 +71,8 @@ class Card:
 
 
 CARDS = {
-    "h200": Card("H200", 4.3e12, 790e12, 989e12, "measured: copy bandwidth, large matrix product"),
-    "h100": Card("H100 SXM", 3.0e12, 790e12, 989e12, "scaled from H200 by the data sheets (3.35 of 4.8 TB/s)"),
+    "h200": Card("H200", 4.3e12, 790e12, NOMINAL["H200"], "measured: copy bandwidth, large matrix product"),
+    "h100": Card("H100 SXM", 3.0e12, 790e12, NOMINAL["H100"], "scaled from H200 by the data sheets (3.35 of 4.8 TB/s)"),
 }
 
 

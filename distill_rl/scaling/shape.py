@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from distill_rl.config.facts import ModelFacts
+    from distill_rl.types import TokenRows
+
+
+NOMINAL = {
+    "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H20": 148e12,
+    "H800": 989e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12,
+    "A10G": 70e12, "A10": 125e12, "A30": 165e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+}  # fmt: skip
+"""The data sheets' dense bf16 FLOP/s, by a part of the name that CUDA gives to a card; the first one that is found counts."""
+
+
+def nominal_flops(card: str) -> float | None:
+    """The dense bf16 FLOP/s of a card by its data sheet; None for a name that is not known."""
+    return next((rate for name, rate in NOMINAL.items() if re.search(rf"\b{name}\b", card)), None)
 
 
 @dataclass(frozen=True)
@@ -100,14 +115,14 @@ class Shape:
         """FLOPs per token of the output layer's forward product."""
         return 2.0 * self.head_parameters
 
-    def attention_flops(self, length: int) -> float:
+    def attention_flops(self, length: float) -> float:
         """FLOPs per token of causal attention's forward in all layers, averaged over a row of `length` tokens.
 
         These are two products with, on average, half of the row's positions; the projections are not included.
         """
         return self.layers * 2.0 * self.heads * self.head_size * length
 
-    def flops_per_token(self, length: int, *, trained: bool) -> float:
+    def flops_per_token(self, length: float, *, trained: bool) -> float:
         """FLOPs that the model needs per token: two per parameter that multiplies, and causal attention.
 
         Looking up an embedding multiplies nothing. What a kernel or activation checkpointing computes again is not
@@ -119,6 +134,21 @@ class Shape:
         """
         forward = self.body_flops + self.head_flops + self.attention_flops(length)
         return forward * (3.0 if trained else 1.0)
+
+
+def needed_flops(student: Shape, rows: TokenRows, *, frozen: bool) -> float:
+    """FLOPs that training on rows needs: of their tokens, each of which attends to what precedes it in its document.
+
+    Args:
+        frozen: the weights have no gradient (LoRA), so that backward costs as much as forward; the adapters are not counted.
+    """
+    used = rows.used if rows.used is not None else [rows.shape[1]] * rows.shape[0]
+    tokens = sum(int(count) for count in used)
+    if not tokens:
+        return 0.0
+    attended = sum(int(row[:count].sum()) + int(count) for row, count in zip(rows.position_ids, used))
+    # On average half of a row is attended to: the mean number of attended tokens stands for rows of twice its length.
+    return (2.0 if frozen else 3.0) * tokens * student.flops_per_token(2 * attended / tokens, trained=False)
 
 
 def flops_per_token(student: Shape, teachers: Iterable[tuple[Shape, float]], length: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import fcntl
 import glob
 import hashlib
@@ -14,7 +15,9 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
+
+from distill_rl.errors import ConfigError
 
 DRAFT = re.compile(r"\.(.+)\.[0-9a-f]{8}")
 """The name of what is made beside a file or folder that it will replace, whose name it holds."""
@@ -78,6 +81,34 @@ def _draft_of(path: Path) -> tuple[Path, BinaryIO]:
         if os.fstat(file.fileno()).st_nlink:
             return draft, file
         file.close()  # it was removed before it was locked
+
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What `flock` answers on a file system without locks."""
+
+
+def lock_file(file: IO[Any] | int, folder: Path, *, wait: bool = False) -> bool:
+    """Locks an open file for this process as long as it is open; False if another process holds the lock, unless `wait` is set.
+
+    Args:
+        folder: named by the error.
+
+    Raises:
+        ConfigError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        rule, remedy = (
+            "must be on a file system with locks (flock)",
+            "mount it with them (Lustre: -o flock), or choose a folder elsewhere",
+        )
+        raise ConfigError(f"{folder}", rule, f"{error.strerror}", remedy) from None
+    return True
 
 
 def remove_drafts(path: Path) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import glob
 import os
 import secrets
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from distill_rl.system.files import DRAFT, remove_drafts, sync, sync_tree
+from distill_rl.system.files import DRAFT, lock_file, remove_drafts, sync, sync_tree
 from distill_rl.system.owned_folder import OWNER, OwnedFolder, remove_abandoned
 
 PARTIAL = ".partial-"
@@ -39,7 +38,7 @@ def made_once(root: Path, name: str, make: Callable[[Path], object]) -> Path:
     """
     root.mkdir(parents=True, exist_ok=True)
     with (root / f".{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock_file(lock, root, wait=True)
         if not (root / name).is_dir():
             partial = root / f"{PARTIAL}{name}"
             shutil.rmtree(partial, ignore_errors=True)

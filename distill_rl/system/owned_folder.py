@@ -5,7 +5,6 @@ A killed process cannot remove its folder. The next process that makes one remov
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import secrets
@@ -13,6 +12,8 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+
+from distill_rl.system.files import NO_LOCKS
 
 OWNER = "owner"
 """The file that the owner has locked."""
@@ -92,7 +93,7 @@ def claim(folder: Path) -> int | None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            if error.errno not in NO_LOCKS:
                 raise
         if owner.stat().st_ino == os.fstat(lock).st_ino:
             undo.pop_all()

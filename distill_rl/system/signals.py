@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-PREEMPT = (signal.SIGTERM, signal.SIGUSR1)
+PREEMPT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Requests to stop. SIGHUP is sent when a terminal is lost."""
 
 EXIT_PREEMPTED = 85
 EXIT_INTERRUPTED = 130
@@ -24,7 +25,7 @@ _ONE_REQUEST_S = 1.0
 
 
 class Preempted(BaseException):
-    """SIGTERM or SIGUSR1 ended a run, or arrived while there was no step to finish. Not an error, like KeyboardInterrupt."""
+    """SIGTERM, SIGUSR1 or SIGHUP ended a run, or arrived while there was no step to finish. Not an error, like KeyboardInterrupt."""
 
 
 class Signals:
@@ -32,13 +33,14 @@ class Signals:
 
     | signal | effect |
     |---|---|
-    | first SIGTERM or SIGUSR1 | `preempted` is set: the run stops after the step |
-    | either of them again | treated like Ctrl-C |
+    | first SIGTERM, SIGUSR1 or SIGHUP | `preempted` is set: the run stops after the step |
+    | SIGTERM or SIGUSR1 again | treated like Ctrl-C |
     | Ctrl-C | the run stops now |
     | Ctrl-C, or either of them again, after that | the process exits at once, with 130 |
 
-    A repeated SIGTERM or SIGUSR1 does not count within a second of the first. The first SIGTERM after a SIGUSR1 never
-    counts: a scheduler sends it at the time limit, while the run is saving.
+    A repeated SIGTERM or SIGUSR1 does not count within a second of the first. The first SIGTERM after a SIGUSR1 or SIGHUP
+    never counts: a scheduler sends it at the time limit, a machine when it goes down, while the run is saving. A SIGHUP
+    after another request never counts, and none does if the process inherited it as ignored (`nohup`).
 
     With `embedded` the process belongs to a caller, such as a notebook. It is never ended: the last kind of request goes
     to the handler from before. In another thread than the main one, which alone can handle signals, nothing is handled.
@@ -61,7 +63,7 @@ class Signals:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Signals:
-        """Installs the handlers for SIGTERM, SIGUSR1 and SIGINT; only the main thread can (see `embedded`)."""
+        """Installs the handlers for PREEMPT and SIGINT; only the main thread can (see `embedded`)."""
         self._previous = self._install()
         return self
 
@@ -83,7 +85,7 @@ class Signals:
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed, or SIGTERM or SIGUSR1 arrived again.
-            Preempted: SIGTERM or SIGUSR1 arrived once.
+            Preempted: SIGTERM, SIGUSR1 or SIGHUP arrived once.
         """
         self._at_once = True
         try:
@@ -106,20 +108,20 @@ class Signals:
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed, or SIGTERM or SIGUSR1 arrived again.
-            Preempted: SIGTERM or SIGUSR1 arrived once.
+            Preempted: SIGTERM, SIGUSR1 or SIGHUP arrived once.
         """
         self.raise_if_interrupted()
         if self.preempted:
             raise Preempted
 
     def _install(self) -> dict[int, object]:
-        """Installs the handler for all three signals, and returns the previous handler of each."""
+        """Installs the handler for all signals that count, and returns the previous handler of each."""
         if self._embedded and threading.current_thread() is not threading.main_thread():
             return {}
-        return {number: signal.signal(number, self._on_signal) for number in (*PREEMPT, signal.SIGINT)}
+        return {number: signal.signal(number, self._on_signal) for number in (*requests(), signal.SIGINT)}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handles SIGTERM, SIGUSR1 and SIGINT: notes a request to stop, by the table of the class.
+        """Notes a request to stop, by the table of the class.
 
         Inside `at_once` it also raises, as `raise_if_stopping` does. Once the run was told to stop now, Ctrl-C, or
         SIGTERM or SIGUSR1 again, ends the process with 130, or if `embedded` goes to the handler from before. SIGTERM
@@ -127,9 +129,9 @@ class Signals:
         """
         if number in PREEMPT and not self.preempted:
             self.preempted, self._asked_at, self._asked_by = True, self._clock(), number
-        elif number in PREEMPT and self._clock() - self._asked_at < _ONE_REQUEST_S:
+        elif number == signal.SIGHUP or (number in PREEMPT and self._clock() - self._asked_at < _ONE_REQUEST_S):
             return
-        elif number == signal.SIGTERM and self._asked_by == signal.SIGUSR1:
+        elif number == signal.SIGTERM and self._asked_by in (signal.SIGUSR1, signal.SIGHUP):
             self._asked_by = number
             return
         elif not self._interrupted:
@@ -145,9 +147,14 @@ class Signals:
             self.raise_if_stopping()
 
 
+def requests() -> tuple[signal.Signals, ...]:
+    """PREEMPT, without a SIGHUP that this process inherited as ignored."""
+    return tuple(n for n in PREEMPT if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
+
+
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Defers SIGTERM and SIGUSR1 to this thread until the block ends. Processes started inside never receive them.
+    """Defers PREEMPT to this thread until the block ends. Processes started inside never receive them.
 
     A scheduler signals the whole process group, and a cluster service that died of it could not take part in the final
     save. We end those processes ourselves.

@@ -74,11 +74,11 @@ def available_bytes(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:
 
 
 def total_bytes(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:
-    """Returns how many bytes of memory there are for this process, used or not: the machine's, or the limit of a group.
+    """Returns how many bytes of memory there are for this process, used or not: the machine's, or the limit of a group or Slurm job.
 
     Arguments as for `available_bytes`.
     """
-    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_of_a_job()]
     for group in _groups(membership, mount):
         for name in ("memory.max", "memory.limit_in_bytes"):
             try:
@@ -86,6 +86,17 @@ def total_bytes(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int:
             except (OSError, ValueError):
                 continue
     return min(sizes)
+
+
+def _of_a_job() -> Iterator[int]:
+    """Yields the memory that Slurm gives this job on a node, if it limits that; not every site enforces it by a group."""
+    for variable, count in (
+        ("SLURM_MEM_PER_NODE", "1"),
+        ("SLURM_MEM_PER_CPU", os.environ.get("SLURM_CPUS_ON_NODE", "")),
+    ):
+        mebibytes = os.environ.get(variable, "")
+        if mebibytes.isdecimal() and count.isdecimal() and int(mebibytes):  # 0: all of the node
+            yield int(mebibytes) * int(count) << 20
 
 
 def _machine_bytes() -> int:

@@ -22,6 +22,7 @@ from distill_rl.observe.log import say
 from distill_rl.observe.timing import StepTimer
 from distill_rl.preflight.job import Job
 from distill_rl.preflight.stores.make import make_stores
+from distill_rl.scaling.shape import Shape
 from distill_rl.system.environment import environment
 from distill_rl.system.files import write_json
 from distill_rl.system.signals import Signals
@@ -32,6 +33,7 @@ from distill_rl.workers.actors.student import StudentWorker
 from distill_rl.workers.actors.teacher import TeacherWorker
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup, stop
+from distill_rl.workers.cluster.hosts import Hosts
 from distill_rl.workers.cluster.places.placement import (
     EVALUATOR,
     PlacementPlan,
@@ -155,7 +157,14 @@ def _session(
     placed = without_student(config) if captures else config
     local_aligners = aligner_workers(placed, gpus=visible_gpus(), cpus=len(os.sched_getaffinity(0)))
     num_cpus = sum(compute_groups(placed)) + local_aligners + evaluators(placed)
-    with ray_session(config.ray, num_cpus=num_cpus, target_bytes=_target_bytes(job), started=signals.install_again):
+    ray_runs = ray_session(
+        config.ray,
+        num_cpus=num_cpus,
+        target_bytes=_target_bytes(job),
+        started=signals.install_again,
+        interrupted=signals.raise_if_stopping,
+    )
+    with ray_runs as hosts:
         cluster, this_node = ray.cluster_resources(), ray.get_runtime_context().get_node_id()
         gpus, cpus = cluster.get("GPU", 0.0), cluster.get("CPU", 0.0)
         student = job.facts.student
@@ -166,13 +175,13 @@ def _session(
             num_aligners = aligner_workers(placed, gpus=gpus, cpus=cpus)
         job = replace(job, plan=job.plan.for_device(on_gpu=gpus > 0))
         make_stores(job, on_gpu=gpus > 0, captures=captures)
-        calls = Calls(signals.raise_if_stopping, report_after_s=config.faults.report_after_s)
+        calls = Calls(signals.raise_if_stopping, hosts=hosts, report_after_s=config.faults.report_after_s)
         calls.monitor = ProcessMonitor(config.faults, calls.processes, job.paths.logs)
 
         def make_plan() -> PlacementPlan:
             return place_actors(placed, num_aligners, gpus=gpus, nodes=nodes(), needs=_memory_needs(job, int(gpus)))
 
-        with _reserved(job, make_plan, signals) as (plan, placement):
+        with _reserved(job, make_plan, signals, hosts) as (plan, placement):
             actors = _create(job, total_steps, num_aligners, plan, placement, calls, placed, roles)
             say(f"starting  {', '.join(name for group in actors.groups for name in group.names)}")
             try:
@@ -180,7 +189,7 @@ def _session(
                 starting.load()
                 yield job, actors, calls, starting
             except DistillError as error:
-                if error.exit_code == 1:
+                if error.exit_code == 1 and not hosts.lost:  # or the answers would be waited for
                     calls.monitor.dump_stacks()
                 keep_logs((entry for group in actors.groups for entry in group.processes), job.paths.logs)
                 raise
@@ -194,7 +203,7 @@ def _session(
 
 @contextmanager
 def _reserved(
-    job: Job, make_plan: Callable[[], PlacementPlan], signals: Signals
+    job: Job, make_plan: Callable[[], PlacementPlan], signals: Signals, hosts: Hosts
 ) -> Iterator[tuple[PlacementPlan, PlacementGroup]]:
     """Reserves the places of all actors while the block runs; before that, a file tells the place in the queue, if there is one."""
     config, file = job.config, job.paths.queue
@@ -208,6 +217,7 @@ def _reserved(
                 config.run.name,
                 interrupted=signals.raise_if_stopping,
                 waiting=lambda others: tell(others, file),
+                lost=lambda: hosts.lost,
             )
         )
         in_line.close()
@@ -281,7 +291,8 @@ def _create(
     reserved = plan, placement, calls
     student = None
     if student_names:
-        arguments = config, total_steps, job.cross_tokenizer_specs, job.facts.vocabulary_size, threads
+        shape = None if job.facts.student is None else Shape.of(job.facts.student)
+        arguments = config, total_steps, job.cross_tokenizer_specs, job.facts.vocabulary_size, threads, shape
         student = roles.group(roles.student, student_names, *reserved, *arguments)
     teachers = []
     for teacher, known in job.facts.by_teacher(config):

@@ -18,6 +18,7 @@ from distill_rl.errors import WorkerError
 from distill_rl.observe.log import say
 from distill_rl.workers.cluster.calls import Calls, Overdue, Refs
 from distill_rl.workers.cluster.group import WorkerGroup
+from distill_rl.workers.cluster.hosts import HostLost
 from distill_rl.workers.cluster.relay import DIRECT
 from distill_rl.workers.pipeline.sub_batch import Teachers
 from distill_rl.workers.pipeline.teacher_recovery import without_remedy
@@ -148,7 +149,7 @@ class Starting:
         Raises:
             WorkerError: `error`, if there is none, or an actor was only late; or the death for which there is no budget.
         """
-        lost = {} if isinstance(error, Overdue) else self.calls.lost(error, self.calls.names.values(), what)
+        lost = {} if isinstance(error, Overdue | HostLost) else self.calls.lost(error, self.calls.names.values(), what)
         dead = [part for part in self._parts if lost.keys() & set(part.names)]
         if not dead:
             raise error

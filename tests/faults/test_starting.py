@@ -69,25 +69,39 @@ def test_without_a_budget_the_start_ends_with_one_line_that_says_to_start_again(
     assert error.endswith("no step is recorded: start it again")
 
 
-def test_a_ray_that_is_slow_to_start_is_said(material, tmp_path):
-    """Ray waits 30 s for its node and lets nobody change that: its process is stopped, as if the machine was busy."""
-    log, ended = tmp_path / "log", threading.Event()
+def start_with_a_slow_ray(material, folder, until_told, *settings) -> tuple[int, str]:
+    """The exit code and output of a run whose raylet is stopped, as if the machine was busy, until its output has this text.
+
+    Ray waits 30 s for its node and lets nobody change that.
+    """
+    log, ended = folder / "log", threading.Event()
 
     def stop_raylet(root: int) -> None:
-        while not ended.wait(0.002):
+        while not ended.wait(0.002) and until_told not in log.read_text():
             with contextlib.suppress(psutil.Error):
                 for child in psutil.Process(root).children(recursive=True):
                     if child.name() == "raylet":
                         child.suspend()
 
-    with running("train", "-c", material.config(tmp_path), *LENGTH, log=log) as process:
+    with running("train", "-c", material.config(folder), *settings, log=log) as process:
         thread = threading.Thread(target=stop_raylet, args=(process.pid,), daemon=True)
         thread.start()
         try:
-            assert process.wait(timeout=2 * RESTART_S) == 1
+            return process.wait(timeout=2 * RESTART_S), log.read_text()
         finally:
             ended.set()
             thread.join(30)
-    (error,) = [line for line in log.read_text().splitlines() if line.startswith("distill-rl: error:")]
+
+
+def test_a_ray_that_is_slow_to_start_is_started_again(material, tmp_path):
+    code, text = start_with_a_slow_ray(material, tmp_path, "starting  Ray again")
+    assert code == 0, text
+    assert "starting  Ray again: the machine was too busy for it to start within 30 s" in text
+
+
+def test_a_ray_that_stays_slow_is_said(material, tmp_path):
+    code, text = start_with_a_slow_ray(material, tmp_path, "never", "ray.start_timeout_s=1")
+    assert code == 1
+    (error,) = [line for line in text.splitlines() if line.startswith("distill-rl: error:")]
     assert "Ray: must start on this machine; got " in error
-    assert "start again when the machine is less busy" in error
+    assert "start again when the machine is less busy, or raise ray.start_timeout_s" in error

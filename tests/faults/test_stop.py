@@ -12,9 +12,9 @@ pytestmark = pytest.mark.cli
 
 
 def test_a_stop_signal_finishes_the_step_saves_and_exits_85(material, tmp_path):
-    """SIGTERM stops the run, SIGUSR1 the resumed run."""
+    """SIGTERM stops the run, SIGUSR1 and SIGHUP the resumed run."""
     before: set[str] = set()
-    for number, resume in ((signal.SIGTERM, ()), (signal.SIGUSR1, ("--resume",))):
+    for number, resume in ((signal.SIGTERM, ()), (signal.SIGUSR1, ("--resume",)), (signal.SIGHUP, ("--resume",))):
         with training(material, tmp_path, *resume) as (process, run, log):
             os.killpg(process.pid, number)  # to every process of the job, as a scheduler does
             assert process.wait(timeout=2 * PROMISE_S) == 85, log.read_text()

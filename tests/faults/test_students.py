@@ -3,11 +3,12 @@
 import os
 import re
 import signal
+from operator import mul
 
 import pytest
 
 from tests.faults.conftest import STEPS, assert_resumes, assert_same_student
-from tests.helpers.command import series, until
+from tests.helpers.command import records, series, until
 
 LENGTH = (f"train.steps={STEPS}", f"schedule.steps={STEPS}", "evaluate.every=60", "student.parallel.dp=2")
 CHECKPOINTS = ("checkpoint.every=1", "faults.stopped_s=2")
@@ -38,6 +39,32 @@ def test_a_lost_rank_is_replaced_and_no_bit_changes(disturb, undisturbed, number
     assert "most recent call first" in stack
     assert series(run.run, "faults/student_restarts")[-1][1] == 1
     assert_same_student(run.run, expected)
+
+
+def test_records_of_several_steps_count_every_step_once_after_a_restart(disturb, undisturbed):
+    """A record is cut short by a checkpoint, and what was recorded after the one to which the run goes back is recorded again."""
+    expected = undisturbed(*LENGTH)
+    single = {record["step"]: record for record in records(expected) if "train/steps" in record}
+    with disturb(*LENGTH, "checkpoint.every=10", "observe.every=7") as run:
+        run.wait_for_checkpoint()
+        os.kill(run.actors["student-dp1-tp0"], signal.SIGKILL)
+        assert run.end() == 0, run.text
+    several = [record for record in records(run.run) if "train/steps" in record]
+    first = 1
+    for record in several:
+        steps = [single[step] for step in range(first, record["step"] + 1)]
+        first = record["step"] + 1
+        assert record["train/steps"] == len(steps)
+        tokens = [step["train/tokens"] for step in steps]
+        assert record["train/tokens"] == sum(tokens)
+        assert record["align/tokens"] == sum(step["align/tokens"] for step in steps)
+        losses = [step["train/loss"] for step in steps]
+        assert record["train/loss"] == pytest.approx(sum(map(mul, losses, tokens)) / sum(tokens), rel=1e-12)
+        assert record["train/grad_norm"] == steps[-1]["train/grad_norm"]
+    assert first == max(single) + 1
+    recovered = [record for record in records(run.run) if "timing/recovery" in record]
+    assert len(recovered) == 1, "the restart took its seconds once"
+    assert recovered[0]["timing/recovery"] > 0
 
 
 def test_without_a_checkpoint_the_run_begins_again(disturb, undisturbed):

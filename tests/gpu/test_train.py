@@ -36,6 +36,9 @@ def test_deterministic_runs_repeat_at_any_depth(material, tmp_path, dtype):
         )  # fmt: skip
         assert result.code == 0, result.err
         curves.append(series(folder / "runs" / "tiny", "train/kl_loss"))
+        shares = [share for _, share in series(folder / "runs" / "tiny", "train/mfu")]
+        assert len(shares) == 8, "the card's nominal rate is known"
+        assert all(0 < share < 1 for share in shares)
     assert len(curves[0]) == 8
     assert curves[0] == curves[1]
 

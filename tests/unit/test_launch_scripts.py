@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -95,6 +96,15 @@ def test_script_parses_and_stops_at_the_first_error(script: Path) -> None:
     if script.name not in SOURCED:
         assert text.startswith("#!/usr/bin/env bash\n")
         assert "\nset -euo pipefail\n" in text
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_finds_nothing(script: Path) -> None:
+    """But for `name= other=` (1007), {address} (1083) and variables of scripts that are sourced (2034)."""
+    command = ["shellcheck", "--severity=warning", "--exclude=SC1007,SC1083,SC2034", "--external-sources"]
+    done = subprocess.run([*command, f"--source-path={ROOT}/launch", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -531,8 +541,7 @@ esac
         (["USR1"], 1, {"RESTARTS": "1"}, {"SLURM_RESTART_COUNT": "1"}, "scontrol: requeue 7"),
         ([], 0, {}, {}, None),
         ([], 0, {"PREEMPT_TIME": "2026-01-01T01:00:00"}, {}, "scontrol: requeue 7"),
-        (["USR1"], 1, {}, {"REQUEUE": "chain", "SLURM_GPUS_ON_NODE": "8"}, "sbatch: --dependency"),
-        (["USR1"], 1, {}, {"REQUEUE": "chain", "SLURM_GPUS_PER_NODE": "h:8"}, "--gpus-per-node=h:8"),
+        (["USR1"], 1, {}, {"REQUEUE": "chain"}, "sbatch: --parsable --dependency=afterany:7"),
     ],
 )
 def test_job_forwards_signals_and_restarts_unless_cancelled(
@@ -564,7 +573,124 @@ def test_job_forwards_signals_and_restarts_unless_cancelled(
         assert lines == ""
     else:
         assert call in lines
-        assert ("--gpus-per-node" in lines) == ("SLURM_GPUS_PER_NODE" in variables)
+
+
+OPTIONS = """\
+#!/usr/bin/env bash
+case "$*" in
+"show job"*) cat <<'JOB'
+JobId=7 JobName=my run
+   UserId=me(1000) GroupId=me(1000) MCS_label=N/A
+   Priority=4294901757 Nice=5 Account=team QOS=long
+   JobState=RUNNING Reason=None Dependency=(null)
+   Requeue=0 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
+   RunTime=00:01:00 TimeLimit=02:00:00 TimeMin=N/A
+   SuspendTime=None SecsPreSuspend=0 LastSchedEval=2026-01-01T00:00:00 Scheduler=Main
+   Partition=main AllocNode:Sid=login:1
+   ReqNodeList=(null) ExcNodeList=n3
+   NodeList=n[1-2]
+   BatchHost=n1
+   NumNodes=2 NumCPUs=8 NumTasks=2 CPUs/Task=4 ReqB:S:C:T=0:0:*:*
+   TRES=cpu=8,mem=6G,node=2,billing=8,gres/gpu=4
+   Socks/Node=* NtasksPerN:B:S:C=1:0:*:* CoreSpec=*
+   MinCPUsNode=4 MinMemoryNode=3000M MinTmpDiskNode=0
+   Features=fast&ib DelayBoot=00:00:00
+   OverSubscribe=NO Contiguous=0 Licenses=(null) Network=(null)
+   Command=/spool/script
+   Comment=a study, part=2
+   StdErr=/logs/100%.log
+   StdOut=/logs/100%.log
+   TresPerNode=gres:gpu:h200:2
+   MailUser=me MailType=END,FAIL
+JOB
+;;
+"--noheader"*) printf '9 afterok:7(unfulfilled)\n10 afterok:77(unfulfilled)\n11 afterany:5:7(unfulfilled),afterok:7(unfulfilled)\n' ;;
+*) printf '%s' "${0##*/}" >>"$CALLS"; printf ' [%s]' "$@" >>"$CALLS"; echo >>"$CALLS"; [[ $0 != *sbatch ]] || echo "8;cluster" ;;
+esac
+"""
+
+
+def test_a_chained_job_has_the_options_of_the_first_and_what_waits_for_it_waits_for_the_next(tmp_path: Path) -> None:
+    lines = chained(tmp_path, OPTIONS)
+    (submitted,) = [line for line in lines if line.startswith("sbatch ")]
+    for option in (
+        "--job-name=my run", "--nice=5", "--account=team", "--qos=long", "--time=02:00:00", "--partition=main", "--exclude=n3",
+        "--nodes=2", "--cpus-per-task=4", "--mem=3000M", "--constraint=fast&ib", "--comment=a study, part=2",
+        "--output=/logs/100%%.log", "--gres=gpu:h200:2", "--mail-user=me", "--mail-type=END,FAIL", "--open-mode=append",
+    ):  # fmt: skip
+        assert f" [{option}]" in submitted, option
+    assert "null" not in submitted
+    assert [line for line in lines if line.startswith("scontrol ")] == [
+        "scontrol [update] [jobid=9] [dependency=afterok:8]",
+        "scontrol [update] [jobid=11] [dependency=afterany:5:8,afterok:8]",
+    ]
+
+
+def chained(folder: Path, programs: str) -> list[str]:
+    """The calls of Slurm's programs by a job that is stopped at its time limit and submits the next one."""
+    (folder / "launch").mkdir()
+    (folder / "launch" / "ray_cluster.sh").write_text(CLUSTER)
+    stand_ins(folder, scontrol=programs, sbatch=programs, squeue=programs)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").symlink_to("/bin/true")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    env |= {"PATH": f"{folder}:{os.environ['PATH']}", "DISTILL_RL_ROOT": os.fspath(folder), "CONFIG": "x.yaml"}
+    env |= {"RUN_DIR": os.fspath(folder / "run"), "VENV": os.fspath(folder), "REQUESTS": os.fspath(folder / "requests")}
+    env |= {"CALLS": os.fspath(folder / "calls"), "SLURM_JOB_ID": "7", "REQUEUE": "chain", "SLURM_JOB_NODELIST": "n1"}
+    with subprocess.Popen(["bash", os.fspath(ROOT / "launch" / "slurm.sbatch")], env=env) as batch:
+        until(lambda: (folder / "requests").exists() or batch.poll() is not None, "the command")
+        batch.send_signal(signal.SIGUSR1)
+        until(lambda: (folder / "requests").read_text(), "the request")
+        (folder / "requests.end").touch()
+        assert batch.wait(60) == 85
+    return (folder / "calls").read_text().splitlines()
+
+
+def start(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs the batch script with a launcher that is asked to stop at once and saves nothing."""
+    if not (folder / "launch").exists():
+        (folder / "launch").mkdir()
+        (folder / "launch" / "ray_cluster.sh").write_text(
+            "#!/usr/bin/env bash\nkill -USR1 $PPID\nread -rt 0.3 <> <(:)\nexit 85\n"
+        )
+        stand_ins(folder, scontrol=JOB_CONTROL, squeue=JOB_CONTROL)
+        (folder / "bin").mkdir()
+        (folder / "bin" / "python").symlink_to("/bin/true")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    env |= {"PATH": f"{folder}:{os.environ['PATH']}", "DISTILL_RL_ROOT": os.fspath(folder), "CONFIG": "x.yaml"}
+    env |= {"RUN_DIR": os.fspath(folder / "run"), "VENV": os.fspath(folder), "CALLS": os.fspath(folder / "calls")}
+    env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "PREEMPT_TIME": "None", "RESTARTS": "0"} | variables
+    script = os.fspath(ROOT / "launch" / "slurm.sbatch")
+    return subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_a_job_that_saves_nothing_three_times_is_not_started_again(tmp_path: Path) -> None:
+    for number in range(1, 4):
+        done = start(tmp_path)
+        assert "stopped and saved" not in done.stdout
+        if number < 3:
+            assert f"stopped, with nothing new to save; continues with attempt {number + 1} (requeue)" in done.stdout
+    assert "3 starts in a row saved nothing new: not started again. Give it more time (--time)" in done.stderr
+    assert (tmp_path / "calls").read_text().count("requeue 7") == 2
+    (tmp_path / "run" / "checkpoints" / "step-5").mkdir(parents=True)  # by a run without the script
+    assert "continues with attempt 5 (requeue)" in start(tmp_path).stdout
+
+
+@pytest.mark.parametrize("lock", [".job.lock", ".lock"])
+def test_a_second_job_in_a_run_directory_ends_with_one_line_and_touches_nothing(tmp_path: Path, lock: str) -> None:
+    start(tmp_path)
+    run = tmp_path / "run"
+    (run / lock).write_text("by job 6 on n1")
+    before = sorted(run.rglob("*"))
+    with (run / lock).open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = start(tmp_path)
+    assert done.returncode == 2
+    (error,) = done.stderr.splitlines()
+    assert re.fullmatch(
+        rf"slurm.sbatch: error: {run} is in use \(.*by job .*\): wait for it, or set another RUN_DIR", error
+    )
+    assert sorted(run.rglob("*")) == before
 
 
 def is_idle(pid: int) -> bool:

@@ -20,6 +20,7 @@ from distill_rl.config.rules.long_rows import long_row_problems
 from distill_rl.config.rules.lora import lora_problems
 from distill_rl.config.rules.quantization import quantization_problems
 from distill_rl.config.rules.routing import routing_problems
+from distill_rl.config.rules.slurm import slurm_problems
 from distill_rl.config.rules.stores import store_problems
 from distill_rl.config.schema import Config
 from distill_rl.errors import problem
@@ -58,6 +59,7 @@ def problems(config: Config) -> list[str]:
         *_checkpoints(config),
         *_evaluation(config),
         *data_problems(config),
+        *slurm_problems(config),
         *_others(config),
     ]
 

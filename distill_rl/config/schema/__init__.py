@@ -20,6 +20,7 @@ from distill_rl.config.schema.models import ParallelConfig as ParallelConfig
 from distill_rl.config.schema.models import StudentConfig as StudentConfig
 from distill_rl.config.schema.models import TeacherConfig as TeacherConfig
 from distill_rl.config.schema.models import TeacherLoss as TeacherLoss
+from distill_rl.config.schema.slurm import SlurmConfig as SlurmConfig
 
 # OmegaConf reads these annotations at run time and knows Optional[...], not `X | None`.
 # ruff: noqa: UP045
@@ -308,3 +309,4 @@ class Config:
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     ray: RayConfig = field(default_factory=RayConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)

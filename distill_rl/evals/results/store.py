@@ -7,7 +7,6 @@ written atomically, and the partial file is deleted.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any, BinaryIO
 
 from distill_rl.errors import ConfigError
 from distill_rl.evals.results.result import Row
-from distill_rl.system.files import read_json_lines, write_atomic, write_json
+from distill_rl.system.files import lock_file, read_json_lines, write_atomic, write_json
 
 Key = Mapping[str, Any]
 """Everything that determines the rows of a suite: model, data, prompts, backend."""
@@ -180,11 +179,8 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(str(folder), "must be a folder that can be written", error.strerror) from error
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            remedy = "wait, or choose another"
-            raise ConfigError(str(folder), "is in use by another evaluation", remedy=remedy) from error
+        if not lock_file(descriptor, folder):
+            raise ConfigError(str(folder), "is in use by another evaluation", remedy="wait, or choose another")
         yield
     finally:
         os.close(descriptor)

@@ -15,7 +15,7 @@ from distill_rl.observe.metrics import FAULTS, is_sum
 from distill_rl.observe.report import charts
 from distill_rl.observe.report.charts import Chart, Curve, Point
 from distill_rl.observe.report.runs import Run
-from distill_rl.observe.sinks.sinks import ALL_RATE, RATE, SECONDS
+from distill_rl.observe.sinks.sinks import ALL_RATE, IDEAL, MFU, RATE, SECONDS
 
 LOSSES, OPTIMISATION, DATA, SPEED = "Losses", "Optimisation", "Coverage and data", "Speed"
 USE, TRANSPORT, FAULT_SECTION, SCORES = "Memory and utilisation", "Transport", "Faults", "Scores"
@@ -48,6 +48,7 @@ TITLES = {
     "train/router_balance": "Balance of the experts (1: even)",
     RATE: "Trained tokens per second",
     ALL_RATE: "All tokens per second",
+    MFU: "Model FLOPs utilisation (MFU)",
     SECONDS: "Seconds per step",
     "transport/teacher_wait": "Share of the step spent waiting for teachers",
     "transport/slot_occupancy": "Share of the teachers' slots in use",
@@ -65,7 +66,7 @@ CAPTIONS = {
     "with a top k, bounds of it.",
 }
 LINEAR = {
-    *("Learning rate", TITLES[RATE], TITLES[ALL_RATE], ALIGNMENT, SCORE, CUT, "Faults (cumulative)"),
+    *("Learning rate", TITLES[RATE], TITLES[ALL_RATE], TITLES[MFU], ALIGNMENT, SCORE, CUT, "Faults (cumulative)"),
     *(SPLITS["top1_agreement"], ACCEPTANCE, TITLES["transport/teacher_wait"]),
     *(TITLES["transport/slot_occupancy"], TITLES["align/labelled"], TITLES["align/efficiency"]),
     *WORKERS.values(),
@@ -133,7 +134,7 @@ def place(name: str) -> tuple[str, str, str]:
     section = {"align": DATA, "data": DATA, "timing": SPEED, "transport": TRANSPORT, "train": OPTIMISATION}.get(
         prefix, ""
     )
-    if name in (RATE, ALL_RATE):
+    if name in (RATE, ALL_RATE, MFU, IDEAL):
         section = SPEED
     title = TITLES.get(group, group if rest else name) + (" per step" if is_sum(name) else "")
     return section or (prefix if rest else "Other"), title, detail or base or name

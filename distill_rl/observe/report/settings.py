@@ -16,7 +16,7 @@ from distill_rl.observe.metrics import FAULTS
 from distill_rl.observe.report import charts
 from distill_rl.observe.report.runs import Run
 from distill_rl.observe.report.sections import faults
-from distill_rl.observe.sinks.sinks import ALL_RATE, ALL_TOKENS, RATE, SECONDS, TOKENS
+from distill_rl.observe.sinks.sinks import ALL_RATE, ALL_TOKENS, MFU, RATE, SECONDS, TOKENS
 
 MISSING = "—"
 FAULT_LABELS = {*FAULTS.values(), "rows left out", "broken records"}
@@ -117,7 +117,7 @@ def _figures(run: Run) -> Iterator[tuple[str, str]]:
     def whole(value: float) -> str:
         return f"{value:,.0f}"
 
-    rates, all_rates = run.finite(RATE), run.finite(ALL_RATE)
+    rates, all_rates, used = run.finite(RATE), run.finite(ALL_RATE), run.finite(MFU)
     low, high = (run.last(f"validation/acceptance_{bound}") for bound in ("low", "high"))
     entries: list[tuple[str, float | None, Callable[[float], str]]] = [
         ("steps", run.records[-1]["step"] if run.records else 0, whole),
@@ -132,6 +132,7 @@ def _figures(run: Run) -> Iterator[tuple[str, str]]:
         ("tokens, all", sum(run.finite(ALL_TOKENS)) or None, whole),
         ("trained tokens/s, median", median(rates) if rates else None, whole),
         ("all tokens/s, median", median(all_rates) if all_rates else None, whole),
+        ("model FLOPs utilisation (MFU), median", median(used) if used else None, "{:.1%}".format),
         ("time spent in steps", run.total(SECONDS) or None, _duration),
         ("rows left out", run.num_bad_rows or None, whole),
         ("broken records", run.num_broken or None, whole),

@@ -24,8 +24,14 @@ _LOSSES = (("loss", "train/loss"), ("kl", "train/kl_loss"), ("nll", "train/nll_l
 MOST_RECORDS = 20_000
 """Most records of steps, unless `observe.every` asks for more: about 30 MB of metrics.jsonl."""
 TOKENS, ALL_TOKENS, SECONDS, STEPS = "train/tokens", "align/tokens", "timing/step", "train/steps"
+IDEAL, MFU = "train/ideal_seconds", "train/mfu"
 RATE, ALL_RATE = "train/tokens_per_second", "align/tokens_per_second"
-_PER_SECOND = {RATE: TOKENS, ALL_RATE: ALL_TOKENS, "transport/teacher_wait": "timing/wait_teachers"}
+_PER_SECOND = {
+    RATE: TOKENS,
+    ALL_RATE: ALL_TOKENS,
+    MFU: IDEAL,
+    "transport/teacher_wait": "timing/wait_teachers",
+}
 """Derived metric → the metric that is divided by the seconds of the step."""
 _WORK = ("step", "forward", "align")
 """The parts `timing/<worker>/<part>` that are all of a worker's work: `busy/<worker>` is their share of the step."""
@@ -66,7 +72,7 @@ class Observer:
         A name that occurs in several parts (of several ranks) is reduced too.
 
         Derives `train/tokens_per_second` and `align/tokens_per_second` from the tokens that are trained on, and all tokens,
-        and `timing/step`; `transport/teacher_wait`, the share of the step spent waiting for teachers; and `busy/<worker>`, the
+        and `timing/step`; `train/mfu` from the seconds that the step's FLOPs need; `transport/teacher_wait`, the share of the step spent waiting for teachers; and `busy/<worker>`, the
         share in which a worker worked. They are means weighted by seconds, so they stay exact when steps are merged.
 
         Raises:
@@ -82,6 +88,12 @@ class Observer:
             if metric.reduction == "per_step":  # merged over ranks; from here on over steps
                 self._per_step.add(name)
                 metrics[name] = metric._replace(reduction="sum")
+        # A step that is skipped may have no finite loss: the means of a record are those of the other steps.
+        for name in [name for name, metric in metrics.items() if metric.reduction == "mean" and name in self._pending]:
+            if not math.isfinite(metrics[name].value):
+                del metrics[name]
+            elif not math.isfinite(self._pending[name].value):
+                del self._pending[name]
         self._pending = merge((self._pending, metrics))
         self._step = step
         if step % self._every == 0:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from distill_rl.config.save import flat
+from distill_rl.system.signals import PREEMPT
 
 PROJECT = "distill_rl"
 """Default project of W&B (WANDB_PROJECT) and experiment of MLflow (MLFLOW_EXPERIMENT_NAME)."""
@@ -242,7 +243,7 @@ def main() -> None:
 
     Ignores the signals that schedulers send to the whole job. What libraries print goes to stderr.
     """
-    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for signal_number in (signal.SIGINT, *PREEMPT):
         # Schedulers signal the whole job. This process ends when its stdin does.
         signal.signal(signal_number, signal.SIG_IGN)
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, encoding="utf-8")

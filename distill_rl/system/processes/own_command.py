@@ -12,12 +12,11 @@ from types import FrameType
 from typing import IO, Any
 
 from distill_rl.system.processes.parent import end_with
-
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+from distill_rl.system.signals import requests
 
 
 class OwnCommands:
-    """Children that run `distill-rl`. While entered, SIGINT, SIGTERM and SIGUSR1 to this process go to all of them instead.
+    """Children that run `distill-rl`. While entered, SIGINT and requests to stop (`signals.PREEMPT`) go to all of them instead.
 
     Enter it and start children in the main thread. Every child has its own process group, so that Ctrl-C reaches it once,
     through this process: a second SIGINT would end it before it has stopped the processes that it started. If this process
@@ -32,7 +31,7 @@ class OwnCommands:
 
     def __enter__(self) -> OwnCommands:
         """Installs the handlers."""
-        self._previous = {number: signal.signal(number, self._forward) for number in FORWARDED}
+        self._previous = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, *requests())}
         return self
 
     def __exit__(self, *exc: object) -> None:

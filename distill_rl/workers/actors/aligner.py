@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -20,6 +21,8 @@ from distill_rl.workers.cluster.gauges import Gauges
 
 if TYPE_CHECKING:
     from distill_rl.data.batch.document_aligner import AlignedDocuments
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class AlignerWorker(Worker):
         from distill_rl.preflight.batches import open_builder
 
         self._builder = open_builder(self._config, self._data_format, self._plan, self._other_tokenizer)
+        log.info("tokenizers are loaded")
 
     def align(
         self, documents: Sequence[Mapping[str, Any]], skip: Collection[Row] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import random
 import signal
@@ -20,6 +21,7 @@ import ray
 from distill_rl.config.facts import ranks_per_row
 from distill_rl.config.schema import Config, ParallelConfig
 from distill_rl.errors import TransportError, first_line
+from distill_rl.observe.log import log_to_stderr
 from distill_rl.transport.base import Layout
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from distill_rl.transport.place import Place
     from distill_rl.transport.segment import Backing
 
+log = logging.getLogger(__name__)
 _STDERR = 2
 """File descriptor."""
 
@@ -66,8 +69,9 @@ class Worker:
     def identify(self) -> Process:
         """Returns the pid, creation time, node, host, Ray worker id and log files of this actor's process.
 
-        From now on that process writes the stacks of all its threads to stderr on SIGUSR2.
+        From now on that process writes the stacks of all its threads to stderr on SIGUSR2, and the messages of this package.
         """
+        log_to_stderr()
         faulthandler.register(signal.SIGUSR2, file=_STDERR, all_threads=True)
         context = ray.get_runtime_context()
         outputs = (Path(f"/proc/self/fd/{descriptor}").readlink() for descriptor in (1, _STDERR))
@@ -216,6 +220,7 @@ class RankWorker(GroupMember):
             store=store,
             timeout_s=deadline_s,
         )
+        log.info("rank %d of %d, on %s", rank, self._world.world_size, device)
         return self._world
 
 

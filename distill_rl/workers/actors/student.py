@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ import ray
 from distill_rl.config.schema import Config, ScheduleConfig
 from distill_rl.errors import TransportError
 from distill_rl.observe.metrics import Metric
+from distill_rl.scaling.shape import Shape, needed_flops, nominal_flops
 from distill_rl.system.peak_memory import peak_gib
 from distill_rl.transport.assemble import assemble, plan
 from distill_rl.transport.base import Handle, Offer, Receipt, Transport
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from distill_rl.student.objective import Target
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ class StudentWorker(RankWorker):
         cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None],
         vocabulary_size: int,
         threads: int,
+        shape: Shape | None = None,
     ):
         """Stores what `start` needs; joins no process group and loads no model.
 
@@ -57,8 +63,10 @@ class StudentWorker(RankWorker):
             cross_tokenizer_specs: per running teacher; None for one with the student's tokenizer.
             vocabulary_size: ids of the student's tokenizer.
             threads: number of torch threads of this process.
+            shape: sizes of the student, for the FLOPs that its steps need; None: not known.
         """
         super().__init__(config, threads)
+        self._shape, self._flops = shape, 0.0
         self._rank, self._vocabulary_size, self._total_steps = rank, vocabulary_size, total_steps
         self._cross_tokenizer_specs = cross_tokenizer_specs
         self._gauges = Gauges(config.run.name)
@@ -83,6 +91,7 @@ class StudentWorker(RankWorker):
             total_steps=self._total_steps,
             cross_tokenizer_specs=self._cross_tokenizer_specs,
         )
+        log.info("student %s is loaded", self._config.student.model)
 
     def open_rings(self, offers: Sequence[Offer]) -> list[Receipt | Problem]:
         """Opens teachers' rings for reading. Returns for each offer the receipt to send back, or a Problem."""
@@ -145,6 +154,8 @@ class StudentWorker(RankWorker):
         if last:
             metrics |= self._engine.optim_step()
         self._next_sub_batch = 0 if last else sub_batch + 1
+        if self._shape is not None:
+            self._flops += needed_flops(self._shape, batch.rows, frozen=self._config.student.lora is not None)
         self._step_s += time.perf_counter() - start
         self._fetch_s += targets.seconds
         self._far_bytes += targets.far_bytes
@@ -176,13 +187,18 @@ class StudentWorker(RankWorker):
         self._gauges.set("student_fetch_seconds", self._fetch_s)
         self._gauges.add("student_bytes_between_nodes", self._far_bytes)
         self._gauges.add("student_steps", 1)
+        from torch.cuda import get_device_name
+
         measured = {
             "timing/student/step": Metric(self._step_s, "per_step"),
             "timing/student/fetch": Metric(self._fetch_s, "per_step"),
             "transport/bytes_between_nodes": Metric(self._far_bytes, "sum"),
             "memory/student": Metric(peak_gib(str(self._engine.world.device)), "max"),
         }
-        self._step_s, self._fetch_s, self._far_bytes = 0.0, 0.0, 0
+        world = self._engine.world
+        if world.device.type == "cuda" and world.reports and (rate := nominal_flops(get_device_name(world.device))):
+            measured["train/ideal_seconds"] = Metric(self._flops / (world.world_size * rate), "sum")
+        self._step_s, self._fetch_s, self._far_bytes, self._flops = 0.0, 0.0, 0, 0.0
         return measured
 
     def evaluate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from distill_rl.workers.pipeline.slots import FIRST_GENERATION
 if TYPE_CHECKING:
     from distill_rl.teacher.backends.store import StoredTeacher
 
+log = logging.getLogger(__name__)
 _SLACK = 4096
 """Bytes of a slot for the gaps between its tensors."""
 
@@ -105,6 +107,7 @@ class TeacherWorker(RankWorker):
             threads=self._threads,
             token=self._token,
         )
+        log.info("teacher %s is loaded: %s", self._teacher.name, self._teacher.model)
 
     @reporting
     def open_ring(

@@ -15,6 +15,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayE
 from distill_rl.errors import DistillError, GpuMemoryError, WorkerError, first_line
 from distill_rl.system.gpu_memory import amounts, is_out_of_memory
 from distill_rl.workers.actors.rank import Process
+from distill_rl.workers.cluster.hosts import Hosts
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor
 from distill_rl.workers.cluster.relay import RankError, each
 
@@ -64,6 +65,8 @@ class Calls:
     """The remedy when an actor overran its deadline."""
     monitor: ProcessMonitor | None = None
     """Checks the processes during every wait."""
+    hosts: Hosts = field(default_factory=Hosts)
+    """Looked at in every wait."""
     report_after_s: float = 60.0
     """Interval between progress reports of a long wait; needs a monitor."""
 
@@ -145,6 +148,7 @@ class Calls:
         pending, start = list(names), time.monotonic()
         reported = start
         while pending:
+            self.hosts.update()
             others, timeout = also(), _POLL_S
             if others:
                 ray.wait([*pending, *others], num_returns=1, timeout=timeout, fetch_local=False)
@@ -199,6 +203,7 @@ class Calls:
     def poll(self) -> None:
         """Polls signals and worker health, for callers with their own wait loop."""
         self.interrupted()
+        self.hosts.update()
         if self.monitor is not None:
             self.monitor.update()
 
@@ -220,7 +225,11 @@ class Calls:
 
         Args:
             what: what was being done, for the messages.
+
+        Raises:
+            HostLost: what hosts the workers is gone, so that none of them can be replaced.
         """
+        self.hosts.require()
         overdue = dict.fromkeys(error.actors, error) if isinstance(error, Overdue) else {}
         deadline = time.monotonic() + _KNOWN_WITHIN_S
         while True:

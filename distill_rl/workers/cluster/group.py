@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distill_rl.errors import DistillError
 from distill_rl.workers.actors.rank import Process
@@ -45,6 +45,7 @@ class WorkerGroup:
             placement: the reserved bundles of `plan`.
         """
         self._remote: Any = ray.remote(worker)
+        self._kind = worker.__name__
         self._plan, self._placement, self._arguments = plan, placement, arguments
         self.names = list(names)
         self._calls = calls
@@ -67,16 +68,13 @@ class WorkerGroup:
         """
         name = self.names[rank]
         placement = self._plan.placements[name]
-        strategy = PlacementGroupSchedulingStrategy(
-            placement_group=self._placement, placement_group_bundle_index=placement.bundle
-        )
         actor = self._remote.options(
             name=name + suffix,
             num_cpus=1,
             num_gpus=placement.num_gpus,
             max_restarts=0,  # queued calls would run on a fresh actor
             max_task_retries=0,
-            scheduling_strategy=strategy,
+            scheduling_strategy=self._calls.hosts.strategy(self._placement, placement.bundle),
         ).remote(rank, *self._arguments)
         self._calls.register(name, actor)
         return actor
@@ -120,7 +118,7 @@ class WorkerGroup:
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=strategy,
-        ).remote([(self.names[rank], self.actors[rank]) for rank in ranks])
+        ).remote(self._kind, [(self.names[rank], self.actors[rank]) for rank in ranks])
         self._calls.register(self.names[ranks[0]], relay)
         self._relays[ranks[0]] = _Relay(relay, ranks)
 
@@ -173,11 +171,13 @@ class WorkerGroup:
                 continue
             if relay := self._relays.get(rank):
                 own = [rows.pop(member) for member in relay.ranks]
-                made = bound(relay.actor, "call", values).remote(Request(relay.calls, method, values, own, arguments))
+                call = bound(relay.actor, "call", values, "Relay", self.names[rank])
+                made = call.remote(Request(relay.calls, method, values, own, arguments))
                 relay.calls += 1
                 called: Called = tuple(self.names[member] for member in relay.ranks)
             else:
-                made = bound(self.actors[rank], method, values).remote(rows.pop(rank), *arguments)
+                call = bound(self.actors[rank], method, values, self._kind, self.names[rank])
+                made = call.remote(rows.pop(rank), *arguments)
                 called = self.names[rank]
             yield (made if values > 1 else [made]), called
 
@@ -234,8 +234,10 @@ class WorkerGroup:
         Unfinished calls of the old actors fail. The old processes remain in `processes`, for their logs.
 
         Raises:
-            WorkerError: a new actor does not come up within `timeout_s` seconds.
+            WorkerError: a new actor does not come up within `timeout_s` seconds, or (HostLost) no node has room for it.
         """
+        bundles = {self._plan.placements[self.names[rank]].bundle for rank in ranks}
+        self._calls.hosts.move(self._plan, self._placement, bundles, self._calls.poll)
         self._renewals += 1
         self._end_relays(ranks)
         for rank in ranks:

@@ -5,6 +5,8 @@
 SHARED is a private folder that all nodes can see; it holds the token. A node reports its progress there by files:
 
     here-NODE     this process runs
+    free-NODE     first ports of the ranges that are free on it, if RAY_PORT is not set
+    dashboard     port of Ray's dashboard on the head, if there is one
     address       the head accepts connections (host:port)
     ready-NODE    Ray runs
     failed-NODE   Ray did not start, or ended by itself; the file holds the error
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import math
 import os
 import shutil
 import signal
@@ -29,7 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -37,6 +40,7 @@ import psutil
 from distill_rl.errors import DistillError, WorkerError
 from distill_rl.system.files import write_atomic
 from distill_rl.system.owned_folder import OwnedFolder, remove_abandoned
+from distill_rl.transport.room import total_bytes
 from distill_rl.workers.cluster.reaper import end, with_descendants
 from distill_rl.workers.cluster.session import TMP, allowed_variables
 
@@ -54,6 +58,8 @@ _PORTS = (
     "port", "node-manager-port", "object-manager-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port",
     "runtime-env-agent-port", "metrics-export-port", "dashboard-port", "ray-client-server-port",
 )  # fmt: skip
+_RANGES = range(10000, 16000, 100)
+"""First ports of the ranges from which jobs choose: below those of the workers. Nodes of a job have ten ports each."""
 _HEAD_ONLY = {"port", "dashboard-port", "ray-client-server-port"}
 _WORKER_PORTS = (16000, 2000, 8)
 """First port, ports per node, and number of port ranges. All are below the kernel's ephemeral ports (from 32768)."""
@@ -73,15 +79,20 @@ class Node:
     index: int
     """0 is the head."""
     first_port: int
-    """First of the head's ten ports. Every node has ten ports."""
+    """First of the head's ten ports. Every node has ten ports. 0: the nodes agree on it (`_agreed`)."""
     deadline_s: float
+    nodes: tuple[str, ...] = ()
+    """Names of all nodes of the job, its own included; empty for one that is alone."""
+    peer: str = ""
+    """Address of another node; empty if there is none, or it is not known."""
 
     @classmethod
     def of_job(cls, shared: Path, logs: Path) -> Node:
         """Returns the node that this process is to run, from environment variables.
 
         Slurm sets the node's name and index; without them it is the head, named after the host. RAY_PORT is the first
-        port (default 10000), RAY_START_TIMEOUT the deadline in seconds (default 300).
+        port (default: the nodes agree on one), RAY_START_TIMEOUT the deadline in seconds (default 300), RAY_NODES the names of
+        the job's nodes, RAY_PEER the address of the second one.
         """
         get = os.environ.get
         return cls(
@@ -89,8 +100,10 @@ class Node:
             logs,
             get("SLURMD_NODENAME") or socket.gethostname(),
             int(get("SLURM_NODEID", "0")),
-            int(get("RAY_PORT", "10000")),
+            int(get("RAY_PORT") or 0),
             float(get("RAY_START_TIMEOUT", "300")),
+            tuple(get("RAY_NODES", "").split()),
+            get("RAY_PEER", ""),
         )
 
     @property
@@ -165,18 +178,42 @@ def _serve(node: Node, folder: Path) -> None:
     """
     deadline = time.monotonic() + node.deadline_s
     address = node.shared / "address"
+    if not node.first_port:
+        node = _agreed(node, deadline)
     if not node.is_head:
         _wait(node, address.exists, deadline, "the head must be up")
     head = "" if node.is_head else address.read_text().strip()
-    ip = address_of_this_machine(head.rpartition(":")[0] or "192.0.2.1", os.environ.get("RAY_INTERFACE", ""))
+    ip = address_of_this_machine(head.rpartition(":")[0] or node.peer, os.environ.get("RAY_INTERFACE", ""))
     require_free_ports(node)
     ray = _start(node, _command(node, ip, head, folder), deadline)
     if node.is_head:
+        write_atomic(node.shared / "dashboard", f"{node.ports['dashboard-port']}\n")
         write_atomic(address, f"{ip}:{node.ports['port']}\n")
     node.say("ready")
     while not _asked_to_end(node):
         if ray.poll() is not None:
             raise WorkerError("Ray", "must run until the job ends", f"exit code {ray.returncode}", f"see {node.log}")
+
+
+def _agreed(node: Node, deadline: float) -> Node:
+    """The node with the ports on which all nodes of the job agree: of the first range, from that of the job's id on, that is free on each.
+
+    Jobs with consecutive ids, requeued ones too, so have ranges of their own; a range that another process uses is passed over.
+
+    Raises:
+        Stopped, WorkerError: as `_wait`; or no range is free on all nodes.
+    """
+    free = [first for first in _RANGES if all(map(_is_free, replace(node, first_port=first).ports.values()))]
+    node.say("free", " ".join(map(str, free)))
+    files = [node.shared / f"free-{name}" for name in node.nodes or (node.name,)]
+    _wait(node, lambda: all(file.exists() for file in files), deadline, "all nodes must tell which ports are free")
+    common = set.intersection(*(set(map(int, file.read_text().split())) for file in files))
+    own = int(os.environ.get("SLURM_JOB_ID", "0")) % len(_RANGES)
+    for first in (*_RANGES[own:], *_RANGES[:own]):
+        if first in common:
+            return replace(node, first_port=first)
+    rule = f"a range of ports from {_RANGES.start} to {_RANGES.stop - 1} must be free on all nodes"
+    raise WorkerError("RAY_PORT", rule, "none is", "set RAY_PORT to the first of 100 free ports")
 
 
 def _start(node: Node, command: Sequence[str], deadline: float) -> subprocess.Popen[bytes]:
@@ -240,7 +277,8 @@ def _command(node: Node, ip: str, head: str, folder: Path) -> list[str]:
     """Returns the `ray start` command line for this node.
 
     It follows from the node's ports and from SLURM_CPUS_ON_NODE, SLURM_GPUS_ON_NODE, RAY_OBJECT_STORE_BYTES and
-    RAY_DASHBOARD, as far as they are set.
+    RAY_DASHBOARD, as far as they are set. Of less memory than the machine has (`total_bytes`), Ray gets 30 % for its objects,
+    as it would of a machine, and the rest for its workers; of the GPUs those that CUDA_VISIBLE_DEVICES names.
 
     Jobs and nodes that share a machine get different ranges of worker ports.
 
@@ -252,14 +290,20 @@ def _command(node: Node, ip: str, head: str, folder: Path) -> list[str]:
     # Jobs on one machine differ in RAY_PORT, its nodes in their index: both choose the range of the workers' ports.
     start, per_node, num_ranges = _WORKER_PORTS
     first = start + per_node * ((node.first_port // 100 + node.index) % num_ranges)
+    memory, machine = total_bytes(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    store = os.environ.get("RAY_OBJECT_STORE_BYTES") or (f"{memory * 3 // 10}" if memory < machine else "")
+    gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # indices, or UUIDs of GPUs or MIG instances
+        gpus = str(min(len(visible.split(",")), int(gpus) if gpus.isdecimal() else len(visible)))
     settings = {
         "node-ip-address": ip,
         "temp-dir": folder,
         "min-worker-port": first,
         "max-worker-port": first + per_node - 1,
         "num-cpus": os.environ.get("SLURM_CPUS_ON_NODE"),
-        "num-gpus": os.environ.get("SLURM_GPUS_ON_NODE"),
-        "object-store-memory": os.environ.get("RAY_OBJECT_STORE_BYTES"),
+        "num-gpus": gpus,
+        "object-store-memory": store,
+        "memory": max(memory - int(store), 1 << 20) if memory < machine and store.isdecimal() else None,
         **node.ports,
     }
     if node.is_head:
@@ -282,25 +326,38 @@ def _environment(node: Node) -> dict[str, str]:
     return allowed_variables(os.environ) | token | {"PYTHONUNBUFFERED": "1"}
 
 
-def address_of_this_machine(towards: str, interface: str = "") -> str:
+def address_of_this_machine(towards: str = "", interface: str = "") -> str:
     """Returns this machine's IPv4 address: that of `interface`, or else the one used to reach the host `towards`.
 
-    Sends nothing. Without a route to `towards` it is 127.0.0.1.
+    Sends nothing. Without `towards`, or if that is this machine, it is the one used to reach any other network, or 127.0.0.1
+    without a route there.
 
     Raises:
-        WorkerError: there is no such interface, or it has no IPv4 address.
+        WorkerError: there is no such interface, or it has no IPv4 address; or there is no route to `towards`.
     """
     if interface:
         for entry in psutil.net_if_addrs().get(interface, ()):
             if entry.family == socket.AF_INET:
                 return entry.address
         raise WorkerError("RAY_INTERFACE", "must be an interface with an IPv4 address on every node", interface)
+    found = _source_address(towards) if towards else None
+    if found and not found.startswith("127."):
+        return found
+    elsewhere = _source_address("192.0.2.1")  # an address of documentation, which is nobody's
+    if towards and not found and not elsewhere:
+        rule = "names the interface between the nodes, and must be set, because this node knows no route to another"
+        raise WorkerError("RAY_INTERFACE", rule, towards, "set it to a name that `ip address` lists")
+    return elsewhere or "127.0.0.1"
+
+
+def _source_address(towards: str) -> str | None:
+    """The address from which this machine reaches a host; None without a route, or if its name is not known."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((towards, 9))  # sends nothing
             return probe.getsockname()[0]
         except OSError:
-            return "127.0.0.1"
+            return None
 
 
 def require_free_ports(node: Node) -> None:
@@ -336,9 +393,11 @@ def end_descendants() -> list[str]:
     Returns:
         `PID NAME` of each process that did not end in time.
     """
-    deadline = time.monotonic() + _END_S
-    while (family := with_descendants(psutil.Process().children())) and time.monotonic() < deadline:
+    family, deadline = with_descendants(psutil.Process().children()), math.inf
+    while family and time.monotonic() < deadline:
         end(family, _POLL_S)
+        deadline = min(deadline, time.monotonic() + _END_S)
+        family = with_descendants(psutil.Process().children())
     return [f"{process.pid} {process.name()}" for process in family if process.is_running()]
 
 

@@ -26,16 +26,20 @@ import psutil
 
 _TIMEOUT_S = 10.0
 _LOOK_EVERY_S, _LOOK_WHILE_STARTING_S = 5.0, 0.2
-_STARTED, _ENDED = b"started\n", b"ended\n"
+_STARTED, _ENDED, _LOST = b"started\n", b"ended\n", b"lost\n"
 _POLL_S = 0.05
 
 
 @contextmanager
-def reaper(directory: Path) -> Iterator[Callable[[], None]]:
+def reaper(directory: Path, lost: Callable[[], object] = lambda: False) -> Iterator[Callable[[], None]]:
     """Starts a guard process: if this process dies while the block runs, even by SIGKILL, the guard cleans up after it.
 
     It kills the Ray processes that use `directory`, with all their descendants, and removes `directory`. When the block
     ends in any other way, it ends without doing anything. Yields a function to call once Ray has started.
+
+    Args:
+        lost: whether Ray's daemons have died, so that this process cannot find all of their children: at the end of the
+            block the guard kills those.
     """
     process = subprocess.Popen(
         [sys.executable, "-I", __file__, str(directory)],
@@ -55,7 +59,7 @@ def reaper(directory: Path) -> Iterator[Callable[[], None]]:
         yield started
     finally:
         with suppress(OSError, subprocess.TimeoutExpired):
-            process.communicate(_ENDED, timeout=_TIMEOUT_S)
+            process.communicate(_LOST if lost() else _ENDED, timeout=_TIMEOUT_S)
 
 
 def with_descendants(roots: Collection[psutil.Process]) -> set[psutil.Process]:
@@ -81,19 +85,22 @@ def runs(process: psutil.Process) -> bool:
 def end(processes: Collection[psutil.Process], patience_s: float, *, kill: bool = True) -> set[psutil.Process]:
     """Kills the processes and their descendants until none is left, or, if `kill` is false, only waits for that.
 
+    Every call kills what it finds at least once, however long the looking takes.
+
     Args:
-        patience_s: seconds after which to give up; may be infinite.
+        patience_s: seconds after the first kill after which to give up; may be infinite.
 
     Returns:
         Those that still run; empty if all have ended.
     """
-    deadline = time.monotonic() + patience_s
-    while (family := with_descendants(processes)) and time.monotonic() < deadline:
+    family, deadline = with_descendants(processes), math.inf
+    while family and time.monotonic() < deadline:
         for process in family if kill else ():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        deadline = min(deadline, time.monotonic() + patience_s)
         psutil.wait_procs(family, timeout=_POLL_S)
-        processes = family
+        family = with_descendants(family)
     return family
 
 
@@ -124,11 +131,14 @@ def main(directory: str) -> None:
             word = os.read(sys.stdin.fileno(), 100)
             if _ENDED in word:
                 return
+            if _LOST in word:
+                break
             interval_s = _LOOK_EVERY_S
         family = with_descendants(family | ray_processes(directory))
     while family := with_descendants(family | ray_processes(directory)):
         end(family, math.inf)
-    shutil.rmtree(directory, ignore_errors=True)
+    if not word:  # otherwise the driver, which lives, removes it
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,12 @@ DIRECT = 16
 """Student's and teachers' ranks up to which a run has no relays: their processes would cost more than they save."""
 
 
-def bound(actor: Any, method: str, values: int) -> Any:
-    """A method of an actor that returns so many values, each with a reference of its own."""
-    found = getattr(actor, method)
-    return found if values == 1 else found.options(num_returns=values)
+def bound(actor: Any, method: str, values: int, kind: str, name: str) -> Any:
+    """A method of an actor that returns so many values, each with a reference of its own.
+
+    Ray's timeline and dashboard, and the titles of processes, call it `KIND.METHOD NAME`: the ranks of a kind differ in their name.
+    """
+    return getattr(actor, method).options(num_returns=values, name=f"{kind}.{method} {name}")
 
 
 class Together(list[Any]):
@@ -75,11 +77,12 @@ class Relay(Worker):
     a rank counts.
 
     Args:
+        kind: class of the ranks.
         ranks: name and handle of each, in their order.
     """
 
-    def __init__(self, ranks: Sequence[tuple[str, Any]]):
-        self._ranks = ranks
+    def __init__(self, kind: str, ranks: Sequence[tuple[str, Any]]):
+        self._kind, self._ranks = kind, ranks
         self._next = 0
         """Number of the call whose turn it is."""
         self._turn = asyncio.Condition()
@@ -97,7 +100,10 @@ class Relay(Worker):
         async with self._turn:
             await self._turn.wait_for(lambda: self._next == request.number)
             calls = [
-                self._answer(name, bound(rank, request.method, request.values).remote(own, *request.arguments))
+                self._answer(
+                    name,
+                    bound(rank, request.method, request.values, self._kind, name).remote(own, *request.arguments),
+                )
                 for (name, rank), own in zip(self._ranks, request.rows, strict=True)
             ]
             self._next += 1

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -27,6 +28,7 @@ from distill_rl.system.owned_folder import OwnedFolder, remove_abandoned
 from distill_rl.system.signals import signals_blocked
 from distill_rl.transport.room import object_store_room, object_store_size
 from distill_rl.workers.cluster import access
+from distill_rl.workers.cluster.hosts import Hosts
 from distill_rl.workers.cluster.places.placement import Node
 from distill_rl.workers.cluster.reaper import end, reaper, with_descendants
 
@@ -75,18 +77,25 @@ def describe(node: Node) -> str:
 
 @contextmanager
 def ray_session(
-    settings: RayConfig, *, num_cpus: int, target_bytes: int = 0, started: Callable[[], None] = lambda: None
-) -> Iterator[None]:
+    settings: RayConfig,
+    *,
+    num_cpus: int,
+    target_bytes: int = 0,
+    started: Callable[[], None] = lambda: None,
+    interrupted: Callable[[], None] = lambda: None,
+) -> Iterator[Hosts]:
     """Joins the Ray cluster at `ray.address`, or starts Ray on this machine, for as long as the block runs.
 
     At its end the cluster is left, or the Ray that was started here is ended with every process that it started. At its
-    start, prints whether Ray is joined or started, and sets RAY_IGNORE_UNHANDLED_ERRORS unless it is set.
+    start, prints whether Ray is joined or started, and sets RAY_IGNORE_UNHANDLED_ERRORS unless it is set. Yields what watches
+    its daemons.
 
     Args:
         num_cpus: least number of logical CPUs of a Ray started here, unless `ray.num_cpus` gives one.
         target_bytes: size of the teachers' targets that the object store of a Ray started here must hold at once.
         started: called as soon as Ray runs, to install signal handlers again, which Ray replaces; if Ray is started
             here, also when that fails, and before a pending signal is delivered.
+        interrupted: called before Ray is started again, because it was too slow; may raise.
 
     Raises:
         ConfigError: this process uses Ray already, no cluster answers at the address, it refuses this user or asks for
@@ -99,11 +108,13 @@ def ray_session(
     # The driver handles every error of an actor's call. Ray would also print those of calls that are dropped because
     # their actor is replaced, with hundreds of lines of traceback.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    hosts = Hosts()
     if settings.address is not None:
         say(f"joining   Ray at {settings.address}")
         with _joined_ray(settings.address):
             started()
-            yield
+            hosts.watch_cluster()
+            yield hosts
     else:
         say("starting  Ray on this machine")
         store, spilled = object_store_size(target_bytes, object_store_room())
@@ -111,14 +122,26 @@ def ray_session(
             log.warning(
                 "targets of %d MiB in flight do not fit into /dev/shm: Ray will spill to disk", target_bytes >> 20
             )
-        with reaper(_private_directory()) as ray_runs, _local_ray(settings, num_cpus, store, started):
+        with (
+            reaper(_private_directory(), lambda: hosts.lost) as ray_runs,
+            _local_ray(settings, num_cpus, store, started, interrupted, hosts),
+        ):
             ray_runs()
-            yield
+            yield hosts
 
 
 @contextmanager
-def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable[[], None]) -> Iterator[None]:
+def _local_ray(
+    settings: RayConfig,
+    num_cpus: int,
+    store: int,
+    started: Callable[[], None],
+    interrupted: Callable[[], None],
+    hosts: Hosts,
+) -> Iterator[None]:
     """Starts Ray on this machine, in a directory of its own, and ends it with all its processes when the block ends.
+
+    A Ray that was too slow to start is started again, for as long as `settings.start_timeout_s`.
 
     If this process is killed meanwhile, a guard process ends them. Sets RAY_AUTH_TOKEN_PATH for the rest of this
     process if tokens are in use.
@@ -127,9 +150,11 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
         num_cpus: least number of logical CPUs, unless `settings.num_cpus` gives one.
         store: bytes of the object store.
         started: called when Ray runs or has failed to start, while signals are still blocked.
+        interrupted: as for `ray_session`.
+        hosts: told what to watch.
 
     Raises:
-        ConfigError: tokens are in use, and there is no usable one.
+        ConfigError: tokens are in use, and there is no usable one; or /dev/shm has too little room.
         WorkerError: Ray did not start.
     """
     directory = _private_directory() / secrets.token_hex(2)
@@ -142,31 +167,44 @@ def _local_ray(settings: RayConfig, num_cpus: int, store: int, started: Callable
     others = set(psutil.Process().children())
     roots: set[psutil.Process] = set()
     try:
-        with signals_blocked(), _allowed_environment():
-            try:
-                ray.init(
-                    address="local",  # overrides RAY_ADDRESS
-                    num_cpus=settings.num_cpus or max(num_cpus, os.cpu_count() or 1),
-                    num_gpus=visible_gpus(),  # counted as in `check`; Ray would include GPUs that torch cannot use
-                    object_store_memory=store,
-                    include_dashboard=settings.dashboard,
-                    dashboard_host="127.0.0.1",
-                    logging_level=logging.ERROR,
-                    log_to_driver=False,
-                    namespace=namespace(),
-                    _temp_dir=str(directory),
-                )
-            except Exception as error:
-                cause, remedy = f"{type(error).__name__}: {error}", "see ray.* in the configuration"
-                if _SLOW.search(cause):  # after 30 s, which Ray lets nobody set
-                    remedy = "start again when the machine is less busy"
-                raise WorkerError("Ray", "must start on this machine", cause, remedy) from error
-            finally:
-                roots = set(psutil.Process().children()) - others
-                started()
+        deadline = time.monotonic() + settings.start_timeout_s
+        while True:
+            with signals_blocked(), _allowed_environment():
+                try:
+                    ray.init(
+                        address="local",  # overrides RAY_ADDRESS
+                        num_cpus=settings.num_cpus or max(num_cpus, os.cpu_count() or 1),
+                        num_gpus=visible_gpus(),  # counted as in `check`; Ray would include GPUs that torch cannot use
+                        object_store_memory=store,
+                        include_dashboard=settings.dashboard,
+                        dashboard_host="127.0.0.1",
+                        logging_level=logging.ERROR,
+                        log_to_driver=False,
+                        namespace=namespace(),
+                        _temp_dir=str(directory),
+                    )
+                    break
+                except Exception as error:
+                    cause, remedy = f"{type(error).__name__}: {error}", "see ray.* in the configuration"
+                    if _SLOW.search(cause):  # after 30 s, which Ray lets nobody set
+                        remedy = "start again when the machine is less busy, or raise ray.start_timeout_s"
+                    if not _SLOW.search(cause) or time.monotonic() > deadline:
+                        raise WorkerError("Ray", "must start on this machine", cause, remedy) from error
+                finally:
+                    roots = set(psutil.Process().children()) - others
+                    started()
+            say("starting  Ray again: the machine was too busy for it to start within 30 s")
+            ray.shutdown()
+            end(roots, _END_S)
+            shutil.rmtree(directory, ignore_errors=True)
+            interrupted()
+            directory = _private_directory() / secrets.token_hex(2)
+        hosts.watch(roots)
         yield
     finally:
         family = with_descendants(roots)
+        if hosts.lost:
+            end(family, _END_S)
         with _kill_on_sigterm(roots):
             ray.shutdown()
         left = end(family, _END_S, kill=False)

@@ -178,7 +178,9 @@ class RayExecutor:
         """
         self._ranks = evaluator_ranks(backend, tensor_parallel)
         settings, count = self._shards.ray, self._shards.count * self._ranks
-        self._open.enter_context(ray_session(settings, num_cpus=count, started=self._started))
+        self._calls.hosts = hosts = self._open.enter_context(
+            ray_session(settings, num_cpus=count, started=self._started)
+        )
         gpus = ray.cluster_resources().get("GPU", 0.0)
         gpus_each = self._gpus_each(gpus, backend, tensor_parallel) / self._ranks
         names = [name for i in range(self._shards.count) for name in evaluator_names(f"{EVALUATOR}-{i}", self._ranks)]
@@ -186,7 +188,14 @@ class RayExecutor:
         placements = {name: ActorPlacement(i, gpus_each) for i, name in enumerate(names)}
         fixed = PlacementPlan(tuple(bundle for _ in names), placements)
         plan, placement = self._open.enter_context(
-            reserve(lambda: fixed, settings, "eval", interrupted=self._calls.interrupted, waiting=tell)
+            reserve(
+                lambda: fixed,
+                settings,
+                "eval",
+                interrupted=self._calls.interrupted,
+                waiting=tell,
+                lost=lambda: hosts.lost,
+            )
         )
         threads = max(1, len(os.sched_getaffinity(0)) // count)
         arguments = (self._ranks, threads, self._shards.deadline_s)

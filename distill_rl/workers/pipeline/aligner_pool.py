@@ -321,6 +321,7 @@ class AlignerPool:
         batch = pending.documents
         use, aligned = self._local.align(batch.documents, self._bad_rows.of(batch.source, batch.documents))
         info, *rows = self._local.assemble(batch.index, batch.cursor, aligned)
+        self._calls.hosts.require()  # without its raylet `ray.put` would end this process
         self._finish(pending, _total(info, [use]), [ray.put(of_rank) for of_rank in rows])
 
 

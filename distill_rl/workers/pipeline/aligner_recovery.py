@@ -42,10 +42,11 @@ class AlignerRecovery:
 
         Raises:
             DistillError: `error`, if the user has to fix its cause; or the replacement does not start.
-            WorkerError: more aligners were replaced than `faults.aligner_restarts`.
+            WorkerError: more aligners were replaced than `faults.aligner_restarts`, or (HostLost) none can be.
         """
         if error.exit_code == 2:
             raise error
+        self._calls.hosts.require()
         log.warning("%s: %s; got %s", error.what, error.rule, error.value)
         if _answered(call):
             return

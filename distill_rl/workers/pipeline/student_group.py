@@ -50,6 +50,8 @@ class StudentGroup:
     _timer: StepTimer
     _pipeline: Pipeline
     _recovery: TeacherRecovery
+    is_within_step: bool = False
+    """Whether the ranks may be somewhere in a step, so that their state is none to save."""
 
     def train_step(self, batch: PendingBatch) -> dict[str, Metric]:
         """Trains the student on a batch, in one optimizer step, and waits for all that this needs.
@@ -97,13 +99,16 @@ class StudentGroup:
         with self._timer.part(progress.timers[0]):
             info = self._pipeline.settle(batch)
         progress.last = batch.sub_batches[-1]
-        for sub_batch in batch.sub_batches:
-            while sub_batch.state is State.QUEUED:  # the rings are full: finishing a running one frees its slots
+        self.is_within_step = progress.method == "train"
+        with self._calls.hosts.finishing():
+            for sub_batch in batch.sub_batches:
+                while sub_batch.state is State.QUEUED:  # the rings are full: finishing a running one frees its slots
+                    self._finish_first(progress)
+                self._call_student(progress, sub_batch)
+                progress.running.append(sub_batch)
+            while progress.running:
                 self._finish_first(progress)
-            self._call_student(progress, sub_batch)
-            progress.running.append(sub_batch)
-        while progress.running:
-            self._finish_first(progress)
+        self.is_within_step = False
         transport = describe_transport(
             self._config, progress.teacher_stats, self._pipeline.occupancy(), self._pipeline.lost
         )

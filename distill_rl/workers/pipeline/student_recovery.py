@@ -17,6 +17,7 @@ from distill_rl.observe.log import say
 from distill_rl.observe.metrics import Metric
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
+from distill_rl.workers.cluster.hosts import HostLost
 from distill_rl.workers.cluster.process_monitor import keep_logs
 from distill_rl.workers.pipeline.connect import Connector
 from distill_rl.workers.pipeline.pipeline import Pipeline
@@ -81,7 +82,7 @@ class StudentRecovery:
                 return load()
             except WorkerError as failure:
                 lost = self._calls.lost(failure, self._calls.names.values(), "the restart")
-                if not lost or self._restarts >= budget:
+                if not lost or self._restarts >= budget or isinstance(failure, HostLost):
                     raise
 
     def _start(self, lost: Mapping[str, DistillError]) -> None:

@@ -19,6 +19,7 @@ from distill_rl.observe.log import say
 from distill_rl.observe.metrics import Metric
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
+from distill_rl.workers.cluster.hosts import HostLost
 from distill_rl.workers.pipeline.connect import Connector
 from distill_rl.workers.pipeline.pipeline import Pipeline
 from distill_rl.workers.pipeline.sub_batch import Teachers
@@ -139,9 +140,11 @@ class TeacherRecovery:
             try:
                 self._start(teacher, group, ranks)
             except DistillError as failure:
-                if failure.exit_code == 2 or self._student & set(self._calls.dead()):
+                if failure.exit_code == 2 or self._calls.hosts.lost or self._student & set(self._calls.dead()):
                     raise
                 cause = failure
+                if isinstance(failure, HostLost):  # no node has room
+                    break
                 continue
             self._pipeline.resubmit(teacher.name, ranks[0] // len(ranks))
             return

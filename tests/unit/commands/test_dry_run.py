@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -237,3 +238,178 @@ def test_examples_request_the_machine_of_their_recipe(material, tmp_path, exampl
     assert done.stdout.splitlines()[-3:] == ["--account=me", "--partition=gpu", str(submitted)]
     assert_parses(submitted)
     assert (options(submitted.read_text())["nodes"], options(submitted.read_text())["gpus-per-node"]) == (nodes, "8")
+
+
+SLURM = """
+slurm:
+  account: me
+  partition: gpu,spare
+  qos: long
+  time: "02:00:00"
+  nodes: 3
+  gpus_per_node: 4
+  cpus_per_task: 16
+  mem: 200G
+  exclusive: false
+  constraint: "fast&ib"
+  reservation: week
+  mail_user: me@here
+  mail_type: END,FAIL
+  comment: a study, part 2
+  signal_s: 300
+  requeue: chain
+  setup: ["module load 'cuda/12'", "export A=b"]
+  container: apptainer exec --nv image.sif
+  extra: ["--licenses=scratch:1"]
+"""
+
+
+def test_the_section_slurm_is_the_job(material, tmp_path, monkeypatch, capsys):
+    path = material.config(tmp_path)
+    path.write_text(path.read_text() + SLURM)
+    assert main(["train", "-c", str(path), "--dry-run", "student.parallel.dp=2"]) == 0
+    run = tmp_path / "runs" / "tiny"
+    assert f"submit    sbatch {run}/submit.sbatch" in capsys.readouterr().out
+    script = (run / "submit.sbatch").read_text()
+    assert_parses(run / "submit.sbatch")
+    expected = {
+        "account": "me", "partition": "gpu,spare", "qos": "long", "time": "02:00:00", "nodes": "3", "gpus-per-node": "2",
+        "cpus-per-task": "16", "mem": "200G", "constraint": "fast&ib", "reservation": "week", "mail-user": "me@here",
+        "mail-type": "END,FAIL", "comment": '"a study, part 2"', "signal": "B:USR1@300", "job-name": "tiny",
+        "licenses": "scratch:1", "ntasks-per-node": "1", "open-mode": "append",
+    }  # fmt: skip
+    found = options(script)
+    assert {name: found.get(name) for name in expected} == expected
+    assert "#SBATCH --exclusive" not in script
+    before, after = script.split("set -euo pipefail\n", 1)
+    assert before.index("module load 'cuda/12' || {") < before.index("export A=b || {")
+    assert "\nREQUEUE=chain" in after + before
+    assert "\nCONTAINER='apptainer exec --nv image.sif'" in before
+    assert '\nVENV="${VENV:-}"' in before, "the image has an interpreter of its own"
+    assert load_config(run / "submit.yaml").slurm.qos == "long"
+
+
+def test_the_interpreter_that_wrote_the_script_runs_it(material, tmp_path):
+    path = material.config(tmp_path)
+    assert main(["train", "-c", str(path), "--dry-run", "--gpus-per-node", "0"]) == 0
+    assert f"\nVENV={sys.prefix}\n" in (tmp_path / "runs" / "tiny" / "submit.sbatch").read_text()
+
+
+def test_every_problem_of_the_section_is_one_line(material, tmp_path, capsys):
+    path = material.config(tmp_path)
+    section = {
+        "mem: 200 GB": "slurm.mem: must be a number with K, M, G or T; got 200 GB",
+        "mem_per_cpu: 2G": "slurm.mem: excludes slurm.mem_per_cpu",
+        "gres: gpu:8": "slurm.gres: excludes slurm.gpus_per_node",
+        "gpus_per_node: 8": "slurm.gres: excludes slurm.gpus_per_node",
+        'time: "2"': "slurm.time: must be more than slurm.signal_s=120",
+        "mail_type: SOON": "slurm.mail_type: must be of ",
+        "qos: 'a\"b'": "slurm.qos: must have neither backslashes nor double quotes",
+        "extra: [--signal=USR1, -n 3, --qos=x]": "slurm.extra.0: --signal is set by the batch script",
+        "account: ''": "slurm.account: must be one line of text",
+        "setup: [\"a\\nb\"]": "slurm.setup.0: must be one line of text",
+    }
+    path.write_text(path.read_text() + "slurm:\n" + "".join(f"  {line}\n" for line in section))
+    assert main(["train", "-c", str(path), "--dry-run"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    for line in (*section.values(), "slurm.extra.1: must be a long option of sbatch", "slurm.extra.2: --qos has a setting of its own"):
+        assert sum(line in error for error in errors) == 1, (line, errors)
+    assert len(errors) == len({*section.values()}) + 2
+    assert not (tmp_path / "runs").exists()
+    assert main(["train", "-c", str(material.config(tmp_path)), "--dry-run", "slurm.patition=x", "slurm.time='soon'"]) == 2
+    assert "slurm.patition" in capsys.readouterr().err
+
+
+def test_too_few_nodes_are_refused(material, tmp_path, capsys):
+    path = material.config(tmp_path)
+    settings = ["student.parallel.dp=4", "slurm.gpus_per_node=2", "slurm.nodes=1"]
+    assert main(["train", "-c", str(path), "--dry-run", *settings]) == 2
+    assert "slurm.nodes: must be 2 or more, for the GPUs that the run needs; got 1" in capsys.readouterr().err
+
+
+def run_script(script: Path, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs a batch script as Slurm does, with a launcher and an interpreter that print their arguments and the run directory."""
+    (folder / "launch").mkdir(exist_ok=True)
+    (folder / "launch" / "ray_cluster.sh").write_text('printf "%s\\n" "$RUN_DIR" "$@"')
+    for name in ("environment.sh", "eval.sh"):
+        (folder / "launch" / name).touch()
+    (folder / "bin").mkdir(exist_ok=True)
+    for name in ("python", "python3"):
+        (folder / "bin" / name).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+        (folder / "bin" / name).chmod(0o755)
+    text = re.sub(r"^(DISTILL_RL_ROOT|VENV)=.*$", rf"\1='{folder}'", script.read_text(), flags=re.MULTILINE)
+    (folder / "script").write_text(text)
+    env = {name: value for name, value in environment().items() if name not in ("RUN_DIR", "CONFIG", "OUT")}
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"} | variables
+    done = subprocess.run(["bash", folder / "script"], env=env | job, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_an_array_has_a_run_for_every_combination(material, tmp_path, capsys):
+    path, run = material.config(tmp_path), tmp_path / "runs" / "tiny"
+    arrays = ["--array", "run.seed=0,1", "--array", "optimizer.lr=1e-3,1e-2"]
+    command = ["train", "-c", str(path), "--dry-run", "--gpus-per-node", "0", *arrays, "--then", "eval"]
+    suites = write_recipe_data(tmp_path / "evals") or ["evaluate.suites=[gsm8k]", f"evaluate.data={tmp_path}/evals"]
+    assert main([*command, *suites]) == 0
+    out = capsys.readouterr().out
+    assert "array     4 runs: seed-0_lr-1e-3, seed-0_lr-1e-2, seed-1_lr-1e-3, seed-1_lr-1e-2" in out
+    assert f"job=$(sbatch --parsable --account=ACCOUNT --partition=PARTITION {run}/submit.sbatch) && sbatch " in out
+    assert f"--dependency=aftercorr:$job {run}/evaluate.sbatch" in out
+    script = (run / "submit.sbatch").read_text()
+    assert options(script)["array"] == "0-3"
+    assert options(script)["output"] == f"{run}/slurm-%A_%a.log"
+    assert load_config(run / "submit.yaml").evaluate.suites == [], "the second job asks them"
+    trained = run_script(run / "submit.sbatch", tmp_path, SLURM_ARRAY_TASK_ID="2").stdout.splitlines()
+    assert str(run / "seed-1_lr-1e-3") in trained
+    assert {"run.name='seed-1_lr-1e-3'", "run.seed=1", "optimizer.lr=1e-3"} <= {*trained}
+    asked = run_script(run / "evaluate.sbatch", tmp_path, SLURM_ARRAY_TASK_ID="3").stdout.splitlines()
+    assert asked[:5] == ["-m", "distill_rl", "eval", "--model", f"student={run}/seed-1_lr-1e-2/export"]
+    assert asked[asked.index("--out") + 1] == f"{run}/seed-1_lr-1e-2/evals"
+    assert asked[asked.index("--suites") + 1] == "gsm8k"
+
+
+def test_a_run_directory_that_sbatch_is_given_counts(material, tmp_path):
+    path = material.config(tmp_path)
+    assert main(["train", "-c", str(path), "--dry-run", "--gpus-per-node", "0"]) == 0
+    lines = run_script(tmp_path / "runs" / "tiny" / "submit.sbatch", tmp_path, RUN_DIR=str(tmp_path / "other")).stdout
+    assert str(tmp_path / "other") in lines.splitlines()
+    assert "run.name='other'" in lines.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dry-run", "--array", "run.seed"], "--array: must be KEY=VALUE,VALUE,…; got run.seed"),
+        (["--dry-run", "--array", "run.seed=0,0"], "--array: must give every run a name of its own"),
+        (["--dry-run", "--array", "data.path=/a/b,c"], "--array: names a run after its values, and a name must be"),
+        (["--dry-run", "--array", "train.micro_batch_size=0,2"], "train.micro_batch_size: must be 1 or more; got 0"),
+        (["--dry-run", "--array", "student.parallel.dp=1,2"], "--array: all runs must need as many nodes and GPUs"),
+        (["--dry-run", "--then", "eval"], "--then eval: needs evaluate.suites and evaluate.data"),
+        (["--then", "eval"], "--then: has no effect without --dry-run"),
+        (["--array", "run.seed=0,1"], "--array: has no effect without --dry-run"),
+    ],
+)
+def test_what_no_array_can_be_is_one_line(material, tmp_path, capsys, arguments, message):
+    assert main(["train", "-c", str(material.config(tmp_path)), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_evaluation_gets_a_script(tmp_path, capsys):
+    out = tmp_path / "my results"
+    command = ["eval", "--model", "a model", "--suites", "gsm8k", "--data", "evals", "--out", str(out), "--limit", "5"]
+    assert main([*command, "--dry-run", "--slurm", "account=me", "time=00:30:00", "mem=20G"]) == 0
+    assert f"submit    sbatch --partition=PARTITION '{out}/submit.sbatch'" in capsys.readouterr().out
+    script = (out / "submit.sbatch").read_text()
+    assert_parses(out / "submit.sbatch")
+    assert {name: options(script).get(name) for name in ("account", "time", "mem")} == {
+        "account": "me", "time": "00:30:00", "mem": "20G"
+    }  # fmt: skip
+    asked = run_script(out / "submit.sbatch", tmp_path).stdout.splitlines()
+    assert asked[:9] == ["-m", "distill_rl", "eval", "--model", "a model", "--suites", "gsm8k", "--data", "evals"]
+    assert asked[asked.index("--limit") + 1] == "5"
+    assert main([*command, "--dry-run", "--slurm", "acount=me", "mem=much"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    assert main([*command, "--slurm", "account=me"]) == 2

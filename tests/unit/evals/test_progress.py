@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -78,6 +79,7 @@ def test_counts_are_in_a_file_while_the_suite_runs(tmp_path: Path) -> None:
         counts = read_counts(path)
         assert counts == Counts("math", 10, 2000, 0.4, 3.0)
         assert str(counts) == "math: 10 of 2,000 items, 3.0 items/s, score 0.400"
+        assert str(replace(counts, done=0)) == "math: 0 of 2,000 items, 3.0 items/s"
         now[0] = 2.5  # too soon for the next one
         shown.add(rows(1, 0.0))
         assert read_counts(path) == counts

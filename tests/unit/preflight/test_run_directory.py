@@ -234,3 +234,58 @@ def test_two_processes_cannot_use_one_directory(config):
         with pytest.raises(ConfigError, match="in use"), run_directory.occupy(config, clean=False):
             pass
     assert "taken" in other_process()
+
+
+OCCUPY = """
+import sys
+from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError
+from distill_rl.preflight import run_directory
+run_directory._SIGN_EVERY_S = 0.3
+config = Config()
+config.run.dir, config.run.name, config.student.model, config.data.path = sys.argv[1], "mine", "x", "x"
+try:
+    print(*run_directory.problems(config, clean=False), flush=True)
+    with run_directory.occupy(config, clean=False):
+        print("occupied", flush=True)
+        sys.stdin.read()
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_a_file_system_without_locks_is_one_line(tmp_path):
+    script = tmp_path / "occupy.py"
+    script.write_text(OCCUPY)
+    (tmp_path / "runs").mkdir()
+    found = Killer(tmp_path, refuse="flock", paths="/runs").run([script, tmp_path / "runs"]).out.splitlines()
+    assert len(set(found)) == 1
+    assert found[0].startswith(f"{tmp_path}/runs/mine: must be on a file system with locks (flock); got ")
+    assert found[0].endswith("mount it with them (Lustre: -o flock), or choose a folder elsewhere")
+
+
+def test_a_process_of_another_node_is_seen_where_locks_hold_on_one_node_only(tmp_path):
+    """The other node has another host name, and this process is granted a lock that the other one holds."""
+    command = [sys.executable, "-c", OCCUPY, tmp_path / "runs"]
+    lock = tmp_path / "runs" / "mine" / ".lock"
+    with subprocess.Popen(["unshare", "--uts", "bash", "-c", 'hostname n7 && exec "$@"', "-", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:  # fmt: skip
+        if other.stdout.readline() == "":
+            pytest.skip("no other host name can be given")
+        assert other.stdout.readline() == "occupied\n"
+        assert lock.read_text() == f"{other.pid} on n7"
+        done = subprocess.run([*command, "x"], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=os.environ | {"LD_PRELOAD": str(blind(tmp_path))})  # fmt: skip
+        assert f"the run directory is in use; got by process {other.pid} on n7" in done.stdout
+        other.kill()
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert "occupied" in done.stdout, "one that was killed gives no signs of life"
+    assert lock.read_text() == ""
+
+
+def blind(folder):
+    """A library with which every lock is granted."""
+    source, library = folder / "blind.c", folder / "blind.so"
+    source.write_text("int flock(int file, int operation) { return 0; }")
+    subprocess.run(
+        [shutil.which("cc") or pytest.skip("there is no cc"), "-shared", "-fPIC", "-o", library, source], check=True
+    )
+    return library

@@ -9,6 +9,28 @@ import pytest
 from distill_rl.system.signals import Preempted, Signals, signals_blocked
 
 
+def test_sighup_is_a_request_to_stop_that_no_second_one_turns_into_an_interrupt():
+    now = [100.0]
+    with Signals(lambda: now[0]) as signals:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert signals.preempted
+        for number in (signal.SIGHUP, signal.SIGTERM):  # the terminal is lost, then the machine goes down
+            now[0] += 60.0
+            os.kill(os.getpid(), number)
+            signals.raise_if_interrupted()
+
+
+def test_an_ignored_sighup_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not signals.preempted
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_second_request_to_stop_interrupts(number):
     now = [100.0]

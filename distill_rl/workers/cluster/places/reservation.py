@@ -29,6 +29,7 @@ def reserve(
     *,
     interrupted: Callable[[], None],
     waiting: Callable[[Queue], None] = lambda queue: None,
+    lost: Callable[[], object] = lambda: False,
 ) -> Iterator[tuple[PlacementPlan, PlacementGroup]]:
     """Reserves all bundles at once in the cluster, for as long as the block runs. Yields the plan and Ray's placement group.
 
@@ -39,6 +40,7 @@ def reserve(
         run: its name, for the others.
         interrupted: called at every poll of the wait; may raise.
         waiting: called when the run begins to wait for others, and whenever these change.
+        lost: whether Ray's daemons have died, so that nothing can be given back; asking would never end.
 
     Raises:
         ConfigError: the cluster cannot provide them within `ray.placement_timeout_s` although no other run is in the way, or within
@@ -62,7 +64,7 @@ def reserve(
                 if group is None or present != plan:
                     asked.close()
                     plan, group = present, _ask(present, replace(holder, works=True).group)
-                    asked.callback(remove_placement_group, group)
+                    asked.callback(_give_back, group, lost)
             poll_s = _QUEUE_POLL_S if others else _POLL_S
             if group is None:
                 time.sleep(poll_s)
@@ -81,6 +83,11 @@ def reserve(
                 raise _not_placed(plan, settings, others)
         in_line.close()
         yield plan, group
+
+
+def _give_back(group: PlacementGroup, lost: Callable[[], object]) -> None:
+    if not lost():
+        remove_placement_group(group)
 
 
 def _ask(plan: PlacementPlan, name: str) -> PlacementGroup:

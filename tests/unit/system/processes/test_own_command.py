@@ -55,7 +55,7 @@ def test_exit_code_of_the_command_line_is_returned(capfd: pytest.CaptureFixture[
     assert "/does/not/exist.yaml" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 85), ("SIGUSR1", 85)])
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 85), ("SIGUSR1", 85), ("SIGHUP", 85)])
 def test_signal_reaches_the_child_once(tmp_path: Path, name: str, code: int) -> None:
     command, environment = stand_in(tmp_path, STAND_IN)
     parent = subprocess.Popen(

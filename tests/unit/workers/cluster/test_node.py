@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,26 @@ def test_command_uses_slurm_resources_and_hides_the_token(tmp_path, monkeypatch)
     assert not {"SLURM_CPUS_ON_NODE", "RAY_AUTH_TOKEN"} & set(seen)
 
 
+@pytest.mark.parametrize(
+    ("variables", "memory", "store", "gpus"),
+    [
+        ({"SLURM_MEM_PER_NODE": "3000"}, 2100 << 20, 900 << 20, None),
+        ({"SLURM_MEM_PER_CPU": "500", "SLURM_CPUS_ON_NODE": "4"}, 1400 << 20, 600 << 20, None),
+        ({"SLURM_MEM_PER_NODE": "3000", "RAY_OBJECT_STORE_BYTES": "100000000"}, (3000 << 20) - 100000000, 100000000, None),
+        ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "MIG-aa-1,GPU-bb"}, None, None, "2"),
+        ({"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "4,5"}, None, None, "2"),
+    ],
+)  # fmt: skip
+def test_ray_gets_what_the_job_has(tmp_path, monkeypatch, variables, memory, store, gpus):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    command = ray_node._command(node(tmp_path), "10.0.0.1", "", tmp_path)
+    found = dict(part.removeprefix("--").partition("=")[::2] for part in command if part.startswith("--"))
+    assert found.get("memory") == (None if memory is None else f"{memory}")
+    assert found.get("object-store-memory") == (None if store is None else f"{store}")
+    assert found.get("num-gpus") == gpus
+
+
 def test_taken_port_is_named_with_the_setting(tmp_path):
     with socket.socket() as other:
         other.bind(("", 0))
@@ -86,9 +107,48 @@ def test_folders_of_dead_processes_only_are_removed():
 
 def test_interface_gives_the_address_or_an_error():
     assert address_of_this_machine("192.0.2.1", "lo") == "127.0.0.1"
-    assert address_of_this_machine("127.0.0.1") == "127.0.0.1"
     with pytest.raises(WorkerError, match=r"RAY_INTERFACE: .*got no0"):
         address_of_this_machine("192.0.2.1", "no0")
+
+
+def test_the_address_is_that_of_the_route_to_another_node(monkeypatch):
+    """In a network namespace with one interface between the nodes and no default route."""
+    script = (
+        "ip link set lo up && ip link add eth7 type veth peer name eth8 && ip link set eth8 up && ip addr add 10.77.0.5/24 dev eth7 && ip link set eth7 up && "
+        f"exec {sys.executable} -c 'from distill_rl.workers.cluster.node import address_of_this_machine as find\n"
+        'for towards in ("10.77.0.6", "", "127.0.0.1", "10.88.0.1"):\n'
+        "    try: print(find(towards))\n"
+        "    except Exception as error: print(error)'"
+    )
+    done = subprocess.run(["unshare", "--net", "bash", "-c", script], capture_output=True, text=True, timeout=60)
+    if "Operation not permitted" in done.stderr or "not found" in done.stderr or "Unknown device" in done.stderr:
+        pytest.skip(f"no network namespace can be made: {done.stderr}")
+    *found, refused = done.stdout.splitlines()
+    assert found == ["10.77.0.5", "127.0.0.1", "127.0.0.1"], done.stderr
+    assert refused.startswith("RAY_INTERFACE: names the interface between the nodes, and must be set")
+
+
+def agreed(folder: Path, index: int, job: int, taken: list[int]) -> int:
+    """The first port on which node `index` of two agrees with the other, which finds all but `taken` free."""
+    other = " ".join(str(first) for first in range(10000, 16000, 100) if first not in taken)
+    (folder / f"free-n{1 - index}").write_text(other)
+    alone = Node(folder, folder, f"n{index}", index, 0, 10.0, ("n0", "n1"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_JOB_ID", str(job))
+        return ray_node._agreed(alone, time.monotonic() + 10).first_port
+
+
+def test_the_nodes_of_a_job_take_the_first_range_that_is_free_on_all_of_them(tmp_path):
+    assert agreed(tmp_path, 0, 23, []) == 12300
+    assert agreed(tmp_path, 1, 24, []) == 12400, "a requeued job 23 does not take what the next one has"
+    assert agreed(tmp_path, 0, 23, [12300, 12400]) == 12500
+    assert agreed(tmp_path, 0, 59, [15900]) < 15900, "from the beginning again"
+    with socket.socket() as other:  # the second port of the other node's ten
+        other.bind(("", 12311))
+        other.listen()
+        assert agreed(tmp_path, 1, 23, []) == 12400
+    with pytest.raises(WorkerError, match="RAY_PORT: a range of ports from 10000 to 15999 must be free on all nodes"):
+        agreed(tmp_path, 0, 23, list(range(10000, 16000, 100)))
 
 
 DAEMONS = """\

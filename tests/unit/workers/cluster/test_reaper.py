@@ -66,3 +66,24 @@ def test_a_driver_that_ends_in_order_is_not_reaped(driver) -> None:
     assert process.wait(30) == 0
     assert all(relative.is_running() for relative in [*family, *others])
     assert directory.is_dir()
+
+
+SLOW = """
+import subprocess, time
+import psutil
+from distill_rl.workers.cluster import reaper
+look = reaper.with_descendants
+def slow(processes):
+    time.sleep(0.3)
+    return look(processes)
+reaper.with_descendants = slow
+child = psutil.Process(subprocess.Popen(["sleep", "300"]).pid)
+reaper.end([child], 0.1)
+print(child.wait(60))
+"""
+
+
+def test_what_is_found_is_killed_even_if_the_looking_takes_longer_than_the_patience() -> None:
+    """As on a node with thousands of processes."""
+    done = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, timeout=90)
+    assert done.stdout.strip() == f"{-signal.SIGKILL}", done.stderr

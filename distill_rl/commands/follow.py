@@ -1,0 +1,129 @@
+"""distill-rl follow: what a run does, read from its folder alone, such as from the login node of a cluster."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from distill_rl.errors import ConfigError, problem
+from distill_rl.observe.log import printable, setup_console
+from distill_rl.observe.sinks.sinks import SECONDS, STEPS, ProgressSink
+from distill_rl.observe.terminal import clock_time
+
+_POLL_S = 1.0
+_SILENT_S = 30.0
+"""Seconds without a sign of life after which a run counts as dead: it touches its lock file every five."""
+_STEPS = re.compile(r"distill_rl\.run: (?:training  steps \d+ to|steps     )\s*([\d,]+)")
+_FAULT = re.compile(r" (?:WARNING|ERROR) |distill_rl\.run: (?:skipped |going on |.*\breplaced\b|.*\brestarting\b)")
+
+
+def follow(runs: Sequence[Path], *, once: bool) -> int:
+    """Prints state, step, time left and the last fault of a run, then each new step and line of its log, until it ends.
+
+    Of several runs it prints a line each. Reads the run directories only; needs neither Ray nor torch.
+
+    Args:
+        once: return after the first lines.
+
+    Raises:
+        ConfigError: one is no run directory.
+    """
+    setup_console()
+    if wrong := [run for run in runs if not (run / "logs" / "latest").exists()]:
+        rule, remedy = "must be a run directory, in which a run has begun", "give RUN.DIR/RUN.NAME"
+        raise ConfigError.many([problem(f"{run}", rule, remedy=remedy) for run in wrong])
+    if len(runs) > 1:
+        width = max(len(run.name) for run in runs)
+        for run in runs:
+            known = _Known(run)
+            print(printable(f"{run.name:<{width}}  {_state(run)}, step {known.step_text}"))
+        return 0
+    (run,) = runs
+    known = _Known(run)
+    print(f"state     {_state(run)}")
+    print(f"step      {known.step_text}")
+    if faults := [line for line in known.lines if _FAULT.search(line)]:
+        print(f"fault     {printable(faults[-1])}")
+    if once:
+        return 0
+    log, metrics, step, total = known.log, known.metrics, known.step, known.total
+    with closing(ProgressSink(total, start_step=step)) as progress:
+        while True:
+            alive = _state(run).startswith("running")  # before the last lines are read
+            for line in log.lines():
+                print(printable(line), flush=True)
+                if (total := _total([line])) is not None:
+                    progress.expect(total)
+            for line in metrics.lines():
+                record = json.loads(line)
+                progress.write(record.pop("step"), {name: value for name, value in record.items() if value is not None})
+            if not alive:
+                print(f"state     {_state(run)}")
+                return 0
+            time.sleep(_POLL_S)
+
+
+class _Known:
+    """What a run's log and records tell so far."""
+
+    def __init__(self, run: Path):
+        self.log, self.metrics = _Tail(run / "logs" / "latest" / "driver.log"), _Tail(run / "metrics.jsonl")
+        self.lines = list(self.log.lines())
+        records = [json.loads(line) for line in self.metrics.lines()]
+        self.total = _total(self.lines)
+        self.step = records[-1]["step"] if records else 0
+        self.step_text = f"{self.step:,} of {self.total or 'an unknown number'}{_left(records, self.step, self.total)}"
+
+
+def _state(run: Path) -> str:
+    """What the run does, by its lock file, which it touches while it lives and empties when it ends."""
+    lock = run / ".lock"
+    owner = lock.read_text().strip() if lock.exists() else ""
+    if not owner:
+        return "finished" if (run / "export").is_dir() else "ended before its last step"
+    silent = time.time() - lock.stat().st_mtime
+    if silent > _SILENT_S:
+        return f"died without a word: process {owner} has given no sign of life for {clock_time(silent)}"
+    return f"running, as process {owner}"
+
+
+def _total(lines: list[str]) -> int | None:
+    """The steps of the whole run, by the last line of the log that tells them."""
+    found = [match[1] for line in lines if (match := _STEPS.search(line))]
+    return int(found[-1].replace(",", "")) if found else None
+
+
+def _left(records: list[dict[str, float]], step: int, total: int | None) -> str:
+    """The time that the remaining steps take at the speed of the last ones, in words; empty if it is not known."""
+    timed = [record for record in records[-20:] if SECONDS in record]
+    steps = sum(record.get(STEPS, 1) for record in timed)
+    if not timed or total is None or step >= total:
+        return ""
+    seconds = sum(record[SECONDS] * record.get(STEPS, 1) for record in timed) / steps
+    return f", {clock_time(seconds * (total - step))} left at {seconds:.3g} s per step"
+
+
+class _Tail:
+    """The lines of a growing file, each once. A file that is replaced, as by the next attempt, is read from its beginning."""
+
+    def __init__(self, path: Path):
+        self._path, self._offset, self._identity = path, 0, (0, 0)
+
+    def lines(self) -> Iterator[str]:
+        """Yields the whole lines that have come since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                status = self._path.stat()
+                if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._offset:
+                    self._offset, self._identity = 0, (status.st_dev, status.st_ino)
+                file.seek(self._offset)
+                content = file.read()
+        except FileNotFoundError:
+            return
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        yield from whole.decode(errors="replace").splitlines()
