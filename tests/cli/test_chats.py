@@ -78,6 +78,17 @@ def test_check_names_what_a_template_leaves_out(root, tmp_path):
     assert "its own template writes 24 of 24 rows differently" in warned.out
 
 
+def test_check_refuses_a_template_that_never_ends(root, tmp_path):
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    write_tiny_model(tmp_path / "endless", hidden=16, seed=2, tokenizer=_with_template(endless + CHATML))
+    path = _config(root, tmp_path, "teacher")
+    checked = distill_rl_in_process("check", "-c", path, f"student.model={tmp_path}/endless")
+    assert checked.code == 2
+    line = next(line for line in checked.err.splitlines() if "the chat template of" in line)
+    assert f"the chat template of {tmp_path}/endless ({{% for a in range(99999) %}}" in line
+    assert "within 10 s of processor time and 1024 MiB of memory; got more processor time" in line
+
+
 def test_a_run_on_tool_chats_trains_on_calls_and_says_what_is_left_out(root, cluster, tmp_path):
     """With a teacher of the same tokenizer and one of another tokenizer and template."""
     ended = distill_rl("train", "-c", _config(root, tmp_path, "teacher", "foreign"), cluster=cluster)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
+
+from distill_rl.system.template_budget import within_budget
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message under which data sets keep what an assistant thinks before it answers."""
@@ -122,7 +125,10 @@ def _rendered(tokenizer: Any, *chats: list[dict[str, Any]]) -> str | None:
     """The first chat that the template accepts, rendered; None if it accepts none."""
     for messages in chats:
         try:
-            return tokenizer.apply_chat_template(messages, tools=[_TOOL], tokenize=False)
+            options: dict[str, Any] = {"tools": [_TOOL], "tokenize": False}
+            return within_budget(
+                tokenizer, messages, options, partial(tokenizer.apply_chat_template, messages, **options)
+            )
         except Exception:  # a template can raise anything
             continue
     return None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 from distill_rl.align.chats.form import REASONING_KEYS, in_template_form, text_of
+from distill_rl.system.template_budget import FIXED_DATE, within_budget
 
 Message = Mapping[str, Any]
 CharSpan = tuple[int, int]
@@ -37,6 +37,7 @@ def render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
 
     Raises:
         ValueError: a tokenizer without a chat template.
+        DataError: a template that takes too much time or memory (`within_budget`).
         jinja2.TemplateError: a chat that the template rejects. A template can also raise any other exception.
     """
     if not getattr(tokenizer, "chat_template", None):
@@ -44,11 +45,8 @@ def render(tokenizer: Any, messages: Sequence[Message], **options: Any) -> Any:
             f"messages need a tokenizer with a chat template, {type(tokenizer).__name__} has none; give it one, or use text"
         )
     options = {"strftime_now": FIXED_DATE, "tokenize": False, **options}
-    return tokenizer.apply_chat_template(in_form(tokenizer, messages), **options)
-
-
-FIXED_DATE = datetime(2024, 7, 26).strftime
-"""What templates that print today's date get"""
+    chat = in_form(tokenizer, messages)
+    return within_budget(tokenizer, chat, options, lambda: tokenizer.apply_chat_template(chat, **options))
 
 
 def in_form(tokenizer: Any, messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -6,15 +6,17 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from os.path import commonprefix
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from distill_rl.align.chats.form import REASONING_KEYS, SWITCHES, text_of
-from distill_rl.align.chats.rendering import FIXED_DATE, CharSpan, Message, in_form, message_spans, render
+from distill_rl.align.chats.rendering import CharSpan, Message, in_form, message_spans, render
 from distill_rl.data.batch.turn_ends import closing_stop, with_stops
 from distill_rl.data.reading.layouts import template_options
-from distill_rl.errors import DataError
+from distill_rl.errors import DataError, WorkerError
+from distill_rl.system.template_budget import FIXED_DATE, LIMITED, within_budget
 
 __all__ = ["render", "render_document", "roles_to_train_on"]
 
@@ -87,6 +89,7 @@ def roles_to_train_on(loss_on: str, loss_roles: Sequence[str]) -> tuple[str, ...
     return tuple(loss_roles) or (("assistant",) if loss_on == "assistant" else ())
 
 
+@LIMITED
 def render_document(
     tokenizer: Any,
     document: Mapping[str, Any],
@@ -125,6 +128,8 @@ def render_document(
     write = Write.of(tokenizer, document)
     try:
         written = whole = write(messages)
+    except (DataError, WorkerError):  # not a matter of this chat
+        raise
     except Exception as error:  # a template can raise anything
         raise DataError(f"row {row}", f"a chat that the template of {whose} accepts", str(error)) from error
     off = [] if text_only else [i for i, message in enumerate(messages) if _is_off(message, i, row)]
@@ -225,12 +230,15 @@ def _generation_blocks(write: Write, messages: Sequence[Message]) -> list[CharSp
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    made: Any = render_jinja_template(
-        conversations=[in_form(write.tokenizer, messages)],
+    chat = in_form(write.tokenizer, messages)
+    render_blocks = partial(
+        render_jinja_template,
+        conversations=[chat],
         chat_template=write.tokenizer.get_chat_template(tools=write.options.get("tools")),
         return_assistant_tokens_mask=True,
         **{**write.tokenizer.special_tokens_map, "strftime_now": FIXED_DATE, **write.options},
     )
+    made: Any = within_budget(write.tokenizer, chat, write.options, render_blocks)
     return [(start, stop) for start, stop in made[1][0] if stop > start]
 
 

@@ -18,6 +18,7 @@ from distill_rl.data.batch.naming import name_of
 from distill_rl.data.batch.unrendered import TemplateCoverage
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.errors import DataError
+from distill_rl.system.template_budget import LIMITED
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +195,7 @@ class Tokenization:
         mask = self.labels(document, spans, ids, offsets)
         return Encoded(ids, mask, left_out=left_out, name=name_of(text))
 
+    @LIMITED
     def render(self, document: Mapping[str, Any]) -> tuple[str, list[CharSpan] | None, tuple[str, ...]]:
         """A chat's text, the character spans of the turns that are trained on (None: all of it), and what the template
         leaves out.

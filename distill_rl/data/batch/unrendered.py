@@ -15,6 +15,7 @@ from distill_rl.align.chats.rendering import Message, render
 from distill_rl.data.reading.convert import SHAREGPT_ROLES
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.errors import DataError
+from distill_rl.system.template_budget import LIMITED
 
 _THOUGHT = "<think> in content"
 _TRAINED_ON = frozenset({"content", "tool_calls", "function_call", _THOUGHT, *REASONING_KEYS})
@@ -73,6 +74,7 @@ class TemplateCoverage:
         self._misses: Counter[Hashable] = Counter()
         self._rewritten: Counter[Hashable] = Counter()
 
+    @LIMITED
     def left_out(self, document: Mapping[str, Any], text: str) -> tuple[Part, ...]:
         """The parts of a document that the template leaves out; empty texts and lists do not count.
 

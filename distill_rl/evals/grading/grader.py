@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from distill_rl.errors import WorkerError
-from distill_rl.evals.grading.child import LEAST_SHARE, REAP_S, Child, ChildEnded, ChildHangs
 from distill_rl.evals.suites.base import Item, Verdict
+from distill_rl.system.processes.limited import LEAST_SHARE, REAP_S, Child, ChildEnded, ChildHangs
 
 START_S = 120.0
 """Seconds without computing after which a child that starts or loads a suite hangs."""
@@ -271,7 +271,7 @@ class Grader:
         with self._lock:
             if self._closed:
                 raise CancelledError
-            child = Child(self.deadline_s, self.memory_bytes)
+            child = Child("distill_rl.evals.grading.judge", self.deadline_s, self.memory_bytes)
             self._children.add(child)
             return child
 

@@ -1,20 +1,28 @@
-"""The parent's side of a grading process (`judge`): JSON lines to it and from it, waiting only for one that works."""
+"""A process of limited processor time and memory for what others wrote: JSON lines to it and from it, waiting only while it works.
+
+`Child` is the parent's side. The process runs a module of this package, which calls `enter`, and for each request `limit_memory`
+and `limit_time`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
+
+from distill_rl.system.processes.parent import end_with
 
 MAX_REPLY_BYTES = 1 << 26
 REAP_S = 10.0
@@ -44,23 +52,24 @@ class ChildHangs(Exception):
 
 
 class Child:
-    """A grading process, in a process group of its own.
+    """A limited process, in a process group of its own.
 
     One thread starts it, exchanges messages with it and calls `reap`. Any other thread may call `kill`, but not while
     `reap` runs. The process dies with the thread that started it.
     """
 
-    def __init__(self, deadline_s: float, memory_bytes: int):
+    def __init__(self, module: str, deadline_s: float, memory_bytes: int):
         """Starts the process, without waiting until it is ready.
 
         Its environment holds no secrets, and its stderr is dropped. `reap` must be called in the end.
 
         Args:
+            module: what it runs, by its full name, with the parent's process id and the other arguments on its command line.
             deadline_s: processor time of one item in seconds, after which SIGPROF kills the process.
-            memory_bytes: address space that it may allocate in addition to what it has after loading a suite.
+            memory_bytes: address space that it may allocate in addition to what it has when it begins with an item.
         """
         arguments = os.getpid(), deadline_s, memory_bytes
-        command = [sys.executable, "-P", "-m", "distill_rl.evals.grading.judge", *map(str, arguments)]
+        command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
         self._process = subprocess.Popen(
             command,
             bufsize=0,
@@ -202,3 +211,55 @@ def _environment() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
     }
     return inherited | fixed
+
+
+def enter(parent: int) -> tuple[BinaryIO, BinaryIO]:
+    """Prepares this process to be a `Child`; returns requests and replies, moved away from stdin and stdout.
+
+    Those become /dev/null, so that libraries cannot read from or print to them. The process ends with its parent, and SIGPROF
+    ends it.
+
+    Args:
+        parent: its process id.
+    """
+    end_with(parent)
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    devnull = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1):
+        os.dup2(devnull, stream)
+    os.close(devnull)
+    with contextlib.suppress(OSError):  # make the kernel's out-of-memory killer pick this process first
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    return requests, replies
+
+
+def send(replies: BinaryIO, reply: Mapping[str, Any]) -> None:
+    """Writes a reply as one JSON line, at once."""
+    replies.write(json.dumps(reply).encode() + b"\n")
+    replies.flush()
+
+
+def limit_time(seconds: float) -> None:
+    """Has SIGPROF end this process after so many seconds of processor time; 0: never."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def address_space() -> int:
+    """Address space of this process in bytes; 0 if it cannot be read."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def limit_memory(size: int | None) -> None:
+    """Limits the address space of this process to `size` bytes, or to the hard limit if that is lower; None: to the
+    hard limit. Does nothing where the system does not support it."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if size is None or (hard != resource.RLIM_INFINITY and size > hard):
+        size = hard
+    with contextlib.suppress(ValueError, OSError):  # the system does not support this limit
+        resource.setrlimit(resource.RLIMIT_AS, (size, hard))
