@@ -189,9 +189,14 @@ def _fill(
     sizes = read_weights(model, files, found)
     for one in taken:
         assert quantization is not None
-        part = local_part(one.parameter)
+        split = (
+            one.parameter
+            if one.inputs is None
+            else torch.empty(one.parameter.shape, dtype=one.parameter.dtype, device="meta")
+        )
+        part = local_part(split)
         weight = torch.empty(part.shape, dtype=part.dtype, device=world.device)
-        sizes.append(read_tensor(model, files, found, one.name, one.parameter, weight))
+        sizes.append(read_tensor(model, files, found, one.name, split, weight))
         one.put_back(weight, quantization)
         del weight
     log.info("%s: %d tensors, %.1f MB read by rank %d", files.folder, len(sizes), sum(sizes) / 1e6, world.rank)

@@ -23,7 +23,9 @@ def test_a_run_is_followed_to_its_end(material, cluster, tmp_path):
         state, step = before.out.splitlines()
         assert state == f"state     running, as process {process.pid} on {os.uname().nodename}"
         assert re.fullmatch(r"step      \d+ of 3000, (\d+:)?\d+:\d\d left at [\d.]+ s per step", step)
-        with subprocess.Popen([sys.executable, "-m", "distill_rl", "follow", run], stdout=subprocess.PIPE, text=True) as follower:
+        with subprocess.Popen(
+            [sys.executable, "-m", "distill_rl", "follow", run], stdout=subprocess.PIPE, text=True
+        ) as follower:
             lines = iter(follower.stdout.readline, "")
             assert any(re.match(r"step +\d+/3000 .*loss", line) for line in lines)
             process.send_signal(signal.SIGTERM)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from distill_rl.models.families import decoder_layers, is_linear
 from distill_rl.models.lora.adapters import names_in_files
 from distill_rl.models.quantization.weight import Format, QuantizedWeight, group_of, quantize_layer
+from distill_rl.parallel.shards import local_part, local_slices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,13 +41,24 @@ class Taken:
     transposed: bool
     """Whether it is [inputs, outputs]."""
 
+    @property
+    def inputs(self) -> slice | None:
+        """This rank's input features, if tensor parallelism splits the weight by them. Their scales follow from all of them."""
+        axis = self.parameter.ndim - (2 if self.transposed else 1)
+        part = local_slices(self.parameter)[axis]
+        return None if part == slice(0, self.parameter.shape[axis]) else part
+
     def put_back(self, weight: Tensor, format: Format) -> None:
-        """Gives the model this rank's part of the weight, quantised."""
+        """Gives the model this rank's part of the weight, quantised.
+
+        Args:
+            weight: that part, or the whole weight if it is split by its inputs.
+        """
         if weight.ndim == 3:
             setattr(self.owner, self.attribute, QuantizedWeight(weight, format, transposed=self.transposed))
             return
         setattr(self.owner, self.attribute, self.parameter)
-        quantize_layer(self.owner, weight, format, transposed=self.transposed)
+        quantize_layer(self.owner, weight, format, transposed=self.transposed, inputs=self.inputs)
 
 
 def take_out(model: PreTrainedModel, format: Format) -> list[Taken]:
@@ -106,9 +118,11 @@ def _quantizable(model: PreTrainedModel) -> Iterator[Taken]:
 
 def _suits(one: Taken, format: Format) -> bool:
     """Whether this rank's part of a weight can be quantised; of experts, only if every rank holds all of them."""
-    part: Tensor = one.parameter
-    if isinstance(one.parameter, DTensor):
-        part = one.parameter.to_local()
-        if part.ndim == 3 and not all(placement.is_replicate() for placement in one.parameter.placements):
-            return False
-    return part.numel() > 0 and group_of(format, part.shape[-2 if one.transposed else -1]) > 0
+    part = local_part(one.parameter)
+    if (
+        isinstance(one.parameter, DTensor)
+        and part.ndim == 3
+        and not all(placement.is_replicate() for placement in one.parameter.placements)
+    ):
+        return False
+    return part.numel() > 0 and group_of(format, one.parameter.shape[-2 if one.transposed else -1]) > 0

@@ -7,7 +7,8 @@
 torchao chooses scales and rounds. Each pass, forward and backward, makes the weight again, in the dtype of the computation,
 multiplies, and drops it: with the thousands of tokens of a micro-batch that takes a small part of the matrix product's time,
 whereas torchao's own 4-bit kernels are for a few tokens at a time and need one kind of GPU each. So all formats work on
-every device, and on a shard of a weight like on a whole one.
+every device, and on a shard of a weight like on a whole one. A shard's numbers are those of the whole weight, whose scales it has:
+a model is the same over any number of ranks.
 
 Shapes: O output features, I input features, G groups of input features.
 """
@@ -44,6 +45,7 @@ class QuantizedWeight(nn.Module):
         weight: [O, I], or [experts, O, I], of the dtype in which it is made again; its rows must suit the format
             (`group_of`).
         transposed: whether `weight` is [I, O] instead, as it is then made again.
+        inputs: which input features to keep, of a weight that is split over ranks by them; None: all.
     """
 
     data: Tensor
@@ -53,13 +55,18 @@ class QuantizedWeight(nn.Module):
     zero: Tensor | None
     """uint8 [..., O, G], with int4."""
 
-    def __init__(self, weight: Tensor, format: Format, *, transposed: bool = False):
+    def __init__(self, weight: Tensor, format: Format, *, transposed: bool = False, inputs: slice | None = None):
         super().__init__()
-        self.format, self.transposed, self.dtype, self.shape = format, transposed, weight.dtype, weight.shape
+        self.format, self.transposed, self.dtype = format, transposed, weight.dtype
+        self.shape = weight.shape
+        if inputs is not None:
+            self.shape = weight[inputs].shape if transposed else weight[..., inputs].shape
         rows = weight.detach()
         rows = rows.mT if transposed else rows
         # One expert at a time, because torchao computes in fp32.
         parts = [quantize(part.contiguous(), format) for part in (rows if rows.ndim == 3 else [rows])]
+        if inputs is not None:
+            parts = [_cut(part, inputs) for part in parts]
         for name in ("data", "scale", "zero"):
             found = [part[name] for part in parts if name in part]
             tensor = None if not found else torch.stack(found) if rows.ndim == 3 else found[0]
@@ -129,6 +136,17 @@ def quantize(weight: Tensor, format: Format) -> dict[str, Tensor]:
     return {"data": codes[:, ::2] | codes[:, 1::2] << 4, "scale": scale, "zero": zero}
 
 
+def _cut(whole: dict[str, Tensor], inputs: slice) -> dict[str, Tensor]:
+    """The numbers of some input features of a weight. A group that they cut becomes several with its scale."""
+    if "zero" not in whole:
+        return {"data": whole["data"][:, inputs].contiguous(), "scale": whole["scale"]}
+    group = 2 * whole["data"].shape[1] // whole["scale"].shape[1]
+    smaller = gcd(group, inputs.start, inputs.stop)
+    groups = slice(inputs.start // smaller, inputs.stop // smaller)
+    cut = {name: whole[name].repeat_interleave(group // smaller, 1)[:, groups] for name in ("scale", "zero")}
+    return {"data": whole["data"][:, inputs.start // 2 : inputs.stop // 2].contiguous(), **cut}
+
+
 def dequantize(data: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The weight [..., O, I] that numbers stand for: one tensor of `dtype`, changed in place, and with int4 its bytes.
 
@@ -180,19 +198,22 @@ class QuantizedLinear(nn.Module):
         return out.redistribute(placements=[whole]) + self.bias
 
 
-def quantize_layer(layer: nn.Module, weight: Tensor, format: Format, *, transposed: bool) -> None:
+def quantize_layer(
+    layer: nn.Module, weight: Tensor, format: Format, *, transposed: bool, inputs: slice | None = None
+) -> None:
     """Turns a linear layer into a `QuantizedLinear` in place, so that its bias and its hooks stay.
 
     Args:
         layer: `nn.Linear`, or GPT-2's `Conv1D`, whose weight is transposed; its own weight, which may be on the meta
             device, says how it is split over ranks.
-        weight: this rank's shard of the weight, which the layer's own lacks.
+        weight: this rank's shard of the weight, which the layer's own lacks; with `inputs` the whole weight, of which they are
+            this rank's.
     """
     placement = layer.weight.placements[0] if isinstance(layer.weight, DTensor) else Replicate()
     del layer.weight
     layer.__class__ = QuantizedLinear
     assert isinstance(layer, QuantizedLinear)
-    layer.weight = QuantizedWeight(weight, format, transposed=transposed)
+    layer.weight = QuantizedWeight(weight, format, transposed=transposed, inputs=inputs)
     layer.leaves = _leaves(placement, transposed=transposed)
 
 

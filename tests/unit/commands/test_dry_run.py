@@ -307,16 +307,22 @@ def test_every_problem_of_the_section_is_one_line(material, tmp_path, capsys):
         "qos: 'a\"b'": "slurm.qos: must have neither backslashes nor double quotes",
         "extra: [--signal=USR1, -n 3, --qos=x]": "slurm.extra.0: --signal is set by the batch script",
         "account: ''": "slurm.account: must be one line of text",
-        "setup: [\"a\\nb\"]": "slurm.setup.0: must be one line of text",
+        'setup: ["a\\nb"]': "slurm.setup.0: must be one line of text",
     }
     path.write_text(path.read_text() + "slurm:\n" + "".join(f"  {line}\n" for line in section))
     assert main(["train", "-c", str(path), "--dry-run"]) == 2
     errors = capsys.readouterr().err.splitlines()
-    for line in (*section.values(), "slurm.extra.1: must be a long option of sbatch", "slurm.extra.2: --qos has a setting of its own"):
+    for line in (
+        *section.values(),
+        "slurm.extra.1: must be a long option of sbatch",
+        "slurm.extra.2: --qos has a setting of its own",
+    ):
         assert sum(line in error for error in errors) == 1, (line, errors)
     assert len(errors) == len({*section.values()}) + 2
     assert not (tmp_path / "runs").exists()
-    assert main(["train", "-c", str(material.config(tmp_path)), "--dry-run", "slurm.patition=x", "slurm.time='soon'"]) == 2
+    assert (
+        main(["train", "-c", str(material.config(tmp_path)), "--dry-run", "slurm.patition=x", "slurm.time='soon'"]) == 2
+    )
     assert "slurm.patition" in capsys.readouterr().err
 
 
