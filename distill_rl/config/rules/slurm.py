@@ -46,8 +46,6 @@ def slurm_problems(config: Config) -> Iterator[str]:
     for one, other in (("mem", "mem_per_cpu"), ("gres", "gpus_per_node")):
         if getattr(slurm, one) is not None and getattr(slurm, other) is not None:
             yield problem(f"slurm.{one}", f"excludes slurm.{other}", getattr(slurm, one), "leave one of the two out")
-    if slurm.gpus_per_node is not None and slurm.gpus_per_node < 0:
-        yield problem("slurm.gpus_per_node", "must be 0 or more", slurm.gpus_per_node)
     if slurm.mail_type is not None and (unknown := {*slurm.mail_type.split(",")} - _MAIL):
         yield problem("slurm.mail_type", f"must be of {', '.join(sorted(_MAIL))}", ",".join(sorted(unknown)))
     if slurm.time is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Optional
 
-from distill_rl.config.schema.fields import POSITIVE
+from distill_rl.config.schema.fields import NOT_NEGATIVE, POSITIVE
 
 # OmegaConf reads these annotations at run time and knows Optional[...], not `X | None`.
 # ruff: noqa: UP045
@@ -31,7 +31,7 @@ class SlurmConfig:
     """Time limit of a start of the job, in quotes: minutes, `H:MM:SS` or `D-HH:MM:SS`. null: 4 hours."""
     nodes: Optional[int] = field(default=None, metadata=POSITIVE)
     """Number of nodes. null: as many as the run needs."""
-    gpus_per_node: Optional[int] = None
+    gpus_per_node: Optional[int] = field(default=None, metadata=NOT_NEGATIVE)
     """GPUs that a node of the cluster has; a run takes as many of them as it needs. 0: none. null: 8. `--gpus-per-node` overrides it."""
     gres: Optional[str] = None
     """In place of GPUs per node, on a cluster that counts them in another way, such as gpu:h200:8."""

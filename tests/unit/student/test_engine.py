@@ -315,3 +315,65 @@ def test_seed_determines_the_run(world, folders, rows):
 
     assert run(1) == run(1)
     assert run(1) != run(2)
+
+
+def test_five_hundred_steps_in_bf16_follow_a_plain_loop_with_fp32_weights(world, folders):
+    """The rate is so small that most updates are less than a weight's last bit in bf16."""
+    batches = [token_rows([[each] for each in random_documents(2, seed=seed)], WIDTH) for seed in range(3)]
+    engine = student(
+        world,
+        folders["student"],
+        total_steps=500,
+        student__dtype="bf16",
+        optimizer__lr=3e-5,
+        schedule__kind="constant",
+        loss__kd_weight=0.0,
+        loss__ce_weight=1.0,
+    )
+    losses = []
+    for step in range(500):
+        batch = rank_batch(batches[step % 3])
+        losses.append(engine.forward_backward(batch, no_targets, last=True)["train/nll_loss"].value)
+        engine.optim_step()
+    assert all(parameter.dtype == torch.float32 for parameter in engine.model.parameters())
+    ours = whole_parameters(engine.model)
+    kept, kept_losses = plain_bf16(folders["student"], batches, engine.config)
+    first = plain_model(folders["student"], torch.float32).state_dict()
+    learnt = {name: tensor - first[name] for name, tensor in kept.items()}
+    apart = {name: ours[name] - kept[name] for name in learnt}
+    size = math.sqrt(sum(tensor.square().sum().item() for tensor in learnt.values()))
+    assert losses == pytest.approx(kept_losses, rel=0.01)
+    assert losses[-1] < 0.9 * losses[2]
+    assert math.sqrt(sum(tensor.square().sum().item() for tensor in apart.values())) < 0.05 * size
+
+
+def plain_bf16(folder, batches, config):
+    """Weights and losses of a plain loop: fp32 weights, rounded to bf16 for each step, gradients summed in fp32."""
+    weights = plain_model(folder, torch.float32)
+    rounded = plain_model(folder, torch.bfloat16)
+    names = [name for name, _ in weights.named_parameters()]
+    settings = config.optimizer
+    decayed = [parameter for name, parameter in weights.named_parameters() if "norm" not in name]
+    others = [parameter for name, parameter in weights.named_parameters() if "norm" in name]
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=tuple(settings.betas), eps=settings.eps)
+    losses = []
+    for step in range(500):
+        rows, total = batches[step % 3], 0.0
+        rounded.load_state_dict({name: tensor.to(torch.bfloat16) for name, tensor in weights.state_dict().items()})
+        sums = {name: torch.zeros_like(weights.get_parameter(name)) for name in names}
+        count = int((rows.labels != IGNORE_INDEX).sum())
+        for first in range(0, rows.shape[0], config.train.micro_batch_size):
+            part = rows[first : first + config.train.micro_batch_size]
+            rounded.zero_grad()
+            _, ce = plain_losses(plain_logits(rounded, part, VOCABULARY).float(), part.labels, None)
+            (ce / count).backward()
+            total += ce.item() / count
+            for name in names:
+                sums[name] += rounded.get_parameter(name).grad.float()
+        for name in names:
+            weights.get_parameter(name).grad = sums[name]
+        torch.nn.utils.clip_grad_norm_(weights.parameters(), config.train.max_grad_norm)
+        optimizer.step()
+        losses.append(total)
+    return {name: weights.get_parameter(name).detach() for name in names}, losses
