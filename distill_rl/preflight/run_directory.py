@@ -34,7 +34,7 @@ _OF_A_START = ("config.yaml", "logs", "bad_rows.jsonl", QUEUE)
 _OF_STEPS = ("metrics.jsonl", "checkpoints", "evals")
 """What a run makes before its first step and fills afterwards."""
 _SIGN_EVERY_S = 5.0
-ATTEMPT = "DISTILL_RLATTEMPT"
+ATTEMPT = "DISTILL_RL_ATTEMPT"
 """Set by a batch script, which writes its own logs to the same folder; see `RunPaths.attempt`."""
 
 
@@ -206,7 +206,7 @@ def record_config(config: Config, paths: RunPaths) -> None:
 def _attempt(logs: Path) -> int:
     """The number of this start of the run, from 1.
 
-    It is that given by the batch script (DISTILL_RLATTEMPT), or one more than the highest `attempt_N` in `logs`.
+    It is that given by the batch script (DISTILL_RL_ATTEMPT), or one more than the highest `attempt_N` in `logs`.
 
     Raises:
         ConfigError: the batch script gives something other than a number from 1.

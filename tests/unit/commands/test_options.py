@@ -40,5 +40,5 @@ def test_options_of_eval_set_fields_of_the_same_name() -> None:
 
     options = vars(make_parser().parse_args(["eval", "--model", "A", "--suites", "b,c", "--data", "D"]))
     names = {field.name for kind in (Request, Options, Settings, ExecutorOptions) for field in fields(kind)}
-    assert options.keys() - names == {"command", "list"}
+    assert options.keys() - names == {"command", "list", "dry_run", "slurm"}
     assert options["suites"] == ["b", "c"]

@@ -9,7 +9,15 @@ import pytest
 from distill_rl.system.signals import Preempted, Signals, signals_blocked
 
 
-def test_sighup_is_a_request_to_stop_that_no_second_one_turns_into_an_interrupt():
+@pytest.fixture
+def heard():
+    """SIGHUP is not ignored, as it is below `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_sighup_is_a_request_to_stop_that_no_second_one_turns_into_an_interrupt(heard):
     now = [100.0]
     with Signals(lambda: now[0]) as signals:
         os.kill(os.getpid(), signal.SIGHUP)

@@ -58,8 +58,9 @@ def test_exit_code_of_the_command_line_is_returned(capfd: pytest.CaptureFixture[
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 85), ("SIGUSR1", 85), ("SIGHUP", 85)])
 def test_signal_reaches_the_child_once(tmp_path: Path, name: str, code: int) -> None:
     command, environment = stand_in(tmp_path, STAND_IN)
+    heard = ["env", "--default-signal=HUP"]  # which `nohup` has ignored
     parent = subprocess.Popen(
-        [*command, name, str(code)], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+        [*heard, *command, name, str(code)], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
     )
     try:
         assert parent.stdout is not None

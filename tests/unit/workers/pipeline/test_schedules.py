@@ -24,6 +24,7 @@ from distill_rl.types import BatchInfo, Cursor, DocumentBatch
 from distill_rl.workers.actors.student import Retryable
 from distill_rl.workers.actors.teacher import TeacherStats
 from distill_rl.workers.cluster.calls import Overdue
+from distill_rl.workers.cluster.hosts import Hosts
 from distill_rl.workers.pipeline.pipeline import Pipeline
 from distill_rl.workers.pipeline.student_group import StudentGroup
 from distill_rl.workers.pipeline.student_recovery import StudentRecovery
@@ -255,6 +256,7 @@ class Calls:
 
     def __init__(self, world: World):
         self.world, self.forgotten = world, set[Actor]()
+        self.hosts = Hosts()
 
     @property
     def names(self) -> dict[str, str]:
