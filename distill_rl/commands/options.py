@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl import __version__
+from distill_rl.config.schema.slurm import GPUS_PER_NODE
 
-GPUS_PER_NODE = 8
-"""GPUs of a node of the cluster that a batch script is written for, unless given."""
 _EPILOG = """\
 a first run, and runs of your own:
   distill-rl quickstart                  make small models and data, distil, evaluate, report
