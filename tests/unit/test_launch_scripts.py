@@ -637,6 +637,7 @@ def chained(folder: Path, programs: str) -> list[str]:
     env |= {"PATH": f"{folder}:{os.environ['PATH']}", "DISTILL_RL_ROOT": os.fspath(folder), "CONFIG": "x.yaml"}
     env |= {"RUN_DIR": os.fspath(folder / "run"), "VENV": os.fspath(folder), "REQUESTS": os.fspath(folder / "requests")}
     env |= {"CALLS": os.fspath(folder / "calls"), "SLURM_JOB_ID": "7", "REQUEUE": "chain", "SLURM_JOB_NODELIST": "n1"}
+    env |= {"SLURM_CPUS_PER_TASK": "4"}
     with subprocess.Popen(["bash", os.fspath(ROOT / "launch" / "slurm.sbatch")], env=env) as batch:
         until(lambda: (folder / "requests").exists() or batch.poll() is not None, "the command")
         batch.send_signal(signal.SIGUSR1)
