@@ -104,13 +104,7 @@ def write_batch_script(
         lines = ["\t".join([name, *each]) for name, each in points]
         write_atomic(run / ARRAY, "".join(f"{line}\n" for line in lines))
     ((nodes, gpus),) = layouts
-    common = {
-        "DISTILL_RL_ROOT": str(clone() or PACKAGE),
-        "VENV": "" if config.slurm.container else sys.prefix,
-        "CONTAINER": config.slurm.container or "",
-        "RUN_DIR": str(run),
-        "ARRAY": str(run / ARRAY) if points else "",
-    }
+    common = _where_it_runs(config) | {"RUN_DIR": str(run), "ARRAY": str(run / ARRAY) if points else ""}
     values = {
         "CONFIG": str(settings),
         "STORE": "" if store is None else str(store),
@@ -129,13 +123,11 @@ def write_batch_script(
         arguments = _evaluation(config, where)
         _write_evaluation(run / EVALUATION, config, arguments, common | {"OUT": f"{where}/evals"}, run, len(points))
         say(f"wrote     {run / EVALUATION}")
-    missing = [f"--{name}={name.upper()}" for name in ("account", "partition") if getattr(config.slurm, name) is None]
-    command = " ".join(["sbatch", *missing, shlex.quote(str(script))])
+    command = _sbatch(config, script)
     if then:
-        command = command.replace("sbatch ", "sbatch --parsable ", 1)
         after = "aftercorr" if points else "afterok"
-        follows = " ".join(["sbatch", *missing, f"--dependency={after}:$job", shlex.quote(str(run / EVALUATION))])
-        command = f"job=$({command}) && {follows}"
+        follows = _sbatch(config, run / EVALUATION, f"--dependency={after}:$job")
+        command = f"job=$({command.replace('sbatch', 'sbatch --parsable', 1)}) && {follows}"
     say(f"submit    {command}")
     return 0
 
@@ -159,18 +151,12 @@ def write_evaluation_script(out: Path, arguments: Sequence[str], settings: Seque
     assert config is not None
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    values = {
-        "OUT": str(out),
-        "DISTILL_RL_ROOT": str(clone() or PACKAGE),
-        "VENV": "" if config.slurm.container else sys.prefix,
-        "CONTAINER": config.slurm.container or "",
-    }
+    values = _where_it_runs(config) | {"OUT": str(out)}
     script = out / run_directory.SUBMISSION[1]
     config = replace(config, run=replace(config.run, name=f"eval-{out.name}"))
     _write_evaluation(script, config, arguments, values, out, 0)
-    missing = [f"--{name}={name.upper()}" for name in ("account", "partition") if getattr(config.slurm, name) is None]
     say(f"wrote     {script}")
-    say(f"submit    {' '.join(['sbatch', *missing, shlex.quote(str(script))])}")
+    say(f"submit    {_sbatch(config, script)}")
     return 0
 
 
@@ -222,6 +208,21 @@ def _points(arrays: Sequence[str]) -> list[tuple[str, list[str]]]:
     if len({name for name, _ in points}) < len(points):
         raise ConfigError("--array", "must give every run a name of its own", ", ".join(name for name, _ in points))
     return points if axes else []
+
+
+def _sbatch(config: Config, script: Path, *options: str) -> str:
+    """The command that submits a script, with the account and partition that the configuration does not name."""
+    missing = [f"--{name}={name.upper()}" for name in ("account", "partition") if getattr(config.slurm, name) is None]
+    return " ".join(["sbatch", *missing, *options, shlex.quote(str(script))])
+
+
+def _where_it_runs(config: Config) -> dict[str, str]:
+    """The variables of a batch script that name this package, this interpreter and the container."""
+    return {
+        "DISTILL_RL_ROOT": str(clone() or PACKAGE),
+        "VENV": "" if config.slurm.container else sys.prefix,
+        "CONTAINER": config.slurm.container or "",
+    }
 
 
 def _gpus_of_a_node(config: Config, given: int | None) -> int:

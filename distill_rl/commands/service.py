@@ -140,8 +140,8 @@ def stop(name: str, *, address: str | None, now: bool, deadline_s: float) -> int
     output = service.logs(run.submission_id)
     code = runs.exit_code(runs.find(service.jobs(), name), output)
     outcome = f"exit code {code}"
-    if code == EXIT_PREEMPTED:  # its last words say whether there was anything to save
-        words = [line for line in output.splitlines() if line.startswith("stopped ")] or ["stopped saved"]
+    words = [line for line in output.splitlines() if line.startswith("stopped ")]
+    if code == EXIT_PREEMPTED and words:  # the last ones say whether there was anything to save
         outcome = f"{words[-1].partition(' ')[2].strip()}; continue with: distill-rl submit ... --resume auto"
     say(f"stopped   {run.name}: {outcome}")
     return 0

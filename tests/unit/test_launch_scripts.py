@@ -553,11 +553,8 @@ def test_job_forwards_signals_and_restarts_unless_cancelled(
     stand_ins(tmp_path, scontrol=JOB_CONTROL, sbatch=JOB_CONTROL, squeue=JOB_CONTROL)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to("/bin/true")
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DISTILL_RL_ROOT": os.fspath(tmp_path), "CONFIG": "x.yaml"}
-    env |= {"RUN_DIR": os.fspath(tmp_path / "run"), "VENV": os.fspath(tmp_path), "REQUESTS": os.fspath(request_log)}
-    env |= {"CALLS": os.fspath(call_log), "PREEMPT_TIME": "None", "RESTARTS": "0", "SLURM_JOB_ID": "7"} | job
-    env |= {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NAME": "j"} | variables
+    env = job_environment(tmp_path, PREEMPT_TIME="None", RESTARTS="0") | job
+    env |= {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NAME": "j"} | variables
     script = os.fspath(ROOT / "launch" / "slurm.sbatch")
     batch = subprocess.Popen(["bash", script], env=env, stdout=subprocess.DEVNULL)
     until(request_log.exists, "the command")
@@ -610,7 +607,7 @@ esac
 """
 
 
-def test_a_chained_job_has_the_options_of_the_first_and_what_waits_for_it_waits_for_the_next(tmp_path: Path) -> None:
+def test_a_chained_job_has_the_options_and_dependants_of_the_first(tmp_path: Path) -> None:
     lines = chained(tmp_path, OPTIONS)
     (submitted,) = [line for line in lines if line.startswith("sbatch ")]
     for option in (
@@ -633,11 +630,7 @@ def chained(folder: Path, programs: str) -> list[str]:
     stand_ins(folder, scontrol=programs, sbatch=programs, squeue=programs)
     (folder / "bin").mkdir()
     (folder / "bin" / "python").symlink_to("/bin/true")
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    env |= {"PATH": f"{folder}:{os.environ['PATH']}", "DISTILL_RL_ROOT": os.fspath(folder), "CONFIG": "x.yaml"}
-    env |= {"RUN_DIR": os.fspath(folder / "run"), "VENV": os.fspath(folder), "REQUESTS": os.fspath(folder / "requests")}
-    env |= {"CALLS": os.fspath(folder / "calls"), "SLURM_JOB_ID": "7", "REQUEUE": "chain", "SLURM_JOB_NODELIST": "n1"}
-    env |= {"SLURM_CPUS_PER_TASK": "4"}
+    env = job_environment(folder, REQUEUE="chain", SLURM_CPUS_PER_TASK="4")
     with subprocess.Popen(["bash", os.fspath(ROOT / "launch" / "slurm.sbatch")], env=env) as batch:
         until(lambda: (folder / "requests").exists() or batch.poll() is not None, "the command")
         batch.send_signal(signal.SIGUSR1)
@@ -645,6 +638,14 @@ def chained(folder: Path, programs: str) -> list[str]:
         (folder / "requests.end").touch()
         assert batch.wait(60) == 85
     return (folder / "calls").read_text().splitlines()
+
+
+def job_environment(folder: Path, **variables: str) -> dict[str, str]:
+    """Of the batch script in job 7, with Slurm's programs, the package and an environment in `folder`."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    env |= {"PATH": f"{folder}:{os.environ['PATH']}", "DISTILL_RL_ROOT": os.fspath(folder), "CONFIG": "x.yaml"}
+    env |= {"RUN_DIR": os.fspath(folder / "run"), "VENV": os.fspath(folder), "REQUESTS": os.fspath(folder / "requests")}
+    return env | {"CALLS": os.fspath(folder / "calls"), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"} | variables
 
 
 def start(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -657,10 +658,7 @@ def start(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         stand_ins(folder, scontrol=JOB_CONTROL, squeue=JOB_CONTROL)
         (folder / "bin").mkdir()
         (folder / "bin" / "python").symlink_to("/bin/true")
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    env |= {"PATH": f"{folder}:{os.environ['PATH']}", "DISTILL_RL_ROOT": os.fspath(folder), "CONFIG": "x.yaml"}
-    env |= {"RUN_DIR": os.fspath(folder / "run"), "VENV": os.fspath(folder), "CALLS": os.fspath(folder / "calls")}
-    env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "PREEMPT_TIME": "None", "RESTARTS": "0"} | variables
+    env = job_environment(folder, PREEMPT_TIME="None", RESTARTS="0") | variables
     script = os.fspath(ROOT / "launch" / "slurm.sbatch")
     return subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=60)
 

@@ -89,7 +89,7 @@ class Observer:
                 self._per_step.add(name)
                 metrics[name] = metric._replace(reduction="sum")
         # A step that is skipped may have no finite loss: the means of a record are those of the other steps.
-        for name in [name for name, metric in metrics.items() if metric.reduction == "mean" and name in self._pending]:
+        for name in [name for name, metric in self._pending.items() if metric.reduction == "mean" and name in metrics]:
             if not math.isfinite(metrics[name].value):
                 del metrics[name]
             elif not math.isfinite(self._pending[name].value):

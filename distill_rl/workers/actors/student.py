@@ -67,6 +67,8 @@ class StudentWorker(RankWorker):
         """
         super().__init__(config, threads)
         self._shape, self._flops = shape, 0.0
+        self._nominal_flops: float | None = None
+        """Of this rank's card; None: not known, or another rank speaks for these rows."""
         self._rank, self._vocabulary_size, self._total_steps = rank, vocabulary_size, total_steps
         self._cross_tokenizer_specs = cross_tokenizer_specs
         self._gauges = Gauges(config.run.name)
@@ -91,6 +93,10 @@ class StudentWorker(RankWorker):
             total_steps=self._total_steps,
             cross_tokenizer_specs=self._cross_tokenizer_specs,
         )
+        if self._shape is not None and world.reports and world.device.type == "cuda":
+            from torch.cuda import get_device_name
+
+            self._nominal_flops = nominal_flops(get_device_name(world.device))
         log.info("student %s is loaded", self._config.student.model)
 
     def open_rings(self, offers: Sequence[Offer]) -> list[Receipt | Problem]:
@@ -154,7 +160,7 @@ class StudentWorker(RankWorker):
         if last:
             metrics |= self._engine.optim_step()
         self._next_sub_batch = 0 if last else sub_batch + 1
-        if self._shape is not None:
+        if self._shape is not None and self._nominal_flops is not None:
             self._flops += needed_flops(self._shape, batch.rows, frozen=self._config.student.lora is not None)
         self._step_s += time.perf_counter() - start
         self._fetch_s += targets.seconds
@@ -187,17 +193,15 @@ class StudentWorker(RankWorker):
         self._gauges.set("student_fetch_seconds", self._fetch_s)
         self._gauges.add("student_bytes_between_nodes", self._far_bytes)
         self._gauges.add("student_steps", 1)
-        from torch.cuda import get_device_name
-
         measured = {
             "timing/student/step": Metric(self._step_s, "per_step"),
             "timing/student/fetch": Metric(self._fetch_s, "per_step"),
             "transport/bytes_between_nodes": Metric(self._far_bytes, "sum"),
             "memory/student": Metric(peak_gib(str(self._engine.world.device)), "max"),
         }
-        world = self._engine.world
-        if world.device.type == "cuda" and world.reports and (rate := nominal_flops(get_device_name(world.device))):
-            measured["train/ideal_seconds"] = Metric(self._flops / (world.world_size * rate), "sum")
+        if self._nominal_flops is not None:
+            rate = self._engine.world.world_size * self._nominal_flops
+            measured["train/ideal_seconds"] = Metric(self._flops / rate, "sum")
         self._step_s, self._fetch_s, self._far_bytes, self._flops = 0.0, 0.0, 0, 0.0
         return measured
 

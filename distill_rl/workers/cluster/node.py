@@ -294,7 +294,8 @@ def _command(node: Node, ip: str, head: str, folder: Path) -> list[str]:
     store = os.environ.get("RAY_OBJECT_STORE_BYTES") or (f"{memory * 3 // 10}" if memory < machine else "")
     gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # indices, or UUIDs of GPUs or MIG instances
-        gpus = str(min(len(visible.split(",")), int(gpus) if gpus.isdecimal() else len(visible)))
+        count = len(visible.split(","))
+        gpus = str(min(count, int(gpus)) if gpus.isdecimal() else count)
     settings = {
         "node-ip-address": ip,
         "temp-dir": folder,
