@@ -76,7 +76,10 @@ def test_files_opened_later_do_not_become_a_closed_stdout() -> None:
     assert done.returncode > 2
 
 
-def test_say_and_bar_never_raise_in_a_callers_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_say_and_bar_never_raise_in_a_callers_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "distill_rl")
     with open("/dev/full", "w") as full:  # noqa: PTH123
         monkeypatch.setattr(sys, "stdout", full)
         say("lost")
@@ -89,6 +92,7 @@ def test_say_and_bar_never_raise_in_a_callers_process(monkeypatch: pytest.Monkey
     say("closed")
     monkeypatch.setattr(sys, "stdout", None)
     say("none")
+    assert [record.message for record in caplog.records] == ["lost", "closed", "none"], "the log is the record"
 
 
 def test_letters_that_the_encoding_lacks_are_escaped() -> None:
