@@ -51,7 +51,7 @@ class Cluster:
 def distill_rl(*arguments: str | Path, cwd: Path | None = None, cluster: Cluster | None = None) -> Ended:
     """Runs `distill-rl` to its end in a fork, on the given Ray cluster if there is one."""
     command = ["-m", "distill_rl", *map(str, arguments), *(cluster.settings if cluster else ())]
-    variables = environment() | dict(cluster.variables if cluster else {})
+    variables = environment() | dict(cluster.variables if cluster else {}) | dict(variables or {})
     return run_python(command, variables, cwd, DEADLINE_S)
 
 
@@ -104,10 +104,12 @@ def command_lines() -> list[str]:
 
 
 @contextlib.contextmanager
-def running(*arguments: str | Path, log: Path, cluster: Cluster | None = None) -> Iterator[psutil.Popen]:
+def running(
+    *arguments: str | Path, log: Path, cluster: Cluster | None = None, variables: Mapping[str, str] | None = None
+) -> Iterator[psutil.Popen]:
     """Starts `distill-rl` in its own process group, on the given Ray cluster if there is one; kills the group at the end."""
     command = [sys.executable, "-m", "distill_rl", *map(str, arguments)]
-    variables = environment() | dict(cluster.variables if cluster else {})
+    variables = environment() | dict(cluster.variables if cluster else {}) | dict(variables or {})
     with log.open("wb") as output:
         process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=variables)
     try:

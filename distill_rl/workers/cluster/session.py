@@ -171,7 +171,7 @@ def _local_ray(
         while True:
             with signals_blocked(), _allowed_environment():
                 try:
-                    ray.init(
+                    context = ray.init(
                         address="local",  # overrides RAY_ADDRESS
                         num_cpus=settings.num_cpus or max(num_cpus, os.cpu_count() or 1),
                         num_gpus=visible_gpus(),  # counted as in `check`; Ray would include GPUs that torch cannot use
@@ -200,6 +200,8 @@ def _local_ray(
             interrupted()
             directory = _private_directory() / secrets.token_hex(2)
         hosts.watch(roots)
+        if settings.dashboard:
+            _tell_dashboard(context.dashboard_url)
         yield
     finally:
         family = with_descendants(roots)
@@ -212,6 +214,13 @@ def _local_ray(
             log.info("killing %s, left over by Ray", ", ".join(str(process.pid) for process in left))
         end(left, _END_S)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _tell_dashboard(address: str) -> None:
+    """Prints how to open the dashboard, here and from another machine."""
+    port = address.rpartition(":")[2]
+    token = f"; its token is in {os.environ['RAY_AUTH_TOKEN_PATH']}" if access.required() else ""
+    say(f"dashboard http://{address}{token}; elsewhere: ssh -N -L {port}:{address} {socket.gethostname()}")
 
 
 @contextmanager
