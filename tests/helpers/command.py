@@ -51,7 +51,7 @@ class Cluster:
 def distill_rl(*arguments: str | Path, cwd: Path | None = None, cluster: Cluster | None = None) -> Ended:
     """Runs `distill-rl` to its end in a fork, on the given Ray cluster if there is one."""
     command = ["-m", "distill_rl", *map(str, arguments), *(cluster.settings if cluster else ())]
-    variables = environment() | dict(cluster.variables if cluster else {}) | dict(variables or {})
+    variables = environment() | dict(cluster.variables if cluster else {})
     return run_python(command, variables, cwd, DEADLINE_S)
 
 
