@@ -5,16 +5,13 @@ A library of its own: it needs torch and nothing else of this package. See docs/
 
 from distill_rl.losses import reference
 from distill_rl.losses.agreement import Agreement, token_agreement
-from distill_rl.losses.core.logits.student import StudentHidden
-from distill_rl.losses.core.task import KDOutput
+from distill_rl.losses.core.logits import StudentHidden
 from distill_rl.losses.cross_tokenizer import METHODS, chunk_kd_loss
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks
 from distill_rl.losses.cross_tokenizer.chunks import ChunkOutput, Chunks
 from distill_rl.losses.cross_tokenizer.projection import LearnableProjection, VocabularyProjection
-from distill_rl.losses.fused import fused_linear_kd_loss, fused_linear_logprobs
-from distill_rl.losses.kd import kd_loss
-from distill_rl.losses.logprobs import vocab_parallel_logprobs
-from distill_rl.losses.module import KDLoss
+from distill_rl.losses.kd import KDLoss, KDOutput, fused_linear_kd_loss, kd_loss
+from distill_rl.losses.logprobs import fused_linear_logprobs, vocab_parallel_logprobs
 from distill_rl.losses.sampling import context_keys, vocab_parallel_sample
 from distill_rl.losses.targets import DenseLogits, HiddenStates, SampledTokens, TeacherHidden, TopKLogprobs
 from distill_rl.losses.topk import vocab_parallel_topk

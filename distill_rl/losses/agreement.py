@@ -22,30 +22,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distill_rl.losses.core import checks
-from distill_rl.losses.core.autograd import untraced
-from distill_rl.losses.core.dense import TeacherChunks
-from distill_rl.losses.core.logits.head import HiddenChunks, TeacherLogits
-from distill_rl.losses.core.logits.student import Student, StudentHidden, student_of
-from distill_rl.losses.core.row_function import Pass, RowFunction
+from distill_rl.losses.core.logits import DenseTeacher, Student, StudentHidden, student_of, untraced
+from distill_rl.losses.core.rows import TopKRows
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.sparse import TopKRows
 from distill_rl.losses.core.streaming import (
     Buffers,
     Centre,
     LogSums,
+    Pass,
+    RowFunction,
     RowPlan,
     all_reduce_sums,
     chunks,
     default_chunk,
     row_sum,
 )
-from distill_rl.losses.core.task import Batch, local_teacher, make_task
 from distill_rl.losses.divergence import resolve
-from distill_rl.losses.options import KDOptions
+from distill_rl.losses.kd import counted_rows, local_teacher
 from distill_rl.losses.targets import SampledTokens, Teacher, TopKLogprobs
-
-_NUM_VALUES = 6
-"""Of a row: top 1, upper and lower bound of the acceptance, the student's entropy, bounds of the teacher's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,36 +91,32 @@ def token_agreement(
     """
     if isinstance(teacher, SampledTokens):
         raise ValueError("teacher: must be DenseLogits, TopKLogprobs or TeacherHidden; got SampledTokens")
-    options = KDOptions(
-        divergence="tvd", beta=0.0, temperature=temperature, tail="bucket", ignore_index=ignore_index, kd_ratio=1.0,
-        chunk_size=chunk_size, validate=validate, backend="eager", reduction="sum", inplace_backward=False,
-    )  # fmt: skip
+    checks.positive("temperature", temperature)
+    checks.at_least_one("chunk_size", chunk_size)
     student, shard, leading = student_of(student_logits, tp_group, "student_logits")
-    task = make_task(options, Batch(labels, None, None, num_labels), leading, shard, student.like.device)
-    targets = local_teacher(teacher, task)
-    assert targets is not None
+    counted = counted_rows(
+        labels, shard, leading, student.like, ignore_index=ignore_index, num_labels=num_labels, validate=validate
+    )
+    targets = local_teacher(teacher, counted, shard, temperature, validate)
     assert not isinstance(targets, SampledTokens)
     known = num_labels is not None or isinstance(student_logits, StudentHidden)
     kept = None
     if known or checks.looked_at(validate, student.like):  # otherwise it would wait for a GPU
-        task, kept = task.without_ignored()
+        counted, kept = counted.without_ignored()
     if kept is not None:
         targets = targets.select(kept)
-    valid = task.reduction.valid
-    rows: _TopKAgreement | _DenseAgreement
+    valid = counted.valid
+    rows: RowFunction
     if isinstance(targets, TopKLogprobs):
         rows = _TopKAgreement(targets, shard, temperature, student.like)
+        size = student.default_chunk(shard.widest, dense=False)
         valid = valid & (targets.ids[:, 0] >= 0)
     else:
-        rows = _DenseAgreement(targets, shard, temperature, task.num_rows, student.like)
-    dense = not isinstance(targets, TopKLogprobs)
-    computed = isinstance(targets, HiddenChunks)
-    size = chunk_size or student.default_chunk(shard.widest, dense=dense, computed=computed)
-    plan = RowPlan.of(task.num_rows, size, order=kept)
-    weights = [student.like.new_ones(task.num_rows), *[None] * (len(rows.values) - 1)]
-    _, values = student.loss(rows, plan, weights)
-    # The masses, which are not summed here, come last.
-    top1, acceptance, *others = (torch.where(valid, each, 0).sum() for each in values[: len(weights)])
+        rows = _DenseAgreement(targets, shard, temperature, counted.num_rows, student.like)
+        size = student.default_chunk(shard.widest, dense=True, computed=targets.computed)
+    plan = RowPlan([*chunks(counted.num_rows, chunk_size or size)], order=kept)
+    _, values = student.loss(rows, plan, [student.like.new_ones(counted.num_rows)])
+    top1, acceptance, *others = (torch.where(valid, each, 0).sum() for each in values)
     return Agreement(top1, acceptance, valid.sum(), *others)
 
 
@@ -142,122 +132,123 @@ def top_tokens(teacher: Teacher, rows: Tensor) -> Tensor:
         return teacher.ids[rows, 0].long()
     if isinstance(teacher, SampledTokens):
         return teacher.most_drawn()[rows].long()
-    dense = TeacherLogits(teacher)
+    dense = DenseTeacher.of_all_columns(teacher)
     pieces = chunks(len(rows), default_chunk(dense.columns, rows.device, computed=dense.computed))
     found = [dense.of(rows[piece], torch.float32).argmax(1) for piece in pieces]
     return torch.cat(found) if found else rows.new_empty(0)
 
 
-class _TopToken:
-    """The most likely token of each row; of equal logits the lowest id, however the vocabulary is sharded."""
+class _OneSide:
+    """One side's normaliser and entropy per row, and its most likely token; of equal logits the lowest id."""
 
     def __init__(self, num_rows: int, centre: Centre, shard: VocabularyShard):
-        self._centre, self._shard = centre, shard
+        self.centre, self.shard = centre, shard
+        self.sums = LogSums(num_rows, centre, whole=True, weighted=True)
         self._best = torch.empty(num_rows, dtype=torch.int64, device=centre.local.device)
 
-    def collect(self, rows: slice, u: Tensor) -> None:
-        """Finds the first largest of this rank's centred logits u [n, width]; dummy columns come after all others."""
-        self._best[rows] = u.argmax(1) + self._shard.offset
+    def collect(self, rows: slice, u: Tensor, work: Tensor) -> None:
+        self._best[rows] = u.argmax(1) + self.shard.offset  # dummy columns come after all others
+        self.sums.weigh(rows, self.sums.add(rows, u, work), u)
 
-    def negated(self, rows: slice) -> Tensor:
+    def negated_token(self, rows: slice) -> Tensor:
         """[n], minus this rank's token if its logit is the largest of all ranks', otherwise less than minus any id.
 
         The maximum over the ranks is minus the token. Only after the ranks agree on a common centre, which is the
         largest logit.
         """
-        holds = self._centre.local[rows] == self._centre.value[rows]
-        return torch.where(holds, -self._best[rows], -self._shard.total)
+        holds = self.centre.local[rows] == self.centre.value[rows]
+        return torch.where(holds, -self._best[rows], -self.shard.total)
+
+    def entropy(self, rows: slice) -> Tensor:
+        """Nats of the distribution over all columns, [n]: log Σ exp(x) − Σ exp(x)·x / Σ exp(x)."""
+        return self.sums.log(rows) - self.sums.mean(rows)
 
 
-class _DenseAgreement(RowFunction):
-    """Per row the fields of `Agreement`, against a teacher whose whole distribution is known. Has no gradient."""
+class _AgreementRows(RowFunction):
+    """Per row the fields of `Agreement`. It has no gradient."""
 
-    def __init__(self, teacher: TeacherChunks, shard: VocabularyShard, temperature: float, num_rows: int, like: Tensor):
-        self.teacher, self.shard = teacher, shard
+    def make_values(self, num_rows: int, like: Tensor) -> None:
+        self.values, self.constants = [like.new_empty(num_rows) for _ in range(6)], ()
+        self.top1, self.acceptance, self.acceptance_low, self.student_entropy, *self.teacher_entropy = self.values
+
+    def bound(self, rows: slice) -> None:
+        # Above 1 there is only rounding. Where the acceptance is NaN, so is `top1`.
+        self.acceptance[rows].clamp_max_(1)
+        self.acceptance_low[rows].clamp_max_(1)
+        self.top1[rows].masked_fill_(self.acceptance[rows].isnan(), torch.nan)
+
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
+        raise NotImplementedError("a measurement, not a loss")
+
+
+class _DenseAgreement(_AgreementRows):
+    """Against a teacher whose whole distribution is known."""
+
+    def __init__(self, teacher: DenseTeacher, shard: VocabularyShard, temperature: float, num_rows: int, like: Tensor):
+        self.make_values(num_rows, like)
+        self.teacher, self.shard, self.lender = teacher, shard, teacher
         self.centre, self.teacher_centre = (Centre(num_rows, like, shard, 1 / temperature) for _ in range(2))
-        self.sums = [
-            LogSums(num_rows, (1.0,), each, whole=True, weighted=True) for each in (self.centre, self.teacher_centre)
-        ]
-        self.top = [_TopToken(num_rows, each, shard) for each in (self.centre, self.teacher_centre)]
-        self.values = [like.new_empty(num_rows) for _ in range(_NUM_VALUES)]
+        self.of_student = _OneSide(num_rows, self.centre, shard)
+        self.of_teacher = _OneSide(num_rows, self.teacher_centre, shard)
 
     @property
     def passes(self) -> list[Pass]:
         return [(self.collect, self.complete), (self._collect_overlap, self._complete_overlap)]
 
     def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
-        """Stores both sides' sums of exponentials and most likely tokens of this rank's columns."""
-        w = self.teacher.load(rows, buffers, self.teacher_centre, first=True)
-        for logits, sums, top in zip((u, w), self.sums, self.top):
-            top.collect(rows, logits)
-            sums.weigh(rows, sums.add(rows, logits, buffers.buffer("work", u.shape[0])), logits)
+        w, work = self.teacher.load(rows, buffers, self.teacher_centre, first=True), buffers.buffer("work", u.shape[0])
+        self.of_student.collect(rows, u, work)
+        self.of_teacher.collect(rows, w, work)
 
     def complete(self, rows: slice) -> None:
-        """Sums over the ranks, and compares the most likely tokens."""
-        all_reduce_sums(self.shard, rows, self.sums, [])
-        student, teacher = (top.negated(rows) for top in self.top)
+        all_reduce_sums(self.shard, rows, [self.of_student.sums, self.of_teacher.sums], [])
+        student, teacher = self.of_student.negated_token(rows), self.of_teacher.negated_token(rows)
         self.shard.max_(student, teacher)
-        self.values[0][rows] = (student == teacher).to(self.values[0].dtype)
-        of_student, of_teacher = (_entropy(sums, rows) for sums in self.sums)
-        self.values[3][rows], self.values[4][rows], self.values[5][rows] = of_student, of_teacher, of_teacher
+        self.top1[rows] = (student == teacher).to(self.top1.dtype)
+        self.student_entropy[rows] = self.of_student.entropy(rows)
+        for bound in self.teacher_entropy:
+            bound[rows] = self.of_teacher.entropy(rows)
 
     def _collect_overlap(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
-        """Second pass over a chunk: stores this rank's part of Σ min(p, q)."""
+        # Second pass: this rank's part of Σ min(p, q).
         w = self.teacher.load(rows, buffers, self.teacher_centre, first=False)
-        log_q = torch.sub(u, self.sums[0].log(rows)[:, None], out=buffers.buffer("work", u.shape[0]))
-        log_p = torch.sub(w, self.sums[1].log(rows)[:, None], out=buffers.buffer("overlap", u.shape[0]))
-        self.values[1][rows] = row_sum(torch.minimum(log_p, log_q, out=log_p).exp_())
+        log_q = torch.sub(u, self.of_student.sums.log(rows)[:, None], out=buffers.buffer("work", u.shape[0]))
+        log_p = torch.sub(w, self.of_teacher.sums.log(rows)[:, None], out=buffers.buffer("overlap", u.shape[0]))
+        self.acceptance[rows] = row_sum(torch.minimum(log_p, log_q, out=log_p).exp_())
 
     def _complete_overlap(self, rows: slice) -> None:
-        self.shard.sum_(self.values[1][rows])
-        self.values[2][rows] = self.values[1][rows]
-        _bound(self.values, rows)
-
-    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
-        raise NotImplementedError("a measurement, not a loss")
+        self.shard.sum_(self.acceptance[rows])
+        self.acceptance_low[rows] = self.acceptance[rows]
+        self.bound(rows)
 
 
-class _TopKAgreement(TopKRows):
-    """Per row the fields of `Agreement`, against a teacher that is known in k columns. Has no gradient."""
+class _TopKAgreement(_AgreementRows, TopKRows):
+    """Against a teacher that is known in k columns."""
 
     def __init__(self, teacher: TopKLogprobs, shard: VocabularyShard, temperature: float, like: Tensor):
-        super().__init__(teacher, shard, resolve("tvd", 0.0), temperature, "bucket", None, like)
-        self.top_token = _TopToken(teacher.ids.shape[0], self.centre, shard)
-        self.values, self.masses = [like.new_empty(teacher.ids.shape[0]) for _ in range(_NUM_VALUES)], []
-        self.whole = LogSums(teacher.ids.shape[0], (1.0,), self.centre, whole=True, weighted=True)
+        TopKRows.__init__(self, teacher, shard, resolve("tvd", 0.0), temperature, "bucket", None, like)
+        self.make_values(len(teacher.ids), like)
+        self.of_student = _OneSide(len(teacher.ids), self.centre, shard)
 
     def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
-        self.top_token.collect(rows, u)
-        self.whole.weigh(rows, self.whole.add(rows, u, buffers.buffer("work", u.shape[0])), u)
+        self.of_student.collect(rows, u, buffers.buffer("work", u.shape[0]))
         super().collect(rows, u, buffers)
 
-    def _compare(self, rows: slice, top: Tensor, lse: Tensor, rest_lse: Tensor) -> None:
-        """Compares the most likely tokens, and sums min(p, q) over the k columns and the rest, for these rows."""
-        token = self.top_token.negated(rows)
+    def compare(self, rows: slice, top: Tensor, lse: Tensor, rest_lse: Tensor) -> None:
+        ids, token = self.ids[rows], self.of_student.negated_token(rows)
         self.shard.max_(token)
-        self.values[0][rows] = (-token == self.teacher.ids[rows, 0]).to(top.dtype)
-        log_p = self._teacher_logprobs(rows, top.dtype)
+        self.top1[rows] = (-token == ids[:, 0]).to(top.dtype)
+        # Σ min(p, q) over the k columns, and with the rest as one outcome.
+        log_p = self.teacher_logprobs(rows, top.dtype)
+        log_rest = self.teacher_rest(rows, log_p)
         shared = torch.minimum(log_p, top - lse[:, None]).exp().sum(1)
-        rest = torch.minimum(self._rest_logprob(rows, log_p), rest_lse - lse).exp()
-        self.values[1][rows], self.values[2][rows] = shared + rest, shared
-        all_reduce_sums(self.shard, rows, [self.whole], [])
-        self.values[3][rows] = _entropy(self.whole, rows)
-        log_rest = self._rest_logprob(rows, log_p)
-        rest = log_rest.exp()
+        self.acceptance[rows] = shared + torch.minimum(log_rest, rest_lse - lse).exp()
+        self.acceptance_low[rows] = shared
+        all_reduce_sums(self.shard, rows, [self.of_student.sums], [])
+        self.student_entropy[rows] = self.of_student.entropy(rows)
+        # The teacher's entropy, with the rest as one outcome, and with even shares of it.
+        rest, others = log_rest.exp(), self.shard.total - (ids >= 0).sum(1)
         known = -(log_p.exp() * log_p).sum(1) - rest * log_rest
-        others = self.shard.total - (self.teacher.ids[rows] >= 0).sum(1)
-        self.values[4][rows], self.values[5][rows] = known, known + rest * others.clamp_min(1).to(rest.dtype).log()
-        _bound(self.values, rows)
-
-
-def _entropy(sums: LogSums, rows: slice) -> Tensor:
-    """Nats of the distribution over all columns, [n]: log Σ exp(x) − Σ exp(x)·x / Σ exp(x)."""
-    return sums.log(rows) - sums.mean(rows)
-
-
-def _bound(values: list[Tensor], rows: slice) -> None:
-    """Limits the acceptance of these rows to 1, above which there is only rounding. Where it is NaN, so is `top1`."""
-    top1, acceptance, low = (value[rows] for value in values[:3])
-    for each in (acceptance, low):
-        each.clamp_max_(1)
-    top1.masked_fill_(acceptance.isnan(), torch.nan)
+        low, high = self.teacher_entropy
+        low[rows], high[rows] = known, known + rest * others.clamp_min(1).to(rest.dtype).log()
+        self.bound(rows)

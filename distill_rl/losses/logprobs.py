@@ -1,17 +1,17 @@
-"""Log-probabilities of given tokens, from logits that are whole or sharded over the vocabulary."""
+"""Log-probabilities of given tokens, from logits that are whole, sharded over the vocabulary, or never made."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distill_rl.losses.core import checks
-from distill_rl.losses.core.autograd import untraced
-from distill_rl.losses.core.labels import LabelRows
-from distill_rl.losses.core.logits.student import Student, student_of
-from distill_rl.losses.core.streaming import RowPlan
-from distill_rl.losses.kernels import kernels_of
-from distill_rl.losses.options import Backend
+from distill_rl.losses.core.checks import Backend
+from distill_rl.losses.core.logits import Student, StudentHidden, student_of, untraced
+from distill_rl.losses.core.rows import LabelRows
+from distill_rl.losses.core.streaming import RowPlan, chunks
 
 
 @untraced
@@ -46,14 +46,34 @@ def vocab_parallel_logprobs(
         RuntimeError: a second backward with `inplace_backward`.
     """
     checks.positive("temperature", temperature)
-    checks.chunk_size(chunk_size)
-    student, shard, leading = student_of(
-        logits, tp_group, "logits", inplace=inplace_backward, kernels=kernels_of(backend)
-    )
+    checks.at_least_one("chunk_size", chunk_size)
+    checks.backend(backend)
+    student, shard, leading = student_of(logits, tp_group, "logits", inplace=inplace_backward, backend=backend)
     targets = checks.rows("target_ids", target_ids, leading)
     function = LabelRows(targets, shard, student.like, temperature, return_entropy)
-    plan = RowPlan.of(
-        student.num_rows, chunk_size or student.default_chunk(shard.widest, dense=False, function=function)
-    )
-    values = [value.view(target_ids.shape) for value in student.stream(function, plan)]
-    return (values[0], values[1]) if return_entropy else values[0]
+    size = chunk_size or student.default_chunk(shard.widest, dense=False, function=function)
+    values = student.stream(function, RowPlan([*chunks(student.num_rows, size)]))
+    logprobs, *entropy = [value.view(target_ids.shape) for value in values]
+    return (logprobs, *entropy) if return_entropy else logprobs
+
+
+def fused_linear_logprobs(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    target_ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    **keywords: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`vocab_parallel_logprobs` of softcap(logit_scale · hidden · lm_head_weightᵀ + bias), which never exists as a whole.
+
+    Every row is worked on. Backward computes the logits again.
+
+    Args:
+        hidden, lm_head_weight, bias, softcap, logit_scale: as in `StudentHidden`.
+        keywords: those of `vocab_parallel_logprobs`; `inplace_backward` has no effect.
+    """
+    student = StudentHidden(hidden, lm_head_weight, bias, softcap, logit_scale)
+    return vocab_parallel_logprobs(student, target_ids, **keywords)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from distill_rl.losses.core.task import KDOutput
+from distill_rl.losses.kd import KDOutput
 from distill_rl.losses.targets import DenseLogits, SampledTokens, Teacher, TeacherHidden, TopKLogprobs
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distill_rl.losses.core import checks
-from distill_rl.losses.core.autograd import untraced
+from distill_rl.losses.core.logits import untraced
 from distill_rl.losses.core.shards import VocabularyShard, split
 from distill_rl.losses.core.streaming import accumulator, chunks, default_chunk
 from distill_rl.losses.targets import SampledTokens
@@ -73,7 +73,7 @@ def vocab_parallel_sample(
     """
     checks.floating("logits", logits, (2, 3))
     checks.positive("temperature", temperature)
-    checks.chunk_size(chunk_size)
+    checks.at_least_one("chunk_size", chunk_size)
     if not 1 <= n <= MOST_DRAWS:
         raise ValueError(f"n: must lie in [1, {MOST_DRAWS}]; got {n}")
     if keys.dtype != torch.int64:
@@ -131,12 +131,8 @@ class _Draws:
         self.centre = logits.new_empty(len(logits), dtype=accumulator(logits.dtype))
 
     def make(self, labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Draws, on all ranks alike.
-
-        Returns:
-            int64 ids [M, n] in ascending order; Σ log p / n over the draws, fp64 [M], NaN in rows that cannot be drawn
-            from; the label's log-probability, fp64 [M], without `labels` that of nothing.
-        """
+        # Returns int64 ids [M, n] in ascending order; Σ log p / n over them, NaN in rows that cannot be drawn from; and the
+        # label's log-probability, without `labels` that of nothing. fp64 [M] each, the same on all ranks.
         self._find_centre()
         total, before = self._totals()
         nothing = self.centre.double() * 0
@@ -162,24 +158,18 @@ class _Draws:
         return found.long(), mean - lse, label - lse
 
     def _find_centre(self) -> None:
-        """Sets the largest logit of each row over all ranks, fp32 or fp64 [M]; NaN where it is no finite number."""
+        """Sets the largest logit of each row over all ranks; NaN where it is no finite number."""
         for rows in self.pieces:
-            if self.shard.size:
-                self.centre[rows] = self.logits[rows].amax(1)
-            else:
-                self.centre[rows] = -torch.inf
+            self.centre[rows] = self.logits[rows].amax(1) if self.shard.size else -torch.inf
         # The maximum over the ranks may drop a NaN, but not an infinity.
         self.centre.masked_fill_(self.centre.isnan(), torch.inf)
         self.shard.max_(self.centre)
         self.centre.masked_fill_(self.centre.isinf(), torch.nan)
 
     def _totals(self) -> tuple[Tensor, Tensor]:
-        """S of each row, int64 [M], and the part of it that belongs to the columns before this rank's.
-
-        Zeros if this rank has all columns: then S is where the cumulative masses end, without another pass.
-        """
+        """S of each row, int64 [M], and the part of it that belongs to the columns before this rank's."""
         own = torch.zeros(len(self.logits), dtype=torch.int64, device=self.logits.device)
-        if self.shard.group is None:
+        if self.shard.group is None:  # S is where the cumulative masses end, without another pass
             return own, own.clone()
         for rows in self.pieces:
             own[rows] = self._masses(rows).sum(1)
@@ -204,13 +194,7 @@ class _Draws:
 
 
 def _merged(drawn: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """Ascending ids [M, n] as distinct ids and how often each occurs, int64 [M, m] each.
-
-    Absent entries, at the end, have the id −1 and the count 0.
-
-    Args:
-        m: at least as many as a row has distinct ids.
-    """
+    """Ascending ids [M, n] as distinct ids and how often each occurs, [M, m] each, with absent entries at the end."""
     new = torch.ones_like(drawn)
     new[:, 1:] = drawn[:, 1:] != drawn[:, :-1]
     places = new.cumsum(1) - 1

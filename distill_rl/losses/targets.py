@@ -6,10 +6,23 @@ Legend: N tokens, V vocabulary, Vl this rank's columns of it, k or m entries per
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+ByRow = TypeVar("ByRow", bound=Any)
+
+
+def _selected(targets: ByRow, kept: Tensor) -> ByRow:
+    tensors = {field.name: getattr(targets, field.name) for field in fields(targets)}
+    return replace(targets, **{name: each[kept] for name, each in tensors.items() if isinstance(each, Tensor)})
+
+
+def _in_fp32(**tensors: Tensor | None) -> dict[str, Tensor]:
+    """Those that are present."""
+    return {name: tensor.float() for name, tensor in tensors.items() if tensor is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +36,7 @@ class DenseLogits:
 
     def to_tensors(self, wire_dtype: torch.dtype) -> dict[str, Tensor]:
         """The wire format: `logits` in `wire_dtype`, in their present shape; `label_logprob` fp32 [N] where present."""
-        tensors = {"logits": self.logits.to(wire_dtype)}
-        if self.label_logprob is not None:
-            tensors["label_logprob"] = self.label_logprob.float()
-        return tensors
+        return {"logits": self.logits.to(wire_dtype)} | _in_fp32(label_logprob=self.label_logprob)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +58,14 @@ class TopKLogprobs:
 
     def select(self, kept: Tensor) -> TopKLogprobs:
         """The targets of the rows with the numbers `kept` only."""
-
-        def of(field: Tensor | None) -> Tensor | None:
-            return None if field is None else field[kept]
-
-        return replace(
-            self,
-            ids=self.ids[kept],
-            logprobs=self.logprobs[kept],
-            rest_logprob=of(self.rest_logprob),
-            label_logprob=of(self.label_logprob),
-        )
+        return _selected(self, kept)
 
     def to_tensors(self, wire_dtype: torch.dtype) -> dict[str, Tensor]:
         """The wire format: `ids` int32 [N, k], `logprobs` in `wire_dtype` [N, k]; where present, in fp32 [N],
         `rest_logprob` and `label_logprob`. The temperature is not part of it.
         """
         tensors = {"ids": self.ids.to(torch.int32), "logprobs": self.logprobs.to(wire_dtype)}
-        if self.rest_logprob is not None:
-            tensors["rest_logprob"] = self.rest_logprob.float()
-        if self.label_logprob is not None:
-            tensors["label_logprob"] = self.label_logprob.float()
-        return tensors
+        return tensors | _in_fp32(rest_logprob=self.rest_logprob, label_logprob=self.label_logprob)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], temperature: float) -> TopKLogprobs:
@@ -81,16 +77,10 @@ class TopKLogprobs:
         Raises:
             ValueError: `ids` or `logprobs` is missing.
         """
-        missing = {"ids", "logprobs"} - set(tensors)
-        if missing:
+        if missing := {"ids", "logprobs"} - set(tensors):
             raise ValueError(f"tensors: must hold ids and logprobs; {', '.join(sorted(missing))} missing")
-        return cls(
-            ids=tensors["ids"],
-            logprobs=tensors["logprobs"],
-            rest_logprob=tensors.get("rest_logprob"),
-            temperature=temperature,
-            label_logprob=tensors.get("label_logprob"),
-        )
+        ids, logprobs, rest_logprob = tensors["ids"], tensors["logprobs"], tensors.get("rest_logprob")
+        return cls(ids, logprobs, rest_logprob, temperature, tensors.get("label_logprob"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +116,7 @@ class SampledTokens:
 
     def select(self, kept: Tensor) -> SampledTokens:
         """The targets of the rows with the numbers `kept` only."""
-        return replace(
-            self,
-            ids=self.ids[kept],
-            counts=self.counts[kept],
-            mean_logprob=None if self.mean_logprob is None else self.mean_logprob[kept],
-            label_logprob=None if self.label_logprob is None else self.label_logprob[kept],
-        )
+        return _selected(self, kept)
 
     def to_tensors(self, wire_dtype: torch.dtype) -> dict[str, Tensor]:
         """The wire format: `ids` int32 [N, m], `counts` int16 [N, m]; where present, in fp32 [N], `mean_logprob` and
@@ -141,11 +125,7 @@ class SampledTokens:
         `wire_dtype` has no effect: weights that were rounded to 16 bits would be biased, counts are exact.
         """
         tensors = {"ids": self.ids.to(torch.int32), "counts": self.counts.to(torch.int16)}
-        if self.mean_logprob is not None:
-            tensors["mean_logprob"] = self.mean_logprob.float()
-        if self.label_logprob is not None:
-            tensors["label_logprob"] = self.label_logprob.float()
-        return tensors
+        return tensors | _in_fp32(mean_logprob=self.mean_logprob, label_logprob=self.label_logprob)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], temperature: float) -> SampledTokens:
@@ -157,16 +137,10 @@ class SampledTokens:
         Raises:
             ValueError: `ids` or `counts` is missing.
         """
-        missing = {"ids", "counts"} - set(tensors)
-        if missing:
+        if missing := {"ids", "counts"} - set(tensors):
             raise ValueError(f"tensors: must hold ids and counts; {', '.join(sorted(missing))} missing")
-        return cls(
-            ids=tensors["ids"],
-            counts=tensors["counts"],
-            mean_logprob=tensors.get("mean_logprob"),
-            temperature=temperature,
-            label_logprob=tensors.get("label_logprob"),
-        )
+        ids, counts, mean_logprob = tensors["ids"], tensors["counts"], tensors.get("mean_logprob")
+        return cls(ids, counts, mean_logprob, temperature, tensors.get("label_logprob"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +175,7 @@ class HiddenStates:
 
         `wire_dtype` has no effect.
         """
-        tensors = {"hidden": self.hidden}
-        if self.label_logprob is not None:
-            tensors["label_logprob"] = self.label_logprob.float()
-        return tensors
+        return {"hidden": self.hidden} | _in_fp32(label_logprob=self.label_logprob)
 
 
 Teacher = DenseLogits | TopKLogprobs | SampledTokens | TeacherHidden

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distill_rl.losses.core import checks
-from distill_rl.losses.core.autograd import untraced
+from distill_rl.losses.core.checks import Backend
+from distill_rl.losses.core.logits import untraced
 from distill_rl.losses.core.shards import VocabularyShard, split
 from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, accumulator, chunks, default_chunk, floor_of
 from distill_rl.losses.kernels import kernels_take
-from distill_rl.losses.options import Backend
 from distill_rl.losses.targets import TopKLogprobs
 
 
@@ -51,7 +53,7 @@ def vocab_parallel_topk(
     """
     checks.floating("logits", logits, (2, 3))
     checks.positive("temperature", temperature)
-    checks.chunk_size(chunk_size)
+    checks.at_least_one("chunk_size", chunk_size)
     checks.backend(backend)
     local, shard = split(logits, tp_group, dim=-1, name="logits")
     if not 1 <= k <= shard.total:
@@ -60,36 +62,38 @@ def vocab_parallel_topk(
     flat = local.reshape(-1, shard.size) if shard.size else local.reshape(local.shape[:-1].numel(), 0)
     chunk = chunk_size or default_chunk(shard.size, flat.device)
     if kernels_take(k, flat, backend):
-        ids, top, rest, label, centre = _candidates_by_kernel(flat, shard, k, flat_labels, temperature)
+        found = _candidates_by_kernel(flat, shard, k, flat_labels, temperature)
     else:
-        ids, top, rest, label, centre = candidates(flat, shard, k, flat_labels, temperature, chunk)
+        found = candidates(flat, shard, k, flat_labels, temperature, chunk)
     if shard.group is not None:
-        ids, top, rest, label = best_of_all(shard, k, ids, top, rest, label, centre)
-    lse = torch.cat([top, rest[:, None]], 1).logsumexp(1)
+        found = best_of_all(shard, found)
+    lse = torch.cat([found.logits, found.rest[:, None]], 1).logsumexp(1)
     return TopKLogprobs(
-        ids=ids,
-        logprobs=_log(top - lse[:, None]),
-        rest_logprob=_log(rest - lse),
+        ids=found.ids,
+        logprobs=_log(found.logits - lse[:, None]),
+        rest_logprob=_log(found.rest - lse),
         temperature=temperature,
-        label_logprob=None if labels is None else label - lse,
+        label_logprob=None if labels is None else found.label - lse,
     )
+
+
+class Candidates(NamedTuple):
+    """The best k columns of each row, and what is left of the row. All logits are centred and divided by T.
+
+    With fewer than k columns, entries at the floor fill up the k; their ids mean nothing.
+    """
+
+    ids: Tensor  # int64 [N, k], global
+    logits: Tensor  # [N, k]
+    rest: Tensor  # [N], the logsumexp of the other columns
+    label: Tensor  # [N], the label's logit; the floor if another rank has it, or without labels
+    centre: Tensor  # [N], divided by T
 
 
 def candidates(
     logits: Tensor, shard: VocabularyShard, k: int, labels: Tensor | None, temperature: float, chunk: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """This rank's candidates for the top k of each row. All logits below are centred and divided by T.
-
-    Args:
-        logits: [N, Vl].
-        labels: [N], global ids, or None.
-        chunk: rows at a time.
-
-    Returns:
-        Of this rank's columns: int64 global ids [N, k] and logits [N, k] of the best k; the logsumexp [N] of the
-        others; the label's logit [N] (the floor if another rank has it, or without `labels`); the centre [N], divided
-        by T. With fewer than k columns, entries at the floor fill up the k; their ids mean nothing.
-    """
+) -> Candidates:
+    """Of this rank's columns, logits [N, Vl], a chunk of rows at a time. Labels are global ids [N]."""
     num_rows, dtype = logits.shape[0], accumulator(logits.dtype)
     floor = floor_of(dtype)
     like = logits.new_empty(0, dtype=dtype)
@@ -97,7 +101,7 @@ def candidates(
     top = like.new_full((num_rows, k), floor)
     label = like.new_full((num_rows,), floor)
     centre = Centre(num_rows, like, shard, 1 / temperature)
-    rest = LogSums(num_rows, (1.0,), centre, whole=False)
+    rest = LogSums(num_rows, centre, whole=False)
     held = min(k, shard.size)
     buffers = Buffers(min(chunk, num_rows), shard.size, dtype, logits.device)
     for rows in chunks(num_rows, chunk):
@@ -107,14 +111,13 @@ def candidates(
         values, columns = u[:, : shard.size].topk(held, dim=1)
         ids[rows, :held], top[rows, :held] = columns + shard.offset, values
         rest.add(rows, u.scatter_(1, columns, floor), buffers.buffer("work", u.shape[0]))
-    everything = slice(0, num_rows)
-    rest_lse = torch.where(rest.max <= floor, floor, rest.log(everything))
-    return ids, top, rest_lse, label, centre.local * centre.scale
+    rest_lse = torch.where(rest.max <= floor, floor, rest.log(slice(0, num_rows)))
+    return Candidates(ids, top, rest_lse, label, centre.local * centre.scale)
 
 
 def _candidates_by_kernel(
     logits: Tensor, shard: VocabularyShard, k: int, labels: Tensor | None, temperature: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Candidates:
     """`candidates` by a kernel that reads the logits once."""
     from distill_rl.losses.kernels import launch
 
@@ -124,45 +127,41 @@ def _candidates_by_kernel(
     label = top.new_full((num_rows,), floor)
     held = min(k, shard.size)
     if held == 0:
-        return ids, top, label, label.clone(), label.new_full((num_rows,), Centre.NOTHING / temperature)
+        return Candidates(ids, top, label, label.clone(), label.new_full((num_rows,), Centre.NOTHING / temperature))
     columns, top[:, :held], rest, centre = launch.best(logits, held, temperature)
     ids[:, :held] = columns + shard.offset
     if labels is not None:
         place = shard.columns(labels)
         z = logits.gather(1, torch.where(place < shard.size, place, 0)[:, None])[:, 0].float()
         label = torch.where(place < shard.size, ((z - centre) / temperature).clamp_min(floor), floor)
-    return ids, top, rest, label, centre / temperature
+    return Candidates(ids, top, rest, label, centre / temperature)
 
 
-def best_of_all(
-    shard: VocabularyShard, k: int, ids: Tensor, top: Tensor, rest: Tensor, label: Tensor, centre: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The best k of all ranks' candidates, as (ids, logits, rest, label's logit), the same on every rank.
+def best_of_all(shard: VocabularyShard, own: Candidates) -> Candidates:
+    """The best k of all ranks' candidates, the same on every rank, around a common centre. Two collectives.
 
-    Logits and rest are as in `candidates`, but for a centre common to all ranks. Losing candidates join the rest. Two
-    collectives.
+    Losing candidates join the rest.
 
     Raises:
         ValueError: shards were assumed to be equally wide and are not.
     """
-    sizes = top.new_full((len(top), 1), shard.size)
-    parts = shard.gather(torch.cat([top, rest[:, None], label[:, None], centre[:, None], sizes], 1))
-    if shard.assumed and len(top):
-        found = torch.stack([part[0, -1] for part in parts])
-        shard.require_equal(torch.stack([found.amax(), -found.amin()]))
-    centres = torch.stack([part[:, k + 2] for part in parts])
-    for part, moved in zip(parts, centres - centres.amax(0)):
-        part[:, : k + 2] += moved[:, None]
-    candidates = torch.cat([part[:, :k] for part in parts], 1)
-    candidate_ids = torch.cat(shard.gather(ids), 1)
-    best, places = candidates.topk(k, dim=1)
-    losers = candidates.scatter(1, places, floor_of(top.dtype))
-    rests = torch.stack([part[:, k] for part in parts], 1)
-    rest = torch.cat([losers, rests], 1).logsumexp(1)
-    label = torch.stack([part[:, k + 1] for part in parts], 1).amax(1)
-    return candidate_ids.gather(1, places), best, rest, label
+    k, numbers = own.ids.shape[1], (own.rest, own.label, own.centre, own.rest.new_full(own.rest.shape, shard.size))
+    packed = torch.cat([own.logits, torch.stack(numbers, 1)], 1)
+    parts = torch.stack(shard.gather(packed))  # [ranks, N, k + 4]
+    if shard.assumed and packed.shape[0]:
+        sizes = parts[:, 0, -1]
+        shard.require_equal(torch.stack([sizes.amax(), -sizes.amin()]))
+    centres = parts[..., k + 2]
+    centre = centres.amax(0)
+    moved = parts[..., : k + 2] + (centres - centre)[..., None]
+    everyone = moved[..., :k].transpose(0, 1).flatten(1)  # [N, ranks · k]
+    ids = torch.cat(shard.gather(own.ids), 1)
+    best, places = everyone.topk(k, dim=1)
+    losers = everyone.scatter(1, places, floor_of(best.dtype))
+    rest = torch.cat([losers, moved[..., k].T], 1).logsumexp(1)
+    return Candidates(ids.gather(1, places), best, rest, moved[..., k + 1].amax(0), centre)
 
 
 def _log(values: Tensor) -> Tensor:
-    """The values with the floor, or anything near it, replaced by −inf. NaN is kept."""
+    # The floor, or anything near it, becomes −inf. NaN is kept.
     return torch.where(values <= floor_of(values.dtype) / 2, -torch.inf, values)

@@ -26,7 +26,7 @@ from distill_rl.losses import (
     vocab_parallel_sample,
     vocab_parallel_topk,
 )
-from distill_rl.losses.options import Backend
+from distill_rl.losses.core.checks import Backend
 from distill_rl.losses.targets import Wire
 from distill_rl.parallel.shards import mask_padded_columns
 from distill_rl.types import IGNORE_INDEX

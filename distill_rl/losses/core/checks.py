@@ -1,12 +1,13 @@
 """Argument checks. Each error names the argument, the rule and the value.
 
-Shapes are always checked. Values are checked on CPU tensors, and on a GPU only on request, because reading them waits
-for it.
+Shapes are always checked. Values are checked on CPU tensors, and on a GPU only on request (`validate`), because reading
+them waits for it.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from distill_rl.losses.targets import SampledTokens, TopKLogprobs
 
+Tail = Literal["bucket", "truncate", "renormalize"]
+TAILS: tuple[Tail, ...] = ("bucket", "truncate", "renormalize")
+Backend = Literal["eager", "triton"]
+"""Who computes: torch, or the Triton kernels."""
+
 _ROUNDING = 2.0**-8
 """The most by which bf16 changes a number, relative to it: what log-probabilities may have lost before they arrive."""
 _MASS_LIMIT = 1.01
@@ -22,48 +28,36 @@ _MASS_LIMIT = 1.01
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raises ValueError unless `value` is among `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name}: must be one of {', '.join(allowed)}; got {value!r}")
 
 
 def backend(value: str | None) -> None:
-    """Raises ValueError unless `value` is a backend, or None for the choice by device."""
     if value not in ("eager", "triton", None):
         raise ValueError(f"backend: must be eager, triton or None; got {value!r}")
 
 
 def in_unit_interval(name: str, value: float) -> None:
-    """Raises ValueError unless 0 <= value <= 1."""
     if not 0 <= value <= 1:
         raise ValueError(f"{name}: must lie in [0, 1]; got {value!r}")
 
 
 def positive(name: str, value: float) -> None:
-    """Raises ValueError unless `value` is one positive, finite number: a plain number or a tensor with one element.
-
-    A GPU tensor's value is read, which waits for it.
-    """
+    """Requires one positive, finite number, or a tensor of one; a GPU's is read, which waits for it."""
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{name}: must be one number for all rows; got a tensor {list(value.shape)}")
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name}: must be positive and finite; got {value!r}")
 
 
-def at_least_one(name: str, value: int) -> None:
-    """Raises ValueError unless value >= 1."""
-    if value < 1:
+def at_least_one(name: str, value: int | None) -> None:
+    """None passes."""
+    if value is not None and value < 1:
         raise ValueError(f"{name}: must be at least 1; got {value!r}")
 
 
 def count(name: str, value: int | float | Tensor | None) -> None:
-    """Requires a denominator: one constant number that is 0 or at least 1, or None.
-
-    The value of a GPU tensor is not read, since that would wait for it; only its shape and dtype are checked.
-
-    Raises:
-        ValueError: a tensor that is boolean, has several elements or requires a gradient; or any other value.
-    """
+    """Requires a denominator: one constant number that is 0 or at least 1, or None. A GPU tensor's value is not read."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.dtype == torch.bool:
             raise ValueError(f"{name}: must be one number; got {value.dtype} {list(value.shape)}")
@@ -76,37 +70,8 @@ def count(name: str, value: int | float | Tensor | None) -> None:
         raise ValueError(f"{name}: must be a count, at least 1, or 0 where nothing counts; got {value!r}")
 
 
-def constant(name: str, tensor: Tensor | None) -> None:
-    """Raises ValueError if the tensor requires a gradient. None passes."""
-    if tensor is not None and tensor.requires_grad:
-        raise ValueError(f"{name}: are constants and get no gradient; got a tensor that requires one, detach it")
-
-
-def chunk_size(value: int | None) -> None:
-    """Raises ValueError unless `value` is None or at least 1."""
-    if value is not None:
-        at_least_one("chunk_size", value)
-
-
-def inplace(inplace_backward: bool, logits: Tensor) -> None:
-    """Raises ValueError if `inplace_backward` is set and the logits are a leaf that requires a gradient.
-
-    The gradient would overwrite the leaf itself.
-    """
-    if inplace_backward and logits.is_leaf and logits.requires_grad:
-        raise ValueError("inplace_backward: overwrites the logits, which must be the output of something; got a leaf")
-
-
 def floating(name: str, tensor: Tensor, dims: tuple[int, ...]) -> None:
-    """Requires a float tensor whose number of dimensions is one of `dims`, outside torch.func transforms.
-
-    Args:
-        name: of the argument, for the message.
-        dims: the allowed numbers of dimensions.
-
-    Raises:
-        ValueError: any of the three is violated.
-    """
+    """Requires a float tensor whose number of dimensions is one of `dims`, outside torch.func transforms."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise ValueError(f"{name}: torch.func's transforms are not supported; use torch.autograd")
     if tensor.ndim not in dims or not tensor.is_floating_point():
@@ -117,16 +82,7 @@ def floating(name: str, tensor: Tensor, dims: tuple[int, ...]) -> None:
 
 
 def rows(name: str, tensor: Tensor, leading: torch.Size) -> Tensor:
-    """Returns the tensor flattened to [N].
-
-    Args:
-        name: of the argument, for the message.
-        tensor: of shape `leading`, or flat already.
-        leading: the leading dimensions of the logits, [N] or [B, S].
-
-    Raises:
-        ValueError: another shape, or a DTensor.
-    """
+    """Returns the tensor, of the shape `leading` of the logits' rows, [N] or [B, S], or flat already, flattened to [N]."""
     if isinstance(tensor, DTensor):
         raise ValueError(f"{name}: must be a plain tensor, this rank's rows; got a DTensor, give its local part")
     count = math.prod(leading)
@@ -146,19 +102,7 @@ def looked_at(validate: bool | None, tensor: Tensor) -> bool:
 
 
 def labels(name: str, values: Tensor, valid: Tensor, vocabulary: int, ignore_index: int, validate: bool | None) -> None:
-    """Requires integer labels that are ids of the vocabulary wherever `valid`.
-
-    Values are looked at as `looked_at` decides: on a CPU by default, on a GPU only with `validate`, because that waits
-    for it.
-
-    Args:
-        values, valid: [N], the labels and which of them count; those that do not may hold anything.
-        vocabulary: number of ids.
-        ignore_index: for the message only.
-
-    Raises:
-        ValueError: a float or bool dtype, or a valid label out of range; the message gives the first one.
-    """
+    """Requires integer labels [N] that are ids of the vocabulary where `valid` [N]; the others may hold anything."""
     if values.is_floating_point() or values.dtype == torch.bool:
         raise ValueError(f"{name}: must be integers; got {values.dtype}")
     if not looked_at(validate, values):
@@ -170,21 +114,9 @@ def labels(name: str, values: Tensor, valid: Tensor, vocabulary: int, ignore_ind
 
 
 def top_k(teacher: TopKLogprobs, num_rows: int, vocabulary: int, temperature: float, validate: bool | None) -> None:
-    """Requires top-k targets that fit the student: dtypes, shapes, k, temperature, and distinct ids that are in range.
-
-    The ids' values are looked at as `looked_at` decides: on a CPU by default, on a GPU only with `validate`.
-
-    Args:
-        num_rows: N of the student.
-        vocabulary: number of ids.
-        temperature: at which the loss compares; the targets must have been made at the same one.
-
-    Raises:
-        ValueError: any of these does not fit; the message names the field.
-    """
+    """Requires top-k targets that fit the student: dtypes, shapes, k, temperature, and distinct ids that are in range."""
     ids, logprobs = teacher.ids, teacher.logprobs
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"teacher.ids: must be int32 or int64; got {ids.dtype}")
+    _integer_ids(ids)
     if ids.ndim != 2 or ids.shape[0] != num_rows:
         raise ValueError(f"teacher.ids: must be [N, k] with N = {num_rows} rows; got {list(ids.shape)}")
     if logprobs.shape != ids.shape or not logprobs.is_floating_point():
@@ -192,17 +124,12 @@ def top_k(teacher: TopKLogprobs, num_rows: int, vocabulary: int, temperature: fl
             f"teacher.logprobs: must be floats of the shape of ids, {list(ids.shape)}; "
             f"got {logprobs.dtype} {list(logprobs.shape)}"
         )
-    rest = teacher.rest_logprob
-    if rest is not None and rest.shape != ids.shape[:1]:
-        raise ValueError(f"teacher.rest_logprob: must be [N] with N = {num_rows} rows; got {list(rest.shape)}")
+    _one_per_row("rest_logprob", teacher.rest_logprob, num_rows)
     if not 1 <= ids.shape[1] <= vocabulary:
         raise ValueError(f"teacher.ids: k must lie in [1, {vocabulary}], the vocabulary; got {ids.shape[1]}")
-    if teacher.temperature != temperature:
-        raise ValueError(
-            f"temperature: must be that of the teacher's targets, {teacher.temperature}; got {temperature}"
-        )
+    _same_temperature(teacher.temperature, temperature)
     if looked_at(validate, ids) and ids.numel():
-        _distinct_ids(ids, vocabulary, absent=-1)
+        _distinct_ids(ids, vocabulary)
         if bool((logprobs[ids < 0] > -torch.inf).any()):
             raise ValueError("teacher.logprobs: must be -inf where the id is -1, an absent entry")
 
@@ -237,21 +164,9 @@ def log_probabilities(teacher: TopKLogprobs, counted: Tensor, validate: bool | N
 
 
 def sampled(teacher: SampledTokens, num_rows: int, vocabulary: int, temperature: float, validate: bool | None) -> None:
-    """Requires draws that fit the student: dtypes, shapes, temperature, distinct ids in range, and counts beside them.
-
-    The values are looked at as `looked_at` decides: on a CPU by default, on a GPU only with `validate`.
-
-    Args:
-        num_rows: N of the student.
-        vocabulary: number of ids.
-        temperature: at which the loss compares; the draws must have been made at the same one.
-
-    Raises:
-        ValueError: any of these does not fit; the message names the field.
-    """
+    """Requires draws that fit the student: dtypes, shapes, temperature, distinct ids in range, and counts beside them."""
     ids, counts = teacher.ids, teacher.counts
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"teacher.ids: must be int32 or int64; got {ids.dtype}")
+    _integer_ids(ids)
     if ids.ndim != 2 or ids.shape[0] != num_rows or not ids.shape[1]:
         raise ValueError(f"teacher.ids: must be [N, m] with N = {num_rows} rows and m >= 1; got {list(ids.shape)}")
     if counts.shape != ids.shape or counts.is_floating_point() or counts.dtype == torch.bool:
@@ -259,38 +174,36 @@ def sampled(teacher: SampledTokens, num_rows: int, vocabulary: int, temperature:
             f"teacher.counts: must be integers of the shape of ids, {list(ids.shape)}; "
             f"got {counts.dtype} {list(counts.shape)}"
         )
-    mean = teacher.mean_logprob
-    if mean is not None and mean.shape != ids.shape[:1]:
-        raise ValueError(f"teacher.mean_logprob: must be [N] with N = {num_rows} rows; got {list(mean.shape)}")
-    if teacher.temperature != temperature:
-        raise ValueError(
-            f"temperature: must be that of the teacher's targets, {teacher.temperature}; got {temperature}"
-        )
-    if not looked_at(validate, ids) or not ids.numel():
-        return
-    if bool(((counts > 0) != (ids >= 0)).any()) or int(counts.min()) < 0:
-        raise ValueError("teacher.counts: must be positive where there is an id, and 0 where the id is -1")
-    _distinct_ids(ids, vocabulary, absent=-1)
+    _one_per_row("mean_logprob", teacher.mean_logprob, num_rows)
+    _same_temperature(teacher.temperature, temperature)
+    if looked_at(validate, ids) and ids.numel():
+        if bool(((counts > 0) != (ids >= 0)).any()) or int(counts.min()) < 0:
+            raise ValueError("teacher.counts: must be positive where there is an id, and 0 where the id is -1")
+        _distinct_ids(ids, vocabulary)
 
 
-def _distinct_ids(ids: Tensor, vocabulary: int, absent: int | None = None) -> None:
-    """Requires ids [N, k] that lie in the vocabulary and occur at most once per row. Waits for the device.
+def _integer_ids(ids: Tensor) -> None:
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"teacher.ids: must be int32 or int64; got {ids.dtype}")
 
-    Args:
-        ids: not empty.
-        vocabulary: number of ids.
-        absent: an id, below all others, that may occur any number of times.
 
-    Raises:
-        ValueError: an id out of range or twice in a row; the message gives the id, and the row of a duplicate.
-    """
+def _one_per_row(name: str, values: Tensor | None, num_rows: int) -> None:
+    if values is not None and values.shape != (num_rows,):
+        raise ValueError(f"teacher.{name}: must be [N] with N = {num_rows} rows; got {list(values.shape)}")
+
+
+def _same_temperature(theirs: float, ours: float) -> None:
+    if theirs != ours:
+        raise ValueError(f"temperature: must be that of the teacher's targets, {theirs}; got {ours}")
+
+
+def _distinct_ids(ids: Tensor, vocabulary: int) -> None:
+    """Requires ids [N, k] of the vocabulary, each at most once per row; −1 any number of times. Waits for the device."""
     lowest, highest = int(ids.min()), int(ids.max())
-    if (lowest < 0 and lowest != absent) or highest >= vocabulary:
+    if lowest < -1 or highest >= vocabulary:
         raise ValueError(f"teacher.ids: must lie in [0, {vocabulary}); got {lowest if lowest < 0 else highest}")
     ordered = ids.sort(1).values
-    twice = ordered[:, 1:] == ordered[:, :-1]
-    if absent is not None:
-        twice &= ordered[:, 1:] != absent
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != -1)
     if twice.any():
         row, column = twice.nonzero()[0].tolist()
         raise ValueError(

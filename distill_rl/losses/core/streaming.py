@@ -7,19 +7,21 @@ its gradient, rounded once, into one buffer of the logits' dtype.
 How one chunk is processed, with z the logits of this rank's columns, T the temperature and c a row's centre:
 
 1. `Buffers.load` computes u = (z − c)/T in fp32, with c about the row's maximum (`Centre`).
-2. The loss's passes (`row_function.RowFunction`) collect sums over this rank's columns, such as Σ exp(u) (`LogSums`).
+2. The passes of a `RowFunction` collect sums over this rank's columns, such as Σ exp(u) (`LogSums`).
 3. `all_reduce_sums` turns them into sums over the whole vocabulary: one MAX and one SUM over the tensor-parallel ranks.
 4. In backward `RowFunction.gradient` returns ∂(Σ grads · values)/∂z of the chunk from u and the kept numbers.
 
-Tensor parallelism: all collectives are called inside `forward` of one autograd function, where autograd does not see
-them, and none in backward. Every rank back-propagates its own copy of the replicated values and gets exactly the
+Tensor parallelism: all collectives are called inside `forward` of one autograd function (`logits`), where autograd does
+not see them, and none in backward. Every rank back-propagates its own copy of the replicated values and gets exactly the
 derivative with respect to its own columns. A collective inside the graph would add that up once per rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,8 @@ _CPU_CHUNK = 2**17
 _CUDA_CHUNK = 2**25
 PRODUCT_ROWS = 64
 """Fewer make a poor matrix product."""
+_ROW_MULTIPLE = 32
+"""Elements: 128 bytes of fp32, a GPU's cache line. GPU matrix products need rows aligned to at least 16 bytes."""
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -63,25 +67,12 @@ def chunks(num_rows: int, size: int) -> Iterator[slice]:
 class RowPlan:
     """Which rows are streamed, in which order and in which chunks.
 
-    Rows that are left out have no value, and their gradient is 0.
+    Rows that are left out have no value, and their gradient is 0. Slices of rows are positions in this order everywhere.
     """
 
-    pieces: tuple[slice, ...]
-    """Chunks, as positions in the order of streaming. They tile it."""
-    order: Tensor | None = None
-    """int64 [M], distinct row numbers. None: all rows, in their own order."""
-    counts: Tensor | None = None
-    """bool [N]: False sets a row's gradient to 0 whatever the row holds, NaN included. None: all rows count."""
-
-    @classmethod
-    def of(cls, num_rows: int, size: int, *, order: Tensor | None = None, counts: Tensor | None = None) -> RowPlan:
-        """A plan that streams `num_rows` rows in chunks of `size`; the last one may be shorter.
-
-        Args:
-            num_rows: M, the length of `order` if that is given.
-            order, counts: see the fields.
-        """
-        return cls(tuple(chunks(num_rows, size)), order, counts)
+    pieces: Sequence[slice]  # the chunks, which tile the order
+    order: Tensor | None = None  # int64 [M], distinct row numbers; None: all rows, in their own order
+    counts: Tensor | None = None  # bool [N]; False: the row's gradient is 0 even if it holds NaN. None: all rows count
 
     @property
     def length(self) -> int:
@@ -94,42 +85,22 @@ class RowPlan:
         return max((rows.stop - rows.start for rows in self.pieces), default=0)
 
     def take(self, logits: Tensor, rows: slice) -> Tensor:
-        """The logits of one chunk: [N, Vl] → [n, Vl], a view without `order`, otherwise a copy.
-
-        Args:
-            rows: the chunk, as positions in the order of streaming.
-        """
+        """The logits of one chunk: [N, Vl] → [n, Vl], a view without `order`, otherwise a copy."""
         return logits[rows] if self.order is None else logits.index_select(0, self.order[rows])
 
     def put(self, out: Tensor, rows: slice, gradient: Tensor) -> None:
-        """Writes a chunk's gradient [n, Vl] into its rows of `out` [N, Vl], in the dtype of `out`.
-
-        Without `order`, rows that do not count (`counts`) are set to 0; with it `counts` has no effect.
-
-        Args:
-            rows: the chunk, as positions in the order of streaming.
-        """
-        if self.order is not None:
+        """Writes a chunk's gradient [n, Vl] into its rows of `out` [N, Vl], in the dtype of `out`."""
+        if self.order is not None:  # which leaves out what does not count
             out.index_copy_(0, self.order[rows], gradient.to(out.dtype))
             return
         out[rows].copy_(gradient)
         if self.counts is not None:
             out[rows].masked_fill_(~self.counts[rows, None], 0)
 
-    def clear_others(self, out: Tensor) -> Tensor:
-        """Sets the rows of `out` [N, Vl] that are not streamed to 0, in place, and returns it. Requires `order`."""
-        assert self.order is not None
-        others = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, self.order, False)
-        return out.index_fill_(0, others.nonzero()[:, 0], 0)
-
 
 def row_sum(x: Tensor) -> Tensor:
     """[n, columns] → [n]. The bits of a row's sum do not depend on n: torch sums a single row in another order."""
     return x.sum(1) if x.shape[0] != 1 else x.expand(2, -1).sum(1)[:1]
-
-
-_ROW_MULTIPLE = 32
-"""Elements: 128 bytes of fp32, a GPU's cache line. GPU matrix products need rows aligned to at least 16 bytes."""
 
 
 def padded_width(columns: int) -> int:
@@ -153,42 +124,31 @@ class Buffers:
         self.columns = columns
         self._shape, self._dtype, self._device = (rows, padded_width(columns)), dtype, device
         self._buffers: dict[str, Tensor] = {}
+        # The rows that a buffer holds, and whether they use the first centre, for callers that avoid computing them again.
         self.held: dict[str, tuple[slice, bool]] = {}
-        """Per buffer the rows that it holds and whether they use the first centre, for callers that would rather not
-        compute them again."""
 
     def buffer(self, name: str, rows: int) -> Tensor:
-        """The first rows of the buffer with this name, [rows, width], contiguous; allocated on first use.
-
-        It holds what was last written to it.
-        """
+        """The first rows of the buffer with this name, [rows, width], contiguous; it holds what was last written to it."""
         if name not in self._buffers:
             self._buffers[name] = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         return self._buffers[name][:rows]
 
     def load(self, name: str, logits: Tensor, centre: Centre, rows: slice, *, first: bool = False) -> Tensor:
-        """Returns u = (z − c)/T of these rows' logits z; the floor where z is −inf and in the dummy columns.
+        """Returns u = (z − c)/T of these rows' logits z [n, columns] in a buffer [n, width].
+
+        u is the floor where z is −inf and in the dummy columns.
 
         Args:
-            name: of the buffer that receives u; it is what is returned, [n, width].
-            logits: z, [n, columns].
-            rows: the chunk, for the centre.
-            first: whether this is the first pass, which measures the centre of these rows and keeps it in `centre`.
+            first: whether this is the first pass, which measures the centre of these rows.
         """
-        buffer = self.buffer(name, logits.shape[0])
-        return self.finish(buffer, logits, centre, rows, first=first)
+        return self.finish(self.buffer(name, logits.shape[0]), logits, centre, rows, first=first)
 
     def finish(self, buffer: Tensor, logits: Tensor, centre: Centre, rows: slice, *, first: bool) -> Tensor:
-        """Centres and scales logits into `buffer`, as `load` describes, and returns it. Widens narrow logits.
-
-        Args:
-            buffer: [n, width]; its dummy columns are set to the floor.
-            logits: [n, columns]; may be those columns of `buffer` itself.
-            first: whether this is the first pass, which measures the centre of these rows and keeps it in `centre`.
-        """
+        """As `load`, into `buffer` [n, width], of which the logits may be the first columns."""
         if first:
             centre.measure(rows, logits)
-        torch.sub(logits, centre.of(rows, first=first)[:, None], out=buffer[:, : self.columns])
+        of_rows = (centre.local if first else centre.value)[rows, None]
+        torch.sub(logits, of_rows, out=buffer[:, : self.columns])
         if centre.scale != 1:
             buffer.mul_(centre.scale)
         buffer.clamp_(min=floor_of(buffer.dtype))
@@ -208,23 +168,10 @@ class Centre:
     """The centre of a row of which this rank has no column, or only masked ones."""
 
     def __init__(self, num_rows: int, like: Tensor, shard: VocabularyShard, scale: float):
-        """
-        Args:
-            scale: factor on the centred logits, 1/T.
-        """
-        self.scale, self.split = scale, shard.group is not None
-        self.local = like.new_empty(num_rows)
-        """[N], this rank's centre, in units of the logits."""
-        self.value = like.new_empty(num_rows) if self.split else self.local
-        """[N], the common centre of all ranks."""
-
-    def of(self, rows: slice, *, first: bool) -> Tensor:
-        """The centre of these rows, [n]: this rank's own with `first`, otherwise the common one of all ranks.
-
-        Args:
-            first: during the first pass, before the ranks agree on a common centre.
-        """
-        return self.local[rows] if first else self.value[rows]
+        self.scale = scale  # 1/T, the factor on centred logits
+        self.split = shard.group is not None
+        self.local = like.new_empty(num_rows)  # this rank's centres, in units of the logits
+        self.value = like.new_empty(num_rows) if self.split else self.local  # those common to all ranks
 
     def measure(self, rows: slice, logits: Tensor) -> None:
         """Sets this rank's centre of these rows to the maximum of logits [n, Vl], or `NOTHING` if that is −inf."""
@@ -250,10 +197,10 @@ class LogSums:
     def __init__(
         self,
         num_rows: int,
-        powers: Sequence[float],
         centre: Centre,
         *,
         whole: bool,
+        powers: Sequence[float] = (1.0,),
         weighted: bool = False,
         against: Centre | None = None,
         columns: int | None = None,
@@ -264,57 +211,43 @@ class LogSums:
             against: the centre of the logits w, if the weighted total has y = x − w. None: y = x.
         """
         like = centre.local
-        self.powers, self.centre, self.against, self._whole = tuple(powers), centre, against, whole
+        self.centre, self.against, self._whole = centre, against, whole
         self.max = like.new_zeros(num_rows)
-        self.totals = [like.new_empty(num_rows) for _ in powers]
+        self.totals = {power: like.new_empty(num_rows) for power in powers}
         self.weighted = like.new_empty(num_rows) if weighted else None
         self.table = None if columns is None else like.new_zeros(num_rows, columns)
 
     def add(self, rows: slice, x: Tensor, work: Tensor) -> Tensor:
-        """Sets the maximum and the totals of these rows, one per power, from a chunk x [n, width], left as it is.
+        """Sets the maximum and the totals of these rows from a chunk x [n, width]; returns exp(x − m), in `work`.
 
-        The weighted total and the table are left to `weigh` and to the caller.
-
-        Args:
-            work: [n, width], overwritten.
-
-        Returns:
-            exp(x − m) [n, width], in `work`.
+        x is left as it is, and so are the weighted total and the table.
         """
         if not self._whole:
             self.max[rows] = x.amax(1)
             x = torch.sub(x, self.max[rows, None], out=work)
-        for power, total in sorted(
-            zip(self.powers, self.totals), key=lambda entry: entry[0] == 1
-        ):  # power 1 comes last
+        for power in sorted(self.totals, key=lambda power: power == 1):  # power 1, which overwrites x − m, comes last
             exponents = x if power == 1 else torch.mul(x, power)
-            total[rows] = row_sum(torch.exp(exponents, out=work if power == 1 else exponents))
+            self.totals[power][rows] = row_sum(torch.exp(exponents, out=work if power == 1 else exponents))
         return work
 
     def weigh(self, rows: slice, exponentials: Tensor, y: Tensor) -> None:
-        """Sets the weighted total of these rows, Σ exponentials · y.
-
-        Args:
-            exponentials: what `add` returned, [n, width]; overwritten.
-            y: [n, width].
-        """
+        """Sets the weighted total Σ exponentials · y of these rows. Overwrites the exponentials, what `add` returned."""
         assert self.weighted is not None
         self.weighted[rows] = row_sum(exponentials.mul_(y))
 
-    def log(self, rows: slice, number: int = 0) -> Tensor:
-        """log Σ exp(power · x) of these rows, [n], for the power with this number; at least the floor."""
-        total = self.max[rows] * self.powers[number] + self.totals[number][rows].log()
+    def log(self, rows: slice, power: float = 1.0) -> Tensor:
+        """log Σ exp(power · x) of these rows, [n]; at least the floor."""
+        total = self.max[rows] * power + self.totals[power][rows].log()
         return total.clamp_min(floor_of(total.dtype))
 
     def mean(self, rows: slice) -> Tensor:
-        """Σ exp(x) · y / Σ exp(x) of these rows, [n]. Only with a weighted total; the first power must be 1."""
+        """Σ exp(x) · y / Σ exp(x) of these rows, [n]. Only with a weighted total."""
         assert self.weighted is not None
-        return self.weighted[rows] / self.totals[0][rows]
+        return self.weighted[rows] / self.totals[1.0][rows]
 
     def parts(self) -> list[tuple[float, Tensor]]:
-        """Pairs (power, total): the totals, then the weighted one and the table where they exist, both of power 1."""
-        more = [(1.0, extra) for extra in (self.weighted, self.table) if extra is not None]
-        return [*zip(self.powers, self.totals), *more]
+        """Pairs (power, total) of all totals."""
+        return [*self.totals.items(), *[(1.0, extra) for extra in (self.weighted, self.table) if extra is not None]]
 
     def move(self, rows: slice, largest: Tensor) -> None:
         """Rescales this rank's totals of these rows, in place, to the common centre and maximum, so that ranks add up.
@@ -325,7 +258,7 @@ class LogSums:
         if self.weighted is not None:  # y changes with the centres: Σ e·(y + d) = Σ e·y + d·Σ e
             moved = self.centre.moved(rows)
             moved = moved if self.against is None else moved - self.against.moved(rows)
-            self.weighted[rows].addcmul_(moved, self.totals[0][rows])
+            self.weighted[rows].addcmul_(moved, self.totals[1.0][rows])
         common = (largest - self.centre.value[rows] * self.centre.scale).clamp_min(floor_of(largest.dtype))
         shift = self.max[rows] + self.centre.moved(rows) - common
         self.max[rows] = common
@@ -351,19 +284,82 @@ def all_reduce_sums(shard: VocabularyShard, rows: slice, sums: Sequence[LogSums]
     if shard.group is None:
         return
     # MAX: common centres, and the common maximum of each group of totals.
-    centres = list(dict.fromkeys(group.centre for group in sums))
-    common = [centre.local[rows].clone() for centre in centres]
-    largest = [group.max[rows] + group.centre.local[rows] * group.centre.scale for group in sums]
-    shard.max_(*common, *largest)
-    for centre, value in zip(centres, common):
+    common = {group.centre: group.centre.local[rows].clone() for group in sums}
+    largest = {group: group.max[rows] + group.centre.local[rows] * group.centre.scale for group in sums}
+    shard.max_(*common.values(), *largest.values())
+    for centre, value in common.items():
         centre.value[rows] = value
     # Every rank rescales its totals to them.
-    for group, value in zip(sums, largest):
+    for group, value in largest.items():
         group.move(rows, value)
-    moved = centres[0].moved(rows)
+    moved = sums[0].centre.moved(rows)
     for logits, columns in picked:
         held, shift = columns < shard.size, moved if logits.ndim == 1 else moved[:, None]
         logits[rows] = torch.where(held, logits[rows] + shift, 0)
     # SUM.
     totals = [total[rows] for group in sums for _, total in group.parts()]
     shard.sum_(*totals, *[logits[rows] for logits, _ in picked])
+
+
+Pass = tuple[Callable[[slice, Tensor, Buffers], None], Callable[[slice], None]]
+"""One pass over the logits: collect a chunk's sums; then complete any range of rows over the ranks."""
+
+
+class RowFunction(ABC):
+    """Values per row of logits, and their derivative. It knows nothing of autograd, which is the caller's business.
+
+    u is a loaded chunk [n, width] (`Buffers.load`). Passes leave it unchanged; `gradient` may overwrite it.
+    """
+
+    centre: Centre  # of the student's logits
+    values: list[Tensor]  # the differentiable values, each with one entry per row
+    constants: Sequence[Tensor] = ()  # and those without a gradient
+    held: tuple[Tensor, ...] = ()  # the caller's tensors that `gradient` reads
+    lender: Any = None  # what holds them in its place
+
+    @property
+    def passes(self) -> list[Pass]:
+        """The passes over the logits, in order; by default one. A later pass needs what an earlier one completed."""
+        return [(self.collect, self.complete)]
+
+    @abstractmethod
+    def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
+        """First pass over a chunk: stores what this rank's columns contribute to these rows."""
+
+    @abstractmethod
+    def complete(self, rows: slice) -> None:
+        """End of the first pass: sums these rows' contributions over the ranks, and sets what follows from the sums."""
+
+    def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Returns (differentiable values, constants), each with one entry per row; called once, after the passes.
+
+        The object drops its references to them, because autograd makes the values refer to it.
+        """
+        values, constants, self.values, self.constants = tuple(self.values), tuple(self.constants), [], ()
+        return values, constants
+
+    @abstractmethod
+    def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
+        """∂(Σ grads · differentiable values)/∂z of a chunk's logits z, [n, width].
+
+        Args:
+            u: the loaded chunk; may be overwritten and returned.
+            grads: [n] per differentiable value; None for one that does not enter the loss.
+        """
+
+    def to_save(self) -> tuple[Tensor, ...]:
+        """Returns the held tensors and drops them until `restore`.
+
+        Autograd keeps them in between (`save_for_backward`): it detects writes to them, frees them after backward, and
+        lets saved-tensor hooks move them elsewhere.
+        """
+        holder = self.lender or self
+        held, holder.held = holder.held, ()
+        return held
+
+    def restore(self, tensors: Sequence[Tensor]) -> None:
+        (self.lender or self).held = tuple(tensors)
+
+    def parameter_gradients(self) -> tuple[Tensor, ...]:
+        """The gradients of its own parameters, summed over the calls of `gradient`; resets the sums. None by default."""
+        return ()

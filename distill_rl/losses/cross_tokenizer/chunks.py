@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill_rl.losses.core.checks import looked_at
-from distill_rl.losses.core.trees import as_tree
+from distill_rl.losses.core import checks
+from distill_rl.losses.core.logits import as_tree
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,13 @@ class Chunks:
         Raises:
             ValueError: a text is longer than its rows.
         """
-        sides: tuple[list[Tensor], list[Tensor]] = ([], [])
-        count = 0
+        student, teacher, count = [], [], 0
         for alignment in alignments:
             chunks = alignment.trainable(stops=stops)
-            for rows, chunk in zip(sides, (chunks.student_chunk, chunks.teacher_chunk)):
-                predicted = torch.tensor(chunk[1:], dtype=torch.int64)
+            for rows, numbers in ((student, chunks.student_chunk), (teacher, chunks.teacher_chunk)):
+                predicted = torch.tensor(numbers[1:], dtype=torch.int64)
                 rows.append(torch.where(predicted < 0, -1, predicted + count))
             count += chunks.num_chunks
-        student, teacher = sides
         return cls(_in_rows("student", student, student_length), _in_rows("teacher", teacher, teacher_length), count)
 
 
@@ -77,23 +75,14 @@ class ChunkOutput:
 
 
 def _in_rows(name: str, found: list[Tensor], length: int | None) -> Tensor:
-    """The chunk numbers of one side for rows [R, S] of logits, flattened: int64 [R·S], −1 after the end of each text.
-
-    Args:
-        name: of the side, for the message.
-        found: the numbers of each text's rows.
-        length: S; None: the longest text.
-
-    Raises:
-        ValueError: a text is longer than `length`.
-    """
+    """The chunk numbers of each text's rows, as int64 [R·S] for logits [R, S, V]: −1 after the end of each text."""
     longest = max((len(each) + 1 for each in found), default=0)
     width = longest if length is None else length
     if longest > width:
         raise ValueError(f"{name}_length: must hold the longest text, {longest} tokens; got {width}")
     rows = torch.full((len(found), width), -1)
-    for row, each in zip(rows, found):
-        row[: len(each)] = each
+    for number, each in enumerate(found):
+        rows[number, : len(each)] = each
     return rows.reshape(-1)
 
 
@@ -107,24 +96,16 @@ def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Side:
+class ChunkSide:
     """One side's rows of all chunks, chunk by chunk and in order within each chunk."""
 
-    rows: Tensor
-    """int64 [n], row numbers."""
-    chunk: Tensor
-    """int64 [n]"""
-    length: Tensor
-    """int64 [count], rows of each chunk"""
+    rows: Tensor  # int64 [n], row numbers
+    chunk: Tensor  # int64 [n]
+    length: Tensor  # int64 [count], rows of each chunk
 
     @classmethod
-    def of(cls, numbers: Tensor, count: int) -> Side:
-        """Sorts one side's rows by chunk; rows of one chunk stay in their order.
-
-        Args:
-            numbers: int [N], each row's chunk, −1 for none.
-            count: number of chunks.
-        """
+    def of(cls, numbers: Tensor, count: int) -> ChunkSide:
+        """Sorts one side's rows by their chunk's number, int [N], −1 for none; rows of one chunk stay in their order."""
         rows = (numbers >= 0).nonzero()[:, 0]
         chunk, order = numbers[rows].long().sort(stable=True)
         length = torch.zeros(count, dtype=torch.int64, device=numbers.device)
@@ -151,11 +132,11 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Pairing:
+class ChunkPairing:
     """Both sides of all chunks."""
 
-    student: Side
-    teacher: Side
+    student: ChunkSide
+    teacher: ChunkSide
     count: int
 
     @cached_property
@@ -164,8 +145,8 @@ class Pairing:
         return ((self.student.length == 1) & (self.teacher.length == 1)).nonzero()[:, 0]
 
 
-def pair(chunks: Chunks, num_student: int, num_teacher: int, validate: bool | None) -> Pairing:
-    """The chunks as a `Pairing`, checked against the numbers of rows of both sides.
+def pair(chunks: Chunks, num_student: int, num_teacher: int, validate: bool | None) -> ChunkPairing:
+    """The chunks as a `ChunkPairing`, checked against the numbers of rows of both sides.
 
     Args:
         num_student, num_teacher: N_s and N_t, the rows of logits.
@@ -180,26 +161,18 @@ def pair(chunks: Chunks, num_student: int, num_teacher: int, validate: bool | No
             raise ValueError(
                 f"chunks.{name}: must be integers, one per row of logits, {rows}; got {numbers.dtype} {list(numbers.shape)}"
             )
-        if looked_at(validate, numbers):
+        if checks.looked_at(validate, numbers):
             _check_numbers(name, numbers, chunks.count)
-    student, teacher = (Side.of(numbers, chunks.count) for numbers in (chunks.student, chunks.teacher))
-    return Pairing(student, teacher, chunks.count)
+    student, teacher = (ChunkSide.of(numbers, chunks.count) for numbers in (chunks.student, chunks.teacher))
+    return ChunkPairing(student, teacher, chunks.count)
 
 
 def _check_numbers(name: str, numbers: Tensor, count: int) -> None:
-    """Requires chunk numbers of one side's rows in [-1, count): every chunk has a row, and its rows follow one another.
-
-    Args:
-        name: of the side, for the message.
-        numbers: [N] integers, -1 for a row in no chunk. Their values are read, which waits for a GPU.
-
-    Raises:
-        ValueError: with the offending number.
-    """
+    """Requires chunk numbers [N] in [-1, count): every chunk has a row, and its rows follow one another."""
     if numbers.numel() and not -1 <= int(numbers.min()) <= int(numbers.max()) < count:
         extreme = int(numbers.min()) if int(numbers.min()) < -1 else int(numbers.max())
         raise ValueError(f"chunks.{name}: must lie in [-1, {count}), count being {count}; got {extreme}")
-    side = Side.of(numbers, count)
+    side = ChunkSide.of(numbers, count)
     if count and int(side.length.min()) == 0:
         missing = int((side.length == 0).nonzero()[0, 0])
         raise ValueError(f"chunks.{name}: every chunk must have a row on both sides; chunk {missing} has none")

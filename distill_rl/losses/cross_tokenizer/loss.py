@@ -1,38 +1,60 @@
-"""Knowledge distillation from a teacher with another tokenizer: one function; each method has a file of its own."""
+"""Knowledge distillation from a teacher with another tokenizer: one function; the methods have files of their own."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import logsigmoid
 
 from distill_rl.losses.core import checks
-from distill_rl.losses.core.autograd import untraced
-from distill_rl.losses.core.logits.student import Student, student_of
-from distill_rl.losses.cross_tokenizer.chunks import ChunkOutput, Chunks
-from distill_rl.losses.cross_tokenizer.methods.gold import gold, hkl, uld
-from distill_rl.losses.cross_tokenizer.methods.hybrid import alm, hybrid
-from distill_rl.losses.cross_tokenizer.methods.strict import strict
-from distill_rl.losses.cross_tokenizer.methods.xtoken import xtoken
+from distill_rl.losses.core.checks import TAILS, Backend, Tail
+from distill_rl.losses.core.logits import DenseTeacher, Student, student_of, untraced
+from distill_rl.losses.core.streaming import chunks as pieces_of
+from distill_rl.losses.core.streaming import floor_of
+from distill_rl.losses.cross_tokenizer.chunks import ChunkOutput, ChunkPairing, Chunks, ChunkSide, pair
+from distill_rl.losses.cross_tokenizer.gold import gold, hkl, uld
+from distill_rl.losses.cross_tokenizer.hybrid import alm, cross_entropies, hybrid, strict
 from distill_rl.losses.cross_tokenizer.projection import VocabularyProjection
-from distill_rl.losses.cross_tokenizer.stops import with_stops
-from distill_rl.losses.cross_tokenizer.task import Method, make_task
-from distill_rl.losses.kernels import kernels_of
-from distill_rl.losses.options import Backend, CrossTokenizerOptions, Tail
-from distill_rl.losses.targets import Teacher
+from distill_rl.losses.cross_tokenizer.rows import Bernoulli
+from distill_rl.losses.cross_tokenizer.task import ChunkSettings, ChunkTask, LabelledRows, Terms
+from distill_rl.losses.cross_tokenizer.xtoken import xtoken
+from distill_rl.losses.divergence import resolve
+from distill_rl.losses.targets import DenseLogits, Teacher, TeacherHidden, TopKLogprobs
 
-_METHODS: dict[str, Method] = {
-    "hybrid": Method(hybrid, ("topk", "logits"), label_logprob="always", needs_common=True),
-    "xtoken": Method(xtoken, ("logits",), label_logprob="chain", needs_projection=True),
-    "gold": Method(gold, ("logits",), label_logprob="chain", needs_common=True),
-    "hkl": Method(hkl, ("logits",), label_logprob="chain", needs_common=True),
-    "uld": Method(uld, ("logits",), label_logprob="chain"),
-    "alm": Method(alm, ("topk", "logits"), label_logprob="always"),
-    "strict": Method(strict, ("logits",), label_logprob="never", needs_common=True),
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to compare chunks."""
+
+    name: str
+    terms: Callable[[ChunkTask], Terms]
+    targets: tuple[str, ...]  # kinds of teacher targets that it accepts: topk, logits
+    label_logprob: Literal["always", "chain", "never"]  # when the teacher's log-probabilities of its tokens are needed
+    needs_common: bool = False  # whether the two vocabularies must have tokens in common
+    needs_projection: bool = False  # whether the projection must have entries
+
+
+_METHODS = {
+    method.name: method
+    for method in (
+        Method("hybrid", hybrid, ("topk", "logits"), label_logprob="always", needs_common=True),
+        Method("xtoken", xtoken, ("logits",), label_logprob="chain", needs_projection=True),
+        Method("gold", gold, ("logits",), label_logprob="chain", needs_common=True),
+        Method("hkl", hkl, ("logits",), label_logprob="chain", needs_common=True),
+        Method("uld", uld, ("logits",), label_logprob="chain"),
+        Method("alm", alm, ("topk", "logits"), label_logprob="always"),
+        Method("strict", strict, ("logits",), label_logprob="never", needs_common=True),
+    )
 }
 METHODS: dict[str, tuple[str, ...]] = {name: method.targets for name, method in _METHODS.items()}
 """Method → the kinds of teacher targets that it accepts."""
 REDUCTIONS = ("sum", "none")
+CHUNK_AVERAGES = ("mean", "chain")
 
 
 @untraced
@@ -103,16 +125,189 @@ def chunk_kd_loss(
     """
     checks.one_of("method", method, tuple(_METHODS))
     checks.one_of("reduction", reduction, REDUCTIONS)
-    options = CrossTokenizerOptions.of(locals())
-    student, shard, leading = student_of(student_logits, tp_group, "student_logits", kernels=kernels_of(backend))
-    task = make_task(options, _METHODS[method], student, shard, leading, teacher, chunks, bridge, labels)
-    terms = with_stops(task, method, _METHODS[method].terms)
+    checks.positive("temperature", temperature)
+    checks.one_of("tail", tail, TAILS)
+    checks.backend(backend)
+    checks.at_least_one("chunk_size", chunk_size)
+    comparison = resolve(divergence, beta)
+    checks.one_of("chunk_average", chunk_average, CHUNK_AVERAGES)
+    checks.positive("tau", tau)
+    checks.at_least_one("top_k", top_k)
+    checks.at_least_one("uncommon_top_k", uncommon_top_k)
+    settings = ChunkSettings(
+        divergence=comparison, temperature=temperature, tail=tail, top_k=top_k, chain=chunk_average == "chain",
+        uncommon_top_k=uncommon_top_k, relaxed=relaxed, tau=tau, chunk_size=chunk_size, backend=backend,
+    )  # fmt: skip
+    chosen = _METHODS[method]
+    student, shard, leading = student_of(student_logits, tp_group, "student_logits", backend=backend)
+    labels = checks.rows("labels", labels, leading)
+    valid = labels != ignore_index
+    checks.labels("labels", labels, valid, shard.total, ignore_index, validate)
+    given = _checked_teacher(settings, chosen, teacher, bridge, validate)
+    _check_projection(chosen, bridge, shard.total)
+    num_teacher = len(given.ids) if isinstance(given, TopKLogprobs) else given.num_rows
+    pairing = pair(chunks, student.num_rows, num_teacher, validate)
+    columns, computed = shard.widest, False
+    if isinstance(given, TopKLogprobs):
+        checks.log_probabilities(given, chunks.teacher >= 0, validate)
+    else:
+        columns, computed = max(columns, given.columns), given.computed
+    if checks.looked_at(validate, labels) and not bool(valid[pairing.student.rows].all()):
+        raise ValueError("labels: every row of a chunk must have one; one is ignore_index")
+    task = ChunkTask(
+        student=student,
+        shard=shard,
+        labels=torch.where(valid, labels, -1).long(),
+        label_rows=valid.nonzero()[:, 0],
+        pairing=pairing,
+        teacher=given,
+        projection=bridge,
+        settings=settings,
+        # The same on every rank, however uneven the shards: some methods end each piece with a collective.
+        piece=chunk_size or student.default_chunk(columns, dense=True, computed=computed),
+    )
+    terms = with_stops(task, chosen)
     zero = task.like.new_zeros(())
     masses = (zero if mass is None else mass.detach().sum() for mass in (terms.teacher_mass, terms.student_mass))
-    whole = reduction == "sum"
-    return ChunkOutput(
-        terms.kd.sum() if whole else terms.kd,
-        terms.ce.sum() if whole else terms.ce,
-        torch.tensor(terms.num_chunks, device=zero.device),
-        *masses,
-    )
+    num_chunks = torch.tensor(terms.num_chunks, device=zero.device)
+    if reduction == "none":
+        return ChunkOutput(terms.kd, terms.ce, num_chunks, *masses)
+    return ChunkOutput(terms.kd.sum(), terms.ce.sum(), num_chunks, *masses)
+
+
+def _checked_teacher(
+    settings: ChunkSettings, method: Method, teacher: Teacher, projection: VocabularyProjection, validate: bool | None
+) -> TopKLogprobs | DenseTeacher:
+    """Checks kind, shape and vocabulary of the targets, and returns them as the methods take them."""
+    found: TopKLogprobs | DenseTeacher
+    if isinstance(teacher, DenseLogits | TeacherHidden):
+        name, tensor = ("logits", teacher.logits) if isinstance(teacher, DenseLogits) else ("hidden", teacher.hidden)
+        checks.floating(f"teacher.{name}", tensor, (2,))
+        found = DenseTeacher.of_all_columns(teacher)
+        num_rows = found.num_rows
+        if found.columns != projection.num_teacher:
+            field = "logits" if name == "logits" else "lm_head_weight"
+            what = f"teacher.{field}: must have the bridge's {projection.num_teacher} columns"
+            raise ValueError(f"{what}; got {found.columns}")
+    elif isinstance(teacher, TopKLogprobs) and "topk" in method.targets:
+        found, num_rows = teacher, len(teacher.ids)
+        checks.top_k(teacher, num_rows, projection.num_teacher, settings.temperature, validate)
+    else:
+        kinds = "DenseLogits or TeacherHidden"
+        kinds = f"TopKLogprobs, {kinds}" if "topk" in method.targets else kinds
+        raise ValueError(f"teacher: must be {kinds} for {method.name}; got {type(teacher).__name__}")
+    label = teacher.label_logprob
+    if label is None and (method.label_logprob == "always" or (method.label_logprob == "chain" and settings.chain)):
+        average = "chain" if settings.chain else "mean"
+        raise ValueError(
+            f"teacher.label_logprob: needed for {method.name} with chunk_average {average}, one per row; got None"
+        )
+    if label is not None and label.numel() != num_rows:
+        raise ValueError(f"teacher.label_logprob: must be [N] with N = {num_rows} rows; got {list(label.shape)}")
+    return found
+
+
+def _check_projection(method: Method, projection: VocabularyProjection, columns: int) -> None:
+    if projection.num_student != columns:
+        raise ValueError(
+            f"bridge: must have a row for each of the student's {columns} columns; got {projection.num_student}"
+        )
+    if method.needs_common and not len(projection.student_common):
+        raise ValueError(f"bridge: {method.name} needs a common vocabulary; got an empty one")
+    if method.needs_projection and not len(projection.indices):
+        raise ValueError(f"bridge: {method.name} needs a projection; got one without entries")
+
+
+# Stop tokens: where an answer ends, all methods compare only whether the text stops here.
+#
+# A model may have several stop tokens (eos, end of turn, others in its generation config), and two models' lists do not
+# correspond. Compared token by token, a teacher that stops with one token would teach the student not to stop with
+# another. So at a paired stop token, a 1:1 chunk whose label is a stop token of the student, and only there,
+#
+#     D = D(coin(P), coin(Q))      P = Σ p over all stop tokens of the teacher,   Q = q(the student's own token here)
+#
+# The student's other stop tokens are not part of Q: they would be trained as much, and the student would end answers
+# with a token that its template never writes (docs/decisions/0023).
+
+
+def with_stops(task: ChunkTask, method: Method) -> Terms:
+    """The terms of all chunks: the method's own for chunks of text, coins for stop tokens.
+
+    Without any, or if the stop tokens of a side are unknown, these are the method's own terms. Waits for a GPU, to count
+    them.
+    """
+    are_stops = _are_stops(task)
+    count = 0 if are_stops is None else int(are_stops.sum())  # a GPU is waited for
+    if are_stops is None or not count:
+        return method.terms(task)
+    others, stops = are_stops.sort(stable=True).indices.split([task.pairing.count - count, count])
+    rows = task.pairing.student.first[stops]
+    student, ends = task.student.apart(rows)
+    terms = method.terms(replace(task, student=student, pairing=_without(task.pairing, are_stops, others)))
+    _, ours = cross_entropies(LabelledRows(replace(task, student=ends, labels=task.labels[rows])))
+    theirs = _teacher_stops(task, stops)
+    kd = terms.kd.new_zeros(task.pairing.count).index_copy(0, others, terms.kd)
+    kd = kd.index_copy(0, stops, task.settings.temperature**2 * _coins(task.settings, method.name, ours, theirs))
+    masses = (
+        None if mass is None else mass.detach().sum() + side.detach().exp().sum()
+        for mass, side in ((terms.teacher_mass, theirs), (terms.student_mass, ours))
+    )  # fmt: skip
+    return Terms(kd, terms.ce, terms.num_chunks + len(stops), *masses)
+
+
+def _are_stops(task: ChunkTask) -> Tensor | None:
+    """bool [count]; None if a side's stop tokens are unknown."""
+    pairing, stops = task.pairing, task.projection.student_stops
+    if not len(stops) or not len(task.projection.teacher_stops):
+        return None
+    single = (pairing.student.length == 1) & (pairing.teacher.length == 1)
+    return single & torch.isin(task.labels[pairing.student.first], stops)
+
+
+def _without(pairing: ChunkPairing, stops: Tensor, kept: Tensor) -> ChunkPairing:
+    """The pairing with only the chunks `kept`, renumbered from 0; the others, at `stops` [count], have one row a side."""
+    number = kept.new_zeros(pairing.count)
+    number[kept] = torch.arange(len(kept), device=kept.device)
+    dropped = pairing.count - len(kept)
+
+    def side(of: ChunkSide) -> ChunkSide:
+        rows = stops[of.chunk].sort(stable=True).indices[: len(of.rows) - dropped]
+        return ChunkSide(of.rows[rows], number[of.chunk[rows]], of.length[kept])
+
+    return ChunkPairing(side(pairing.student), side(pairing.teacher), len(kept))
+
+
+def _coins(settings: ChunkSettings, method: str, ours: Tensor, theirs: Tensor) -> Tensor:
+    """D [n] between the two coins of each stop chunk, whose log-probabilities [n] these are, without the factor T².
+
+    It is in the method's own terms: `strict` is reverse KL, `uld` is L1 (twice the total variation of two coins), `alm`
+    has τ here too, `hybrid` has not.
+    """
+    if method == "strict":
+        return Bernoulli.apply(ours, theirs, resolve("reverse_kl", 0.0))
+    if method == "uld":
+        return 2 * Bernoulli.apply(ours, theirs, resolve("tvd", 0.0))
+    tau = settings.tau if method == "alm" else 1.0
+    return tau * Bernoulli.apply(ours / tau, theirs / tau, settings.divergence)
+
+
+@torch.no_grad()
+def _teacher_stops(task: ChunkTask, stops: Tensor) -> Tensor:
+    """[n], log-probability at T that the teacher ends the stop chunks with these numbers, by any of its stop tokens.
+
+    A top-k teacher's is the sum over the stop tokens among its k columns, at least that of its own token. Each missing
+    stop token is less likely than the k-th column.
+    """
+    teacher, ids, rows = task.teacher, task.projection.teacher_stops, task.pairing.teacher.first[stops]
+    floor = floor_of(task.dtype)
+    if isinstance(teacher, TopKLogprobs):
+        assert teacher.label_logprob is not None, "checked on entry"
+        held = torch.isin(teacher.ids[rows].long(), ids)
+        known = torch.where(held, teacher.logprobs[rows].to(task.dtype).clamp_min(floor), floor).logsumexp(1)
+        return torch.maximum(known, teacher.label_logprob.reshape(-1)[rows].to(task.dtype))
+    found = task.like.new_empty(len(rows))
+    for part in pieces_of(len(rows), task.piece):
+        logits = teacher.of(rows[part], task.dtype).mul_(1 / task.settings.temperature)
+        inside = logits[:, ids].clamp_min(floor).logsumexp(1)
+        found[part] = logsigmoid(inside - logits.index_fill_(1, ids, -torch.inf).logsumexp(1))
+    return found

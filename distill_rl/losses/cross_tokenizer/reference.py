@@ -140,10 +140,10 @@ def _chunk(
         rest = label_logprobs[1:].sum().exp()
         q, other_q = student[0].exp() * rest, 1 - rest
     compare = {"xtoken": _projected, "gold": _gold, "hkl": _hkl, "uld": _uld}[method]
-    return compare(_teacher_side(teacher, settings), _Side(q, other_q, ~student.isneginf().all(0)), settings)
+    return compare(_teacher_side(teacher, settings), _OneDistribution(q, other_q, ~student.isneginf().all(0)), settings)
 
 
-class _Side(NamedTuple):
+class _OneDistribution(NamedTuple):
     """One side's distribution of a chunk."""
 
     prob: Tensor
@@ -154,7 +154,7 @@ class _Side(NamedTuple):
     """bool [V], columns that are not masked"""
 
 
-def _teacher_side(teacher: DenseLogits, settings: _Settings) -> _Side:
+def _teacher_side(teacher: DenseLogits, settings: _Settings) -> _OneDistribution:
     """The teacher's distribution of one chunk from its rows [n, V_t], at temperature T.
 
     The normalised geometric mean of all rows; with `chain` that of the first row times the probability of the chunk's
@@ -167,8 +167,8 @@ def _teacher_side(teacher: DenseLogits, settings: _Settings) -> _Side:
     present = ~log_p.isneginf().all(0)
     if settings.chain:
         rest = _label_logprobs(teacher)[1:].sum().exp()
-        return _Side(log_p[0].exp() * rest, 1 - rest, present)
-    return _Side(log_p.mean(0).softmax(0), log_p.new_zeros(()), present)
+        return _OneDistribution(log_p[0].exp() * rest, 1 - rest, present)
+    return _OneDistribution(log_p.mean(0).softmax(0), log_p.new_zeros(()), present)
 
 
 def _dense(teacher: TopKLogprobs | DenseLogits) -> DenseLogits:
@@ -251,7 +251,7 @@ def _dense_projection(bridge: VocabularyProjection) -> Tensor:
     return matrix.index_put((rows, bridge.indices), bridge.values.double())
 
 
-def _projected(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
+def _projected(teacher: _OneDistribution, student: _OneDistribution, settings: _Settings) -> Tensor:
     """`xtoken` for one chunk: D (without T²) between teacher and projected student over the top k and the rest.
 
     Columns into which nothing is projected are part of the rest.
@@ -297,20 +297,20 @@ def _others(size: int, taken: list[int]) -> Tensor:
     return torch.tensor(sorted(set(range(size)) - set(taken)), dtype=torch.int64)
 
 
-def _gold(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
+def _gold(teacher: _OneDistribution, student: _OneDistribution, settings: _Settings) -> Tensor:
     """`gold` for one chunk: balanced terms over the common vocabulary plus `_rest`. A scalar without T²."""
     of_student, of_teacher = _matches(settings)
     return settings.compare(teacher.prob[of_teacher], student.prob[of_student]) + _rest(teacher, student, settings)
 
 
-def _hkl(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
+def _hkl(teacher: _OneDistribution, student: _OneDistribution, settings: _Settings) -> Tensor:
     """`hkl` for one chunk: as `_gold`, but without balance, so it may be negative."""
     of_student, of_teacher = _matches(settings)
     common = settings.compare(teacher.prob[of_teacher], student.prob[of_student], balanced=False)
     return common + _rest(teacher, student, settings)
 
 
-def _rest(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
+def _rest(teacher: _OneDistribution, student: _OneDistribution, settings: _Settings) -> Tensor:
     """Sorted L1 of the unmasked columns without a counterpart, plus |difference| of what the sides miss to one.
 
     It compares as many as the side with fewer columns has, at most `uncommon_top_k`.
@@ -324,7 +324,7 @@ def _rest(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
     return (q - p).abs().sum() + (student.other - teacher.other).abs()
 
 
-def _uld(teacher: _Side, student: _Side, settings: _Settings) -> Tensor:
+def _uld(teacher: _OneDistribution, student: _OneDistribution, settings: _Settings) -> Tensor:
     """`uld` for one chunk: sorted L1 over all columns, at most `uncommon_top_k`.
 
     Adds |difference| of what the sides miss to one. The shorter side is filled up with zeros.

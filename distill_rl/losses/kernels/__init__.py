@@ -5,17 +5,53 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from distill_rl.losses.core import checks
-from distill_rl.losses.core.row_function import KernelChoice, RowFunction, RowKernels
-from distill_rl.losses.options import Backend
+from distill_rl.losses.core.checks import Backend
+from distill_rl.losses.core.streaming import Buffers, RowFunction
 
 CHUNK_METHODS = ("hybrid", "alm")
 """Methods of `chunk_kd_loss` whose comparisons have kernels."""
+MOST_ENTRIES = 64
+"""The largest k for which there is a kernel that finds the k largest logits; for more, its registers would spill."""
+MOST_COLUMNS = 2**19
+"""The most columns on a rank, for the same reason."""
+
+
+class Visit(NamedTuple):
+    """Rows of logits that kernels work on at once: n positions in the order of streaming."""
+
+    rows: slice
+    logits: Tensor  # [N, Vl], any float dtype
+    order: Tensor | None  # int64 [n]: the i-th position has row order[i] of the logits; None: row i
+    buffers: Buffers
+
+
+class RowKernels(ABC):
+    """The visits of a row function to the logits, as kernels."""
+
+    by_chunk = False
+    """Whether a visit must be to a chunk, for which there are buffers; otherwise it may be to all rows at once."""
+
+    @abstractmethod
+    def collect(self, visit: Visit) -> None:
+        """The first pass over these rows' logits, before `RowFunction.complete`."""
+
+    @abstractmethod
+    def gradient(self, visit: Visit, grads: Sequence[Tensor | None], out: Tensor, counts: Tensor | None) -> None:
+        """Writes ∂(Σ grads · values)/∂z of these rows into their rows of `out` [N, Vl], in its dtype.
+
+        Args:
+            grads: [n] per differentiable value; None for one that does not enter the loss.
+            out: its columns must be contiguous, as those of the logits; may be the logits themselves.
+            counts: bool [n]; rows at False receive 0. None: all count.
+        """
 
 
 def interpreted() -> bool:
@@ -76,36 +112,23 @@ def _defect(device: torch.device) -> str | None:
     return None
 
 
-def kernels_of(backend: Backend | None) -> KernelChoice:
-    """Chooses the kernels for a row function and its logits; none where torch does the work.
-
-    The choice raises ValueError as `uses_triton`, and where `triton` is asked for and there is no kernel.
+def choose_kernels(function: RowFunction, logits: Tensor, backend: Backend | None) -> RowKernels | None:
+    """The kernels that do a row function's work on these logits; None where torch does it.
 
     Raises:
-        ValueError: an unknown backend.
+        ValueError: as `uses_triton`, and where `triton` is asked for and there is no kernel.
     """
-    checks.backend(backend)
+    if not uses_triton(backend, logits):
+        return None
+    from distill_rl.losses.kernels.launch import kernels_for
 
-    def choice(function: RowFunction, logits: Tensor) -> RowKernels | None:
-        if not uses_triton(backend, logits):
-            return None
-        from distill_rl.losses.kernels.functions import kernels_for
-
-        found = kernels_for(function) if _contiguous_rows(logits) else None
-        if found is None and backend == "triton":
-            raise ValueError(
-                "backend: triton has kernels for top-k targets, for forward and reverse KL on dense logits and for "
-                "cross-entropy, on rows that are contiguous; take eager, or leave the choice to None"
-            )
-        return found
-
-    return choice
-
-
-MOST_ENTRIES = 64
-"""The largest k for which there is a kernel that finds the k largest logits; for more, its registers would spill."""
-MOST_COLUMNS = 2**19
-"""The most columns on a rank, for the same reason."""
+    found = kernels_for(function) if _contiguous_rows(logits) else None
+    if found is None and backend == "triton":
+        raise ValueError(
+            "backend: triton has kernels for top-k targets, for forward and reverse KL on dense logits and for "
+            "cross-entropy, on rows that are contiguous; take eager, or leave the choice to None"
+        )
+    return found
 
 
 def kernels_take(k: int, logits: Tensor, backend: Backend | None) -> bool:
@@ -126,5 +149,5 @@ def kernels_take(k: int, logits: Tensor, backend: Backend | None) -> bool:
 
 
 def _contiguous_rows(logits: Tensor) -> bool:
-    """Whether kernels can read the rows; those of an empty shard, too, so that no rank differs from the others."""
+    # Those of an empty shard count, too, so that no rank differs from the others.
     return logits.stride(-1) == 1 or not logits.shape[-1]

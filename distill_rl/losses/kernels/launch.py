@@ -1,39 +1,279 @@
-"""Starts the kernels of `rows` and `topk` on tensors.
+"""Starts the kernels of `rows`: for the visits of a row function to the logits, and for a teacher's top k.
 
-Logits are read in their own dtype, [N, Vl]; the i-th row that is worked on is row order[i] of them, or row i without
-`order`.
+What a `RowFunction` keeps, and how its sums become a loss, is the same as without kernels. Only the two visits to the
+logits differ: these read them in their own dtype, with no centred copy in between.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from distill_rl.losses.core.streaming import Centre, LogSums, floor_of
+from distill_rl.losses.core.rows import DenseRows, LabelRows, LabelTerm, TopKRows, given, weight_of
+from distill_rl.losses.core.streaming import Centre, LogSums, RowFunction, floor_of
+from distill_rl.losses.kernels import RowKernels, Visit
 from distill_rl.losses.kernels import rows as kernels
-from distill_rl.losses.kernels import topk
-from distill_rl.losses.kernels.labels import LabelWeights
 
 _BLOCK = 4096
 """Columns that one program works on at a time."""
 PAIR_BLOCK = 2048
 """The same where it holds two rows, of student and teacher: more would spill registers on sm_80."""
 _GROUP = 64
-"""Columns of which `topk.group_sums` keeps one maximum and one sum."""
+"""Columns of which `group_sums` keeps one maximum and one sum."""
 _WARPS = 8
 FLOOR = floor_of(torch.float32)
 
 
-def try_out(device: torch.device) -> None:
-    """Runs small kernels on a device; raises whatever keeps Triton from working there."""
-    out = torch.zeros(1, 16, device=device, dtype=torch.bfloat16)
-    put_entries(out, None, torch.tensor([[3]], device=device), torch.ones(1, 1, device=device), None)
-    columns, *_ = best(out, 1, 1.0)
-    if columns.tolist() != [[3]]:
-        raise RuntimeError("a kernel's result is wrong")
+def kernels_for(function: RowFunction) -> RowKernels | None:
+    """The kernels of a row function; None if it has none.
+
+    There are kernels for top-k targets, forward and reverse KL against dense logits, and labels without entropy.
+    """
+    if type(function) is TopKRows:
+        return TopKKernels(function)
+    if type(function) is DenseRows and function.divergence.leads:
+        return PairKernels(function)
+    if type(function) is LabelRows and not function.with_entropy:
+        return LabelKernels(function)
+    return None
+
+
+class TopKKernels(RowKernels):
+    """Those of `TopKRows`: the rest R is summed by the kernel, the k columns of S are torch's."""
+
+    def __init__(self, function: TopKRows):
+        self.function = function
+
+    def collect(self, visit: Visit) -> None:
+        function, rows = self.function, visit.rows
+        columns = function.shard.columns(function.ids[rows])
+        found = _row_sums(visit, columns, function.rest)
+        _set_centre(function.centre, rows, found["largest"])
+        maximum = found["maximum"]
+        u = ((maximum - function.centre.local[rows]) * function.centre.scale).clamp_min(FLOOR)
+        function.rest.max[rows] = torch.where(maximum <= FLOOR, FLOOR, u)
+        _set_totals(function.rest, rows, found)
+        function.top[rows] = _gathered(visit, columns, function.centre.local, function.centre.scale, absent=0.0)
+        _collect_label(function.label, visit, function.centre)
+
+    def gradient(self, visit: Visit, grads: Sequence[Tensor | None], out: Tensor, counts: Tensor | None) -> None:
+        function, rows = self.function, visit.rows
+        columns = function.shard.columns(function.ids[rows])
+        top = _gathered(visit, columns, function.centre.value, function.centre.scale, absent=FLOOR)
+        kd = weight_of(grads, 0, top) * function.temperature
+        label = LabelWeights(function.label, rows, top, given(grads, 1), given(grads, 2))
+        rest_q = (function.rest_lse[rows] - function.lse[rows]).exp()
+        factor = kd * function.rest_factor[rows] + label.shared * rest_q
+        _row_gradient(visit, function.centre, factor, function.rest_lse[rows], label, out, counts)
+        values = function.gradient_at_top(rows, top, kd, label.shared)
+        put_entries(out, visit.order, columns, label.at_entries(values, columns, top), counts)
+
+
+class PairKernels(RowKernels):
+    """Those of `DenseRows` with a plain KL. Logits of a teacher that sends hidden states are made a chunk at a time."""
+
+    def __init__(self, function: DenseRows):
+        self.function, self.by_chunk = function, function.teacher.computed
+
+    def collect(self, visit: Visit) -> None:
+        function = self.function
+        rows, logits, order, buffers = visit
+        teacher, teacher_order = function.teacher.plain(rows, buffers)
+        teacher_leads = function.divergence.leads == "teacher"
+        names = ("largest", "total", "total_at_one", "teacher_largest", "teacher_total", "weighted")
+        found = _outputs(names, visit, at_one=len(function.powers) > 1)
+        sizes = logits.stride(0), teacher.stride(0), logits.shape[1], function.centre.scale
+        _start(
+            kernels.pair_sums,
+            (_length(rows),),
+            *(logits, teacher, order, teacher_order, *found.values(), *sizes),
+            TEACHER_LEADS=teacher_leads,
+            BLOCK=_block_for(logits.shape[1], PAIR_BLOCK),
+        )
+        _set_centre(function.centre, rows, found["largest"])
+        _set_centre(function.teacher_centre, rows, found["teacher_largest"])
+        _set_totals(function.student_sums, rows, found)
+        function.teacher_sums.totals[1.0][rows] = found["teacher_total"]
+        leading = function.teacher_sums if teacher_leads else function.student_sums
+        assert leading.weighted is not None
+        leading.weighted[rows] = found["weighted"]
+        _collect_label(function.label, visit, function.centre)
+
+    def gradient(self, visit: Visit, grads: Sequence[Tensor | None], out: Tensor, counts: Tensor | None) -> None:
+        function = self.function
+        rows, logits, order, buffers = visit
+        teacher, teacher_order = function.teacher.plain(rows, buffers)
+        lse = function.student_lse[rows]
+        kd = weight_of(grads, 0, lse[:, None]) * function.temperature
+        label = LabelWeights(function.label, rows, lse[:, None], given(grads, 1), None)
+        factor = label.shared - kd * function.slope_sum[rows]
+        normalisers = function.centre.value[rows], lse, function.teacher_centre.value[rows], function.teacher_lse[rows]
+        sizes = logits.stride(0), teacher.stride(0), out.stride(0), logits.shape[1], function.centre.scale
+        block = _block_for(logits.shape[1], PAIR_BLOCK)
+        _start(
+            kernels.pair_gradient,
+            (_length(rows), triton.cdiv(logits.shape[1], block)),
+            *(logits, teacher, order, teacher_order, counts, out),
+            *(*normalisers, kd, factor, *label.arguments, *sizes),
+            TEACHER_LEADS=function.divergence.leads == "teacher",
+            BLOCK=block,
+        )
+
+
+class LabelKernels(RowKernels):
+    """Those of `LabelRows` without entropy."""
+
+    def __init__(self, function: LabelRows):
+        self.function = function
+
+    def collect(self, visit: Visit) -> None:
+        function = self.function
+        found = _row_sums(visit, None, function.sums)
+        _set_centre(function.centre, visit.rows, found["largest"])
+        _set_totals(function.sums, visit.rows, found)
+        _collect_label(function.label, visit, function.centre)
+
+    def gradient(self, visit: Visit, grads: Sequence[Tensor | None], out: Tensor, counts: Tensor | None) -> None:
+        function, rows = self.function, visit.rows
+        lse = function.lse[rows]
+        factor = -weight_of(grads, 0, lse[:, None]) / function.temperature
+        label = LabelWeights(None, rows, lse[:, None], None, None)
+        label.columns, label.weight = function.label.columns[rows], factor
+        _row_gradient(visit, function.centre, factor, lse, label, out, counts)
+
+
+class LabelWeights:
+    """The label's part of a gradient, in the terms of the kernels; see `LabelGradient`."""
+
+    def __init__(
+        self, term: LabelTerm | None, rows: slice, like: Tensor, ce: Tensor | None, logprob_grad: Tensor | None
+    ):
+        """
+        Args:
+            like: any tensor with n rows and the dtype of the arithmetic.
+            ce, logprob_grad: [n], weights of the cross-entropy and of the label's log-probability.
+        """
+        self.shared = nothing = like.new_zeros(like.shape[0])
+        self.at_one: Tensor | None = None
+        self.lse: Tensor | None = None
+        self.columns: Tensor | None = None
+        self.weight: Tensor | None = None
+        self._term, self._rows, self._logprob_grad = term, rows, logprob_grad
+        if term is None:
+            return
+        self.columns = term.columns[rows]
+        if logprob_grad is not None:
+            self.shared = logprob_grad.to(like.dtype) * (-1 / term.temperature)
+        if ce is not None and term.temperature == 1:
+            self.shared = self.shared + ce.to(like.dtype)
+        elif ce is not None:  # may be one number, expanded
+            self.at_one, self.lse = ce.to(like.dtype).contiguous(), term.lse[rows]
+        self.weight = self.shared + (nothing if self.at_one is None else self.at_one)
+
+    @property
+    def arguments(self) -> tuple[Tensor | None, ...]:
+        """What kernels take for it: `factor_at_one`, `lse_at_one`, `label` and `label_weight`."""
+        return self.at_one, self.lse, self.columns, self.weight
+
+    def at_entries(self, values: Tensor, columns: Tensor, top: Tensor) -> Tensor:
+        """The gradient at a row's entries [n, k] with the label terms that `shared` has not added.
+
+        Args:
+            values: the gradient there, `shared` included.
+            columns: of the entries.
+            top: the entries' centred u.
+        """
+        if self._term is None or self.columns is None:
+            return values
+        at_label = columns == self.columns[:, None]
+        if self._logprob_grad is None:
+            values = values - torch.where(at_label, self.shared[:, None], 0)
+        else:
+            others = self._term.others[self._rows]
+            exact = torch.where(self._logprob_grad[:, None] != 0, -(self.shared * others)[:, None], values)
+            shared = torch.where(self._logprob_grad != 0, 0, self.shared)[:, None]
+            values = torch.where(at_label, exact - shared, values)
+        if self.at_one is not None and self.lse is not None:
+            softmax = (top * self._term.temperature - self.lse[:, None]).exp()
+            values = values + self.at_one[:, None] * (softmax - at_label.to(values.dtype))
+        return values
+
+
+def _outputs(names: Sequence[str], visit: Visit, *, at_one: bool) -> dict[str, Any]:
+    """An fp32 tensor [n] for each name; None for totals at temperature 1 that are not wanted."""
+    n, wanted = _length(visit.rows), [name for name in names if at_one or name != "total_at_one"]
+    empty = {name: visit.logits.new_empty(n, dtype=torch.float32) for name in wanted}
+    return {name: empty.get(name) for name in names}
+
+
+def _row_sums(visit: Visit, columns: Tensor | None, sums: LogSums) -> dict[str, Any]:
+    """Runs `rows.row_sums`, without the columns [n, k] of each row, if there are any, for totals like those of `sums`."""
+    rows, logits, order, _ = visit
+    entries, num_entries = None, 0
+    if columns is not None:
+        beyond = columns.new_full((_length(rows), 1), torch.iinfo(torch.int32).max)
+        entries, num_entries = torch.cat([columns.sort(1).values, beyond], 1).to(torch.int32), columns.shape[1]
+    found = _outputs(("largest", "maximum", "total", "total_at_one"), visit, at_one=len(sums.totals) > 1)
+    sizes = logits.stride(0), logits.shape[1], num_entries, sums.centre.scale
+    block = _block_for(logits.shape[1])
+    _start(kernels.row_sums, (_length(rows),), logits, order, entries, *found.values(), *sizes, BLOCK=block)
+    return found
+
+
+def _row_gradient(
+    visit: Visit, centre: Centre, factor: Tensor, lse: Tensor, label: LabelWeights, out: Tensor, counts: Tensor | None
+) -> None:
+    rows, logits, order, _ = visit
+    block = _block_for(logits.shape[1])
+    grid = _length(rows), triton.cdiv(logits.shape[1], block)
+    terms = centre.value[rows], factor, lse, *label.arguments
+    sizes = logits.stride(0), out.stride(0), logits.shape[1], centre.scale
+    _start(kernels.row_gradient, grid, logits, order, counts, out, *terms, *sizes, BLOCK=block)
+
+
+def put_entries(out: Tensor, order: Tensor | None, columns: Tensor, values: Tensor, counts: Tensor | None) -> None:
+    n, k = columns.shape
+    block = min(1024, triton.next_power_of_2(k))
+    entries, sizes = (columns.contiguous(), values.contiguous()), (out.stride(0), out.shape[1], k)
+    _start(kernels.put_entries, (n, triton.cdiv(k, block)), out, order, counts, *entries, *sizes, BLOCK=block)
+
+
+def _gathered(visit: Visit, columns: Tensor, centres: Tensor, scale: float, *, absent: float) -> Tensor:
+    """u = (z − c)/T at single columns, [n] or [n, k], fp32; the floor where z is −inf.
+
+    Args:
+        columns: `logits.shape[1]` where another rank holds the column, or none does; u is `absent` there.
+        centres: c of all rows [N].
+    """
+    rows, logits, order, _ = visit
+    if not logits.shape[1]:
+        return torch.full(columns.shape, absent, dtype=torch.float32, device=logits.device)
+    held = columns < logits.shape[1]
+    numbers, c = torch.arange(_length(rows), device=logits.device) if order is None else order, centres[rows]
+    if columns.ndim == 2:
+        numbers, c = numbers[:, None], c[:, None]
+    z = logits[numbers, torch.where(held, columns, 0)].float()
+    return torch.where(held, ((z - c) * scale).clamp_min(FLOOR), absent)
+
+
+def _collect_label(term: LabelTerm | None, visit: Visit, centre: Centre) -> None:
+    if term is not None:
+        columns = term.columns[visit.rows]
+        term.logit[visit.rows] = _gathered(visit, columns, centre.local, centre.scale, absent=0.0)
+
+
+def _set_centre(centre: Centre, rows: slice, largest: Tensor) -> None:
+    centre.local[rows] = largest.masked_fill(largest <= FLOOR, Centre.NOTHING)
+
+
+def _set_totals(sums: LogSums, rows: slice, found: dict[str, Any]) -> None:
+    # The total at the temperature, and where it is wanted that at temperature 1.
+    for power, total in sums.totals.items():
+        total[rows] = found["total" if power == 1 else "total_at_one"]
 
 
 def best(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -53,38 +293,16 @@ def best(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Te
     num_groups = triton.cdiv(num_columns, _GROUP)
     at_once = min(64, triton.next_power_of_2(num_groups))
     like = logits.new_empty(0, dtype=torch.float32)
-    maxima, totals = like.new_empty(n, num_groups), like.new_empty(n, num_groups)
-    start(
-        topk.group_sums,
-        (n, triton.cdiv(num_groups, at_once)),
-        logits,
-        maxima,
-        totals,
-        logits.stride(0),
-        num_columns,
-        num_groups,
-        1 / temperature,
-        FLOOR,
-        GROUP=_GROUP,
-        GROUPS=at_once,
-    )
+    groups = like.new_empty(n, num_groups), like.new_empty(n, num_groups)  # maxima, totals
+    sizes = logits.stride(0), num_columns, num_groups
+    grid = n, triton.cdiv(num_groups, at_once)
+    _start(kernels.group_sums, grid, logits, *groups, *sizes, 1 / temperature, GROUP=_GROUP, GROUPS=at_once)
     columns = torch.empty(n, k, dtype=torch.int64, device=logits.device)
     values, rest = like.new_empty(n, k), like.new_empty(n)
-    start(
-        topk.best_columns,
+    _start(
+        kernels.best_columns,
         (n,),
-        logits,
-        maxima,
-        totals,
-        columns,
-        values,
-        rest,
-        logits.stride(0),
-        num_columns,
-        num_groups,
-        k,
-        1 / temperature,
-        FLOOR,
+        *(logits, *groups, columns, values, rest, *sizes, k, 1 / temperature),
         GROUP=_GROUP,
         ALL_GROUPS=max(padded, triton.next_power_of_2(num_groups)),
         K=padded,
@@ -95,141 +313,24 @@ def best(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Te
     return columns, values, rest.clamp_min(FLOOR), centre
 
 
-def row_sums(logits: Tensor, order: Tensor | None, n: int, columns: Tensor | None, sums: LogSums) -> dict[str, Tensor]:
-    """Runs `rows.row_sums` for n rows.
-
-    Args:
-        columns: [n, k], the columns that are left out; `logits.shape[1]` for none. None: no column is left out.
-        sums: that will receive the totals; not changed.
-    """
-    num_columns = logits.shape[1]
-    found = {name: logits.new_empty(n, dtype=torch.float32) for name in ("largest", "maximum", "total", "total_at_one")}
-    if columns is None:
-        entries, num_entries = logits, 0
-    else:
-        beyond = columns.new_full((n, 1), torch.iinfo(torch.int32).max)
-        entries, num_entries = torch.cat([columns.sort(1).values, beyond], 1).to(torch.int32), columns.shape[1]
-    start(
-        kernels.row_sums,
-        (n,),
-        logits,
-        logits if order is None else order,
-        entries,
-        found["largest"],
-        found["maximum"],
-        found["total"],
-        found["total_at_one"],
-        logits.stride(0),
-        num_columns,
-        num_entries,
-        sums.centre.scale,
-        FLOOR,
-        ORDERED=order is not None,
-        ENTRIES=columns is not None,
-        AT_ONE=len(sums.powers) > 1,
-        BLOCK=block_for(num_columns),
-    )
-    return found
+def try_out(device: torch.device) -> None:
+    """Runs small kernels on a device; raises whatever keeps Triton from working there."""
+    out = torch.zeros(1, 16, device=device, dtype=torch.bfloat16)
+    put_entries(out, None, torch.tensor([[3]], device=device), torch.ones(1, 1, device=device), None)
+    columns, *_ = best(out, 1, 1.0)
+    if columns.tolist() != [[3]]:
+        raise RuntimeError("a kernel's result is wrong")
 
 
-def row_gradient(
-    logits: Tensor,
-    order: Tensor | None,
-    centre: Centre,
-    rows: slice,
-    factor: Tensor,
-    lse: Tensor,
-    label: LabelWeights,
-    out: Tensor,
-    counts: Tensor | None,
-) -> None:
-    """Runs `rows.row_gradient` for these rows."""
-    block = block_for(logits.shape[1])
-    start(
-        kernels.row_gradient,
-        (length(rows), triton.cdiv(logits.shape[1], block)),
-        logits,
-        logits if order is None else order,
-        logits if counts is None else counts,
-        out,
-        centre.value[rows],
-        factor,
-        lse,
-        label.at_one,
-        label.lse,
-        label.columns,
-        label.weight,
-        logits.stride(0),
-        out.stride(0),
-        logits.shape[1],
-        centre.scale,
-        ORDERED=order is not None,
-        COUNTED=counts is not None,
-        AT_ONE=label.apart,
-        LABELLED=label.given,
-        BLOCK=block,
-    )
-
-
-def put_entries(out: Tensor, order: Tensor | None, columns: Tensor, values: Tensor, counts: Tensor | None) -> None:
-    """Runs `rows.put_entries`."""
-    n, k = columns.shape
-    block = min(1024, triton.next_power_of_2(k))
-    start(
-        kernels.put_entries,
-        (n, triton.cdiv(k, block)),
-        out,
-        out if order is None else order,
-        out if counts is None else counts,
-        columns.contiguous(),
-        values.contiguous(),
-        out.stride(0),
-        out.shape[1],
-        k,
-        ORDERED=order is not None,
-        COUNTED=counts is not None,
-        BLOCK=block,
-    )
-
-
-def gathered(
-    logits: Tensor,
-    order: Tensor | None,
-    columns: Tensor,
-    centre: Centre,
-    rows: slice,
-    *,
-    absent: float,
-    common: bool = False,
-) -> Tensor:
-    """u = (z − c)/T at single columns, [n] or [n, k], fp32; the floor where z is −inf.
-
-    Args:
-        columns: `logits.shape[1]` where another rank holds the column, or none does.
-        absent: for these.
-        common: centre with the ranks' common centre instead of this rank's.
-    """
-    held = columns < logits.shape[1]
-    if not logits.shape[1]:
-        return torch.full(columns.shape, absent, dtype=torch.float32, device=logits.device)
-    numbers = torch.arange(length(rows), device=logits.device) if order is None else order
-    numbers = numbers if columns.ndim == 1 else numbers[:, None]
-    z = logits[numbers, torch.where(held, columns, 0)].float()
-    c = (centre.value if common else centre.local)[rows]
-    u = ((z - (c if columns.ndim == 1 else c[:, None])) * centre.scale).clamp_min(FLOOR)
-    return torch.where(held, u, absent)
-
-
-def block_for(num_columns: int, largest: int = _BLOCK) -> int:
-    """Columns at a time for rows of this many: a power of two, at most `largest`."""
+def _block_for(num_columns: int, largest: int = _BLOCK) -> int:
     return min(largest, max(16, triton.next_power_of_2(num_columns)))
 
 
-def length(rows: slice) -> int:
+def _length(rows: slice) -> int:
     return rows.stop - rows.start
 
 
-def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+def _start(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Starts one program per point of the grid, on the device of the first argument; none for an empty grid."""
     if all(grid):
         with torch.cuda.device_of(arguments[0]):

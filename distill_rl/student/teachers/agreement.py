@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distill_rl.losses import SampledTokens, TopKLogprobs, VocabularyProjection, token_agreement
 from distill_rl.losses.agreement import top_tokens
-from distill_rl.losses.core.logits.student import Student
+from distill_rl.losses.core.logits import Student
 from distill_rl.losses.targets import Teacher
 from distill_rl.models.inputs import to_device
 from distill_rl.student.teachers.chunk_rows import one_to_one_rows

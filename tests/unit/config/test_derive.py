@@ -22,7 +22,7 @@ from distill_rl.config.memory.teacher import teacher_memory
 from distill_rl.config.schema import Config, DataConfig
 from distill_rl.data.loader import Loader
 from distill_rl.data.reading.sources import open_source
-from distill_rl.losses.core.logits import linear
+from distill_rl.losses.core import logits as logits_module
 from distill_rl.types import TrainState
 
 MODEL = ModelFacts(
@@ -225,8 +225,8 @@ def test_fused_loss_needs_a_chunk_and_the_heads_gradient_however_many_tokens(loa
     assert fused_chunk(load(), 10**6, on_gpu=False) == 32 * 16 * 10**6, "16 rows at least"
     many = load("data.max_length=4096")
     assert fused_chunk(many, 262_144, on_gpu=True) == FUSED_CHUNK_BYTES_GPU
-    assert (FUSED_CHUNK_BYTES, FUSED_CHUNK_BYTES_GPU) == (linear._CHUNK_BYTES, linear._CUDA_CHUNK_BYTES)
-    assert (linear._LEAST_ROWS, max(linear._BYTES.values())) == (FUSED_LEAST_ROWS, FUSED_BYTES_PER_LOGIT)
+    assert (FUSED_CHUNK_BYTES, FUSED_CHUNK_BYTES_GPU) == (logits_module._CHUNK_BYTES, logits_module._CUDA_CHUNK_BYTES)
+    assert (logits_module._LEAST_ROWS, max(logits_module._BYTES.values())) == (FUSED_LEAST_ROWS, FUSED_BYTES_PER_LOGIT)
 
 
 def test_reduction_per_step_costs_a_whole_gradient_per_rank(load):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distill_rl.losses import TopKLogprobs, kd_loss, reference, token_agreement
-from distill_rl.losses.cross_tokenizer.methods.hybrid import translated
+from distill_rl.losses.cross_tokenizer.hybrid import translated
 from tests.helpers.losses import DIVERGENCES, TAILS
 
 ROWS, VOCABULARY, K = 5, 23, 6

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distill_rl.losses import DenseLogits, KDLoss, kd_loss, vocab_parallel_logprobs, vocab_parallel_topk
-from distill_rl.losses.core.logits.linear import default_chunk
+from distill_rl.losses.core.logits import computed_chunk
 from distill_rl.losses.kernels import uses_triton
 
 LOGITS = torch.zeros(2, 5)
@@ -45,7 +45,7 @@ def test_fused_chunks_are_whole_multiples_of_sixteen_rows_within_their_memory(
     device: str, most: int, dense: bool, columns: int
 ):
     on = torch.device(device)
-    eager, kernels = (default_chunk(4096, columns, on, dense=dense, kernels=kernels) for kernels in (False, True))
+    eager, kernels = (computed_chunk(4096, columns, on, dense=dense, kernels=kernels) for kernels in (False, True))
     assert 16 <= eager <= kernels <= 2048
     assert eager % 16 == kernels % 16 == 0
     for rows, item in ((eager, 32 if dense else 12), (kernels, 12 if dense else 8)):

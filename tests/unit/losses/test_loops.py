@@ -25,7 +25,7 @@ from distill_rl.losses import (
     kd_loss,
     vocab_parallel_logprobs,
 )
-from distill_rl.losses.core.logits.gradients import enlargement
+from distill_rl.losses.core.logits import enlargement
 from tests.helpers.chunks import documents
 
 ROWS, VOCABULARY, WIDTH, K, RATIO = 12, 40, 6, 5, 0.6

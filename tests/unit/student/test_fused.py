@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from distill_rl.config.memory import student as memory
-from distill_rl.losses.core.logits import linear
+from distill_rl.losses.core import logits
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import TokenRows
@@ -62,7 +62,7 @@ def teachers(tmp_path_factory) -> list[Path]:
 
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch):
-    monkeypatch.setattr(linear, "PRODUCT_ROWS", 16)
+    monkeypatch.setattr(logits, "PRODUCT_ROWS", 16)
 
 
 def engine(world, folder: Path, paths, fused: str, **settings) -> StudentEngine:

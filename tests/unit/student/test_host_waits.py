@@ -15,8 +15,6 @@ from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.losses.core import checks
-from distill_rl.losses.cross_tokenizer import chunks
-from distill_rl.losses.cross_tokenizer import task as chunk_task
 from distill_rl.parallel.mesh import World
 from distill_rl.student.engine import StudentEngine
 from distill_rl.student.optim import build_optimizer
@@ -33,7 +31,7 @@ PACKING = {("_local_scalar_dense", "masking_utils.py:find_packed_sequence_indice
 """In every forward, transformers checks whether positions restart."""
 CHUNKS = {
     ("nonzero", "losses/cross_tokenizer/chunks.py:of"): 2,
-    ("nonzero", "losses/cross_tokenizer/task.py:make_task"): 1,
+    ("nonzero", "losses/cross_tokenizer/loss.py:chunk_kd_loss"): 1,
 }
 """Positions in a chunk on either side, and positions with a label: their numbers are shapes of later tensors."""
 ONE_TO_ONE = {("nonzero", "losses/cross_tokenizer/chunks.py:one_to_one"): 1}
@@ -42,7 +40,7 @@ LABELLED_ROWS = {("nonzero", "losses/cross_tokenizer/task.py:labelled_rows"): 1}
 """The order of chunks, longer ones last."""
 ENDS = {("tolist", "losses/cross_tokenizer/task.py:ends"): 1}
 """Where groups of chunks end."""
-STOPS = {("_local_scalar_dense", "losses/cross_tokenizer/stops.py:with_stops"): 1}
+STOPS = {("_local_scalar_dense", "losses/cross_tokenizer/loss.py:with_stops"): 1}
 """How many of the chunks are stop tokens."""
 MICRO_BATCH = {
     "/topk": {},
@@ -51,14 +49,14 @@ MICRO_BATCH = {
     "/logits": {},
     "hybrid/topk": CHUNKS | STOPS | ONE_TO_ONE,
     "alm/topk": CHUNKS | STOPS,
-    "strict/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | {("nonzero", "losses/cross_tokenizer/methods/strict.py:strict"): 1},
+    "strict/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | {("nonzero", "losses/cross_tokenizer/hybrid.py:strict"): 1},
     "uld/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | ENDS,
     "gold/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | ENDS
-    | {("nonzero", "losses/cross_tokenizer/methods/gold.py:_others"): 2, ("index", "losses/cross_tokenizer/methods/gold.py:_by_parts"): 3},
+    | {("nonzero", "losses/cross_tokenizer/gold.py:_others"): 2, ("index", "losses/cross_tokenizer/gold.py:_by_parts"): 3},
     "xtoken/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | ENDS
     | {
-        ("nonzero", "losses/cross_tokenizer/methods/xtoken.py:_top_columns"): 1,
-        ("_unique2", "losses/cross_tokenizer/methods/xtoken.py:xtoken"): 1,
+        ("nonzero", "losses/cross_tokenizer/xtoken.py:_top_columns"): 1,
+        ("_unique2", "losses/cross_tokenizer/xtoken.py:xtoken"): 1,
         ("nonzero", "losses/cross_tokenizer/projection.py:__init__"): 1,
     },
 }  # fmt: skip
@@ -85,8 +83,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch) -> None:
     """Treats CPU tensors like a GPU's, whose values are not validated (`validate=None`)."""
-    for module in (checks, chunks, chunk_task.checks):
-        monkeypatch.setattr(module, "looked_at", lambda validate, tensor: False)
+    monkeypatch.setattr(checks, "looked_at", lambda validate, tensor: False)
 
 
 def step(world: World, folders: dict[str, Path], case: str) -> tuple[StudentEngine, RankBatch, object]:

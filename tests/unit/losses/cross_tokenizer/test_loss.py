@@ -25,9 +25,9 @@ from distill_rl.losses import (
     vocab_parallel_topk,
 )
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.sparse import TopKRows
+from distill_rl.losses.core.rows import TopKRows
 from distill_rl.losses.core.streaming import padded_width
-from distill_rl.losses.cross_tokenizer.methods import hybrid
+from distill_rl.losses.cross_tokenizer import hybrid
 from distill_rl.losses.cross_tokenizer.projection import ColumnProduct
 from tests.helpers import chunks as helpers
 from tests.helpers.chunks import Documents, assert_gradient, assert_sums, documents, oracle

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.losses import DenseLogits, HiddenStates, kd_loss
-from distill_rl.losses.core.logits.head import TeacherLogits
+from distill_rl.losses.core.logits import DenseTeacher
 from distill_rl.models import forward
 from distill_rl.models.load import read_output_layer
 from distill_rl.student.teachers.heads import TeacherHead, open_heads
@@ -35,7 +35,7 @@ def states() -> HiddenStates:
 
 
 def logits(head: TeacherHead, given: HiddenStates) -> torch.Tensor:
-    return TeacherLogits(head.attach(given)).of(torch.arange(len(given.hidden)), torch.float32)
+    return DenseTeacher.of_all_columns(head.attach(given)).of(torch.arange(len(given.hidden)), torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -25,27 +25,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distill_rl.losses.core.labels import given
+from distill_rl.losses.core.rows import given
 from distill_rl.losses.core.streaming import Buffers, floor_of
 from distill_rl.losses.cross_tokenizer.chunks import segment_sum
 from distill_rl.losses.cross_tokenizer.projection import ColumnProduct
-from distill_rl.losses.cross_tokenizer.rows import Compared, LabelLogprobRows, Terms
-from distill_rl.losses.cross_tokenizer.task import ChunkTask, LabelledRows
-from distill_rl.losses.cross_tokenizer.teacher import TeacherDistributions
+from distill_rl.losses.cross_tokenizer.rows import Compared, LabelLogprobRows, TeacherDistributions
+from distill_rl.losses.cross_tokenizer.task import ChunkTask, LabelledRows, Terms
 
 _LEAST = {torch.float32: 1e-32, torch.float64: 1e-290}
 """Projected probabilities are clamped to at least this much; below it they have no gradient."""
 
 
-class Top(NamedTuple):
+class TopColumns(NamedTuple):
     """The teacher's top k columns of each chunk."""
 
-    ids: Tensor
-    """int64 [count, k]"""
-    logprobs: Tensor
-    """[count, k]"""
-    rest: Tensor
-    """[count], log of the remaining mass."""
+    ids: Tensor  # int64 [count, k]
+    logprobs: Tensor  # [count, k]
+    rest: Tensor  # [count], log of the remaining mass
 
 
 class ProjectedRows(LabelLogprobRows):
@@ -62,7 +58,7 @@ class ProjectedRows(LabelLogprobRows):
             slots: int64 [num_first, k], where the row's columns are among those of the product.
             learn: whether W gets a gradient, too.
         """
-        super().__init__(labelled, with_label_logprob=labelled.task.options.chain, columns=slots.shape[1] + 1)
+        super().__init__(labelled, with_label_logprob=labelled.task.settings.chain, columns=slots.shape[1] + 1)
         self.product, self.slots, self.learn = product, slots, learn
         assert self.sums.table is not None
         self.projected = self.sums.table
@@ -72,10 +68,6 @@ class ProjectedRows(LabelLogprobRows):
         return (*values, self.projected.detach()), constants
 
     def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
-        """Stores this rank's sums of these rows; for rows that belong to a chunk also Q at their columns and Q_rest.
-
-        Q is not normalised before `complete`.
-        """
         exponentials = self.add(rows, u, buffers)
         slots = self.slots[rows]
         if not len(slots):
@@ -85,18 +77,10 @@ class ProjectedRows(LabelLogprobRows):
         self.projected[rows, -1] = rest + columns.scatter(1, slots, 0).sum(1)
 
     def complete(self, rows: slice) -> None:
-        """Completes the label terms of these rows, which must be all rows, and normalises Q.
-
-        Called once, because the division is applied to the whole table.
-        """
         super().complete(rows)
-        self.projected /= self.sums.totals[0][:, None]
+        self.projected /= self.sums.totals[1.0][:, None]  # the whole table: this is called once, with all rows
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
-        """The gradient (module docstring) plus that of the label terms, [n, width]; u is overwritten.
-
-        Adds to W's gradient if W is learned.
-        """
         slots, grad = self.slots[rows], given(grads, 2)
         if grad is None or not len(slots):
             return super().gradient(rows, u, grads, buffers)
@@ -116,74 +100,62 @@ class ProjectedRows(LabelLogprobRows):
 
 
 def xtoken(task: ChunkTask) -> Terms:
-    """The terms of `xtoken`: per chunk T²·D between teacher and projected student, and the cross-entropy per row.
-
-    Over the teacher's top k columns of the chunk and the rest.
-    """
-    student = task.pairing.student
+    student, chain = task.pairing.student, task.settings.chain
     teacher = TeacherDistributions(task)
     top = _top_columns(task, teacher)
     product = ColumnProduct(task.projection, task.shard, top.ids.unique(), task.dtype)
     slots = product.slots[top.ids]
-    labelled = task.labelled_rows(student.first if task.options.chain else student.rows)
+    labelled = task.labelled_rows(student.first if chain else student.rows)
     weights = task.projection.values
     learn = weights.requires_grad and torch.is_grad_enabled()
-    function = ProjectedRows(labelled, product, slots if task.options.chain else slots[student.chunk], learn)
+    function = ProjectedRows(labelled, product, slots if chain else slots[student.chunk], learn)
     ce, label_logprobs, projected = labelled.run(function, *([weights] if learn else []))
     q = projected[: labelled.num_first]
-    if task.options.chain:
+    if chain:
         continuation = student.after_first(labelled.of_student_side(label_logprobs))
         q = q * continuation.exp()[:, None]
         q = torch.cat([q[:, :-1], (q[:, -1] - torch.expm1(continuation))[:, None]], 1)
     else:
         q = segment_sum(q / student.length[student.chunk, None], student.length)
-    kd = task.temperature**2 * _compare(task, top, q)
-    paired = task.pairing.one_to_one
-    return Terms(
-        kd, labelled.scatter(ce), task.pairing.count, top.logprobs[paired].exp().sum(1), q[paired, :-1].detach().sum(1)
-    )
+    kd, paired = task.settings.temperature**2 * _compare(task, top, q), task.pairing.one_to_one
+    masses = top.logprobs[paired].exp().sum(1), q[paired, :-1].detach().sum(1)
+    return Terms(kd, labelled.scatter(ce), task.pairing.count, *masses)
 
 
 @torch.no_grad()
-def _top_columns(task: ChunkTask, teacher: TeacherDistributions) -> Top:
+def _top_columns(task: ChunkTask, teacher: TeacherDistributions) -> TopColumns:
     """The teacher's top k columns of every chunk among those that some student token is projected into.
 
     The student has no mass in the others, so they count to the rest. With `chain` log-probabilities include the
     chunk's other tokens, and what is missing to one is in the rest.
     """
     unreachable = (~task.projection.reachable).nonzero()[:, 0]
-    k = min(task.options.top_k, task.projection.num_teacher - len(unreachable))
-    floor = floor_of(task.dtype)
-    parts = []
+    k = min(task.settings.top_k, task.projection.num_teacher - len(unreachable))
+    count, floor = task.pairing.count, floor_of(task.dtype)
+    ids = torch.empty(count, k, dtype=torch.int64, device=task.like.device)
+    top, rest = task.like.new_empty(count, k), task.like.new_empty(count)
     for group in task.groups:
         log_p = teacher.of(group)
-        ids = log_p.index_fill(1, unreachable, -torch.inf).topk(k, 1).indices
-        top = log_p.gather(1, ids)
-        parts.append((ids, top, log_p.scatter_(1, ids, floor).logsumexp(1)))
-    if not parts:
-        nothing = task.like.new_zeros(0, k)
-        parts = [(nothing.long(), nothing, nothing.sum(1))]
-    ids, top, rest = (torch.cat(part) for part in zip(*parts))
+        ids[group] = log_p.index_fill(1, unreachable, -torch.inf).topk(k, 1).indices
+        top[group] = log_p.gather(1, ids[group])
+        rest[group] = log_p.scatter_(1, ids[group], floor).logsumexp(1)
     top = (top + teacher.continuation[:, None]).clamp_min(floor)
-    return Top(ids, top, torch.logaddexp(rest + teacher.continuation, teacher.complement).clamp_min(floor))
+    return TopColumns(ids, top, torch.logaddexp(rest + teacher.continuation, teacher.complement).clamp_min(floor))
 
 
-def _compare(task: ChunkTask, top: Top, q: Tensor) -> Tensor:
-    """D of every chunk, [count], differentiable in q and without the factor T².
-
-    Args:
-        q: [count, k + 1], the student's probabilities at the columns of `top`, then the rest's.
-    """
+def _compare(task: ChunkTask, top: TopColumns, q: Tensor) -> Tensor:
+    """D of every chunk, [count], without the factor T², from q [count, k + 1]: at the columns of `top`, then the rest's."""
+    tail, divergence = task.settings.tail, task.settings.divergence
     log_q = q.clamp_min(_LEAST[task.dtype]).log()
-    if task.options.tail != "bucket":
+    if tail != "bucket":
         log_p, log_q = top.logprobs, log_q[:, :-1]
-        if task.options.tail == "renormalize":
+        if tail == "renormalize":
             log_p, log_q = log_p.log_softmax(1), log_q.log_softmax(1)
-        return Compared.apply(log_q, log_p, task.divergence, task.options.tail == "renormalize")
+        return Compared.apply(log_q, log_p, divergence, tail == "renormalize")
     floor = floor_of(task.dtype)
     apart = q[:, -1] <= 0  # the top k are all columns: there is no rest
-    if task.divergence.needs_support:
+    if divergence.needs_support:
         apart = apart | (top.rest <= floor)
     rest_p, rest_q = (torch.where(apart, floor, rest) for rest in (top.rest, log_q[:, -1]))
     log_p, log_q = torch.cat([top.logprobs, rest_p[:, None]], 1), torch.cat([log_q[:, :-1], rest_q[:, None]], 1)
-    return Compared.apply(log_q, log_p, task.divergence, True)
+    return Compared.apply(log_q, log_p, divergence, True)
