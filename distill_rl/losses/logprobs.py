@@ -53,8 +53,8 @@ def vocab_parallel_logprobs(
     function = LabelRows(targets, shard, student.like, temperature, return_entropy)
     size = chunk_size or student.default_chunk(shard.widest, dense=False, function=function)
     values = student.stream(function, RowPlan([*chunks(student.num_rows, size)]))
-    logprobs, *entropy = [value.view(target_ids.shape) for value in values]
-    return (logprobs, *entropy) if return_entropy else logprobs
+    logprobs = values[0].view(target_ids.shape)
+    return (logprobs, values[1].view(target_ids.shape)) if return_entropy else logprobs
 
 
 def fused_linear_logprobs(

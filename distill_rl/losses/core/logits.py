@@ -40,7 +40,7 @@ from distill_rl.losses.core.streaming import (
     default_chunk,
     padded_width,
 )
-from distill_rl.losses.kernels import RowKernels, choose_kernels
+from distill_rl.losses.kernels import RowKernels, Visit, choose_kernels
 from distill_rl.losses.targets import DenseLogits, TeacherHidden
 
 _LEAST_ROWS = 16
@@ -485,7 +485,7 @@ Student = Tensor | StudentHidden
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _StudentSettings:
     """What an autograd function may keep of the student: everything but its tensors."""
 
     shard: VocabularyShard
@@ -501,7 +501,7 @@ class StudentLogits:
 
     inputs: Tensor
     """logits [N, Vl], or with `weight` hidden states [N, H]"""
-    settings: _Settings
+    settings: _StudentSettings
     weight: Tensor | None = None
     """[Vl, H], this rank's rows of the output layer"""
     bias: Tensor | None = None
@@ -639,7 +639,7 @@ class _Chunks(ABC):
 class _GivenChunks(_Chunks):
     """Of logits [N, Vl] that the caller computed. Kernels read them in place, all rows at once where they can."""
 
-    def __init__(self, logits: Tensor, settings: _Settings, function: RowFunction, plan: RowPlan):
+    def __init__(self, logits: Tensor, settings: _StudentSettings, function: RowFunction, plan: RowPlan):
         super().__init__(function, plan, logits.shape[1], logits)
         self.logits, self.inplace = logits, settings.inplace
         self.kernels = kernels_of(function, logits, settings.backend)
@@ -655,7 +655,7 @@ class _GivenChunks(_Chunks):
         if self.kernels is None:
             self.function.passes[number][0](rows, self.u, self.buffers)
         else:
-            self.kernels.collect(rows, *self._in_place(self.logits, rows), self.buffers)
+            self.kernels.collect(self._visit(rows))
 
     def backward(self, grads: Sequence[Tensor | None]) -> Tensor:
         """The gradient of the logits, in their dtype; 0 for rows that are not streamed. Maybe in the logits' own memory.
@@ -671,10 +671,10 @@ class _GivenChunks(_Chunks):
                 gradient = self.function.gradient(rows, self.u, shares, self.buffers)
                 self.plan.put(out, rows, gradient[:, : self.buffers.columns])
             else:
-                logits, order = self._in_place(self.logits, rows)
-                counts = None if self.plan.counts is None or order is not None else self.plan.counts[rows]
-                gradient, _ = self._in_place(out, rows)
-                self.kernels.gradient(rows, logits, order, shares, gradient, counts, self.buffers)
+                visit, counts = self._visit(rows), self.plan.counts
+                of_visit = out if visit.order is not None else out[rows]
+                counts = None if counts is None or visit.order is not None else counts[rows]
+                self.kernels.gradient(visit, shares, of_visit, counts)
         return out
 
     def _empty_gradient(self) -> Tensor:
@@ -689,9 +689,10 @@ class _GivenChunks(_Chunks):
             out.index_fill_(0, others.nonzero()[:, 0], 0)
         return out
 
-    def _in_place(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Logits [N, Vl], or a gradient like them, and the order as `RowKernels` take them for these rows."""
-        return (logits[rows], None) if self.plan.order is None else (logits, self.plan.order[rows])
+    def _visit(self, rows: slice) -> Visit:
+        if self.plan.order is None:
+            return Visit(rows, self.logits[rows], None, self.buffers)
+        return Visit(rows, self.logits, self.plan.order[rows], self.buffers)
 
 
 class _ComputedChunks(_Chunks):
@@ -702,7 +703,7 @@ class _ComputedChunks(_Chunks):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        settings: _Settings,
+        settings: _StudentSettings,
         function: RowFunction,
         plan: RowPlan,
     ):
@@ -727,7 +728,7 @@ class _ComputedChunks(_Chunks):
         if self.kernels is None:
             self.function.passes[number][0](rows, self.u, self.buffers)
         else:
-            self.kernels.collect(rows, self.u[:, : self.buffers.columns], None, self.buffers)
+            self.kernels.collect(Visit(rows, self.u[:, : self.buffers.columns], None, self.buffers))
 
     def forward_by_chunk(self, gradients: Gradients | None, weights: Sequence[Tensor | None]) -> None:
         """Streams every chunk through all passes and, with `gradients`, adds its gradient while its logits exist.
@@ -760,8 +761,8 @@ class _ComputedChunks(_Chunks):
         else:
             slope = self.head.cap_slope(self.u, self.buffers)
             gradient = self.u if self.narrow == self.u.dtype else torch.empty_like(self.u, dtype=self.narrow)
-            logits, out = self.u[:, :columns], gradient[:, :columns]
-            self.kernels.gradient(rows, logits, None, shares, out, None, self.buffers)
+            visit = Visit(rows, self.u[:, :columns], None, self.buffers)
+            self.kernels.gradient(visit, shares, gradient[:, :columns], None)
         return (gradient if slope is None else gradient.mul_(slope))[:, :columns]
 
 
@@ -779,7 +780,7 @@ class RowValues(torch.autograd.Function):
         inputs: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        settings: _Settings,
+        settings: _StudentSettings,
         function: RowFunction,
         plan: RowPlan,
         *parameters: Tensor,
@@ -831,7 +832,7 @@ class FusedLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        settings: _Settings,
+        settings: _StudentSettings,
         function: RowFunction,
         plan: RowPlan,
         weights: Sequence[Tensor | None],
@@ -914,7 +915,7 @@ def student_of(
         raise ValueError("inplace_backward: overwrites the logits, which must be the output of something; got a leaf")
     leading = logits.shape[:-1]
     flat = logits.reshape(leading.numel(), shard.size)
-    return StudentLogits(flat, _Settings(shard, backend, inplace)), shard, leading
+    return StudentLogits(flat, _StudentSettings(shard, backend, inplace)), shard, leading
 
 
 def columns_of(student: Student) -> VocabularyShard:
@@ -952,7 +953,7 @@ def _computed(
         bias = local.new_zeros(shard.size) if bias is None else bias
         numbers = torch.arange(shard.offset, shard.offset + shard.size, device=bias.device)
         bias = bias.masked_fill(numbers >= tokens, -torch.inf)
-    settings = _Settings(shard, backend, softcap=student.softcap, scale=student.logit_scale)
+    settings = _StudentSettings(shard, backend, softcap=student.softcap, scale=student.logit_scale)
     return StudentLogits(hidden.reshape(-1, hidden.shape[-1]), settings, local, bias), shard, hidden.shape[:-1]
 
 

@@ -47,7 +47,9 @@ class Chunks:
         Raises:
             ValueError: a text is longer than its rows.
         """
-        student, teacher, count = [], [], 0
+        student: list[Tensor] = []
+        teacher: list[Tensor] = []
+        count = 0
         for alignment in alignments:
             chunks = alignment.trainable(stops=stops)
             for rows, numbers in ((student, chunks.student_chunk), (teacher, chunks.teacher_chunk)):
