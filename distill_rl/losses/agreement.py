@@ -30,6 +30,7 @@ from distill_rl.losses.core.streaming import (
     Centre,
     LogSums,
     Pass,
+    RowFrame,
     RowFunction,
     RowPlan,
     all_reduce_sums,
@@ -105,14 +106,14 @@ def token_agreement(
         counted, kept = counted.without_ignored()
     if kept is not None:
         targets = targets.select(kept)
-    valid = counted.valid
+    frame, valid = RowFrame(counted.num_rows, shard, temperature, student.like), counted.valid
     rows: RowFunction
     if isinstance(targets, TopKLogprobs):
-        rows = _TopKAgreement(targets, shard, temperature, student.like)
+        rows = _TopKAgreement(frame, targets)
         size = student.default_chunk(shard.widest, dense=False)
         valid = valid & (targets.ids[:, 0] >= 0)
     else:
-        rows = _DenseAgreement(targets, shard, temperature, counted.num_rows, student.like)
+        rows = _DenseAgreement(frame, targets)
         size = student.default_chunk(shard.widest, dense=True, computed=targets.computed)
     plan = RowPlan([*chunks(counted.num_rows, chunk_size or size)], order=kept)
     _, values = student.loss(rows, plan, [student.like.new_ones(counted.num_rows)])
@@ -141,10 +142,10 @@ def top_tokens(teacher: Teacher, rows: Tensor) -> Tensor:
 class _OneSide:
     """One side's normaliser and entropy per row, and its most likely token; of equal logits the lowest id."""
 
-    def __init__(self, num_rows: int, centre: Centre, shard: VocabularyShard):
+    def __init__(self, centre: Centre, shard: VocabularyShard):
         self.centre, self.shard = centre, shard
-        self.sums = LogSums(num_rows, centre, whole=True, weighted=True)
-        self._best = torch.empty(num_rows, dtype=torch.int64, device=centre.local.device)
+        self.sums = LogSums(centre, whole=True, weighted=True)
+        self._best = torch.empty_like(centre.local, dtype=torch.int64)
 
     def collect(self, rows: slice, u: Tensor, work: Tensor) -> None:
         self._best[rows] = u.argmax(1) + self.shard.offset  # dummy columns come after all others
@@ -167,8 +168,8 @@ class _OneSide:
 class _AgreementRows(RowFunction):
     """Per row the fields of `Agreement`. It has no gradient."""
 
-    def make_values(self, num_rows: int, like: Tensor) -> None:
-        self.values, self.constants = [like.new_empty(num_rows) for _ in range(6)], ()
+    def make_values(self, frame: RowFrame) -> None:
+        self.values, self.constants = [frame.empty() for _ in range(6)], ()
         self.top1, self.acceptance, self.acceptance_low, self.student_entropy, *self.teacher_entropy = self.values
 
     def bound(self, rows: slice) -> None:
@@ -184,12 +185,12 @@ class _AgreementRows(RowFunction):
 class _DenseAgreement(_AgreementRows):
     """Against a teacher whose whole distribution is known."""
 
-    def __init__(self, teacher: DenseTeacher, shard: VocabularyShard, temperature: float, num_rows: int, like: Tensor):
-        self.make_values(num_rows, like)
-        self.teacher, self.shard, self.lender = teacher, shard, teacher
-        self.centre, self.teacher_centre = (Centre(num_rows, like, shard, 1 / temperature) for _ in range(2))
-        self.of_student = _OneSide(num_rows, self.centre, shard)
-        self.of_teacher = _OneSide(num_rows, self.teacher_centre, shard)
+    def __init__(self, frame: RowFrame, teacher: DenseTeacher):
+        self.make_values(frame)
+        self.teacher, self.shard, self.lender = teacher, frame.shard, teacher
+        self.centre, self.teacher_centre = frame.centre(), frame.centre()
+        self.of_student = _OneSide(self.centre, frame.shard)
+        self.of_teacher = _OneSide(self.teacher_centre, frame.shard)
 
     @property
     def passes(self) -> list[Pass]:
@@ -225,10 +226,10 @@ class _DenseAgreement(_AgreementRows):
 class _TopKAgreement(_AgreementRows, TopKRows):
     """Against a teacher that is known in k columns."""
 
-    def __init__(self, teacher: TopKLogprobs, shard: VocabularyShard, temperature: float, like: Tensor):
-        TopKRows.__init__(self, teacher, shard, resolve("tvd", 0.0), temperature, "bucket", None, like)
-        self.make_values(len(teacher.ids), like)
-        self.of_student = _OneSide(len(teacher.ids), self.centre, shard)
+    def __init__(self, frame: RowFrame, teacher: TopKLogprobs):
+        TopKRows.__init__(self, frame, teacher, resolve("tvd", 0.0), "bucket", None)
+        self.make_values(frame)
+        self.of_student = _OneSide(self.centre, frame.shard)
 
     def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         self.of_student.collect(rows, u, buffers.buffer("work", u.shape[0]))

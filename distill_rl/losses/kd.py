@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.checks import TAILS, Backend, Tail
 from distill_rl.losses.core.logits import DenseTeacher, Head, Student, StudentHidden, as_tree, student_of, untraced
-from distill_rl.losses.core.rows import DenseRows, LabelRows, LabelTerm, SampledRows, TopKRows
+from distill_rl.losses.core.rows import DenseRows, LabelRows, SampledRows, TopKRows
 from distill_rl.losses.core.shards import VocabularyShard, local_like
-from distill_rl.losses.core.streaming import RowFunction, RowPlan, chunks
+from distill_rl.losses.core.streaming import RowFrame, RowFunction, RowPlan, chunks
 from distill_rl.losses.divergence import Divergence, ForwardKL, resolve
 from distill_rl.losses.targets import DenseLogits, SampledTokens, Teacher, TeacherHidden, TopKLogprobs
 
@@ -163,7 +163,8 @@ def kd_loss(
     counts = None if leave_out or labels is None else rows.valid
 
     # Per row: T²·D, CE and the compared masses, with a streamed gradient. Then the one reduction.
-    function = _row_function(targets, counted, shard, comparison, temperature, tail, student.like)
+    frame = RowFrame(counted.num_rows, shard, temperature, student.like)
+    function = _row_function(frame, targets, counted.labels, comparison, tail)
     dense = isinstance(targets, DenseTeacher)
     size = chunk_size or student.default_chunk(
         shard.widest, dense=dense, computed=isinstance(targets, DenseTeacher) and targets.computed, function=function
@@ -454,24 +455,17 @@ def _hidden_teacher(teacher: TeacherHidden, num_rows: int, shard: VocabularyShar
 
 
 def _row_function(
-    targets: Targets | None,
-    rows: CountedRows,
-    shard: VocabularyShard,
-    divergence: Divergence,
-    temperature: float,
-    tail: Tail,
-    like: Tensor,
+    frame: RowFrame, targets: Targets | None, labels: Tensor | None, divergence: Divergence, tail: Tail
 ) -> RowFunction:
     """T²·D with or without cross-entropy, or the labels' log-probabilities at T = 1, minus the cross-entropy."""
     if targets is None:
-        assert rows.labels is not None
-        return LabelRows(rows.labels, shard, like, temperature=1.0, entropy=False)
-    label = None if rows.labels is None else LabelTerm(rows.labels, shard, like, temperature)
+        assert labels is not None
+        return LabelRows(frame._replace(temperature=1.0), labels, entropy=False)
     if isinstance(targets, TopKLogprobs):
-        return TopKRows(targets, shard, divergence, temperature, tail, label, like)
+        return TopKRows(frame, targets, divergence, tail, labels)
     if isinstance(targets, SampledTokens):
-        return SampledRows(targets, shard, temperature, label, like)
-    return DenseRows(targets, shard, divergence, temperature, label, rows.num_rows, like)
+        return SampledRows(frame, targets, labels)
+    return DenseRows(frame, targets, divergence, labels)
 
 
 def _row_weights(

@@ -11,7 +11,7 @@ from distill_rl.losses.core import checks
 from distill_rl.losses.core.checks import Backend
 from distill_rl.losses.core.logits import Student, StudentHidden, student_of, untraced
 from distill_rl.losses.core.rows import LabelRows
-from distill_rl.losses.core.streaming import RowPlan, chunks
+from distill_rl.losses.core.streaming import RowFrame, RowPlan, chunks
 
 
 @untraced
@@ -50,7 +50,8 @@ def vocab_parallel_logprobs(
     checks.backend(backend)
     student, shard, leading = student_of(logits, tp_group, "logits", inplace=inplace_backward, backend=backend)
     targets = checks.rows("target_ids", target_ids, leading)
-    function = LabelRows(targets, shard, student.like, temperature, return_entropy)
+    frame = RowFrame(student.num_rows, shard, temperature, student.like)
+    function = LabelRows(frame, targets, entropy=return_entropy)
     size = chunk_size or student.default_chunk(shard.widest, dense=False, function=function)
     values = student.stream(function, RowPlan([*chunks(student.num_rows, size)]))
     logprobs = values[0].view(target_ids.shape)

@@ -16,10 +16,8 @@ from distill_rl.losses.targets import DenseLogits, SampledTokens, Teacher, Teach
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """The terms a·log(a/b), elementwise from log a and log b; 0 where a is 0.
-
-    In log space, because probabilities may be too small for fp64.
-    """
+    """The terms a·log(a/b), elementwise from log a and log b; 0 where a is 0."""
+    # In log space, because probabilities may be too small for fp64.
     nothing = log_a == -torch.inf
     safe = torch.where(nothing, 0, log_a)
     return torch.where(nothing, 0, safe.exp() * (safe - torch.where(nothing, 0, log_b)))
@@ -115,14 +113,7 @@ def kd_loss(
 def _rows(
     u: Tensor, teacher: Teacher | None, divergence: str, beta: float, temperature: float, tail: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """D without the factor T², and the teacher's and the student's mass in the compared columns, each [N].
-
-    Without a teacher all are 0.
-
-    Args:
-        u: [N, V], the student's logits divided by T.
-        temperature: divides the teacher's dense logits; top-k log-probabilities are taken as they are.
-    """
+    """D without T², and the teacher's and the student's mass in the compared columns, [N] each, from u = z/T [N, V]."""
     if teacher is None:
         nothing = u.new_zeros(len(u))
         return nothing, nothing, nothing

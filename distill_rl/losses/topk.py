@@ -101,7 +101,7 @@ def candidates(
     top = like.new_full((num_rows, k), floor)
     label = like.new_full((num_rows,), floor)
     centre = Centre(num_rows, like, shard, 1 / temperature)
-    rest = LogSums(num_rows, centre, whole=False)
+    rest = LogSums(centre, whole=False)
     held = min(k, shard.size)
     buffers = Buffers(min(chunk, num_rows), shard.size, dtype, logits.device)
     for rows in chunks(num_rows, chunk):

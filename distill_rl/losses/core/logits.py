@@ -256,10 +256,8 @@ class Head:
 
 
 def _multiply(a: Tensor, b: Tensor, narrow: torch.dtype) -> Tensor:
-    """The matrix product a · b in fp32, or in fp64 if `narrow` is fp64.
-
-    On a GPU both inputs are rounded to `narrow` first and accumulated in fp32; a CPU multiplies in the result's dtype.
-    """
+    """The matrix product a · b in fp32, or in fp64 if `narrow` is fp64."""
+    # A GPU rounds both to `narrow` first and accumulates in fp32; a CPU multiplies in the result's dtype.
     wide = accumulator(narrow)
     if a.is_cuda and narrow != wide:
         return torch.mm(a.to(narrow), b.to(narrow), out_dtype=wide)
@@ -624,8 +622,15 @@ class _Chunks(ABC):
         """Makes these rows the chunk at hand. The first pass measures their centre."""
 
     @abstractmethod
+    def visit(self, rows: slice) -> Visit:
+        """What kernels read in its place."""
+
     def collect(self, rows: slice, number: int) -> None:
         """The row function's pass with this number over the chunk at hand."""
+        if self.kernels is None:
+            self.function.passes[number][0](rows, self.u, self.buffers)
+        else:
+            self.kernels.collect(self.visit(rows))
 
     def forward(self) -> None:
         """Streams all chunks through one pass after another: a pass may need what the one before found for other rows."""
@@ -651,11 +656,10 @@ class _GivenChunks(_Chunks):
             chunk = self.plan.take(self.logits, rows)
             self.u = self.buffers.load("student", chunk, self.function.centre, rows, first=first)
 
-    def collect(self, rows: slice, number: int) -> None:
-        if self.kernels is None:
-            self.function.passes[number][0](rows, self.u, self.buffers)
-        else:
-            self.kernels.collect(self._visit(rows))
+    def visit(self, rows: slice) -> Visit:
+        if self.plan.order is None:
+            return Visit(rows, self.logits[rows], None, self.buffers)
+        return Visit(rows, self.logits, self.plan.order[rows], self.buffers)
 
     def backward(self, grads: Sequence[Tensor | None]) -> Tensor:
         """The gradient of the logits, in their dtype; 0 for rows that are not streamed. Maybe in the logits' own memory.
@@ -671,7 +675,7 @@ class _GivenChunks(_Chunks):
                 gradient = self.function.gradient(rows, self.u, shares, self.buffers)
                 self.plan.put(out, rows, gradient[:, : self.buffers.columns])
             else:
-                visit, counts = self._visit(rows), self.plan.counts
+                visit, counts = self.visit(rows), self.plan.counts
                 of_visit = out if visit.order is not None else out[rows]
                 counts = None if counts is None or visit.order is not None else counts[rows]
                 self.kernels.gradient(visit, shares, of_visit, counts)
@@ -688,11 +692,6 @@ class _GivenChunks(_Chunks):
             others = torch.ones(out.shape[0], dtype=torch.bool, device=out.device).index_fill_(0, order, False)
             out.index_fill_(0, others.nonzero()[:, 0], 0)
         return out
-
-    def _visit(self, rows: slice) -> Visit:
-        if self.plan.order is None:
-            return Visit(rows, self.logits[rows], None, self.buffers)
-        return Visit(rows, self.logits, self.plan.order[rows], self.buffers)
 
 
 class _ComputedChunks(_Chunks):
@@ -724,11 +723,8 @@ class _ComputedChunks(_Chunks):
             self.u = self.buffers.buffer("student", hidden.shape[0])
             self.head.logits(hidden, self.u[:, : self.buffers.columns])
 
-    def collect(self, rows: slice, number: int) -> None:
-        if self.kernels is None:
-            self.function.passes[number][0](rows, self.u, self.buffers)
-        else:
-            self.kernels.collect(Visit(rows, self.u[:, : self.buffers.columns], None, self.buffers))
+    def visit(self, rows: slice) -> Visit:
+        return Visit(rows, self.u[:, : self.buffers.columns], None, self.buffers)
 
     def forward_by_chunk(self, gradients: Gradients | None, weights: Sequence[Tensor | None]) -> None:
         """Streams every chunk through all passes and, with `gradients`, adds its gradient while its logits exist.
@@ -761,8 +757,7 @@ class _ComputedChunks(_Chunks):
         else:
             slope = self.head.cap_slope(self.u, self.buffers)
             gradient = self.u if self.narrow == self.u.dtype else torch.empty_like(self.u, dtype=self.narrow)
-            visit = Visit(rows, self.u[:, :columns], None, self.buffers)
-            self.kernels.gradient(visit, shares, gradient[:, :columns], None)
+            self.kernels.gradient(self.visit(rows), shares, gradient[:, :columns], None)
         return (gradient if slope is None else gradient.mul_(slope))[:, :columns]
 
 
@@ -866,11 +861,10 @@ class FusedLoss(torch.autograd.Function):
 
 
 class _RowsApart(torch.autograd.Function):
-    """Returns the logits [N, Vl] (a view) and a copy of some rows.
+    """Returns the logits [N, Vl] (a view) and a copy of some rows."""
 
-    The copy's gradient is added in place to that of the view: autograd would otherwise allocate a second gradient of
-    the logits' size.
-    """
+    # The copy's gradient is added in place to that of the view: autograd would otherwise allocate a second gradient of
+    # the logits' size.
 
     @staticmethod
     def forward(ctx, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

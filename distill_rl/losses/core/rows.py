@@ -20,13 +20,13 @@ from torch.nn.functional import logsigmoid
 
 from distill_rl.losses.core.checks import Tail
 from distill_rl.losses.core.logits import DenseTeacher
-from distill_rl.losses.core.shards import VocabularyShard
 from distill_rl.losses.core.streaming import (
     Buffers,
     Centre,
     LogSums,
     Pass,
     Picked,
+    RowFrame,
     RowFunction,
     all_reduce_sums,
     floor_of,
@@ -46,13 +46,13 @@ class LabelTerm:
     the caller masks the row.
     """
 
-    def __init__(self, labels: Tensor, shard: VocabularyShard, like: Tensor, temperature: float = 1.0):
-        self.ids, self.columns, self.size = labels, shard.columns(labels), shard.size  # [N], global ids
-        self.temperature = temperature
+    def __init__(self, labels: Tensor, frame: RowFrame):
+        self.ids, self.columns, self.size = labels, frame.shard.columns(labels), frame.shard.size  # [N], global ids
+        self.temperature = frame.temperature
         # The powers of the totals that both softmaxes need (`LogSums`). The last one is that of T = 1.
-        self.powers: tuple[float, ...] = (1.0,) if temperature == 1 else (1.0, temperature)
+        self.powers: tuple[float, ...] = (1.0,) if frame.temperature == 1 else (1.0, frame.temperature)
         # Per row: the label's logit; the logsumexp at T = 1; and, set by `logprob`, the probability at T of all others.
-        self.logit, self.lse, self.others = (like.new_empty(labels.shape[0]) for _ in range(3))
+        self.logit, self.lse, self.others = (frame.empty() for _ in range(3))
 
     def picked(self, rows: slice) -> Picked:
         return self.logit, self.columns[rows]
@@ -153,15 +153,14 @@ class LabelRows(RowFunction):
     ∂ log q(t)/∂u_v = 1[v = t] − q_v        ∂ entropy/∂u_v = −q_v·(log q_v + entropy)
     """
 
-    def __init__(self, targets: Tensor, shard: VocabularyShard, like: Tensor, temperature: float, entropy: bool):
-        num_rows = targets.shape[0]
-        self.shard, self.temperature, self.with_entropy = shard, temperature, entropy
-        self.centre = Centre(num_rows, like, shard, 1 / temperature)
-        self.label = LabelTerm(targets, shard, like)
-        self.sums = LogSums(num_rows, self.centre, whole=True, weighted=entropy)
-        self.lse = like.new_empty(num_rows)
-        self.entropy = like.new_empty(num_rows if entropy else 0)
-        self.values = [like.new_empty(num_rows) for _ in range(1 + entropy)]
+    def __init__(self, frame: RowFrame, targets: Tensor, *, entropy: bool):
+        self.shard, self.temperature, self.with_entropy = frame.shard, frame.temperature, entropy
+        self.centre = frame.centre()
+        self.label = LabelTerm(targets, frame._replace(temperature=1.0))  # of the logits that the pass reads
+        self.sums = LogSums(self.centre, whole=True, weighted=entropy)
+        self.lse = frame.empty()
+        self.entropy = frame.empty() if entropy else frame.like.new_empty(0)
+        self.values = [frame.empty() for _ in range(1 + entropy)]
 
     def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         self.label.collect(rows, u)
@@ -192,25 +191,17 @@ class LabelRows(RowFunction):
 class TeacherRows(RowFunction):
     """Per row T²·D and, with labels, the cross-entropy; as constants both sides' mass in the compared columns."""
 
-    def __init__(
-        self,
-        num_rows: int,
-        shard: VocabularyShard,
-        temperature: float,
-        label: LabelTerm | None,
-        like: Tensor,
-        centre: Centre | None = None,
-    ):
+    def __init__(self, frame: RowFrame, labels: Tensor | None, centre: Centre | None = None):
         """
         Args:
-            like: any tensor with the device and dtype of the arithmetic.
             centre: of the student's logits, if another row function loads and centres them.
         """
-        self.shard, self.temperature, self.label = shard, temperature, label
-        self.powers = (1.0,) if label is None else label.powers
-        self.centre = centre or Centre(num_rows, like, shard, 1 / temperature)
-        self.values = [like.new_empty(num_rows) for _ in range(1 + (label is not None))]
-        self.constants = [like.new_ones(num_rows) for _ in range(2)]
+        self.shard, self.temperature = frame.shard, frame.temperature
+        self.label = None if labels is None else LabelTerm(labels, frame)
+        self.powers = (1.0,) if self.label is None else self.label.powers
+        self.centre = centre or frame.centre()
+        self.values = [frame.empty() for _ in range(1 + (labels is not None))]
+        self.constants = [frame.like.new_ones(frame.num_rows) for _ in range(2)]
 
     def all_reduce(self, rows: slice, sums: Sequence[LogSums], picked: Sequence[Picked] = ()) -> None:
         label = [] if self.label is None else [self.label.picked(rows)]
@@ -231,25 +222,14 @@ class DenseRows(TeacherRows):
     compare, hence a second pass and a third collective.
     """
 
-    def __init__(
-        self,
-        teacher: DenseTeacher,
-        shard: VocabularyShard,
-        divergence: Divergence,
-        temperature: float,
-        label: LabelTerm | None,
-        num_rows: int,
-        like: Tensor,
-    ):
-        super().__init__(num_rows, shard, temperature, label, like)
+    def __init__(self, frame: RowFrame, teacher: DenseTeacher, divergence: Divergence, labels: Tensor | None):
+        super().__init__(frame, labels)
         self.divergence, self.teacher, self.lender = divergence, teacher, teacher
-        self.teacher_centre = Centre(num_rows, like, shard, 1 / temperature)
+        self.teacher_centre = frame.centre()
         leads, centre, other = divergence.leads, self.centre, self.teacher_centre
-        self.student_sums = LogSums(
-            num_rows, centre, whole=True, powers=self.powers, weighted=leads == "student", against=other
-        )
-        self.teacher_sums = LogSums(num_rows, other, whole=True, weighted=leads == "teacher", against=centre)
-        self.student_lse, self.teacher_lse, self.slope_sum = (like.new_empty(num_rows) for _ in range(3))
+        self.student_sums = LogSums(centre, whole=True, powers=self.powers, weighted=leads == "student", against=other)
+        self.teacher_sums = LogSums(other, whole=True, weighted=leads == "teacher", against=centre)
+        self.student_lse, self.teacher_lse, self.slope_sum = (frame.empty() for _ in range(3))
 
     @property
     def passes(self) -> list[Pass]:
@@ -338,31 +318,27 @@ class TopKRows(TeacherRows):
 
     def __init__(
         self,
+        frame: RowFrame,
         teacher: TopKLogprobs,
-        shard: VocabularyShard,
         divergence: Divergence,
-        temperature: float,
         tail: Tail,
-        label: LabelTerm | None,
-        like: Tensor,
+        labels: Tensor | None,
+        *,
         with_label_logprob: bool = False,
         centre: Centre | None = None,
     ):
-        num_rows, k = teacher.ids.shape
-        super().__init__(num_rows, shard, temperature, label, like, centre)
+        super().__init__(frame, labels, centre)
         rest = () if teacher.rest_logprob is None else (teacher.rest_logprob,)
         self.held = (teacher.ids, teacher.logprobs, *rest)
         self.divergence, self.tail = divergence, tail
         self.balance = divergence.balance if tail == "bucket" else 0.0
-        self.rest = LogSums(num_rows, self.centre, whole=False, powers=self.powers)
-        self.top = like.new_empty(num_rows, k)
+        self.rest = LogSums(self.centre, whole=False, powers=self.powers)
+        self.top = frame.empty(teacher.ids.shape[1])
         # Kept for backward, per row: the logsumexp over all columns, over R, and that q at S is normalised by;
         # slope_R − q_R·H, the common factor of R's columns; and H.
-        self.lse, self.rest_lse, self.base, self.rest_factor, self.slope_sum = (
-            like.new_empty(num_rows) for _ in range(5)
-        )
+        self.lse, self.rest_lse, self.base, self.rest_factor, self.slope_sum = (frame.empty() for _ in range(5))
         if with_label_logprob:
-            self.values.append(like.new_empty(num_rows))
+            self.values.append(frame.empty())
 
     @property
     def ids(self) -> Tensor:
@@ -508,16 +484,13 @@ class SampledRows(TeacherRows):
     collectives). An id of −1 is an absent entry. A row without draws has the value 0 and no gradient.
     """
 
-    def __init__(
-        self, teacher: SampledTokens, shard: VocabularyShard, temperature: float, label: LabelTerm | None, like: Tensor
-    ):
-        num_rows, m = teacher.ids.shape
-        super().__init__(num_rows, shard, temperature, label, like)
+    def __init__(self, frame: RowFrame, teacher: SampledTokens, labels: Tensor | None):
+        super().__init__(frame, labels)
         self.held, self._mean_logprob = (teacher.ids, teacher.counts), teacher.mean_logprob
-        self.sums = LogSums(num_rows, self.centre, whole=True, powers=self.powers)
-        self.drawn = like.new_empty(num_rows, m)
+        self.sums = LogSums(self.centre, whole=True, powers=self.powers)
+        self.drawn = frame.empty(teacher.ids.shape[1])
         # Kept for backward, per row: the logsumexp, and Σ w, which is 1, or 0 without draws; NaN where D is.
-        self.lse, self.total = (like.new_empty(num_rows) for _ in range(2))
+        self.lse, self.total = (frame.empty() for _ in range(2))
 
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         self.drawn, self._mean_logprob = self.drawn.new_empty(0), None

@@ -94,12 +94,9 @@ class VocabularyShard:
         return parts
 
     def _all_reduce(self, tensors: tuple[Tensor, ...], op: dist.ReduceOp.RedOpType) -> None:
-        """Reduces all tensors in place, packed into one buffer for one collective.
-
-        They must be of one dtype. Does nothing without a group or tensors.
-        """
         if self.group is None or not tensors:
             return
+        # Packed into one buffer, of one dtype, for one collective.
         packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
         dist.all_reduce(packed, op=op, group=self.group)
         for tensor, part in zip(tensors, packed.split([tensor.numel() for tensor in tensors])):
@@ -134,35 +131,26 @@ def split(tensor: Tensor, tp_group: ProcessGroup | None, *, dim: int, name: str)
 
 
 class _OwnPart(torch.autograd.Function):
-    """`DTensor.to_local` whose gradient has the placements and strides of the input.
+    """`DTensor.to_local` whose gradient has the placements and strides of the input."""
 
-    Before torch 2.12 that gradient's strides are computed as if all shards had equal sizes. With uneven shards a leaf
-    then receives a copy of its gradient, and the copy is replicated.
-    """
+    # Before torch 2.12 the gradient's strides are computed as if all shards had equal sizes. With uneven shards a leaf
+    # then receives a copy of its gradient, and the copy is replicated.
 
     @staticmethod
     def forward(ctx, tensor: DTensor) -> Tensor:
-        """The local part of a DTensor, as a tensor of its own."""
         ctx.mesh, ctx.placements = tensor.device_mesh, tensor.placements
         ctx.shape, ctx.stride = tensor.shape, tensor.stride()
         return tensor.to_local().view_as(tensor.to_local())
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> DTensor:
-        """The gradient as a DTensor with the placements of the input."""
         return DTensor.from_local(
             gradient, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
         )
 
 
 def _dtensor_shard(tensor: DTensor, dim: int, name: str) -> VocabularyShard:
-    """The part of the vocabulary, dimension `dim` of a DTensor, that this rank holds, with the group that shares it.
-
-    If the dimension is not sharded, or over one rank only, the shard is the whole vocabulary and has no group.
-
-    Raises:
-        ValueError: a Partial tensor, or a vocabulary sharded over several mesh dimensions.
-    """
+    """The part of the vocabulary, dimension `dim`, that this rank holds; all of it if it is sharded over no other rank."""
     placements, mesh = tensor.placements, tensor.device_mesh
     if any(isinstance(placement, Partial) for placement in placements):
         raise ValueError(f"{name}: a Partial DTensor must be reduced first; got {placements}")
@@ -175,7 +163,6 @@ def _dtensor_shard(tensor: DTensor, dim: int, name: str) -> VocabularyShard:
 
 
 def _shards(placement: object, dim: int, ndim: int) -> bool:
-    """Whether a placement splits dimension `dim` of a tensor with `ndim` dimensions."""
     return isinstance(placement, Shard) and placement.dim % ndim == dim
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -196,7 +196,6 @@ class LogSums:
 
     def __init__(
         self,
-        num_rows: int,
         centre: Centre,
         *,
         whole: bool,
@@ -212,10 +211,10 @@ class LogSums:
         """
         like = centre.local
         self.centre, self.against, self._whole = centre, against, whole
-        self.max = like.new_zeros(num_rows)
-        self.totals = {power: like.new_empty(num_rows) for power in powers}
-        self.weighted = like.new_empty(num_rows) if weighted else None
-        self.table = None if columns is None else like.new_zeros(num_rows, columns)
+        self.max = torch.zeros_like(like)
+        self.totals = {power: torch.empty_like(like) for power in powers}
+        self.weighted = torch.empty_like(like) if weighted else None
+        self.table = None if columns is None else like.new_zeros(len(like), columns)
 
     def add(self, rows: slice, x: Tensor, work: Tensor) -> Tensor:
         """Sets the maximum and the totals of these rows from a chunk x [n, width]; returns exp(x − m), in `work`.
@@ -299,6 +298,21 @@ def all_reduce_sums(shard: VocabularyShard, rows: slice, sums: Sequence[LogSums]
     # SUM.
     totals = [total[rows] for group in sums for _, total in group.parts()]
     shard.sum_(*totals, *[logits[rows] for logits, _ in picked])
+
+
+class RowFrame(NamedTuple):
+    """What every row function is told of the rows."""
+
+    num_rows: int
+    shard: VocabularyShard
+    temperature: float
+    like: Tensor  # any tensor with the device and dtype of the arithmetic
+
+    def empty(self, *columns: int) -> Tensor:
+        return self.like.new_empty(self.num_rows, *columns)
+
+    def centre(self) -> Centre:
+        return Centre(self.num_rows, self.like, self.shard, 1 / self.temperature)
 
 
 Pass = tuple[Callable[[slice, Tensor, Buffers], None], Callable[[slice], None]]

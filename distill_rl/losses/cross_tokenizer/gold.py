@@ -221,14 +221,10 @@ class DistributionRows(LabelLogprobRows):
     def _student_distributions(
         self, rows: slice, group: slice, u: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The student's distributions of a group of chunks over this rank's columns, from the logits u of its rows.
-
-        Returns:
-            (log Q, ρ, log q). log Q [n chunks, width]: of each chunk, the mean of its rows' distributions, or with
-            `chain` its first row's times the probability of the other tokens. ρ [n rows, width]: each row's part of
-            that mean; None: 1 everywhere.
-            log q [n rows, width]: of each row, written into `out`, which may be `u`. log Q may be the same tensor.
-        """
+        """(log Q, ρ, log q) of a group of chunks over this rank's columns, from the logits u of its rows."""
+        # log Q [n chunks, width]: of each chunk, the mean of its rows' distributions, or with `chain` its first row's times
+        # the probability of the other tokens. ρ [n rows, width]: each row's part of that mean; None: 1 everywhere.
+        # log q [n rows, width]: of each row, written into `out`, which may be `u`. log Q may be the same tensor.
         log_q = torch.sub(u, self.lse[rows, None], out=out)
         if self.chain:
             return log_q + self.continuation[group, None], None, log_q

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from distill_rl.losses.core.rows import LabelTerm, TopKRows, given, rest_of
+from distill_rl.losses.core.rows import TopKRows, given, rest_of
 from distill_rl.losses.core.streaming import Buffers, chunks, floor_of
 from distill_rl.losses.cross_tokenizer.projection import VocabularyProjection
 from distill_rl.losses.cross_tokenizer.rows import Bernoulli, LabelLogprobRows
@@ -68,17 +68,11 @@ def cross_entropies(labelled: LabelledRows) -> tuple[Tensor, Tensor]:
 
 
 def _compare(labelled: LabelledRows, teacher: TopKLogprobs, places: Tensor) -> tuple[Tensor, ...]:
-    """T²·D, cross-entropy, the label's log-probability and both masses of all labelled rows, [M] each.
-
-    T²·D and the masses count at `places` only, the label's log-probability elsewhere.
-
-    Args:
-        teacher: [m, k], in the student's ids.
-        places: int64 [m], positions in the order of `labelled`.
-    """
+    """T²·D, cross-entropy, the label's log-probability and both masses of all labelled rows, [M] each."""
     assert teacher.rest_logprob is not None
     task, settings, labels, rest = labelled.task, labelled.task.settings, labelled.labels, teacher.rest_logprob
-    # At other rows the label is the only entry. Its log-probability may be anything: they have no KD.
+    # The rows at `places` have the targets [m, k], in the student's ids: T²·D and the masses count there only. Elsewhere the
+    # label is the only entry, for its log-probability. Its target may be anything: these rows have no KD.
     half = -math.log(2)
     ids = teacher.ids.new_full((len(labels), teacher.ids.shape[1]), -1)
     logprobs = rest.new_full(ids.shape, floor_of(rest.dtype))
@@ -89,11 +83,8 @@ def _compare(labelled: LabelledRows, teacher: TopKLogprobs, places: Tensor) -> t
         rest.new_full(labels.shape, half).index_copy_(0, places, rest),
         teacher.temperature,
     )
-    label = LabelTerm(labels, task.shard, task.like, settings.temperature)
-    function = TopKRows(
-        every_row, task.shard, settings.divergence, settings.temperature, settings.tail, label, task.like,
-        with_label_logprob=True,
-    )  # fmt: skip
+    frame = task.frame(len(labels))
+    function = TopKRows(frame, every_row, settings.divergence, settings.tail, labels, with_label_logprob=True)
     return labelled.run(function)
 
 
@@ -154,13 +145,10 @@ class StrictRows(LabelLogprobRows):
             teacher: [num_first, k], in the student's ids, conditioned on the shared vocabulary.
             unshared: local columns outside the shared vocabulary.
         """
-        task = labelled.task
         super().__init__(labelled)
         self.num_first, self.unshared = labelled.num_first, unshared
-        self.lender = self.top = TopKRows(
-            teacher, task.shard, resolve("reverse_kl", 0.0), self.temperature, "bucket", None, task.like,
-            centre=self.centre,
-        )  # fmt: skip
+        frame, reverse_kl = labelled.task.frame(self.num_first), resolve("reverse_kl", 0.0)
+        self.lender = self.top = TopKRows(frame, teacher, reverse_kl, "bucket", None, centre=self.centre)
 
     def outputs(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         values, _ = super().outputs()
@@ -206,11 +194,7 @@ def strict(task: ChunkTask) -> Terms:
 
 @torch.no_grad()
 def _student_top(task: ChunkTask, rows: Tensor, unshared: Tensor) -> Tensor:
-    """The student's most likely shared ids in each of these rows, int64 [n, k], equal on all ranks; all, if there are fewer.
-
-    Args:
-        unshared: this rank's columns outside the shared vocabulary.
-    """
+    """The student's most likely shared ids in each of these rows, int64 [n, k], equal on all ranks; all, if there are fewer."""
     k = min(STRICT_TOP_K, len(task.projection.student_common))
     parts = []
     for part in [*chunks(len(rows), task.piece)] or [slice(0, 0)]:
@@ -222,16 +206,14 @@ def _student_top(task: ChunkTask, rows: Tensor, unshared: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _teacher_at(task: ChunkTask, rows: Tensor, ids: Tensor) -> TopKLogprobs:
-    """The teacher's log-probabilities of the student's ids [n, k] and of the rest, conditioned on the shared vocabulary.
-
-    Ids outside it are returned as −1, at the floor. The rows are numbers of the teacher's.
-    """
+    """The teacher's log-probabilities of the student's ids [n, k] and of the rest, conditioned on the shared vocabulary."""
     projection, floor = task.projection, floor_of(task.dtype)
     dense, inverse_temperature = task.dense_teacher(), 1 / task.settings.temperature
     place = projection.student_common.new_full((projection.num_student,), -1)
     place[projection.student_common] = torch.arange(len(projection.student_common), device=place.device)
     absent = place[ids] < 0
-    columns = torch.where(absent, len(projection.student_common), place[ids])  # one column more, at the floor
+    # Ids outside it become −1, at the floor: that of one column more.
+    columns = torch.where(absent, len(projection.student_common), place[ids])
     logprobs, rest = task.like.new_empty(ids.shape), task.like.new_empty(len(ids))
     for part in chunks(len(rows), task.piece):
         shared = dense.of(rows[part], task.dtype)[:, projection.teacher_common]

@@ -278,11 +278,9 @@ def _without(pairing: ChunkPairing, stops: Tensor, kept: Tensor) -> ChunkPairing
 
 
 def _coins(settings: ChunkSettings, method: str, ours: Tensor, theirs: Tensor) -> Tensor:
-    """D [n] between the two coins of each stop chunk, whose log-probabilities [n] these are, without the factor T².
-
-    It is in the method's own terms: `strict` is reverse KL, `uld` is L1 (twice the total variation of two coins), `alm`
-    has τ here too, `hybrid` has not.
-    """
+    """D [n] between the two coins of each stop chunk, whose log-probabilities [n] these are, without the factor T²."""
+    # In the method's own terms: `strict` is reverse KL, `uld` is L1 (twice the total variation of two coins), `alm` has τ
+    # here too, `hybrid` has not.
     if method == "strict":
         return Bernoulli.apply(ours, theirs, resolve("reverse_kl", 0.0))
     if method == "uld":
@@ -293,15 +291,12 @@ def _coins(settings: ChunkSettings, method: str, ours: Tensor, theirs: Tensor) -
 
 @torch.no_grad()
 def _teacher_stops(task: ChunkTask, stops: Tensor) -> Tensor:
-    """[n], log-probability at T that the teacher ends the stop chunks with these numbers, by any of its stop tokens.
-
-    A top-k teacher's is the sum over the stop tokens among its k columns, at least that of its own token. Each missing
-    stop token is less likely than the k-th column.
-    """
+    """[n], log-probability at T that the teacher ends the stop chunks with these numbers, by any of its stop tokens."""
     teacher, ids, rows = task.teacher, task.projection.teacher_stops, task.pairing.teacher.first[stops]
     floor = floor_of(task.dtype)
     if isinstance(teacher, TopKLogprobs):
         assert teacher.label_logprob is not None, "checked on entry"
+        # Those among its k columns, and at least its own token. A missing one is less likely than the k-th column.
         held = torch.isin(teacher.ids[rows].long(), ids)
         known = torch.where(held, teacher.logprobs[rows].to(task.dtype).clamp_min(floor), floor).logsumexp(1)
         return torch.maximum(known, teacher.label_logprob.reshape(-1)[rows].to(task.dtype))

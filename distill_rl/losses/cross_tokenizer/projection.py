@@ -127,11 +127,8 @@ class VocabularyProjection:
         return self.once("relaxed", self._relaxed_matches)
 
     def _relaxed_matches(self) -> tuple[Tensor, Tensor]:
-        """The common pairs (student ids, teacher ids), then near-certain pairs of the projection, one to one.
-
-        A pair is added if its weight is at least `RELAXED_WEIGHT` and neither id is in a common pair; of several
-        students of one teacher id, the heaviest wins, then the lowest student id.
-        """
+        # The common pairs, then pairs of at least `RELAXED_WEIGHT` of which neither id is in a common pair. They are sorted by
+        # teacher id, weight and student id: of each teacher id the first stays.
         rows, values = self.entry_rows, self.values.detach()
         taken = torch.zeros(self.num_student, dtype=torch.bool, device=rows.device)
         taken[self.student_common] = True
@@ -233,10 +230,8 @@ _ENTRIES = 2**14
 
 
 def _sparse(rows: Tensor, columns: Tensor, values: Tensor, size: tuple[int, ...]) -> Tensor:
-    """A sparse COO matrix of these entries, which must be distinct and in the order of their rows.
-
-    It is marked as coalesced unchecked, because a check would wait for a GPU.
-    """
+    """A sparse COO matrix of these entries, which must be distinct and in the order of their rows."""
+    # It is marked as coalesced unchecked, because a check would wait for a GPU.
     # torch 2.11 warns of `check_invariants=False` as it does of no word at all; of the context it does not.
     with torch.sparse.check_sparse_tensor_invariants(False):
         return torch.sparse_coo_tensor(torch.stack([rows, columns]), values, size, is_coalesced=True)
@@ -270,10 +265,7 @@ class LearnableProjection(nn.Module):
 
 
 def _local(logits: Tensor) -> Tensor:
-    """The parameters as a plain tensor: of a replicated DTensor the local copy, a plain tensor itself.
-
-    A DTensor's gradient then comes back as Partial: each rank's is one summand.
-    """
     if not isinstance(logits, DTensor):
         return logits
+    # The gradient comes back as Partial: each rank's is one summand.
     return logits.to_local(grad_placements=[Partial()] * logits.device_mesh.ndim)

@@ -119,13 +119,7 @@ def _select(teacher: TopKLogprobs | DenseLogits, rows: Tensor) -> TopKLogprobs |
 def _chunk(
     method: str, student: Tensor, label_logprobs: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings
 ) -> Tensor | None:
-    """D of one chunk at temperature T without the factor T², or None where the method skips it.
-
-    Args:
-        student: [n, V_s] log-probabilities at T.
-        label_logprobs: [n], those of the labels.
-        teacher: the targets of the chunk's rows.
-    """
+    """D of one chunk without T², or None where the method skips it, from log-probabilities at T [n, V_s] and targets."""
     single = len(student) == 1 and (teacher.label_logprob is None or len(teacher.label_logprob) == 1)
     single &= len(teacher.ids if isinstance(teacher, TopKLogprobs) else teacher.logits) == 1
     if method == "strict":
@@ -155,14 +149,7 @@ class _OneDistribution(NamedTuple):
 
 
 def _teacher_side(teacher: DenseLogits, settings: _Settings) -> _OneDistribution:
-    """The teacher's distribution of one chunk from its rows [n, V_t], at temperature T.
-
-    The normalised geometric mean of all rows; with `chain` that of the first row times the probability of the chunk's
-    other tokens.
-
-    Raises:
-        ValueError: `chain` without label log-probabilities.
-    """
+    """The teacher's distribution of one chunk: the geometric mean of its rows, or with `chain` the first times the others."""
     log_p = (teacher.logits.double() / settings.temperature).log_softmax(1)
     present = ~log_p.isneginf().all(0)
     if settings.chain:
@@ -186,15 +173,9 @@ def _label_logprobs(teacher: TopKLogprobs | DenseLogits) -> Tensor:
 
 
 def _stops(method: str, log_q: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
-    """D between two coins, without T²: does the text stop here?
-
-    For the teacher by any of its stop tokens, for the student by its label. `strict` is reverse KL, `uld` twice the
-    total variation; tau applies to `alm` only.
-
-    Args:
-        log_q: scalar, the student's log-probability of its label at T.
-        teacher: the targets of one row.
-    """
+    """D between two coins, without T²: does the text stop here?"""
+    # For the teacher by any of its stop tokens, for the student by its label. `strict` is reverse KL, `uld` twice the
+    # total variation; tau applies to `alm` only.
     ends = settings.bridge.teacher_stops
     if isinstance(teacher, DenseLogits):
         log_p = (teacher.logits[0].double() / settings.temperature).log_softmax(0)[ends].logsumexp(0)
@@ -217,13 +198,7 @@ def _coins(x: Tensor, y: Tensor, settings: _Settings) -> Tensor:
 
 
 def _common_top_k(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
-    """`hybrid` for a 1:1 chunk, without T²: D over the teacher's top k ids that have a counterpart, and the rest.
-
-    The mass of the other top k ids joins the rest.
-
-    Args:
-        student: [1, V_s] log-probabilities at T.
-    """
+    """`hybrid` for a 1:1 chunk, without T²: D over the teacher's top k ids that have a counterpart, and the rest."""
     if isinstance(teacher, DenseLogits):
         log_p = (teacher.logits.double() / settings.temperature).log_softmax(1)
         top, ids = log_p.topk(min(settings.top_k, log_p.shape[1]), 1)
@@ -252,10 +227,7 @@ def _dense_projection(bridge: VocabularyProjection) -> Tensor:
 
 
 def _projected(teacher: _OneDistribution, student: _OneDistribution, settings: _Settings) -> Tensor:
-    """`xtoken` for one chunk: D (without T²) between teacher and projected student over the top k and the rest.
-
-    Columns into which nothing is projected are part of the rest.
-    """
+    """`xtoken` for one chunk: D (without T²) between teacher and projected student over the top k and the rest."""
     (p, other_p, _), (q, other_q, _) = teacher, student
     matrix = _dense_projection(settings.bridge)
     projected = q @ matrix
@@ -311,10 +283,7 @@ def _hkl(teacher: _OneDistribution, student: _OneDistribution, settings: _Settin
 
 
 def _rest(teacher: _OneDistribution, student: _OneDistribution, settings: _Settings) -> Tensor:
-    """Sorted L1 of the unmasked columns without a counterpart, plus |difference| of what the sides miss to one.
-
-    It compares as many as the side with fewer columns has, at most `uncommon_top_k`.
-    """
+    """Sorted L1 of the unmasked columns without a counterpart, plus |difference| of what the sides miss to one."""
     left = []
     for side, taken in zip((student, teacher), _matches(settings)):
         others = _others(len(side.prob), taken)
@@ -325,10 +294,7 @@ def _rest(teacher: _OneDistribution, student: _OneDistribution, settings: _Setti
 
 
 def _uld(teacher: _OneDistribution, student: _OneDistribution, settings: _Settings) -> Tensor:
-    """`uld` for one chunk: sorted L1 over all columns, at most `uncommon_top_k`.
-
-    Adds |difference| of what the sides miss to one. The shorter side is filled up with zeros.
-    """
+    """`uld` for one chunk: sorted L1 over all columns, plus |difference| of what the sides miss to one."""
     length = min(max(len(teacher.prob), len(student.prob)), settings.uncommon_top_k)
     filled = [
         torch.cat([side.sort(descending=True).values, side.new_zeros(max(0, length - len(side)))])[:length]
@@ -338,10 +304,7 @@ def _uld(teacher: _OneDistribution, student: _OneDistribution, settings: _Settin
 
 
 def _strict(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
-    """`strict` for one 1:1 chunk: reverse KL, both sides conditioned on the common vocabulary.
-
-    Over the student's most likely k columns of it and the rest.
-    """
+    """`strict` for one 1:1 chunk: reverse KL, both sides conditioned on the common vocabulary."""
     logits = _dense(teacher).logits
     bridge = settings.bridge
     q = student[0, bridge.student_common].softmax(0)

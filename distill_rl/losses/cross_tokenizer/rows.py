@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distill_rl.losses.core.logits import first_derivative
 from distill_rl.losses.core.rows import LabelGradient, LabelTerm, given
-from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, RowFunction, all_reduce_sums, floor_of
+from distill_rl.losses.core.streaming import Buffers, LogSums, RowFunction, all_reduce_sums, floor_of
 from distill_rl.losses.cross_tokenizer.chunks import segment_sum
 from distill_rl.losses.cross_tokenizer.task import ChunkTask, LabelledRows
 from distill_rl.losses.divergence import Distribution, Divergence
@@ -29,14 +29,13 @@ class LabelLogprobRows(RowFunction):
     """
 
     def __init__(self, labelled: LabelledRows, *, with_label_logprob: bool = False, columns: int | None = None):
-        task, labels, like = labelled.task, labelled.labels, labelled.task.like
-        num_rows, self.shard, self.temperature = labels.shape[0], task.shard, task.settings.temperature
-        self.centre = Centre(num_rows, like, self.shard, 1 / self.temperature)
-        self.label = LabelTerm(labels, self.shard, like, self.temperature)
-        self.sums = LogSums(num_rows, self.centre, whole=True, powers=self.label.powers, columns=columns)
-        self.others = LogSums(num_rows, self.centre, whole=False) if with_label_logprob else None
-        self.lse = like.new_empty(num_rows)
-        self.values = [like.new_zeros(num_rows) for _ in range(2)]
+        frame = labelled.task.frame(len(labelled.labels))
+        self.shard, self.temperature, self.centre = frame.shard, frame.temperature, frame.centre()
+        self.label = LabelTerm(labelled.labels, frame)
+        self.sums = LogSums(self.centre, whole=True, powers=self.label.powers, columns=columns)
+        self.others = LogSums(self.centre, whole=False) if with_label_logprob else None
+        self.lse = frame.empty()
+        self.values = [torch.zeros_like(self.lse) for _ in range(2)]
 
     def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         self.add(rows, u, buffers)

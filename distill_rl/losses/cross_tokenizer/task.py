@@ -14,7 +14,7 @@ from torch import Tensor
 from distill_rl.losses.core.checks import Backend, Tail
 from distill_rl.losses.core.logits import DenseTeacher, StudentLogits
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import RowFunction, RowPlan, chunks
+from distill_rl.losses.core.streaming import RowFrame, RowFunction, RowPlan, chunks
 from distill_rl.losses.cross_tokenizer.chunks import ChunkPairing
 from distill_rl.losses.cross_tokenizer.projection import VocabularyProjection
 from distill_rl.losses.divergence import Divergence
@@ -70,6 +70,9 @@ class ChunkTask:
     @property
     def dtype(self) -> torch.dtype:
         return self.student.like.dtype
+
+    def frame(self, num_rows: int) -> RowFrame:
+        return RowFrame(num_rows, self.shard, self.settings.temperature, self.like)
 
     @cached_property
     def teacher_label(self) -> Tensor:

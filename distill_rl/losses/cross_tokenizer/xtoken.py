@@ -124,11 +124,9 @@ def xtoken(task: ChunkTask) -> Terms:
 
 @torch.no_grad()
 def _top_columns(task: ChunkTask, teacher: TeacherDistributions) -> TopColumns:
-    """The teacher's top k columns of every chunk among those that some student token is projected into.
-
-    The student has no mass in the others, so they count to the rest. With `chain` log-probabilities include the
-    chunk's other tokens, and what is missing to one is in the rest.
-    """
+    """The teacher's top k columns of every chunk among those that some student token is projected into."""
+    # The student has no mass in the others, so they count to the rest. With `chain` log-probabilities include the
+    # chunk's other tokens, and what is missing to one is in the rest.
     unreachable = (~task.projection.reachable).nonzero()[:, 0]
     k = min(task.settings.top_k, task.projection.num_teacher - len(unreachable))
     count, floor = task.pairing.count, floor_of(task.dtype)

@@ -243,12 +243,8 @@ def put_entries(out: Tensor, order: Tensor | None, columns: Tensor, values: Tens
 
 
 def _gathered(visit: Visit, columns: Tensor, centres: Tensor, scale: float, *, absent: float) -> Tensor:
-    """u = (z − c)/T at single columns, [n] or [n, k], fp32; the floor where z is −inf.
-
-    Args:
-        columns: `logits.shape[1]` where another rank holds the column, or none does; u is `absent` there.
-        centres: c of all rows [N].
-    """
+    """u = (z − c)/T at single columns, [n] or [n, k], fp32; the floor where z is −inf."""
+    # The columns are `logits.shape[1]` where another rank holds the column, or none does: u is `absent` there.
     rows, logits, order, _ = visit
     if not logits.shape[1]:
         return torch.full(columns.shape, absent, dtype=torch.float32, device=logits.device)
