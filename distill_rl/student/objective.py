@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from distill_rl.config.schema import LossConfig, TeacherConfig
 from distill_rl.losses import DenseLogits, HiddenStates
-from distill_rl.losses.core.logits import Student
-from distill_rl.losses.core.logits import as_tree
+from distill_rl.losses.core.logits import Student, as_tree
 from distill_rl.losses.targets import Teacher, Wire
 from distill_rl.student.teachers.agreement import SUMS, agreement_of_chunks, agreement_of_tokens
 from distill_rl.student.teachers.asked_tokens import AskedTokens

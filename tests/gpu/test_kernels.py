@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from distill_rl.config.schema import OptimizerConfig
 from distill_rl.losses import DenseLogits, fused_linear_kd_loss, kd_loss, vocab_parallel_topk
-from distill_rl.losses.kernels import uses_triton
 from distill_rl.losses.core.checks import Backend
+from distill_rl.losses.kernels import uses_triton
 from distill_rl.student.optim import build_optimizer
 from tests.bench.gpu.losses_cuda import describe_triton
 from tests.bench.gpu.timing import copy_bandwidth, matmul_rate, median_seconds, peak_bytes

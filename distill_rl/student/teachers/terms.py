@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from distill_rl.config.schema import LossConfig
 from distill_rl.losses import DenseLogits, chunk_kd_loss, kd_loss
-from distill_rl.losses.core.logits import Student, columns_of
 from distill_rl.losses.core.checks import Backend
+from distill_rl.losses.core.logits import Student, columns_of
 from distill_rl.losses.targets import Teacher
 from distill_rl.student.teachers.asked_tokens import AskedTokens
 from distill_rl.student.teachers.chunk_rows import flat_chunks

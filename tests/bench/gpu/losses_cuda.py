@@ -35,8 +35,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distill_rl.losses import DenseLogits, TeacherHidden, fused_linear_kd_loss, kd_loss, vocab_parallel_topk
-from distill_rl.losses.kernels import uses_triton
 from distill_rl.losses.core.checks import Backend
+from distill_rl.losses.kernels import uses_triton
 from distill_rl.losses.targets import Teacher
 from tests.bench import harness, record
 from tests.bench.gpu.timing import copy_bandwidth, matmul_rate, median_seconds, peak_bytes

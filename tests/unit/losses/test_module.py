@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distill_rl.losses import DenseLogits, KDLoss, kd_loss, vocab_parallel_topk
+from distill_rl.losses.kd import KDKeywords
 
 DRAW = torch.Generator().manual_seed(0)
 STUDENT, TEACHER = (torch.randn(6, 40, generator=DRAW) for _ in range(2))
@@ -72,3 +73,8 @@ def test_a_compiled_model_has_one_graph_break_at_each_call_and_no_warning() -> N
 
 def test_entries_keep_their_signatures() -> None:
     assert list(inspect.signature(kd_loss).parameters)[:3] == ["student_logits", "teacher", "labels"]
+
+
+def test_what_passes_keywords_on_knows_those_of_the_loss() -> None:
+    _, _, *keywords = inspect.signature(kd_loss).parameters
+    assert set(KDKeywords.__annotations__) == set(keywords)
