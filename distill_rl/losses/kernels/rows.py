@@ -70,8 +70,8 @@ def row_sums(
     row = tl.program_id(0).to(tl.int64)
     source = _row_of(order, row)
     base = logits + source * stride
-    highest = FLOOR
-    m = FLOOR
+    highest = tl.full([], FLOOR, tl.float32)
+    m = tl.full([], FLOOR, tl.float32)
     total = 0.0
     total_at_one = 0.0
     left_out = num_columns
@@ -197,8 +197,8 @@ def pair_sums(
     teacher_source = _row_of(teacher_order, row)
     base = logits + source * stride
     teacher_base = teacher + teacher_source * teacher_stride
-    m = FLOOR
-    n = FLOOR
+    m = tl.full([], FLOOR, tl.float32)
+    n = tl.full([], FLOOR, tl.float32)
     total = 0.0
     total_at_one = 0.0
     teacher_total = 0.0
