@@ -352,12 +352,9 @@ class TopKRows(TeacherRows):
     def collect(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         if self.label is not None:
             self.label.collect(rows, u)
-        # The logits at S go to `top`, 0 where another rank has the column. R is what is left, so S is at the floor meanwhile.
         columns = self.shard.columns(self.ids[rows])
-        top = u.gather(1, columns)
-        self.top[rows] = torch.where(columns < self.shard.size, top, 0)
-        self.rest.add(rows, u.scatter_(1, columns, floor_of(u.dtype)), buffers.buffer("work", u.shape[0]))
-        u.scatter_(1, columns, top)
+        top = self.rest.add_others(rows, u, columns, buffers.buffer("work", u.shape[0]))
+        self.top[rows] = torch.where(columns < self.shard.size, top, 0)  # 0 where another rank has the column
 
     def complete(self, rows: slice) -> None:
         self.all_reduce(rows, [self.rest], [(self.top, self.shard.columns(self.ids[rows]))])

@@ -229,6 +229,13 @@ class LogSums:
             self.totals[power][rows] = row_sum(torch.exp(exponents, out=work if power == 1 else exponents))
         return work
 
+    def add_others(self, rows: slice, u: Tensor, columns: Tensor, work: Tensor) -> Tensor:
+        """As `add`, of all but these columns [n, k] of a chunk u. Returns u there, [n, k]."""
+        left_out = u.gather(1, columns)
+        self.add(rows, u.scatter_(1, columns, floor_of(u.dtype)), work)
+        u.scatter_(1, columns, left_out)
+        return left_out
+
     def weigh(self, rows: slice, exponentials: Tensor, y: Tensor) -> None:
         """Sets the weighted total Σ exponentials · y of these rows. Overwrites the exponentials, what `add` returned."""
         assert self.weighted is not None

@@ -44,10 +44,7 @@ class LabelLogprobRows(RowFunction):
         """Stores a chunk's sums and the labels' logits. Returns exp(u) in the buffer `work`."""
         self.label.collect(rows, u)
         if self.others is not None:
-            columns = self.label.columns[rows, None]
-            label = u.gather(1, columns)
-            self.others.add(rows, u.scatter_(1, columns, floor_of(u.dtype)), buffers.buffer("work", u.shape[0]))
-            u.scatter_(1, columns, label)
+            self.others.add_others(rows, u, self.label.columns[rows, None], buffers.buffer("work", u.shape[0]))
         return self.sums.add(rows, u, buffers.buffer("work", u.shape[0]))
 
     def complete(self, rows: slice) -> None:
