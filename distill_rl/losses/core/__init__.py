@@ -1,1 +1,1 @@
-"""What all losses share: streaming over logits, vocabulary shards, argument checks, reductions."""
+"""What all losses share: streaming over logits, what is computed per row, vocabulary shards, argument checks."""
