@@ -182,7 +182,7 @@ class PieceRef:
     """What a row holds of a document, by which a store of targets finds it. Most documents are one piece."""
 
     name: bytes
-    """Of the document (`data.batch.naming`)."""
+    """Of the document (`data.batch.tokenization.name_of`)."""
     first: int
     """Tokens of the document before the piece."""
     prefix: int

@@ -17,10 +17,10 @@ from distill_rl.errors import DistillError
 from distill_rl.models.conversion import Fused, Match, restore
 from distill_rl.models.files.headers import holds_several
 from distill_rl.models.files.hub import read_config, resolve
-from distill_rl.models.load import skeleton
 from distill_rl.models.lora import folder as adapter_folder
 from distill_rl.models.lora.adapters import Adapter, gather, injected_in
 from distill_rl.models.parallelize import reshard, tie_again
+from distill_rl.models.skeleton import skeleton
 from distill_rl.models.weights import WeightFiles, tensors_in_files
 from distill_rl.parallel.shards import gather_to_first
 from distill_rl.system.made_folder import replacing

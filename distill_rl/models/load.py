@@ -26,14 +26,14 @@ from torch.distributed.tensor import DTensor
 
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import StudentConfig, TeacherConfig
-from distill_rl.errors import ConfigError, first_line
+from distill_rl.errors import ConfigError
 from distill_rl.models import families, forward
 from distill_rl.models.attention import varlen
 from distill_rl.models.attention.choice import choose, with_masks
 from distill_rl.models.buffers import restore_buffers
 from distill_rl.models.checks.plan import check_plan
 from distill_rl.models.checks.probe import probe
-from distill_rl.models.conversion import TABLE, Match
+from distill_rl.models.conversion import Match
 from distill_rl.models.files.headers import holds_several
 from distill_rl.models.files.hub import read_config, resolve
 from distill_rl.models.lora import adapters
@@ -41,6 +41,7 @@ from distill_rl.models.parallelize import parallelize, tie_again
 from distill_rl.models.quantization.apply import Taken, weight_bytes
 from distill_rl.models.quantization.weight import Format
 from distill_rl.models.rotary import use_own_lengths
+from distill_rl.models.skeleton import DTYPES, skeleton, without_cache
 from distill_rl.models.weights import WeightFiles, read_tensor, read_weights, tensors_in_files
 from distill_rl.parallel.shards import local_part
 
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
     from distill_rl.parallel.mesh import World
 
 log = logging.getLogger(__name__)
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_model(
@@ -224,53 +223,9 @@ def _load_as_stored(
         raise ConfigError(key, problem, str(folder))
     varlen.register()
     model = load_as_stored(folder, dtype=dtype, attention=attention, device=world.device, key=key)
-    _without_cache(model)
+    without_cache(model)
     use_own_lengths(model)
     return model.eval().requires_grad_(False)
-
-
-def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """Returns the model without memory: every tensor is on the meta device, parameters in `dtype`.
-
-    Its cache and the search for padding in its inputs are switched off.
-
-    Args:
-        attention: transformers' name of an implementation, or one of `OURS`.
-
-    Raises:
-        ConfigError: no causal LM of this config, or the attention implementation is not available.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    varlen.register()
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
-            )
-    except (ValueError, ImportError) as error:
-        raise ConfigError(
-            f"model type {config.model_type}",
-            f"transformers must have it as a causal LM with {attention} attention",
-            first_line(error),
-            "try another setting of `attention`",
-        ) from error
-    # While its classes have their own names, which tables go by, and which FSDP2 changes.
-    setattr(model, TABLE, get_model_conversion_mapping(model))
-    _without_cache(model)
-    use_own_lengths(model)
-    return model
-
-
-def _without_cache(model: PreTrainedModel) -> None:
-    """Switches off a model's cache and the search for padding in its inputs."""
-    # With a cache, packed documents would see each other; see forward.logits.
-    model.config.use_cache = False
-    for module in model.modules():
-        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
-            # It searches for padding, which makes the host wait for the GPU in every forward.
-            module.warn_if_padding_and_no_attention_mask = lambda *inputs: None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)

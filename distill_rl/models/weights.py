@@ -16,9 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from distill_rl.errors import ConfigError
+from distill_rl.errors import ConfigError, problem
 from distill_rl.models.conversion import Fused, Match, match
 from distill_rl.models.files.headers import FLOATS, TIED_APART, UNTIE, model_names, weight_files, weight_problems
+from distill_rl.models.files.tensors import Shapes, first_few
 from distill_rl.models.lora.adapters import names_in_files
 from distill_rl.parallel.shards import local_part, local_slices
 
@@ -213,3 +214,43 @@ def _read_fused(model: PreTrainedModel, fused: Fused, files: WeightFiles, where:
 
     local.copy_(fused.read(model, read, where))
     return size
+
+
+def compare(key: str, model: PreTrainedModel, shapes: Shapes) -> list[str]:
+    """Returns what differs between a model and its files, at most one line each for what lacks, is left over or misfits.
+
+    Args:
+        key: the setting that names the model, for the lines.
+        model: on the meta device.
+    """
+    family = model.config.model_type
+    tensors = stored_tensors(model)
+    found = match(model, tensors, shapes)
+    unexpected = found.unexpected
+    missing = [name for name, candidates in found.stored.items() if not candidates]
+    of_files = {(candidate, name): shapes[candidate] for name, names in found.stored.items() for candidate in names}
+    of_files |= {(f"{name} (of {len(fused.names)})", name): fused.shape for name, fused in found.fused.items()}
+    misfits = [
+        f"{candidate} is {list(shape)}, not {list(tensors[name].shape)}"
+        for (candidate, name), shape in of_files.items()
+        if shape != tuple(tensors[name].shape)
+    ]
+    whole = "copy the model again, or give the config.json that belongs to it"
+    lines = []
+    if missing:
+        lines.append(problem(key, f"{_tensors(missing)} of {family} must be in the files", first_few(missing), whole))
+    if unexpected:
+        lines.append(
+            problem(
+                key, f"{_tensors(unexpected)} in the files, and {family} has none such", first_few(unexpected), whole
+            )
+        )
+    if misfits:
+        lines.append(
+            problem(key, f"{_tensors(misfits)} must have the shape that config.json gives", first_few(misfits), whole)
+        )
+    return lines
+
+
+def _tensors(names: list[str]) -> str:
+    return f"{len(names)} tensor" if len(names) == 1 else f"{len(names)} tensors"

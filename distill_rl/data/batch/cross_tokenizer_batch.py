@@ -37,8 +37,7 @@ import numpy as np
 from distill_rl.align import Alignment
 from distill_rl.data.batch.collate import BatchPlan, arrange, divide, lay_out, pad_id
 from distill_rl.data.batch.document_aligner import AlignedDocuments, CrossTokenizerTeacher, DocumentAligner
-from distill_rl.data.batch.naming import NONE_STORED, StoredTargets
-from distill_rl.data.batch.pieces import STUDENT, Extent, Piece, splitter_of
+from distill_rl.data.batch.pieces import NONE_STORED, STUDENT, Extent, Piece, StoredTargets, splitter_of
 from distill_rl.data.batch.row_shares import RowShares
 from distill_rl.data.batch.tokenization import Encoded, Tokenization, unknown_token
 from distill_rl.types import (

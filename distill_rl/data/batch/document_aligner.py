@@ -17,9 +17,17 @@ import numpy as np
 from distill_rl.align import Alignment, TokenAligner, Tokenized
 from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.batch.chat import render_document
-from distill_rl.data.batch.naming import NONE_STORED, NOTHING, StoredTargets, name_of, ref_of
-from distill_rl.data.batch.pieces import STUDENT, Extent, Piece, splitter_of
-from distill_rl.data.batch.tokenization import NO_TOKENS, Encoded, StopTokens, Tokenization
+from distill_rl.data.batch.pieces import (
+    NONE_STORED,
+    NOTHING,
+    STUDENT,
+    Extent,
+    Piece,
+    StoredTargets,
+    ref_of,
+    splitter_of,
+)
+from distill_rl.data.batch.tokenization import NO_TOKENS, Encoded, StopTokens, Tokenization, name_of
 from distill_rl.data.batch.unrendered import TemplateCoverage
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.data.routing import asked, weights_of

@@ -1,4 +1,4 @@
-"""One document → the pieces of it that rows hold: `data.long_documents`.
+"""One document → the pieces of it that rows hold (`data.long_documents`), and how a store of targets finds them.
 
 A document that fits into a row is one piece. With `cut`, so is any other: its beginning, and the rest is left out. With
 `split`, it becomes several pieces, which are rows of the same batch:
@@ -17,8 +17,8 @@ place earlier then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -27,6 +27,11 @@ import numpy as np
 
 from distill_rl.align import Alignment
 from distill_rl.data.batch.tokenization import Encoded
+from distill_rl.data.routing import asked
+from distill_rl.types import PieceRef
+
+NOTHING = PieceRef(b"", 0, 0, 0, True)
+"""Stands for a piece that a teacher is not asked for."""
 
 STUDENT = -1
 """The student's side, beside the indices of teachers that have their own tokenizer."""
@@ -195,3 +200,52 @@ def _place_before(
     if earlier < 0 or places[earlier, 0] - start[0] < 2 or (places[-1] - places[earlier] > room).any():
         return stop, following
     return places[earlier], places[earlier]
+
+
+def ref_and_tokens(piece: Piece, teacher: int, names: Mapping[int, bytes]) -> tuple[PieceRef, np.ndarray]:
+    """By which a store finds a piece as a teacher reads it, and the teacher's tokens of it, int32 [n].
+
+    Args:
+        names: the document's name for teachers with their own tokenizer; the others read the student's tokens.
+    """
+    is_own = teacher in piece.alignments
+    tokens = piece.alignments[teacher].teacher_ids if is_own else piece.encoded.input_ids
+    extent = piece.extents.get(teacher if is_own else STUDENT, Extent())
+    name = names.get(teacher, b"") if is_own else piece.encoded.name
+    return PieceRef(name, extent.first, extent.prefix, len(tokens), extent.whole), tokens
+
+
+def ref_of(piece: Piece, teacher: int, names: Mapping[int, bytes]) -> PieceRef:
+    """The first part of `ref_and_tokens`."""
+    return ref_and_tokens(piece, teacher, names)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTargets:
+    """The teachers whose targets are read or stored."""
+
+    teachers: frozenset[int] = frozenset()
+    """Their indices: rows for them say which pieces they hold (`RankBatch.pieces`)."""
+    required: Mapping[int, Callable[[PieceRef, np.ndarray], bool]] = field(default_factory=dict)
+    """By the index of each whose store decides what is trained on: whether the store has a piece with these tokens."""
+
+    def no_refs(self) -> dict[int, list[PieceRef]]:
+        """An empty list for each of these teachers."""
+        return {i: [] for i in self.teachers}
+
+    def have(self, pieces: Sequence[Piece], names: Mapping[int, bytes], weights: Sequence[float] | None = None) -> bool:
+        """Whether every store that decides has all pieces of a document, if its teacher is asked for it.
+
+        Args:
+            names: as for `ref_and_tokens`.
+            weights: the document's, if teachers are chosen by row (`routing.weights_of`).
+        """
+        return all(
+            has(*ref_and_tokens(piece, i, names))
+            for i, has in self.required.items()
+            if asked(weights, i)
+            for piece in pieces
+        )
+
+
+NONE_STORED = StoredTargets()

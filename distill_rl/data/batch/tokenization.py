@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from hashlib import blake2b
 from typing import Any, Literal
 
 import numpy as np
@@ -14,11 +16,11 @@ from distill_rl.align.chats.rendering import CharSpan, content_spans
 from distill_rl.align.tokenizer.encoder import Encoder
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.batch.chat import render, render_document, roles_to_train_on
-from distill_rl.data.batch.naming import name_of
 from distill_rl.data.batch.unrendered import TemplateCoverage
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.errors import DataError
 from distill_rl.system.template_budget import LIMITED
+from distill_rl.types import NAME_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,3 +347,13 @@ def _encoded(ids: Sequence[int], mask: np.ndarray | None = None) -> Encoded:
 
 NO_TOKENS = _encoded([])
 """An empty document; keeps the place of one that is left out."""
+
+
+def name_of(text: str) -> bytes:
+    """The name of a document, 16 bytes: BLAKE2b of its text in Unicode's form NFC, as UTF-8.
+
+    Args:
+        text: as the tokenizer gets it; of a chat, what the chat template makes of it. Lone surrogates are allowed.
+    """
+    normalised = unicodedata.normalize("NFC", text)
+    return blake2b(normalised.encode("utf-8", "surrogatepass"), digest_size=NAME_BYTES).digest()

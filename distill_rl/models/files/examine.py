@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from distill_rl.errors import ConfigError, first_line, problem
 from distill_rl.models.files.headers import read_headers, tied_problems
 from distill_rl.models.files.hub import read_config
-from distill_rl.models.files.tensors import compare
 from distill_rl.system.processes.child import call_in_child
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def _lines_elsewhere(
 def _examine(key: str, folder: Path, attention: str, packing: bool, weights: bool, automatic: bool) -> Iterator[str]:
     """Yields the lines of `examine`; raises ConfigError where the model cannot be made at all."""
     from distill_rl.models.conversion import match
-    from distill_rl.models.weights import stored_tensors
+    from distill_rl.models.weights import compare, stored_tensors
 
     config = read_config(folder)
     family = config.model_type
@@ -99,7 +98,7 @@ def _made(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     Raises:
         ConfigError: the class cannot be made with this config and attention; any exception of its constructor.
     """
-    from distill_rl.models.load import DTYPES, skeleton
+    from distill_rl.models.skeleton import DTYPES, skeleton
 
     try:
         return skeleton(config, dtype=DTYPES["fp32"], attention=attention)

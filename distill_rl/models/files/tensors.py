@@ -1,20 +1,17 @@
 """Whether the files of a model hold the tensors that its class has: names and shapes, without the weights.
 
 `plainly_whole` knows the tensors of the Llama kind of families and imports nothing. What it does not confirm, the model
-class itself decides on the meta device (`compare`), which takes seconds to import.
+class itself decides on the meta device (`weights.compare`), which takes seconds to import.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distill_rl.errors import problem
 from distill_rl.models.families import head_size
 from distill_rl.models.files.headers import FLOATS
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of every tensor in a model's files, by name."""
@@ -75,53 +72,12 @@ def dtype_problems(key: str, headers: Mapping[str, Mapping[str, Any]]) -> list[s
     others = {name: entry["dtype"] for name, entry in headers.items() if entry["dtype"] not in FLOATS}
     if not others:
         return []
-    listed = _first([f"{name} is {dtype}" for name, dtype in others.items()])
+    listed = first_few([f"{name} is {dtype}" for name, dtype in others.items()])
     rule = f"the weights must be floats of 16 bits or more ({', '.join(FLOATS)})"
     remedy = "use the original, unquantized weights, or for a teacher quantization: as_stored or the backend vllm"
     return [problem(key, rule, listed, remedy)]
 
 
-def compare(key: str, model: PreTrainedModel, shapes: Shapes) -> list[str]:
-    """Returns what differs between a model and its files, at most one line each for what lacks, is left over or misfits.
-
-    Args:
-        key: the setting that names the model, for the lines.
-        model: on the meta device.
-    """
-    from distill_rl.models.conversion import match
-    from distill_rl.models.weights import stored_tensors
-
-    family = model.config.model_type
-    tensors = stored_tensors(model)
-    found = match(model, tensors, shapes)
-    unexpected = found.unexpected
-    missing = [name for name, candidates in found.stored.items() if not candidates]
-    of_files = {(candidate, name): shapes[candidate] for name, names in found.stored.items() for candidate in names}
-    of_files |= {(f"{name} (of {len(fused.names)})", name): fused.shape for name, fused in found.fused.items()}
-    misfits = [
-        f"{candidate} is {list(shape)}, not {list(tensors[name].shape)}"
-        for (candidate, name), shape in of_files.items()
-        if shape != tuple(tensors[name].shape)
-    ]
-    whole = "copy the model again, or give the config.json that belongs to it"
-    lines = []
-    if missing:
-        lines.append(problem(key, f"{_tensors(missing)} of {family} must be in the files", _first(missing), whole))
-    if unexpected:
-        lines.append(
-            problem(key, f"{_tensors(unexpected)} in the files, and {family} has none such", _first(unexpected), whole)
-        )
-    if misfits:
-        lines.append(
-            problem(key, f"{_tensors(misfits)} must have the shape that config.json gives", _first(misfits), whole)
-        )
-    return lines
-
-
-def _tensors(names: list[str]) -> str:
-    return f"{len(names)} tensor" if len(names) == 1 else f"{len(names)} tensors"
-
-
-def _first(names: list[str]) -> str:
+def first_few(names: list[str]) -> str:
     """The first few names, and an ellipsis if there are more."""
     return ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")

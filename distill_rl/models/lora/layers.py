@@ -180,7 +180,7 @@ def survey(folder: Path, lora: LoraConfig, shapes: Shapes | None = None) -> Lora
 
 
 def _survey(folder: Path, lora: LoraConfig) -> LoraFacts:
-    from distill_rl.models.load import DTYPES, skeleton
+    from distill_rl.models.skeleton import DTYPES, skeleton
 
     model = skeleton(read_config(folder), dtype=DTYPES["fp32"], attention="eager")
     return sizes(Outline.of_model(model), lora)

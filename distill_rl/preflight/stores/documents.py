@@ -165,7 +165,7 @@ def _look_up(
     2. So are all others, but those that every store has whole under their name. If that was wrong for one of the first
        (a tokenizer that ends texts in another token, for example), it counts for none.
     """
-    from distill_rl.data.batch.naming import StoredTargets, ref_and_tokens
+    from distill_rl.data.batch.pieces import StoredTargets, ref_and_tokens
     from distill_rl.data.routing import asked, weights_of
     from distill_rl.types import row_of
 
@@ -202,7 +202,7 @@ def _is_known(document: Mapping[str, Any], stores: Iterable[Store]) -> bool:
     Not known of a chat, whose name depends on its template, nor of a text in another form than NFC, which has the name
     of that form, but perhaps other tokens.
     """
-    from distill_rl.data.batch.naming import name_of
+    from distill_rl.data.batch.tokenization import name_of
 
     text = document.get("text")
     if text is None or not is_normalized("NFC", text):

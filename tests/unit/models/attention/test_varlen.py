@@ -17,7 +17,7 @@ from distill_rl.models import families, forward
 from distill_rl.models.attention import varlen
 from distill_rl.models.attention.choice import PASSES_WINDOW, VARLEN
 from distill_rl.models.attention.varlen import Documents
-from distill_rl.models.load import skeleton
+from distill_rl.models.skeleton import skeleton
 from distill_rl.parallel.mesh import World
 from distill_rl.types import TokenRows
 from tests.gpu.conftest import Figures
