@@ -20,10 +20,10 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -42,18 +42,16 @@ from distill_rl.models.parallelize import GradientReduction, reshard
 from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World, data_mesh
 from distill_rl.student import checkpoint
+from distill_rl.student.compared import Target, complete_gradient, open_teachers, save_learned
 from distill_rl.student.forward_pass import ForwardPass
 from distill_rl.student.loss_sums import LossSums
-from distill_rl.student.objective import Blend, Objective, Target
+from distill_rl.student.objective import Blend, Objective, asked_sizes
 from distill_rl.student.optim import Schedule, build_optimizer, clip_gradients
 from distill_rl.student.router_balance import RouterBalance
 from distill_rl.student.step_guard import StepGuard
 from distill_rl.student.step_losses import StepLosses, ce_over_kd
-from distill_rl.student.teachers.asked_tokens import AskedCounts, asked_sizes
-from distill_rl.student.teachers.heads import open_heads
-from distill_rl.student.teachers.projections import complete_gradient, open_projections, save_learned
 from distill_rl.system.gpu_memory import gpu_phase
-from distill_rl.types import IGNORE_INDEX, CrossTokenizerSpec, RankBatch
+from distill_rl.types import CrossTokenizerSpec, RankBatch, TeacherPart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,10 +109,15 @@ class StudentEngine:
         if student.kernels == "liger":
             use_liger(self.model)
         self.cross_tokenizer_specs = tuple(cross_tokenizer_specs)
-        projections = open_projections(cross_tokenizer_specs, world, learnable=config.projection.learnable)
-        columns, teachers = self.model.config.vocab_size, running_teachers(config)
-        heads = open_heads(teachers, cross_tokenizer_specs, world, columns=columns, tokens=vocabulary_size)
-        self.objective = Objective(config.loss, config.teachers, projections, heads)
+        teachers = open_teachers(
+            running_teachers(config),
+            cross_tokenizer_specs,
+            world,
+            learnable=config.projection.learnable,
+            columns=self.model.config.vocab_size,
+            tokens=vocabulary_size,
+        )
+        self.objective = Objective(config.loss, teachers)
         self.routers = RouterBalance(self.model, config.loss.router_weight, world)
         self.forward_pass = ForwardPass(self.model, self.objective, world, vocabulary_size, fused=self.fused)
         self.kd_scale = 1.0
@@ -170,6 +173,7 @@ class StudentEngine:
             last: whether `optim_step` comes next. Only then are the gradients complete in the parameters' `.grad`;
                 until then they may be in FSDP2's buffers.
         """
+        batch = self._with_teachers(batch)
         dynamic = self.config.loss.dynamic_scale if self.objective.teachers else "off"
         if dynamic == "exact":
             with torch.no_grad():
@@ -182,7 +186,7 @@ class StudentEngine:
             self.kd_scale = ce_over_kd(sums, self.world)
         metrics = self._metrics("train", batch, sums, blend)
         if metrics:
-            compared = self.objective.num_compared(batch.num_labels, batch.chunks, batch.token_weights)
+            compared = self.objective.num_compared(batch.num_labels, batch.teachers)
             metrics["train/unlabelled"] = Metric(float(compared == 0), "max")
         if metrics and dynamic != "off":
             metrics["train/kd_scale"] = Metric(blend.kd, "last")
@@ -237,6 +241,7 @@ class StudentEngine:
         metrics are merged over ranks like its own; on a rank that does not report the result is `{}`. The
         model is in training mode afterwards.
         """
+        batch = self._with_teachers(batch)
         blend = self.objective.blend(scores, self.kd_scale, asked_sizes(batch))
         self.model.eval()
         try:
@@ -348,7 +353,7 @@ class StudentEngine:
             backward: add the gradient to the parameters'.
             last: with `backward`, whether the gradient of the step is complete afterwards, so that it must be reduced
                 over ranks.
-            with_agreement: as in `Objective.forward`.
+            with_agreement: as in `MicroBatch`.
         """
         sums = LossSums(len(self.objective.teachers), self.world.device, with_agreement, bool(self.routers))
         end = batch.first_row + batch.rows.shape[0]
@@ -356,18 +361,19 @@ class StudentEngine:
             if backward:
                 self._reduction.before_micro_batch(last and first_row + rows.shape[0] == end)
             start = first_row - batch.first_row
-            part = slice(start, start + rows.shape[0])
-            chunks = [each and each[part].cut() for each in batch.chunks]
-            weights = [each and each[part] for each in batch.token_weights]
+            parts = [part[start : start + rows.shape[0]] for part in batch.teachers]
             with gpu_phase("forward"), targets(first_row, rows.shape[0]) as fetched:
                 with self.routers.of(rows, batch.num_labels) as balance:
-                    output = self.forward_pass(rows, fetched, batch.num_labels, chunks, blend, with_agreement, weights)
+                    output = self.forward_pass(rows, batch.num_labels, blend, parts, fetched, with_agreement)
                 if backward:
                     with gpu_phase("backward"):
                         output.loss.backward()
             sums.add(output, balance)
         sums.add_other_positions(self.world)
         return sums
+
+    def _with_teachers(self, batch: RankBatch) -> RankBatch:
+        return batch if batch.teachers else replace(batch, teachers=(TeacherPart(),) * len(self.objective.teachers))
 
     def _metrics(self, prefix: str, batch: RankBatch, sums: LossSums, blend: Blend) -> dict[str, Metric]:
         """Returns the metrics of `batch` from its summed losses (`LossSums.metrics`), by name with `prefix/`.
@@ -376,9 +382,7 @@ class StudentEngine:
         """
         if not self.world.reports:
             return {}
-        num_labels = int(np.count_nonzero(batch.rows.labels != IGNORE_INDEX))
-        asked = [AskedCounts.of(weights, num_labels) for weights in batch.token_weights]
-        return sums.metrics(prefix, self.objective, blend, num_labels, asked)
+        return sums.metrics(prefix, self.objective, blend, batch)
 
     def _begin_step(self) -> None:
         """Starts new sums of losses, and remembers `kd_scale`, which is restored if the step is skipped."""

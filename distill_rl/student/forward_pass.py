@@ -20,9 +20,9 @@ from distill_rl.models.inputs import tensor_to_device, to_device
 from distill_rl.parallel.mesh import World
 from distill_rl.parallel.sequence import own_positions, part_of_rows
 from distill_rl.parallel.shards import mask_padded_columns
-from distill_rl.student.objective import Blend, Objective, ObjectiveOutput, Target
-from distill_rl.student.teachers.asked_tokens import AskedTokens
-from distill_rl.types import IGNORE_INDEX, ChunkRows, TokenRows, TokenWeights
+from distill_rl.student.compared import Target
+from distill_rl.student.objective import Blend, MicroBatch, Objective, ObjectiveOutput
+from distill_rl.types import IGNORE_INDEX, TeacherPart, TokenRows
 
 
 class ForwardPass:
@@ -42,21 +42,21 @@ class ForwardPass:
     def __call__(
         self,
         rows: TokenRows,
-        targets: Sequence[Target | None],
         num_labels: int,
-        chunks: Sequence[ChunkRows | None],
         blend: Blend,
-        with_agreement: bool,
-        token_weights: Sequence[TokenWeights | None] = (),
+        teachers: Sequence[TeacherPart],
+        targets: Sequence[Target | None],
+        with_agreement: bool = False,
     ) -> ObjectiveOutput:
-        """The forward pass of a micro-batch and its loss; other arguments as in `Objective.forward`.
+        """The forward pass of a micro-batch and its loss.
 
         With a fused loss the logits are never made as a whole. Padded columns are masked either way.
 
         Args:
-            rows: in host memory, like `chunks`; whole.
-            targets: of the whole rows, on any device.
-            token_weights: of these rows (`RankBatch.token_weights`), as wide as they are or wider.
+            rows: in host memory; whole.
+            num_labels, blend, with_agreement: as in `MicroBatch`.
+            teachers: of these rows, per teacher.
+            targets: per teacher, of the whole rows, on any device; None for a teacher that the run has lost.
 
         Returns:
             The loss and its sums over this rank's positions.
@@ -67,26 +67,30 @@ class ForwardPass:
         num_rows, width = rows.shape
         part = own_positions(self._world, width)
         own = rows.labels[:, part]
-        labels = to_device(own, self._device)
         if self._world.sp > 1:
-            if any(chunks):
+            if any(teacher.chunks for teacher in teachers):
                 raise ValueError("chunks: may cross the border between two ranks, so student.parallel.sp must be 1")
             targets = [
                 target and _each(target, lambda whole: part_of_rows(whole, num_rows, part)) for target in targets
             ]
         here = [target and _each(target, lambda tensor: tensor_to_device(tensor, self._device)) for target in targets]
-        own_labels = int(np.count_nonzero(own != IGNORE_INDEX))
-        asked = [weights and AskedTokens.of(weights.positions(part), labels, own_labels) for weights in token_weights]
-        arguments = labels, here, num_labels, chunks, blend, own_labels, with_agreement, asked
+        batch = MicroBatch(
+            to_device(own, self._device),
+            num_labels,
+            blend,
+            [teacher.of_positions(part) for teacher in teachers],
+            int(np.count_nonzero(own != IGNORE_INDEX)),
+            with_agreement,
+        )
         if not self._fused:
-            return self._objective(self.logits(rows), *arguments)
+            return self._objective(self.logits(rows), batch, here)
 
         scale, softcap = forward.scale_and_cap(self._model.config)
 
         def loss(hidden: Tensor, layer: Any) -> ObjectiveOutput:
             bias = layer.bias if getattr(layer, "bias", None) is None else layer.bias * scale
             student = StudentHidden(hidden, layer.weight, bias, softcap, scale, self._vocabulary_size)
-            return self._objective(student, *arguments)
+            return self._objective(student, batch, here)
 
         ids, positions, documents = self._inputs(rows)
         return forward.with_hidden(self._model, ids, positions, loss, documents)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from distill_rl.config.schema import TeacherConfig
 from distill_rl.parallel.mesh import World
+from distill_rl.student.compared import ComparedTeacher
 from distill_rl.student.loss_sums import LossSums
 from distill_rl.student.objective import Blend
 
@@ -44,7 +44,7 @@ class StepLosses:
         dist.all_reduce(total)
         return total.item() / (self._world.sp * self._world.tp)
 
-    def blamed(self, teachers: Sequence[TeacherConfig]) -> list[str]:
+    def blamed(self, teachers: Sequence[ComparedTeacher]) -> list[str]:
         """Returns the teachers whose KD is not finite in this step although the student's CE is, on every rank alike.
 
         Collective.
@@ -58,7 +58,7 @@ class StepLosses:
         ce, *kd = total.tolist()
         if not math.isfinite(ce):
             return []
-        return [teacher.name for teacher, value in zip(teachers, kd) if not math.isfinite(value)]
+        return [teacher.settings.name for teacher, value in zip(teachers, kd) if not math.isfinite(value)]
 
 
 def ce_over_kd(sums: LossSums, world: World) -> float:

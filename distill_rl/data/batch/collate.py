@@ -15,7 +15,7 @@ from distill_rl.config.facts import row_width, running_teachers, teacher_length,
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.packing import deal_by_length, first_fit
 from distill_rl.data.batch.tokenization import Encoded, KnownIds
-from distill_rl.types import IGNORE_INDEX, ChunkRows, PieceRef, RankBatch, TokenRows, TokenWeights
+from distill_rl.types import IGNORE_INDEX, PieceRef, RankBatch, TeacherPart, TokenRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,10 +257,11 @@ def divide(
     plan: BatchPlan,
     index: int,
     num_labels: int,
-    chunks: Sequence[ChunkRows | None] = (),
+    *,
+    teachers: Sequence[TeacherPart] = (),
+    by_row: bool = False,
     pieces: Sequence[tuple[PieceRef, ...]] = (),
     asked: np.ndarray | None = None,
-    token_weights: Sequence[TokenWeights | None] = (),
 ) -> list[list[RankBatch]]:
     """Cuts rows into sub-batches and each of these into contiguous parts of equal size, one per data-parallel rank.
 
@@ -269,10 +270,9 @@ def divide(
         sharding: of the model whose parts these are.
         index: of the batch; each part carries it.
         num_labels: in the whole batch; each part carries it.
-        chunks: one entry per teacher, cut like the rows; None for a teacher without chunks.
+        teachers, by_row: of a student; cut like the rows.
         pieces: what every row holds, cut like the rows; empty: the parts do not say.
         asked: bool [R], the rows that a teacher is asked for, cut like the rows; None: all.
-        token_weights: one entry per teacher, cut like the rows; None for a teacher that is asked for all rows.
 
     Returns:
         For each rank its parts, one per sub-batch.
@@ -284,17 +284,16 @@ def divide(
         size = (min(first + step, total) - first) // sharding.dp
         for rank, of_rank in enumerate(parts):
             part = slice(first + rank * size, first + (rank + 1) * size)
-            part_chunks = tuple(None if chunk_rows is None else chunk_rows[part] for chunk_rows in chunks)
             of_rank.append(
                 RankBatch(
                     index,
                     part.start,
                     rows[part],
                     num_labels,
-                    part_chunks,
+                    tuple(teacher[part] for teacher in teachers),
+                    by_row,
                     tuple(pieces[part]),
                     None if asked is None else asked[part],
-                    tuple(None if weights is None else weights[part] for weights in token_weights),
                 )
             )
     return parts

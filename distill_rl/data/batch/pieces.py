@@ -229,10 +229,6 @@ class StoredTargets:
     required: Mapping[int, Callable[[PieceRef, np.ndarray], bool]] = field(default_factory=dict)
     """By the index of each whose store decides what is trained on: whether the store has a piece with these tokens."""
 
-    def no_refs(self) -> dict[int, list[PieceRef]]:
-        """An empty list for each of these teachers."""
-        return {i: [] for i in self.teachers}
-
     def have(self, pieces: Sequence[Piece], names: Mapping[int, bytes], weights: Sequence[float] | None = None) -> bool:
         """Whether every store that decides has all pieces of a document, if its teacher is asked for it.
 

@@ -104,7 +104,7 @@ def step(world: World, folders: dict[str, Path], case: str) -> tuple[StudentEngi
         )
         cross_tokenizer_specs, width = (
             [CrossTokenizerSpec(method, str(folders["projection"]))],
-            [batch.chunks[0].widths[1]],
+            [batch.teachers[0].chunks.widths[1]],
         )
     else:
         documents = random_documents(8, seed=3)

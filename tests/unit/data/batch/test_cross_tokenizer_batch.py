@@ -74,7 +74,7 @@ def test_a_chunk_is_the_same_text_on_both_sides(student, teacher, messages, pack
     info, (part,), ((teacher_part,),) = builder(student, teacher, max_length=400, packing=packing).build(
         documents(corpus_rows(12, 3, messages))
     )
-    (chunks,) = part.chunks
+    (chunks,) = (each.chunks for each in part.teachers)
     total, one_to_one = 0, 0
     for row in range(part.rows.shape[0]):
         count = chunks.student[row].max(initial=-1) + 1
@@ -141,7 +141,7 @@ def test_longer_rows_of_a_teacher_let_the_student_fill_its_own(teacher, student)
 
 def test_teacher_labels_are_exactly_the_chunks(student, teacher):
     _, (part,), ((teacher_part,),) = builder(student, teacher).build(documents(corpus_rows(12, 3)))
-    (chunks,) = part.chunks
+    (chunks,) = (each.chunks for each in part.teachers)
     assert np.array_equal(teacher_part.rows.labels != IGNORE_INDEX, chunks.teacher >= 0)
     following = np.roll(teacher_part.rows.input_ids, -1, axis=1)
     assert np.array_equal(teacher_part.rows.labels[chunks.teacher >= 0], following[chunks.teacher >= 0])
@@ -150,7 +150,7 @@ def test_teacher_labels_are_exactly_the_chunks(student, teacher):
 
 def test_the_end_of_a_text_is_a_chunk(student, teacher):
     _, (part,), ((teacher_part,),) = builder(student, teacher).build(documents([{"text": "kalo mi"}]))
-    (chunks,) = part.chunks
+    (chunks,) = (each.chunks for each in part.teachers)
     student_end = int(np.flatnonzero(part.rows.labels[0] == student.eos_token_id)[0])
     teacher_end = int(np.flatnonzero(teacher_part.rows.labels[0] == teacher.eos_token_id)[0])
     assert chunks.student[0, student_end] == chunks.teacher[0, teacher_end] >= 0
@@ -161,7 +161,7 @@ def test_chat_chunks_are_contents_and_ends_of_turns(student, teacher):
     _, (part,), ((teacher_part,),) = builder(student, teacher, loss_on="assistant").build(
         documents([{"messages": chat}])
     )
-    (chunks,) = part.chunks
+    (chunks,) = (each.chunks for each in part.teachers)
     texts = [spelled(student, part.rows, chunks.student[0], 0, number) for number in range(chunks.num_chunks)]
     assert "".join(texts) == "sol est<|end|>"
     ends = [spelled(teacher, teacher_part.rows, chunks.teacher[0], 0, number) for number in range(chunks.num_chunks)]
@@ -190,7 +190,7 @@ def test_special_tokens_spelled_in_messages_are_text(name):
             for token in ("<|turn|>", "<|end|>", "</s>")
         ]
         assert counts == [4, 4, 0], "only those that the template writes"
-    (chunks,) = part.chunks
+    (chunks,) = (each.chunks for each in part.teachers)
     assert chunks.num_chunks > 8
     inside = [spelled(student, part.rows, chunks.student[0], 0, number) for number in range(chunks.num_chunks)]
     if name in ("byte_level", "tiktoken"):
@@ -236,7 +236,7 @@ def test_assistant_spans_survive_nfc_of_the_template_text():
 def test_long_documents_are_cut_at_a_shared_boundary(student, teacher):
     long = " ".join(row["text"] for row in corpus_rows(6, 2))
     info, (part,), ((teacher_part,),) = builder(student, teacher, max_length=32).build(documents([{"text": long}]))
-    (chunks,) = part.chunks
+    (chunks,) = (each.chunks for each in part.teachers)
     assert info.num_truncated == 1
     assert part.rows.shape[1] <= 32
     assert teacher_part.rows.shape[1] <= 32
@@ -255,11 +255,14 @@ def test_two_teachers_share_one_student_row(student, teacher):
     batch = documents([{"text": long}, {"text": "kalo mi ter"}])
     built = builder(student, teacher, None, third, max_length=32).build(batch)
     info, (part,), (first, (same,), last) = built
-    assert [rows is None for rows in part.chunks] == [False, True, False]
+    assert [each.chunks is None for each in part.teachers] == [False, True, False]
     assert np.array_equal(same.rows.input_ids, part.rows.input_ids)
     assert same.num_labels == part.num_labels
     assert [alignment.teacher for alignment in info.alignments] == ["t0", "t2"]
-    for tokenizer, teacher_part, chunks in ((teacher, first[0], part.chunks[0]), (third, last[0], part.chunks[2])):
+    for tokenizer, teacher_part, chunks in (
+        (teacher, first[0], part.teachers[0].chunks),
+        (third, last[0], part.teachers[2].chunks),
+    ):
         for number in range(chunks.student[0].max() + 1):
             text = spelled(student, part.rows, chunks.student[0], 0, number)
             assert text == spelled(tokenizer, teacher_part.rows, chunks.teacher[0], 0, number)
@@ -285,12 +288,14 @@ def test_ranks_get_contiguous_parts_and_global_counts(student, teacher):
     _, (whole,), _ = builder(student, teacher).build(batch)
     _, parts, _ = builder(student, teacher, dp=2).build(batch)
     assert [part.first_row for part in parts] == [0, 4]
-    joined = np.concatenate([part.chunks[0].student for part in parts])
+    joined = np.concatenate([part.teachers[0].chunks.student for part in parts])
     # Sorted by length, the rows alternate between the ranks; the last one only fills the batch.
-    wanted = np.concatenate([whole.chunks[0].student[[0, 1, 4, 5]], whole.chunks[0].student[[2, 3, 6, 7]]])
+    wanted = np.concatenate(
+        [whole.teachers[0].chunks.student[[0, 1, 4, 5]], whole.teachers[0].chunks.student[[2, 3, 6, 7]]]
+    )
     assert np.array_equal(joined, wanted)
     assert (joined[7] == -1).all()
-    assert {part.chunks[0].num_chunks for part in parts} == {whole.chunks[0].num_chunks}
+    assert {part.teachers[0].chunks.num_chunks for part in parts} == {whole.teachers[0].chunks.num_chunks}
 
 
 def test_teachers_with_the_students_tokenizer_read_its_rows(student):
@@ -301,7 +306,7 @@ def test_teachers_with_the_students_tokenizer_read_its_rows(student):
     other, (wanted,), _ = BatchBuilder(tokenization, plan).build(batch)
     assert np.array_equal(part.rows.input_ids, wanted.rows.input_ids)
     assert np.array_equal(part.rows.input_ids, teacher_part.rows.input_ids)
-    assert part.chunks == ()
+    assert [each.chunks for each in part.teachers] == [None] * len(part.teachers)
     assert info.num_labels == other.num_labels
 
 

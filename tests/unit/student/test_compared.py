@@ -14,7 +14,7 @@ from distill_rl.losses import DenseLogits, HiddenStates, kd_loss
 from distill_rl.losses.core.logits.head import TeacherLogits
 from distill_rl.models import forward
 from distill_rl.models.load import read_output_layer
-from distill_rl.student.teachers.heads import TeacherHead, open_heads
+from distill_rl.student.compared import TeacherHead, open_head
 from distill_rl.types import CrossTokenizerSpec
 from tests.helpers.load import load_model
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -26,7 +26,8 @@ COLUMNS, TOKENS = 300, 290
 
 def head_of(world, folder: Path, *, dtype: str = "fp32", columns: int = COLUMNS, tokens: int = TOKENS) -> TeacherHead:
     teacher = TeacherConfig(model=str(folder), export="hidden", dtype=dtype)
-    (head,) = open_heads([teacher], [], world, columns=columns, tokens=tokens)
+    head = open_head(teacher, None, world, columns=columns, tokens=tokens)
+    assert head is not None
     return head
 
 
@@ -99,7 +100,7 @@ def test_foreign_teacher_keeps_all_columns_masked_by_its_ids(world, tmp_path):
     folder = write_model(tmp_path / "foreign", "llama", vocab_size=416, tokenizer=foreign)
     teachers = [TeacherConfig(model=str(folder), export=export, dtype="fp32") for export in ("hidden", "topk")]
     spec = CrossTokenizerSpec("gold", "unused")
-    head, nothing = open_heads(teachers, [spec, spec], world, columns=COLUMNS, tokens=TOKENS)
+    head, nothing = (open_head(teacher, spec, world, columns=COLUMNS, tokens=TOKENS) for teacher in teachers)
     assert nothing is None
     found = logits(head, states())
     assert found.shape == (300, 416)

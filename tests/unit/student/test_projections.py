@@ -11,7 +11,7 @@ import pytest
 
 from distill_rl.align.projection import build_projection, save_projection
 from distill_rl.parallel.mesh import World
-from distill_rl.student.teachers.projections import open_projections
+from distill_rl.student.compared import open_projection
 from distill_rl.types import CrossTokenizerSpec
 from tests.helpers.tokenizers import tiny_tokenizer
 
@@ -25,6 +25,6 @@ def test_projection_without_stop_tokens_warns(
     nothing = np.zeros(0, np.int32)
     save_projection(made if known else replace(made, student_stops=nothing, teacher_stops=nothing), path)
     with caplog.at_level(logging.WARNING):
-        ((method, projection),) = open_projections([CrossTokenizerSpec("hybrid", str(path))], world, learnable=False)
-    assert (method, len(projection.student_stops)) == ("hybrid", 2 if known else 0)
+        cross = open_projection(CrossTokenizerSpec("hybrid", str(path)), world, learnable=False)
+    assert (cross.method, len(cross.projection.student_stops)) == ("hybrid", 2 if known else 0)
     assert ("holds no stop tokens" in caplog.text) != known
