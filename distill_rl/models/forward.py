@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from distill_rl.models.attention.varlen import Documents, needs_documents, reads_documents
+from distill_rl.models.varlen import Documents, needs_documents, reads_documents
 
 
 def logits(

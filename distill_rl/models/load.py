@@ -27,22 +27,16 @@ from torch.distributed.tensor import DTensor
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import StudentConfig, TeacherConfig
 from distill_rl.errors import ConfigError
-from distill_rl.models import families, forward
-from distill_rl.models.attention import varlen
-from distill_rl.models.attention.choice import choose, with_masks
-from distill_rl.models.buffers import restore_buffers
-from distill_rl.models.checks.plan import check_plan
-from distill_rl.models.checks.probe import probe
-from distill_rl.models.conversion import Match
+from distill_rl.models import adapters, families, forward, varlen
+from distill_rl.models.attention import choose, with_masks
+from distill_rl.models.checks import check_plan, probe
 from distill_rl.models.files.headers import holds_several
 from distill_rl.models.files.hub import read_config, resolve
-from distill_rl.models.lora import adapters
 from distill_rl.models.parallelize import parallelize, tie_again
-from distill_rl.models.quantization.apply import Taken, weight_bytes
-from distill_rl.models.quantization.weight import Format
+from distill_rl.models.quantization import Format, Taken, weight_bytes
 from distill_rl.models.rotary import use_own_lengths
-from distill_rl.models.skeleton import DTYPES, skeleton, without_cache
-from distill_rl.models.weights import WeightFiles, read_tensor, read_weights, tensors_in_files
+from distill_rl.models.skeleton import DTYPES, restore_buffers, skeleton, without_cache
+from distill_rl.models.weights import Match, WeightFiles, read_tensor, read_weights, tensors_in_files
 from distill_rl.parallel.shards import local_part
 
 if TYPE_CHECKING:
@@ -216,7 +210,7 @@ def _load_as_stored(
         ConfigError: as `stored.load_as_stored`; the checkpoint is not quantised, holds several models, or should be
             split over ranks.
     """
-    from distill_rl.models.quantization.stored import as_stored_problem, load_as_stored
+    from distill_rl.models.stored import as_stored_problem, load_as_stored
 
     key = f"teachers[].quantization: {AS_STORED}"
     if problem := as_stored_problem(config, several=holds_several(folder), tp=world.tp):

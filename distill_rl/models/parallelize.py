@@ -36,10 +36,9 @@ from torch.utils.checkpoint import checkpoint
 
 from distill_rl.errors import ConfigError
 from distill_rl.models import families
+from distill_rl.models.adapters import ADAPTER, is_adapted
 from distill_rl.models.families import Family, decoder_layers, tensor_parallel_problems
-from distill_rl.models.lora.adapters import ADAPTER, is_adapted
-from distill_rl.models.quantization.apply import Taken, take_out
-from distill_rl.models.quantization.weight import Format
+from distill_rl.models.quantization import Format, Taken, take_out
 from distill_rl.parallel.mesh import TP, data_mesh
 
 if TYPE_CHECKING:

@@ -1,4 +1,5 @@
-"""The model without memory, on the meta device: what loading, `check` and `student.lora` begin with."""
+"""The model without memory, on the meta device: what loading, `check` and `student.lora` begin with;
+and the buffers that no file holds."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from distill_rl.errors import ConfigError, first_line
-from distill_rl.models.attention import varlen
-from distill_rl.models.conversion import TABLE
+from distill_rl.models import varlen
 from distill_rl.models.rotary import use_own_lengths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+TABLE = "_weight_conversions"
+"""Attribute of a model with its table, as Transformers names it."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -59,3 +62,32 @@ def without_cache(model: PreTrainedModel) -> None:
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             # It searches for padding, which makes the host wait for the GPU in every forward.
             module.warn_if_padding_and_no_attention_mask = lambda *inputs: None  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def restore_buffers(model: PreTrainedModel) -> None:
+    """Recomputes the buffers that no file holds (rotary frequencies, embedding scales) after `to_empty`.
+
+    Transformers' initialisation runs for their modules, with all parameters excluded, over two different fillings. A buffer
+    that differs afterwards has not been recomputed.
+
+    Raises:
+        ConfigError: the model's initialisation does not set a buffer.
+    """
+    stored = set(model.state_dict())
+    lost = {name: buffer for name, buffer in model.named_buffers() if name not in stored}
+    owners = {name.rpartition(".")[0] for name in lost}
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # tells transformers to skip it
+    results = []
+    for filling in (0, 1):
+        for buffer in lost.values():
+            buffer.fill_(filling)
+        for owner in owners:
+            model._init_weights(model.get_submodule(owner))
+        results.append({name: buffer.clone() for name, buffer in lost.items()})
+    for parameter in model.parameters():
+        del parameter._is_hf_initialized  # type: ignore[attr-defined]
+    for name in lost:
+        if not torch.equal(*(result[name] for result in results)):
+            raise ConfigError(f"model type {model.config.model_type}", "every buffer must be recomputable", name)

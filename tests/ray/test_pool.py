@@ -16,7 +16,6 @@ import pytest
 
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding
-from distill_rl.data.batch.partition import LEAST_BYTES
 from distill_rl.errors import AlignmentError, DataError, WorkerError
 from distill_rl.types import BadRow, ChunkRows, Cursor, DocumentBatch, RankBatch
 from distill_rl.workers.actors.aligner import AlignerWorker
@@ -24,7 +23,7 @@ from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
 from distill_rl.workers.cluster.places.placement import place_actors
 from distill_rl.workers.cluster.places.reservation import reserve
-from distill_rl.workers.pipeline.aligner_pool import AlignerPool
+from distill_rl.workers.pipeline.aligner_pool import LEAST_BYTES, AlignerPool
 from distill_rl.workers.pipeline.bad_rows import BadRows
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.tokenizers import tiny_tokenizer

@@ -1,22 +1,35 @@
-"""Chats → text rendered by the tokenizer's chat template, and the turns in it that are trained on."""
+"""Chats → text rendered by the tokenizer's chat template, the turns in it that are trained on, and what a template leaves out."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os.path import commonprefix
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from distill_rl.align.chats.form import REASONING_KEYS, SWITCHES, text_of
 from distill_rl.align.chats.rendering import CharSpan, Message, in_form, message_spans, render
-from distill_rl.data.batch.turn_ends import closing_stop, with_stops
-from distill_rl.data.reading.layouts import template_options
+from distill_rl.data.reading.layouts import SHAREGPT_ROLES, template_options
 from distill_rl.errors import DataError, WorkerError
 from distill_rl.system.template_budget import FIXED_DATE, LIMITED, within_budget
+
+_THOUGHT = "<think> in content"
+_TRAINED_ON = frozenset({"content", "tool_calls", "function_call", _THOUGHT, *REASONING_KEYS})
+"""Keys that hold what a model reads or writes; others, such as names and ids, describe a message."""
+_NOT_WRITTEN = frozenset({"role", *SWITCHES})
+"""Keys that are not for the template."""
+_PATIENCE = 16
+"""A key that was not written in this many messages is taken to be ignored in all, which saves rendering them; one that was
+rewritten in as many, to be written in all."""
+_USUAL_ROLES = {**SHAREGPT_ROLES, "developer": "system", "function": "tool"}
+"""Role of other tools → the one that most templates know."""
+
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": {}}}
 
 __all__ = ["render", "render_document", "roles_to_train_on"]
 
@@ -495,3 +508,332 @@ def _has_generation_blocks(tokenizer: Any) -> bool:
     template = tokenizer.chat_template
     texts = template.values() if isinstance(template, dict) else [template]
     return any(_GENERATION_BLOCK.search(text) for text in texts)
+
+
+# Some templates write nothing behind an answer (GLM): the next turn begins with its role's token, and generation stops there. That
+# token is a stop, so it is part of the turn. The last turn of a chat then has no end, so its next role's token is written behind it.
+
+
+def closing_stop(
+    write: Callable[..., str], messages: Sequence[Mapping[str, Any]], whole: str, stops: Collection[str]
+) -> str:
+    """The stop that ends the last turn of a chat, where the template leaves it to the next role; empty if it ends it itself.
+
+    Args:
+        write: messages → text with the template.
+        whole: the rendered chat.
+        stops: what the stop tokens are written as.
+    """
+    if not stops or messages[-1]["role"] != "assistant" or _ends_in_stop(whole, stops):
+        return ""
+    return _following(write, messages[-1], stops)
+
+
+def with_stops(whole: str, turns: Sequence[CharSpan], stops: Collection[str]) -> list[CharSpan]:
+    """The assistant turns of a rendered chat, each with the stop token that ends it.
+
+    A turn that ends in a stop already is left as it is, and so is one behind which no stop follows.
+
+    Args:
+        turns: their spans.
+        stops: what the stop tokens are written as.
+    """
+    return [
+        (start, stop if _ends_in_stop(whole[start:stop], stops) else stop + len(_first_stop(whole[stop:], stops)))
+        for start, stop in turns
+    ]
+
+
+def _following(write: Callable[..., str], last: Mapping[str, Any], stops: Collection[str]) -> str:
+    """The stop that the template would write behind the last turn of a chat, before a tool's result or a user's turn."""
+    calls = [_CALL] if last.get("tool_calls") else []
+    turn = {"role": "assistant", "content": "", "tool_calls": calls} if calls else {"role": "assistant", "content": "."}
+    result = {"role": "tool", "name": "probe", "tool_call_id": "call00000", "content": _MARK}
+    chat = [{"role": "user", "content": "?"}, turn, result if calls else {"role": "user", "content": _MARK}]
+    try:
+        written, text = write(chat[:2]), write(chat)
+    except Exception:  # a template can raise anything
+        return ""
+    return _first_stop(text[len(written) :], stops) if text.startswith(written) else ""
+
+
+def _first_stop(text: str, stops: Collection[str]) -> str:
+    """The stop that a text begins with; empty if it begins with none."""
+    return max((stop for stop in stops if text.startswith(stop)), key=len, default="")
+
+
+def _ends_in_stop(turn: str, stops: Collection[str]) -> bool:
+    """Whether a turn, or a whole chat, ends in a stop, but for white space."""
+    return any(turn.rstrip().endswith(stop) for stop in stops)
+
+
+# What a chat template leaves out of a chat: what its text does not contain, and does not change with.
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of chats: a key of the messages of a role, the tools, or a variable of the template."""
+
+    role: str
+    """Empty for what does not belong to a message."""
+    key: str
+
+    @property
+    def trained_on(self) -> bool:
+        """Whether the part holds what a model reads or writes."""
+        return self.key in _TRAINED_ON if self.role else self.key == "tools"
+
+    @property
+    def column(self) -> str:
+        """The key of the messages that holds it."""
+        return "content" if self.key == _THOUGHT else self.key
+
+    def __str__(self) -> str:
+        if self.role:
+            return f"`{self.key}` of {self.role} messages"
+        return "the tools" if self.key == "tools" else f"the variable `{self.key}`"
+
+
+class TemplateCoverage:
+    """What one tokenizer's chat template writes of the chats that it renders.
+
+    Every content, thought and tool call is looked for in the text. One that is not found as it is, or as JSON has it, may
+    have been rewritten; so the chat is rendered without it, and for a thought, if that makes no difference, up to its message:
+    templates leave out the reasoning of earlier turns on purpose. The first message of each kind (role, keys, number of
+    calls) is rendered without each of its keys whether they are found or not, because a text can also occur elsewhere. Other
+    keys, tools and variables count as written once the text of some chat has changed with them.
+
+    Args:
+        whose: the tokenizer, for messages (`the student's tokenizer`).
+    """
+
+    def __init__(self, tokenizer: Any, whose: str):
+        self.tokenizer, self.whose = tokenizer, whose
+        self._written: set[Hashable] = set()
+        """Parts; and parts of a kind of message."""
+        self._misses: Counter[Hashable] = Counter()
+        self._rewritten: Counter[Hashable] = Counter()
+
+    @LIMITED
+    def left_out(self, document: Mapping[str, Any], text: str) -> tuple[Part, ...]:
+        """The parts of a document that the template leaves out; empty texts and lists do not count.
+
+        Args:
+            document: as from `Layout.document`.
+            text: the template's output for it.
+        """
+        messages, options = document["messages"], template_options(document)
+        write = partial(render, self.tokenizer, **options)
+        missing: dict[Part, None] = {}
+        unsure: dict[Part, None] = {}
+        for i, message in enumerate(messages):
+            keys = [key for key, value in message.items() if key not in _NOT_WRITTEN and not _is_blank(value)]
+            kind = message["role"], frozenset(keys), len(message.get("tool_calls") or ())
+            for key in keys:
+                part = Part(message["role"], key)
+                if not part.trained_on:
+                    if part not in self._written:
+                        unsure[part] = None
+                        if self._misses[part] < _PATIENCE:
+                            self._record(part, _message_changes(write, messages, i, key, text))
+                elif not self._writes(write, messages, i, key, kind, text):
+                    missing[part] = None
+            if _cuts_thought(write, messages, i, text):
+                missing[Part(message["role"], _THOUGHT)] = None
+        for key, value in options.items():
+            part = Part("", key)
+            if part in self._written or _is_blank(value):
+                continue
+            unsure[part] = None
+            if self._misses[part] < _PATIENCE:
+                others = {name: other for name, other in options.items() if name != key}
+                self._record(
+                    part, _differs(lambda: text, partial(render, self.tokenizer, messages, **others)) is not False
+                )
+        return (*missing, *(part for part in unsure if part not in self._written))
+
+    def _writes(
+        self, write: Callable[..., str], messages: Sequence[Message], i: int, key: str, kind: Hashable, text: str
+    ) -> bool:
+        """Whether the template writes a key of message i that is trained on: a text, or all of its tool calls.
+
+        Args:
+            kind: of the message.
+        """
+        value, known = messages[i][key], (kind, key)
+        found = all(_occurs(part, text) for part in _texts_in(value))
+        if known in self._written and (found or self._rewritten[known] >= _PATIENCE):
+            return True
+        if known not in self._written and self._misses[known] >= _PATIENCE:
+            return False
+        written = _message_changes(write, messages, i, key, text)
+        if key == "tool_calls" and isinstance(value, list | tuple):
+            written = written and all(_writes_call(write, messages, i, call, text) for call in range(len(value)))
+        self._record(known, written)
+        self._rewritten[known] += written and not found
+        return written
+
+    def check(self, document: Mapping[str, Any], text: str, unrendered: Literal["fail", "warn"]) -> tuple[str, ...]:
+        """Words for the parts of a document that the template leaves out (`left_out`).
+
+        Raises:
+            DataError: with `unrendered` "fail", one of them is something that a model reads or writes; names the row.
+        """
+        parts = self.left_out(document, text)
+        trained_on = [part for part in parts if part.trained_on]
+        if trained_on and unrendered == "fail":
+            rule = f"the chat template of {self.whose} writes all of a chat"
+            found = f"a template that leaves out {', '.join(map(str, trained_on))}"
+            raise DataError(f"row {document['row']}", rule, found, self.remedy(trained_on[0]))
+        return tuple(f"{part}, by the chat template of {self.whose}" for part in parts)
+
+    def remedy(self, part: Part) -> str:
+        """What the user can do about a part that is left out."""
+        template = str(self.tokenizer.chat_template)
+        known = [key for key in REASONING_KEYS if re.search(rf"\b{key}\b", template)]
+        if part.key in REASONING_KEYS and known and part.key not in known:
+            return f"the template reads `{known[0]}`: rename the key, or set data.unrendered=warn"
+        usual = _USUAL_ROLES.get(part.role, part.role)
+        if part.key == "content" and usual != part.role:
+            return f"most templates call this role {usual}: rename it, or set data.unrendered=warn"
+        return "use a tokenizer whose template writes it, take it out of the data, or set data.unrendered=warn"
+
+    def _record(self, part: Hashable, is_written: bool) -> None:
+        """Records whether some text changed with a part."""
+        if is_written:
+            self._written.add(part)
+        else:
+            self._misses[part] += 1
+
+
+def _message_changes(write: Callable[..., str], messages: Sequence[Message], i: int, key: str, text: str) -> bool:
+    """Whether the text of a chat changes with a key of message i; for a thought, or what describes a message, also whether
+    that of the chat up to the message does.
+
+    True as well if the template refuses every chat without the key, since it must have read it.
+
+    Args:
+        text: of the whole chat.
+    """
+    message = messages[i]
+    changed = {name: value for name, value in message.items() if name != key}
+    if isinstance(message[key], str) or key == "content":
+        changed[key] = _MARK
+    _, ends, answer = text_of(message).rpartition("</think>")
+    only_last = key not in ("content", "tool_calls", "function_call") or bool(
+        key == "content" and ends and not answer.strip()
+    )
+    return _changes(write, messages, i, changed, text, only_last=only_last)
+
+
+def _changes(
+    write: Callable[..., str],
+    messages: Sequence[Message],
+    i: int,
+    changed: Message,
+    text: str,
+    *,
+    only_last: bool = False,
+) -> bool:
+    """The same with another message in the place of message i.
+
+    Args:
+        only_last: whether a change counts that only a chat up to the message shows.
+    """
+    before, after = messages[:i], messages[i + 1 :]
+    whole = _differs(lambda: text, lambda: write([*before, changed, *after]))
+    if not after or whole or (whole is False and not only_last):
+        return whole is not False
+    alone = _differs(lambda: write([*before, messages[i]]), lambda: write([*before, changed]))
+    return bool(alone) or (whole is None and alone is None)
+
+
+def _writes_call(write: Callable[..., str], messages: Sequence[Message], i: int, call: int, text: str) -> bool:
+    """Whether the text changes with one of the tool calls of message i, with its name and with its arguments."""
+    calls = messages[i]["tool_calls"]
+    without = {**messages[i], "tool_calls": [*calls[:call], *calls[call + 1 :]]}
+    if len(calls) > 1 and not _changes(write, messages, i, without, text):
+        return False
+    function = calls[call].get("function", calls[call]) if isinstance(calls[call], Mapping) else {}
+    others: list[Mapping[str, Any]] = []
+    if isinstance(function, Mapping) and function.get("name"):
+        others.append({**function, "name": _MARK})
+    if isinstance(function, Mapping) and function.get("arguments"):
+        others += [{**function, "arguments": arguments} for arguments in _with_less(function["arguments"])]
+    for other in others:
+        whole = {**calls[call], "function": other} if "function" in calls[call] else other
+        changed = {**messages[i], "tool_calls": [*calls[:call], whole, *calls[call + 1 :]]}
+        if not _changes(write, messages, i, changed, text):
+            return False
+    return True
+
+
+def _with_less(arguments: Any) -> Iterator[Any]:
+    """Yields the arguments of a call without one of them each, in the form that they have."""
+    is_text = isinstance(arguments, str)
+    value = _parsed(arguments) if is_text else arguments
+    kept = (
+        [{key: other for key, other in value.items() if key != left} for left in value]
+        if isinstance(value, Mapping)
+        else []
+    )
+    for less in kept or [{}]:
+        yield json.dumps(less, ensure_ascii=False) if is_text else less
+
+
+def _cuts_thought(write: Callable[..., str], messages: Sequence[Message], i: int, text: str) -> bool:
+    """Whether the template cuts a thought out of the content of message i, also where the message is the last one."""
+    thought, ends, _ = text_of(messages[i]).partition("</think>")
+    thought = thought.partition("<think>")[2].strip()
+    if not ends or not thought or thought in text:
+        return False
+    try:
+        return thought not in write(messages[: i + 1])
+    except Exception:  # a template can raise anything
+        return False
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yields what a reader of a value would look for: texts and numbers; names and arguments of tool calls."""
+    if isinstance(value, str):
+        before, ends, after = value.partition("</think>")
+        yield after if ends and "<think>" in before else value  # a thought is looked for by `_cuts_thought`
+    elif isinstance(value, Mapping):
+        if "function" in value:
+            value = value["function"]
+        for key, item in value.items() if isinstance(value, Mapping) else ():
+            if key == "arguments" and isinstance(item, str):
+                yield from _texts_in(_parsed(item))
+            elif key not in ("id", "type", "index"):
+                yield from _texts_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts_in(item)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield str(value)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _occurs(part: str, text: str) -> bool:
+    """Whether a text contains another one, but for white space around it, or as JSON writes it."""
+    part = part.strip()
+    return part in text or any(json.dumps(part, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True))
+
+
+def _differs(first: Callable[[], str], second: Callable[[], str]) -> bool | None:
+    """Whether two texts differ; None if a template refuses one of the chats."""
+    try:
+        return first() != second()
+    except Exception:  # a template can raise anything
+        return None
+
+
+def _is_blank(value: Any) -> bool:
+    """Whether a value says nothing: null, false, an empty list, or text of white space."""
+    return not (value.strip() if isinstance(value, str) else value)

@@ -14,7 +14,7 @@ import numpy as np
 
 from distill_rl.align import Alignment, TokenAligner, Tokenized
 from distill_rl.config.schema import AlignerConfig
-from distill_rl.data.batch.chat import render_document
+from distill_rl.data.batch.chat import TemplateCoverage, render_document
 from distill_rl.data.batch.pieces import (
     NONE_STORED,
     NOTHING,
@@ -26,7 +26,6 @@ from distill_rl.data.batch.pieces import (
     splitter_of,
 )
 from distill_rl.data.batch.tokenization import NO_TOKENS, Encoded, StopTokens, Tokenization, name_of
-from distill_rl.data.batch.unrendered import TemplateCoverage
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.data.routing import asked, weights_of
 from distill_rl.errors import DataError

@@ -15,8 +15,7 @@ import numpy as np
 from distill_rl.align.chats.rendering import CharSpan, content_spans
 from distill_rl.align.tokenizer.encoder import Encoder
 from distill_rl.config.schema import DataConfig
-from distill_rl.data.batch.chat import render, render_document, roles_to_train_on
-from distill_rl.data.batch.unrendered import TemplateCoverage
+from distill_rl.data.batch.chat import TemplateCoverage, render, render_document, roles_to_train_on
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.errors import DataError
 from distill_rl.system.template_budget import LIMITED

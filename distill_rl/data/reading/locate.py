@@ -15,9 +15,8 @@ import pyarrow as pa
 
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.reading import files
-from distill_rl.data.reading.arrow_rows import TableRows, restore_of
+from distill_rl.data.reading.arrow_rows import TableRows, check_type, restore_of
 from distill_rl.data.reading.block_rows import SameFile
-from distill_rl.data.reading.columns import check_type
 from distill_rl.data.reading.layouts import Layout
 from distill_rl.data.reading.records import SampleBy, kind_of
 from distill_rl.errors import DataError

@@ -15,8 +15,7 @@ from typing import IO, Any, Literal
 
 import pyarrow as pa
 
-from distill_rl.data.reading.layouts import Layout
-from distill_rl.data.reading.values import check_strings, check_text
+from distill_rl.data.reading.layouts import Layout, check_strings, check_text
 from distill_rl.errors import DataError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}

@@ -13,7 +13,7 @@ from distill_rl.errors import problem
 from distill_rl.preflight.models.opened import Findings, Opened
 
 if TYPE_CHECKING:
-    from distill_rl.data.batch.unrendered import Part
+    from distill_rl.data.batch.chat import Part
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHOWN = 60
@@ -95,8 +95,7 @@ def _render_all(
         key: the setting with which the line about a chat that is not accepted begins.
         roles: those whose turns must be found; None: none is looked for, as a run does for a teacher.
     """
-    from distill_rl.data.batch.chat import render_document
-    from distill_rl.data.batch.unrendered import TemplateCoverage
+    from distill_rl.data.batch.chat import TemplateCoverage, render_document
 
     coverage, left, texts = TemplateCoverage(model.tokenizer, whose), _Left(), []
     for row in rows:

@@ -20,7 +20,7 @@ from distill_rl.preflight.models.opened import Opened
 if TYPE_CHECKING:
     import numpy as np
 
-    from distill_rl.data.joining import Joining
+    from distill_rl.data.loader import Joining
     from distill_rl.data.mixture import Mixture
     from distill_rl.data.reading.source import Source
 
@@ -69,7 +69,7 @@ def expect(
     import numpy as np
 
     from distill_rl.data.batch.collate import BatchPlan
-    from distill_rl.data.joining import Joining
+    from distill_rl.data.loader import Joining
 
     data = config.data
     crossing = [

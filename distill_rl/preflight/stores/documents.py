@@ -94,8 +94,7 @@ def compare_documents(
 
 def _trained_on(config: Config, training: Any) -> Iterator[Mapping[str, Any]]:
     """The documents that the run will train on; each once, unless they are joined, which may differ by epoch."""
-    from distill_rl.data.joining import Joining
-    from distill_rl.data.loader import Loader
+    from distill_rl.data.loader import Joining, Loader
     from distill_rl.types import TrainState
 
     epochs = config.train.epochs
@@ -133,8 +132,7 @@ def _once(documents: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]
 
 def _validated_on(config: Config, validation: Any) -> Iterator[Mapping[str, Any]]:
     """The documents that the run will validate on."""
-    from distill_rl.data.joining import Joining
-    from distill_rl.data.loader import validation_batches
+    from distill_rl.data.loader import Joining, validation_batches
 
     if validation is None:
         return iter(())

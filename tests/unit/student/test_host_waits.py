@@ -66,7 +66,7 @@ MICRO_BATCH = {
 SUB_BATCH = {("tolist", "student/loss_sums.py:metrics"): 1}
 STEP = {
     ("_local_scalar_dense", "student/engine.py:optim_step"): 1,  # the gradient's norm
-    ("_local_scalar_dense", "student/step_losses.py:total"): 1,
+    ("_local_scalar_dense", "student/loss_sums.py:total"): 1,
 }
 
 

@@ -17,8 +17,8 @@ from distill_rl.config.facts import LoraFacts
 from distill_rl.config.schema import LoraConfig
 from distill_rl.errors import ConfigError, problem
 from distill_rl.models.families import is_linear
+from distill_rl.models.files.headers import Shapes, plainly_whole
 from distill_rl.models.files.hub import read_config
-from distill_rl.models.files.tensors import Shapes, plainly_whole
 from distill_rl.system.processes.child import call_in_child
 
 if TYPE_CHECKING:

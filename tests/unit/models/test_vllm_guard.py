@@ -16,7 +16,7 @@ ENGINE = """
 import sys
 from multiprocessing import get_context
 from multiprocessing.shared_memory import SharedMemory
-from distill_rl.models.vllm.guard import SharedMemoryGuard
+from distill_rl.models.vllm_guard import SharedMemoryGuard
 
 guard = SharedMemoryGuard()
 memory = SharedMemory(create=True, size=4096)
@@ -51,7 +51,7 @@ def guards(pid: int) -> list[psutil.Process]:
 
 
 def guarded(command: list[str], pid: int) -> bool:
-    return len(command) > 2 and command[-2].endswith("vllm/guard.py") and command[-1] == str(pid)
+    return len(command) > 2 and command[-2].endswith("vllm_guard.py") and command[-1] == str(pid)
 
 
 def kill_family(pid: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill_rl.data.batch.partition import LEAST_BYTES, cut, text_bytes
+from distill_rl.workers.pipeline.aligner_pool import LEAST_BYTES, cut, text_bytes
 
 texts = st.lists(st.integers(0, 300), max_size=40).map(lambda lengths: [{"row": 0, "text": "x" * n} for n in lengths])
 

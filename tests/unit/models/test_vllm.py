@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import ConfigError
-from distill_rl.models.vllm.engine import EngineSettings, engine_arguments, require_device, startup_lock, stored_dtype
+from distill_rl.models.vllm import EngineSettings, engine_arguments, require_device, startup_lock, stored_dtype
 from tests.helpers.models import write_tiny_model
 
 

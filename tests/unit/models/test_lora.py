@@ -10,7 +10,7 @@ from distill_rl.config.schema import LoraConfig
 from distill_rl.errors import ConfigError
 from distill_rl.models.files.headers import read_headers
 from distill_rl.models.files.hub import read_config
-from distill_rl.models.lora.layers import Outline, choose_layers, sizes, survey
+from distill_rl.models.lora import Outline, choose_layers, sizes, survey
 from distill_rl.models.skeleton import skeleton
 from tests.helpers.models import write_tiny_model
 from tests.helpers.zoo import write_family

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distill_rl.errors import ConfigError, GpuMemoryError
-from distill_rl.models.vllm.memory import free_memory, require_room
+from distill_rl.models.vllm import free_memory, require_room
 
 GIB = 2**30
 

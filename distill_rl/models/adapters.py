@@ -6,12 +6,15 @@
 A layer W becomes a PEFT layer around it: `NAME.base_layer` is W, `NAME.lora_A.default` and `NAME.lora_B.default` are
 A [rank, in] and B [out, rank], and the output gets scale · B A x (arXiv 2106.09685). W stays as it is, in the compute dtype;
 A and B are fp32 and all that is trained, besides the modules that are trained whole. Files and exports know W by NAME alone.
+PEFT is imported inside functions only.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +22,17 @@ from torch import Tensor, nn
 
 from distill_rl.config.schema import LoraConfig
 from distill_rl.models.determinism import seed_of
-from distill_rl.models.lora.layers import Chosen, Outline, choose_layers
+from distill_rl.models.lora import Chosen, Outline, choose_layers
 from distill_rl.parallel.shards import gather_to_first, local_part, local_slices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+FOLDER = "adapter"
+"""Name of the adapter's folder in an export."""
+_PREFIX = "base_model.model."
+"""PEFT's wrappers around a model."""
 
 ADAPTER = "default"
 """PEFT's name of an adapter without a name."""
@@ -173,3 +182,38 @@ def gather(model: nn.Module) -> Adapter | None:
         for name in adapted_layers(model)
     }
     return Adapter(injected, pairs, values)  # type: ignore[arg-type]
+
+
+def write_adapter(adapter: Adapter, folder: Path, *, base: str, revision: str | None) -> None:
+    """Writes adapter_config.json and adapter_model.safetensors into a new folder.
+
+    Tensors are fp32. Of tied embeddings that were trained both are written: PEFT gives each a copy of its own.
+
+    Args:
+        base: folder or hub name of the model that the adapter belongs to; a folder is written as an absolute path.
+        revision: of a hub model.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    place = Path(base).expanduser()
+    chosen = adapter.injected.chosen
+    config = adapter.injected.peft_config(
+        chosen.patterns,
+        modules_to_save=list(chosen.whole) or None,
+        base_model_name_or_path=str(place.resolve()) if place.is_dir() else base,
+        revision=revision,
+        inference_mode=True,
+    )
+    tensors = {
+        f"{_PREFIX}{layer}.{part}.weight": tensor
+        for layer, pair in adapter.pairs.items()
+        for part, tensor in zip(("lora_A", "lora_B"), pair)
+    }
+    tensors |= {_PREFIX + name: tensor.clone() for name, tensor in adapter.whole.items()}
+    folder.mkdir(parents=True)
+    config.save_pretrained(folder)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    shutil.copymode(folder / "adapter_config.json", folder / "adapter_model.safetensors")  # see `export`

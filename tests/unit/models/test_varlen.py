@@ -13,11 +13,10 @@ from transformers import AutoModelForCausalLM, masking_utils
 
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding, lay_out
 from distill_rl.data.batch.tokenization import Encoded
-from distill_rl.models import families, forward
-from distill_rl.models.attention import varlen
-from distill_rl.models.attention.choice import PASSES_WINDOW, VARLEN
-from distill_rl.models.attention.varlen import Documents
+from distill_rl.models import families, forward, varlen
+from distill_rl.models.attention import PASSES_WINDOW, VARLEN
 from distill_rl.models.skeleton import skeleton
+from distill_rl.models.varlen import Documents
 from distill_rl.parallel.mesh import World
 from distill_rl.types import TokenRows
 from tests.gpu.conftest import Figures

@@ -1,4 +1,4 @@
-"""A weight as numbers of 8 or 4 bits, and the layer that computes with one.
+"""Weights as numbers of 8 or 4 bits, the layer that computes with one, and which weights of a model these are.
 
     int8   w ≈ s · q        q from -127 to 127, one scale s per output feature
     fp8    w ≈ s · q        q a float8_e4m3fn, one scale per output feature
@@ -15,8 +15,10 @@ Shapes: O output features, I input features, G groups of input features.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from math import gcd
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,16 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.functional import linear
 
 from distill_rl.config.quantization import GROUP
+from distill_rl.models.adapters import names_in_files
+from distill_rl.models.families import decoder_layers, is_linear
+from distill_rl.parallel.shards import local_part, local_slices
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Names of the linear layers that choose or weigh experts."""
 
 Format = Literal["int8", "int4", "fp8"]
 LEAST_GROUP = 16
@@ -223,3 +235,112 @@ def _leaves(placement: Placement, *, transposed: bool) -> Placement:
         return Replicate()
     by_output = placement.dim == (1 if transposed else 0)
     return Shard(-1) if by_output else Partial()
+
+
+# Which weights of a model are quantised, and how they get there one after the other:
+#
+#     take_out → allocate and read all other tensors → put_back, weight by weight
+#
+# Between the two steps the model holds nothing of the weights, so that at no time more than one of them exists in the dtype of
+# the computation. These are the linear layers and the experts of the decoder layers. Embeddings, output layer, norms, biases
+# and routers stay as they are: they are small, or decide much. So does what is trained: adapters, and modules to save.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Taken:
+    """A weight that was taken out of a model on the meta device."""
+
+    name: str
+    """By which files know it (`names_in_files`)."""
+    owner: nn.Module
+    attribute: str
+    parameter: nn.Parameter
+    """On the meta device; a DTensor if tensor parallelism has split it."""
+    transposed: bool
+    """Whether it is [inputs, outputs]."""
+
+    @property
+    def inputs(self) -> slice | None:
+        """This rank's input features, if tensor parallelism splits the weight by them. Their scales follow from all of them."""
+        axis = self.parameter.ndim - (2 if self.transposed else 1)
+        part = local_slices(self.parameter)[axis]
+        return None if part == slice(0, self.parameter.shape[axis]) else part
+
+    def put_back(self, weight: Tensor, format: Format) -> None:
+        """Gives the model this rank's part of the weight, quantised.
+
+        Args:
+            weight: that part, or the whole weight if it is split by its inputs.
+        """
+        if weight.ndim == 3:
+            setattr(self.owner, self.attribute, QuantizedWeight(weight, format, transposed=self.transposed))
+            return
+        setattr(self.owner, self.attribute, self.parameter)
+        quantize_layer(self.owner, weight, format, transposed=self.transposed, inputs=self.inputs)
+
+
+def take_out(model: PreTrainedModel, format: Format) -> list[Taken]:
+    """Removes the weights that are to be quantised from a model on the meta device, and returns them in its order.
+
+    FSDP2 must not have seen them. Experts must then be computed one by one, so that is how the model's will be.
+    """
+    taken = [one for one in _quantizable(model) if _suits(one, format)]
+    for one in taken:
+        del one.owner._parameters[one.attribute]
+        if one.parameter.ndim == 3:
+            one.owner.config._experts_implementation = "eager"  # type: ignore[union-attr]
+    return taken
+
+
+def weight_bytes(model: nn.Module) -> tuple[int, int]:
+    """Bytes that this rank holds of quantised weights, and of all other parameters and buffers."""
+    quantized = [module for module in model.modules() if isinstance(module, QuantizedWeight)]
+    inside = sum(buffer.nbytes for module in quantized for buffer in module.buffers())
+    return inside, sum(map(_held, [*model.parameters(), *model.buffers()])) - inside
+
+
+def _held(tensor: Tensor) -> int:
+    """Bytes of a tensor on this rank: of one that is made of others, such as torchao's, theirs."""
+    if isinstance(tensor, DTensor):
+        return _held(tensor.to_local())
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    return sum(_held(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+
+
+def _quantizable(model: PreTrainedModel) -> Iterator[Taken]:
+    """Yields the weights of the decoder layers that are matrices to multiply with, frozen, and not a router's."""
+    from transformers.pytorch_utils import Conv1D
+
+    tied = {id(model.get_parameter(name)) for pair in model.all_tied_weights_keys.items() for name in pair}
+    frozen = {
+        id(parameter): name
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and id(parameter) not in tied
+    }
+    known = names_in_files(model, frozen.values())
+    for layer in decoder_layers(model):
+        for module in layer.modules():
+            # Transformers' experts with a choice of implementations, one of which takes them one by one.
+            experts = hasattr(module, "is_transposed")
+            if not experts and not is_linear(module):
+                continue
+            for attribute, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in frozen or parameter.ndim != (3 if experts else 2):
+                    continue
+                name = known[frozen[id(parameter)]]
+                if name.split(".")[-2] not in ROUTERS:
+                    transposed = bool(module.is_transposed) if experts else type(module) is Conv1D
+                    yield Taken(name, module, attribute, parameter, transposed)
+
+
+def _suits(one: Taken, format: Format) -> bool:
+    """Whether this rank's part of a weight can be quantised; of experts, only if every rank holds all of them."""
+    part = local_part(one.parameter)
+    if (
+        isinstance(one.parameter, DTensor)
+        and part.ndim == 3
+        and not all(placement.is_replicate() for placement in one.parameter.placements)
+    ):
+        return False
+    return part.numel() > 0 and group_of(format, one.parameter.shape[-2 if one.transposed else -1]) > 0

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from distill_rl.errors import ConfigError
 from distill_rl.models import forward
-from distill_rl.models.checks.probe import SCALED_BEYOND, numbers_of, with_numbers
+from distill_rl.models.checks import SCALED_BEYOND, numbers_of, with_numbers
 from distill_rl.parallel.mesh import World
 from tests.helpers.engines import relative_l2
 from tests.helpers.load import load_model

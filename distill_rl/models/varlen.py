@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from distill_rl.models.attention.choice import ON_CPU, OURS, SPREAD, VARLEN, softcap_of, window_of
+from distill_rl.models.attention import ON_CPU, OURS, SPREAD, VARLEN, softcap_of, window_of
 from distill_rl.parallel.sequence import heads_of_own_share, positions_of_own_share
 
 if TYPE_CHECKING:
