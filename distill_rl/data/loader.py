@@ -139,12 +139,7 @@ def validation_batches(
 
 
 def _read(source: Rows, indices: Iterable[int], skip: bool) -> tuple[tuple[Mapping[str, Any], ...], tuple[BadRow, ...]]:
-    """The documents at some indices and, with `skip`, the rows that could not be read or are empty.
-
-    Raises:
-        UnreadableFile: a file that can no longer be read.
-        DataError: a row that cannot be read, unless `skip`.
-    """
+    """The documents at some indices and, with `skip`, the rows that could not be read or are empty."""
     if not skip:
         return tuple(source[index] for index in indices), ()
     documents, bad = [], []

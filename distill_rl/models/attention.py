@@ -208,11 +208,7 @@ def spread_problems(hf_config: PreTrainedConfig, setting: str) -> list[str]:
 
 
 def _heads(what: str, hf_config: PreTrainedConfig, *, padded: bool) -> Iterator[str]:
-    """Yields at most one line: kernels do not support the model's sizes of heads.
-
-    Args:
-        padded: values are padded to the size of queries if they are smaller.
-    """
+    """Yields at most one line: kernels do not support the model's sizes of heads."""
     config: Any = hf_config
     size, values = head_size(hf_config), None
     if getattr(config, "qk_nope_head_dim", None) and getattr(config, "v_head_dim", None):

@@ -347,12 +347,7 @@ def head_is_known(model: PreTrainedModel) -> bool:
 def _two_documents(
     model: PreTrainedModel, exceeded: Mapping[str, int] | None = None, multiple: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Made-up ids and positions [1, n] of two packed documents: positions start again at 0 in the second.
-
-    Args:
-        exceeded: as in `packing_leaks`; makes the second document longer than those that weights have as their size.
-        multiple: makes the second document longer, so that n is a multiple of this.
-    """
+    """Made-up ids and positions [1, n] of two packed documents: positions start again at 0 in the second."""
     device, second = model.device, _SECOND + (exceeded or {}).get(SIZES_OF_WEIGHTS, 0)
     second += -(_FIRST + second) % multiple
     ids = torch.arange(3, 3 + _FIRST + second, device=device) % model.config.get_text_config().vocab_size

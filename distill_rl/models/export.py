@@ -113,11 +113,9 @@ def export_model(
 
 
 def _gather(model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | None) -> dict[str, Tensor] | None:
-    """Returns all tensors on rank 0's CPU, and None on every other rank. Collective.
-
-    Each has the name that it has in `files`, and that dtype if `dtype` is None; of a tied tensor's names, the first. Files of
-    a bare inner model become those of the whole.
-    """
+    """Returns all tensors on rank 0's CPU, and None on every other rank. Collective."""
+    # Each has the name that it has in `files`, and that dtype if `dtype` is None; of a tied tensor's names, the first.
+    # Files of a bare inner model become those of the whole.
     state: dict[str, Tensor] = {}
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     found = tensors_in_files(model, files)
@@ -139,10 +137,8 @@ def _gather(model: PreTrainedModel, files: WeightFiles, dtype: torch.dtype | Non
 def _merged(
     config: PreTrainedConfig, files: WeightFiles, adapter: Adapter, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Returns all tensors, with names and dtypes as of `_gather`: those of the files, with what was trained put in.
-
-    Of the weights that were not trained the student may hold rounded or quantised values; the files do not.
-    """
+    """Returns all tensors, with names and dtypes as of `_gather`: those of the files, with what was trained put in."""
+    # Of the weights that were not trained the student may hold rounded or quantised values; the files do not.
     state: dict[str, Tensor] = {}
     model = skeleton(config, dtype=torch.float32, attention="eager")
     tie_again(model)
@@ -183,10 +179,8 @@ def _stays_fp32(model: PreTrainedModel, name: str) -> bool:
 
 
 def _write_weights(state: dict[str, Tensor], folder: Path, max_file_bytes: int) -> None:
-    """Writes the state dict as safetensors of at most `max_file_bytes` each, with an index file if there are several.
-
-    Their mode is that of the config.json, which is there: safetensors lets only the owner read what it writes.
-    """
+    """Writes the state dict as safetensors of at most `max_file_bytes` each, with an index file if there are several."""
+    # Their mode is that of the config.json, which is there: safetensors lets only the owner read what it writes.
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
@@ -202,11 +196,9 @@ def _write_weights(state: dict[str, Tensor], folder: Path, max_file_bytes: int) 
 
 
 def _write_config(source: Path, folder: Path, state: dict[str, Tensor]) -> None:
-    """Writes the source's config.json into `folder`, without a reference to code (`auto_map`).
-
-    Of a model with several towers it is the config of the text tower. Its `dtype` becomes that of most of the weights'
-    bytes.
-    """
+    """Writes the source's config.json into `folder`, without a reference to code (`auto_map`)."""
+    # Of a model with several towers it is the config of the text tower. Its `dtype` becomes that of most of the
+    # weights' bytes.
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if holds_several(source):
         config = json.loads(read_config(source).to_json_string())
@@ -336,14 +328,7 @@ def _require_name(name: str) -> None:
 
 
 def _require_rights(name: str, who: dict[str, Any]) -> None:
-    """Checks that a login may write to a repository.
-
-    Args:
-        who: the hub's answer about the login.
-
-    Raises:
-        ConfigError: its token may only read, or the owner is neither the user nor an organisation of theirs.
-    """
+    """Checks that a login may write to a repository."""
     user, owner = str(who.get("name")), name.partition("/")[0]
     role = ((who.get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":
@@ -372,11 +357,7 @@ def _existing(api: HfApi, name: str) -> Any:
 
 
 def _ask(name: str, request: Callable[[], Any]) -> Any:
-    """Returns the hub's answer.
-
-    Raises:
-        ConfigError: it refuses, or does not answer within ANSWER_S.
-    """
+    """Returns the hub's answer."""
     answer = in_time(request, ANSWER_S)
     if answer is None:
         raise ConfigError(f"--push {name}", "the hub must answer", f"nothing within {ANSWER_S:g} s", "try again")

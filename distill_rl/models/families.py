@@ -275,11 +275,7 @@ def _uneven(count: int, what: str, tp: int, setting: str) -> str:
 
 
 def _split_sizes(hf_config: PreTrainedConfig, *, by_heads: bool) -> dict[str, int]:
-    """The sizes that a plan divides by the number of ranks, by what they are called in messages.
-
-    Args:
-        by_heads: whether attention is split by heads, as in most families; otherwise by features of fused projections.
-    """
+    """The sizes that a plan divides by the number of ranks, by what they are called in messages."""
     heads = hf_config.num_attention_heads
     key_value_heads = getattr(hf_config, "num_key_value_heads", None) or heads
     if by_heads:

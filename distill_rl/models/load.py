@@ -170,12 +170,7 @@ def _fill(
     taken: Sequence[Taken] = (),
     quantization: Format | None = None,
 ) -> None:
-    """Allocates what this rank holds of a model that is on the meta device, and reads it from the files.
-
-    Args:
-        found: of `tensors_in_files`, before anything was taken out.
-        taken: weights that are quantised when they are put back.
-    """
+    """Allocates what this rank holds of a model that is on the meta device, and reads it from the files."""
     model.to_empty(device=world.device)
     tie_again(model)
     restore_buffers(model)
@@ -204,12 +199,7 @@ def _fill(
 def _load_as_stored(
     folder: Path, config: PreTrainedConfig, world: World, *, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
-    """A frozen model from a quantised checkpoint, on this rank's device; otherwise as `load_model`.
-
-    Raises:
-        ConfigError: as `stored.load_as_stored`; the checkpoint is not quantised, holds several models, or should be
-            split over ranks.
-    """
+    """A frozen model from a quantised checkpoint, on this rank's device; otherwise as `load_model`."""
     from distill_rl.models.stored import as_stored_problem, load_as_stored
 
     key = f"teachers[].quantization: {AS_STORED}"

@@ -204,11 +204,7 @@ def _patterns(modules: Collection[str], adapted: Collection[str], targets: list[
 
 
 def _no_target(key: str, target: str, outline: Outline, named: Collection[str]) -> str:
-    """The problem of a target without a linear layer.
-
-    Args:
-        named: modules that have the name.
-    """
+    """The problem of a target without a linear layer."""
     if set(named) & {*outline.tables}:
         rule = "is an embedding or the output layer, which has no adapter"
         return problem(key, rule, target, f"name it in {WHOLE}, which trains it whole")

@@ -259,12 +259,7 @@ def _outer_plan(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _apply_plan(module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """Splits submodules of `module` in place over the mesh.
-
-    Args:
-        plan: by the submodule's name, how to split it (constants of `families`). Other submodules are left alone. Of a
-            layer with an adapter it says how to split the layer; the adapter follows (`_ADAPTERS`).
-    """
+    """Splits submodules of `module` in place over the mesh."""
     styles = {}
     for name, kind in plan.items():
         part = module.get_submodule(name)
@@ -282,10 +277,8 @@ def _apply_plan(module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str])
 
 
 def _style(kind: str, module: nn.Module) -> ParallelStyle:
-    """The parallel style that splits one module, by its kind in the family's plan (constants of `families`).
-
-    GPT-2's Conv1D, whose weight is transposed, needs a style of its own.
-    """
+    """The parallel style that splits one module, by its kind in the family's plan (constants of `families`)."""
+    # GPT-2's Conv1D, whose weight is transposed, needs a style of its own.
     from transformers.pytorch_utils import Conv1D
 
     if isinstance(module, Conv1D):

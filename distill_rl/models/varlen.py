@@ -262,14 +262,7 @@ def per_document(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, long
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Computes causal attention of one document with all scores in memory, in fp32.
-
-    Args:
-        query: [1, H, n, E], `key` and `value` [1, K, n, E].
-
-    Returns:
-        [1, H, n, E] in the dtype of `value`.
-    """
+    """Computes causal attention of one document with all scores in memory, in fp32."""
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scores = query.float() @ key.float().transpose(-1, -2) * scoring.scale
@@ -283,13 +276,8 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tenso
 
 
 def _torch_kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scoring: Scoring) -> Tensor:
-    """torch's FlashAttention 2: bf16 or fp16, E a multiple of 8 up to 256, compute capability 8.0 or newer.
-
-    Arguments and result as for `per_document`.
-
-    Raises:
-        ValueError: a soft cap or dropout.
-    """
+    """torch's FlashAttention 2: bf16 or fp16, E a multiple of 8 up to 256, compute capability 8.0 or newer."""
+    # Arguments and result as for `per_document`.
     if scoring.softcap is not None or scoring.dropout:
         raise ValueError("torch's variable-length attention has neither a soft cap nor dropout")
     # A query sees itself and `left` positions before it. (-1, 0) means plain causal attention.
@@ -303,10 +291,8 @@ def _torch_kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, lon
 def _package_kernel(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scoring: Scoring
 ) -> Tensor:
-    """FlashAttention 2 of the package flash_attn, which also supports soft caps and dropout.
-
-    Arguments and result as for `per_document`; `longest` is the length of the longest document or an upper bound.
-    """
+    """FlashAttention 2 of the package flash_attn, which also supports soft caps and dropout."""
+    # Arguments and result as for `per_document`; `longest` is the length of the longest document or an upper bound.
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
     return flash_attn_varlen_func(

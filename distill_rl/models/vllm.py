@@ -172,12 +172,8 @@ class VllmEngine:
             self._guard.close()
 
     def _require_head_size(self, folder: Path) -> None:
-        """Checks the model's head size, since vLLM on CPUs would fail only at the first prompt. Closes the engine
-        before it raises.
-
-        Raises:
-            ConfigError: an unsupported head size.
-        """
+        # Checks the model's head size, since vLLM on CPUs would fail only at the first prompt. Closes the engine before
+        # it raises.
         size, sizes = self.llm.llm_engine.model_config.get_head_size(), cpu_head_sizes()
         if size not in sizes:
             self.close()
@@ -224,12 +220,7 @@ def _set_environment() -> None:
 
 
 def _wait_for_room(settings: EngineSettings, remedy: str) -> int:
-    """Waits until the engine's share of every GPU is free; returns the bytes of the smallest GPU.
-
-    Raises:
-        GpuMemoryError: it is not free within a minute.
-        ConfigError: as of `free_memory`.
-    """
+    """Waits until the engine's share of every GPU is free; returns the bytes of the smallest GPU."""
     deadline = time.monotonic() + _ROOM_TIMEOUT_S
     while True:
         memory = free_memory(settings.tensor_parallel)
@@ -287,11 +278,7 @@ def stored_dtype(folder: Path) -> str:
 
 
 def _require_single_rank() -> None:
-    """Checks that this process is no rank among several: vllm would divide the model over their process group.
-
-    Raises:
-        ConfigError: it is.
-    """
+    """Checks that this process is no rank among several: vllm would divide the model over their process group."""
     import torch.distributed as dist
 
     if dist.is_initialized() and (size := dist.get_world_size()) > 1:

@@ -231,10 +231,8 @@ class Writer:
             raise error
 
     def _write(self, snapshot: Snapshot, directory: Path, marker: Path) -> None:
-        """Writes a snapshot together with the other ranks, then the first rank's marker; runs in the thread.
-
-        Never raises: an error is kept for `wait`, and its message is in the marker.
-        """
+        """Writes a snapshot together with the other ranks, then the first rank's marker; runs in the thread."""
+        # Never raises: an error is kept for `wait`, and its message is in the marker.
         files: list[str] = []
         try:
             if self._world.device.type == "cuda":  # per thread; otherwise DCP would open a context on GPU 0
@@ -309,11 +307,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the metadata once, without running the pickle.
-
-    Raises:
-        CheckpointError: it cannot be read, or is not what torch writes.
-    """
+    """Reads the metadata once, without running the pickle."""
 
     def __init__(self, directory: Path):
         super().__init__(directory)
@@ -328,18 +322,9 @@ class _Reader(dcp.FileSystemReader):
 
 
 def _check_shapes(directory: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Tensor]) -> None:
-    """Checks that a checkpoint holds the wanted tensors, with their shapes, and no other parameters or optimizer state.
-
-    The checkpoint may hold random state and parameters besides the model's (`objective.`) that are not wanted. Dtypes
-    are not compared.
-
-    Args:
-        saved: shapes in the checkpoint, by name.
-        wanted: tensors to be filled, by name.
-
-    Raises:
-        CheckpointError: something differs; the message names the first difference.
-    """
+    """Checks that a checkpoint holds the wanted tensors, with their shapes, and no other parameters or optimizer state."""
+    # The checkpoint may hold random state and parameters besides the model's (`objective.`) that are not wanted. Dtypes
+    # are not compared.
     # An export reads the student alone, without what was trained besides it.
     optional = ("random.", "model.objective.", "optimizer.objective.")
     unwanted = [name for name in saved if not name.startswith(optional) and name not in wanted]
@@ -356,15 +341,7 @@ def _check_shapes(directory: Path, saved: Mapping[str, tuple[int, ...]], wanted:
 
 
 def _on_first_rank(world: World, action: Callable[[], None], what: str, group: dist.ProcessGroup | None) -> None:
-    """Runs `action` on rank 0 alone; the other ranks wait until it is done. Collective over `group`.
-
-    Args:
-        what: what is written, for the error.
-        group: None: the default group.
-
-    Raises:
-        CheckpointError: on all ranks, if `action` fails.
-    """
+    """Runs `action` on rank 0 alone; the other ranks wait until it is done. Collective over `group`."""
     failure: list[str | None] = [None]
     if world.rank == 0:
         try:
@@ -377,16 +354,8 @@ def _on_first_rank(world: World, action: Callable[[], None], what: str, group: d
 
 
 def _run_dcp(action: Callable[[], Any], what: str) -> Any:
-    """Runs a collective call of torch.distributed.checkpoint and returns its result.
-
-    The error for a failed call is one line that names each cause and its rank.
-
-    Args:
-        what: what is written or read, for the error.
-
-    Raises:
-        CheckpointError: on every rank, if the call fails on one.
-    """
+    """Runs a collective call of torch.distributed.checkpoint and returns its result."""
+    # The error for a failed call is one line that names each cause and its rank.
     try:
         return action()
     except CheckpointException as error:
@@ -418,11 +387,7 @@ def read_metadata(file: Path) -> dcp_metadata.Metadata:
 
 
 def _run(program: bytes) -> Any:
-    """Follows a pickle and returns its result.
-
-    Raises:
-        ValueError, IndexError, KeyError, TypeError: it does what torch's do not.
-    """
+    """Follows a pickle and returns its result."""
     stack: list[Any] = []
     marks: list[int] = []  # heights of the stack
     memo: list[Any] = []
@@ -608,10 +573,8 @@ class Staging:
             half.done = self._stream.record_event()
 
     def _empty(self, half: _Half) -> None:
-        """Waits until the half is filled, copies its content to the target, and marks it as empty.
-
-        Nothing happens if it is empty already.
-        """
+        """Waits until the half is filled, copies its content to the target, and marks it as empty."""
+        # Nothing happens if it is empty already.
         if half.target is None:
             return
         if half.done is not None:

@@ -347,16 +347,8 @@ class StudentEngine:
         last: bool = False,
         with_agreement: bool = False,
     ) -> LossSums:
-        """Runs forward, and on request backward, over all micro-batches of `batch`; returns the summed losses of its rows.
-
-        Collective.
-
-        Args:
-            backward: add the gradient to the parameters'.
-            last: with `backward`, whether the gradient of the step is complete afterwards, so that it must be reduced
-                over ranks.
-            with_agreement: as in `MicroBatch`.
-        """
+        """Runs forward, and on request backward, over all micro-batches of `batch`; returns the summed losses of its rows."""
+        # Collective.
         sums = LossSums(len(self.objective.teachers), self.world.device, with_agreement, bool(self.routers))
         end = batch.first_row + batch.rows.shape[0]
         for first_row, rows in micro_batches(batch, self.config.train.micro_batch_size, padding_apart=self._by_length):
@@ -378,10 +370,8 @@ class StudentEngine:
         return batch if batch.teachers else replace(batch, teachers=(TeacherPart(),) * len(self.objective.teachers))
 
     def _metrics(self, prefix: str, batch: RankBatch, sums: LossSums, blend: Blend) -> dict[str, Metric]:
-        """Returns the metrics of `batch` from its summed losses (`LossSums.metrics`), by name with `prefix/`.
-
-        The result is `{}` on a rank that does not report.
-        """
+        """Returns the metrics of `batch` from its summed losses (`LossSums.metrics`), by name with `prefix/`."""
+        # The result is `{}` on a rank that does not report.
         if not self.world.reports:
             return {}
         return sums.metrics(prefix, self.objective, blend, batch)
@@ -392,19 +382,15 @@ class StudentEngine:
         self._kd_scale_before = self.kd_scale
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the model's trained parameters, sharded, by name, and the objective's with the prefix `objective.`.
-
-        Reshards the model first.
-        """
+        """Returns the model's trained parameters, sharded, by name, and the objective's with the prefix `objective.`."""
+        # Reshards the model first.
         reshard(self.model)
         named = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         return named | dict(self.objective.named_parameters(prefix="objective"))
 
     def _seed(self) -> None:
-        """Seeds torch from run.seed, the step and the rank in the data dimension.
-
-        The tensor-parallel rank has no part in it, because tensor-parallel ranks must draw the same numbers.
-        """
+        """Seeds torch from run.seed, the step and the rank in the data dimension."""
+        # The tensor-parallel rank has no part in it, because tensor-parallel ranks must draw the same numbers.
         torch.manual_seed(seed_of(f"{self.config.run.seed}/{self.step}/{self.world.data_rank}"))
 
 

@@ -170,10 +170,8 @@ class StepGuard:
         return reason
 
     def _reason(self, loss: float, norm: float) -> str | None:
-        """Returns why a step with this loss and gradient norm must be skipped, or None; remembers nothing.
-
-        A spike is looked for only once `spike_window` steps have been taken; never if that is 0.
-        """
+        """Returns why a step with this loss and gradient norm must be skipped, or None; remembers nothing."""
+        # A spike is looked for only once `spike_window` steps have been taken; never if that is 0.
         for name, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
                 return f"its {name} must be finite; got {value}"

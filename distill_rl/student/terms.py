@@ -373,11 +373,9 @@ def one_to_one_rows(rows: ChunkRows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _flattened(rows: ChunkRows) -> tuple[np.ndarray, np.ndarray, int]:
-    """The chunk of every flattened token of student and teacher, and the number of chunks.
-
-    Every row numbers its chunks from 0, and −1 stands for no chunk; in the result they are numbered consecutively over
-    all rows.
-    """
+    """The chunk of every flattened token of student and teacher, and the number of chunks."""
+    # Every row numbers its chunks from 0, and −1 stands for no chunk; in the result they are numbered consecutively
+    # over all rows.
     counts = rows.student.max(axis=1, initial=-1) + 1
     first = np.cumsum(counts) - counts
     student, teacher = (np.where(side >= 0, side + first[:, None], -1).ravel() for side in (rows.student, rows.teacher))

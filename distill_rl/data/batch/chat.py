@@ -181,11 +181,7 @@ def render_document(
 
 
 def _is_off(message: Message, place: int, row: int) -> bool:
-    """Whether a switch takes a message out of what is trained on.
-
-    Raises:
-        DataError: a switch that is neither on nor off.
-    """
+    """Whether a switch takes a message out of what is trained on."""
     off = False
     for key in SWITCHES:
         value = message.get(key)
@@ -207,14 +203,7 @@ def _complement(spans: Sequence[CharSpan], length: int) -> list[CharSpan]:
 def _texts_of_roles(
     write: Write, messages: Sequence[Message], whole: str, roles: Collection[str], row: int, off: Collection[int]
 ) -> list[CharSpan]:
-    """The spans of the texts of all messages with one of these roles.
-
-    Args:
-        off: messages to leave out.
-
-    Raises:
-        DataError: a message with text of which the rendered chat has nothing.
-    """
+    """The spans of the texts of all messages with one of these roles."""
     found: list[CharSpan] = []
     for i, (message, spans) in enumerate(zip(messages, message_spans(whole, messages, write))):
         if message["role"] in roles and i not in off:
@@ -237,10 +226,9 @@ def _assistant_turns(tokenizer: Any, write: Write, messages: Sequence[Message], 
 
 
 def _generation_blocks(write: Write, messages: Sequence[Message]) -> list[CharSpan]:
-    """Where the {% generation %} blocks of the chat template stand in the rendered chat.
-
-    By Transformers' own count of characters: its mask of tokens takes a token for a character that a tokenizer leaves out.
-    """
+    """Where the {% generation %} blocks of the chat template stand in the rendered chat."""
+    # By Transformers' own count of characters: its mask of tokens takes a token for a character that a tokenizer leaves
+    # out.
     from transformers.utils.chat_template_utils import render_jinja_template
 
     chat = in_form(write.tokenizer, messages)
@@ -273,13 +261,8 @@ def _without_header(write: Write, whole: str, block: CharSpan) -> CharSpan:
 
 
 def _spans_by_prefix(write: Write, messages: Sequence[Message], whole: str) -> list[CharSpan] | None:
-    """The span of each assistant turn in `whole`, by rendering the chat up to the turn and through it.
-
-    None if the template rewrites earlier turns, or refuses a part of the chat.
-
-    Args:
-        whole: the rendered chat.
-    """
+    """The span of each assistant turn in `whole`, by rendering the chat up to the turn and through it."""
+    # None if the template rewrites earlier turns, or refuses a part of the chat.
     spans: list[CharSpan] = []
     try:
         ends, end_of_chat = _ends_of_turn(write), _end_of_chat(write)
@@ -348,9 +331,8 @@ def _first_place(write: Write) -> _Place:
 
 @_once
 def _header(write: Write) -> str:
-    """The header of an assistant's turn: what the generation prompt has in common with a turn of one character, at the end
-    of a chat and before another question, but for the thought that both may open.
-    """
+    # The header of an assistant's turn: what the generation prompt has in common with a turn of one character, at the
+    # end of a chat and before another question, but for the thought that both may open.
     mark = {"role": "assistant", "content": _MARK}
     place = _first_place(write)
     turns = [write([_QUESTION, mark]), write([_QUESTION, mark, _QUESTION])]
@@ -365,18 +347,10 @@ def _common(*texts: str) -> str:
 
 
 def _turn_in(rest: str, last: str, content: str, ends: tuple[str, str]) -> str | None:
-    """The assistant's turn that `rest` starts with, up to its end-of-turn token; None if it does not start with it.
-
-    Some templates write more before the content of the last turn than of earlier ones (a block of thought), and end it in
-    another way; so the turn is the longest end of the last one that `rest` starts with, and that has the content, or the
-    content without its block of thought.
-
-    Args:
-        rest: the whole rendered chat from the turn on.
-        last: the turn as the template renders it at the end of a chat.
-        content: the turn's stripped content.
-        ends: as from `_ends_of_turn`.
-    """
+    """The assistant's turn that `rest` starts with, up to its end-of-turn token; None if it does not start with it."""
+    # Some templates write more before the content of the last turn than of earlier ones (a block of thought), and end
+    # it in another way; so the turn is the longest end of the last one that `rest` starts with, and that has the
+    # content, or the content without its block of thought.
     contents = [content, content.rpartition("</think>")[2].strip()] if "</think>" in content else [content]
     forms = [last]
     if ends[0] and ends[0] != ends[1] and last.rstrip().endswith(ends[0]):
@@ -400,12 +374,10 @@ def _turn_in(rest: str, last: str, content: str, ends: tuple[str, str]) -> str |
 
 
 def _spans_by_exchange(write: Write, messages: Sequence[Message], whole: str) -> list[CharSpan] | None:
-    """The span of each assistant turn in `whole`, by rendering the chat with another turn in its place.
-
-    Its texts occur nowhere else, so the turn is what differs, apart from the beginning that both turns share and from the
-    end-of-turn token. None if other turns change with it, or the template refuses the chat or writes another content than
-    the message's.
-    """
+    """The span of each assistant turn in `whole`, by rendering the chat with another turn in its place."""
+    # Its texts occur nowhere else, so the turn is what differs, apart from the beginning that both turns share and from
+    # the end-of-turn token. None if other turns change with it, or the template refuses the chat or writes another
+    # content than the message's.
     try:
         opening, header = _first_place(write).opening, _header(write)
         ends = [end for end in _ends_of_turn(write) if end]
@@ -461,12 +433,10 @@ def _exchanged(message: Message) -> Iterator[Message]:
 
 @_once
 def _ends_of_turn(write: Write) -> tuple[str, str]:
-    """What the template writes behind an assistant's turn: at the end of a chat, and before a user's turn; empty if it does not
-    take such chats.
-
-    They differ if it ends the last turn by another token, or writes the end of the whole chat. White space behind an
-    end-of-turn token is not part of it, unless nothing else ends the turn.
-    """
+    # What the template writes behind an assistant's turn: at the end of a chat, and before a user's turn; empty if it
+    # does not take such chats.
+    # They differ if it ends the last turn by another token, or writes the end of the whole chat. White space behind an
+    # end-of-turn token is not part of it, unless nothing else ends the turn.
     turn = {"role": "assistant", "content": _MARK}
     try:
         last = _last_end(write, turn)
@@ -655,11 +625,7 @@ class TemplateCoverage:
     def _writes(
         self, write: Callable[..., str], messages: Sequence[Message], i: int, key: str, kind: Hashable, text: str
     ) -> bool:
-        """Whether the template writes a key of message i that is trained on: a text, or all of its tool calls.
-
-        Args:
-            kind: of the message.
-        """
+        """Whether the template writes a key of message i that is trained on: a text, or all of its tool calls."""
         value, known = messages[i][key], (kind, key)
         found = all(_occurs(part, text) for part in _texts_in(value))
         if known in self._written and (found or self._rewritten[known] >= _PATIENCE):
@@ -707,14 +673,9 @@ class TemplateCoverage:
 
 
 def _message_changes(write: Callable[..., str], messages: Sequence[Message], i: int, key: str, text: str) -> bool:
-    """Whether the text of a chat changes with a key of message i; for a thought, or what describes a message, also whether
-    that of the chat up to the message does.
-
-    True as well if the template refuses every chat without the key, since it must have read it.
-
-    Args:
-        text: of the whole chat.
-    """
+    # Whether the text of a chat changes with a key of message i; for a thought, or what describes a message, also
+    # whether that of the chat up to the message does.
+    # True as well if the template refuses every chat without the key, since it must have read it.
     message = messages[i]
     changed = {name: value for name, value in message.items() if name != key}
     if isinstance(message[key], str) or key == "content":
@@ -735,11 +696,7 @@ def _changes(
     *,
     only_last: bool = False,
 ) -> bool:
-    """The same with another message in the place of message i.
-
-    Args:
-        only_last: whether a change counts that only a chat up to the message shows.
-    """
+    """The same with another message in the place of message i."""
     before, after = messages[:i], messages[i + 1 :]
     whole = _differs(lambda: text, lambda: write([*before, changed, *after]))
     if not after or whole or (whole is False and not only_last):

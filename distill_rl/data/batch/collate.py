@@ -166,11 +166,7 @@ def arrange_lengths(
 def _in_order(
     lengths: np.ndarray, capacities: ArrayLike, plan: BatchPlan, kinds: Sequence[Hashable] | None = None
 ) -> list[list[int]]:
-    """`arrange` without changing the order of rows that hold one document.
-
-    Args:
-        lengths: int [documents, sides].
-    """
+    """`arrange` without changing the order of rows that hold one document."""
     if not plan.packing:
         rows = [[i] for i in range(len(lengths))]
     elif kinds is None:
@@ -182,10 +178,8 @@ def _in_order(
 
 
 def _first_fit_by_kind(lengths: np.ndarray, capacities: ArrayLike, kinds: Sequence[Hashable]) -> list[list[int]]:
-    """`first_fit` among the documents of each kind; rows stand in the order of their first documents.
-
-    So rows of all kinds are spread over the batch, and no rank has most of one kind.
-    """
+    """`first_fit` among the documents of each kind; rows stand in the order of their first documents."""
+    # So rows of all kinds are spread over the batch, and no rank has most of one kind.
     members: dict[Hashable, list[int]] = {}
     for i, kind in enumerate(kinds):
         members.setdefault(kind, []).append(i)

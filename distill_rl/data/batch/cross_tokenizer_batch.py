@@ -260,13 +260,7 @@ def _chunk_rows(
     teacher_rows: TokenRows,
     weights: np.ndarray | None = None,
 ) -> ChunkRows:
-    """Step 5: the chunks of both sides, as numbers that belong to predictions.
-
-    Args:
-        teacher: its index.
-        members: the pieces of each row, for both sides.
-        weights: float64 [pieces], of the teacher; None: all are 1.
-    """
+    """Step 5: the chunks of both sides, as numbers that belong to predictions."""
     on_student = np.full(student_rows.shape, -1, dtype=np.int32)
     on_teacher = np.full(teacher_rows.shape, -1, dtype=np.int32)
     for row, indices in enumerate(members):

@@ -274,15 +274,9 @@ class DocumentAligner:
     def _tokenize_chat(
         self, document: Mapping[str, Any], teachers: Mapping[int, CrossTokenizerTeacher]
     ) -> TokenizedDocument:
-        """Step 1 for chat messages, which every side renders with its own template.
-
-        Only the turns of some roles are marked as trained on if `data.loss_on` or `data.loss_roles` say so, otherwise
-        all tokens. The document is not modified.
-
-        Raises:
-            DataError: a tokenizer without a chat template, a chat that a template refuses or does not render in full,
-                or turns that cannot be found.
-        """
+        """Step 1 for chat messages, which every side renders with its own template."""
+        # Only the turns of some roles are marked as trained on if `data.loss_on` or `data.loss_roles` say so, otherwise
+        # all tokens. The document is not modified.
         for teacher in teachers.values():
             document = {key: teacher.aligner.normalize_all(value) for key, value in document.items()}
         text, spans, left_out = self._tokenization.render(document)
@@ -308,14 +302,7 @@ class DocumentAligner:
     def _tokenize_for(
         self, teacher: CrossTokenizerTeacher, document: Mapping[str, Any]
     ) -> tuple[Tokenized, tuple[str, ...]]:
-        """A chat rendered with the teacher's template and tokenised for it, and what the template leaves out.
-
-        Args:
-            document: normalised already.
-
-        Raises:
-            DataError: no chat template, or a chat that it refuses or does not render in full.
-        """
+        """A chat rendered with the teacher's template and tokenised for it, and what the template leaves out."""
         text, _, written = render_document(
             teacher.tokenizer, document, whose=teacher.coverage.whose, stops=teacher.stops.texts, text_only=True
         )
@@ -333,10 +320,8 @@ class DocumentAligner:
         return self._split(document) if self._splitter else [self._cut(document)]
 
     def _cut(self, document: TokenizedDocument) -> Piece:
-        """Steps 2 and 3: the beginning of a document, up to the last boundary shared with every teacher that is asked.
-
-        All sides have at most their `max_length` tokens; the alignments hold only chunks that can be trained on.
-        """
+        """Steps 2 and 3: the beginning of a document, up to the last boundary shared with every teacher that is asked."""
+        # All sides have at most their `max_length` tokens; the alignments hold only chunks that can be trained on.
         if document.student is None:
             encoded = document.encoded.cut(self._tokenization.max_length)
             return Piece(encoded, {}, {STUDENT: Extent(whole=not encoded.truncated)})

@@ -171,13 +171,8 @@ def common_places(num_tokens: int, alignments: Mapping[int, Alignment]) -> np.nd
 
 
 def _next_places(places: np.ndarray, start: np.ndarray, room: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the piece that begins at `start` ends, and where the one after it begins.
-
-    They are the same unless no place lies within the room: then the piece ends where the room does.
-
-    Args:
-        room: int64 [sides]: most tokens of the piece on each side.
-    """
+    """Where the piece that begins at `start` ends, and where the one after it begins."""
+    # They are the same unless no place lies within the room: then the piece ends where the room does.
     fitting = min(int(places[:, side].searchsorted(start[side] + room[side], "right")) for side in range(len(start)))
     if fitting and places[fitting - 1, 0] > start[0]:
         return places[fitting - 1], places[fitting - 1]
@@ -188,14 +183,8 @@ def _next_places(places: np.ndarray, start: np.ndarray, room: np.ndarray) -> tup
 def _place_before(
     places: np.ndarray, start: np.ndarray, stop: np.ndarray, following: np.ndarray, room: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The end of a piece one place earlier, and again as the begin of the last piece, which then has a token more.
-
-    Without a place that leaves two tokens to the piece, and to the last one no more than its room: the given two.
-
-    Args:
-        start, stop, following: of the piece.
-        room: int64 [sides]: most tokens of the last piece on each side.
-    """
+    """The end of a piece one place earlier, and again as the begin of the last piece, which then has a token more."""
+    # Without a place that leaves two tokens to the piece, and to the last one no more than its room: the given two.
     earlier = int(places[:, 0].searchsorted(stop[0])) - 1
     if earlier < 0 or places[earlier, 0] - start[0] < 2 or (places[-1] - places[earlier] > room).any():
         return stop, following

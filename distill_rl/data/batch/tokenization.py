@@ -277,11 +277,7 @@ class Tokenization:
             raise self._no_turns(f"text in row {document['row']}")
 
     def _no_turns(self, found: str) -> DataError:
-        """The error for rows without turns to train on, for the caller to raise.
-
-        Args:
-            found: what there is in place of chat messages.
-        """
+        """The error for rows without turns to train on, for the caller to raise."""
         setting = "data.loss_on=assistant" if self.roles == ("assistant",) else "data.loss_roles"
         return DataError(setting, "chat messages", found, "use data.loss_on=all or data.format=messages")
 

@@ -190,18 +190,9 @@ def check_type(column_type: pa.DataType, kind: Literal["text", "messages"], what
 
 
 def _check_messages(chunk: pa.Array, what: str, first_row: int) -> None:
-    """Checks one chunk of a column of messages.
-
-    Every row must be a list of at least one complete message. Rows are only made into
-    Python objects if a content is null or not text, or the column holds JSON.
-
-    Args:
-        what: file and column, for error messages.
-        first_row: row number of the chunk's first value.
-
-    Raises:
-        DataError: names the first row that breaks a rule; the rules are checked one after another.
-    """
+    """Checks one chunk of a column of messages."""
+    # Every row must be a list of at least one complete message. Rows are only made into Python objects if a content is
+    # null or not text, or the column holds JSON.
     _require_all(chunk.is_valid(), what, first_row, "a list of messages", "null")
     if not is_list(chunk.type):
         _require_utf8(chunk, what, first_row)
@@ -261,26 +252,14 @@ def _require_string(column_type: pa.DataType, what: str, first_row: int) -> None
 
 
 def _require_all(valid: Any, what: str, first_row: int, rule: str, found: str) -> None:
-    """Raises DataError for the first row that is not valid, if there is one.
-
-    Args:
-        valid: Arrow array of booleans, one per row.
-        what, rule, found: parts of the message: the column, what is required, and what the row has.
-        first_row: row number of the first value.
-    """
+    """Raises DataError for the first row that is not valid, if there is one."""
     bad = pc.index(valid, False).as_py()
     if bad >= 0:
         raise DataError(f"{what}, row {first_row + bad}", rule, found)
 
 
 def _require_utf8(column: Any, what: str, first_row: int, row_of: Any = None) -> None:
-    """Raises DataError if text in an Arrow array is not UTF-8, naming its row, or if the array is damaged otherwise.
-
-    Args:
-        what: file and column, for error messages.
-        first_row: row number of the first value.
-        row_of: maps an index of `column` to a row of the data; None: `first_row` plus the index.
-    """
+    """Raises DataError if text in an Arrow array is not UTF-8, naming its row, or if the array is damaged otherwise."""
     try:
         column.validate(full=True)
     except pa.ArrowInvalid as error:

@@ -168,11 +168,9 @@ def _table(path: Path, layout: Layout, access: Access, rows: int | None = None) 
 
 
 def _open_converted(path: Path, layout: Layout, access: Access) -> Rows:
-    """The rows of a file from its Parquet copy in the cache, which is written if it is missing.
-
-    Copies are keyed by path, size, modification time and layout, so an edited file is converted again. If nothing may be
-    written, only the first rows are read.
-    """
+    """The rows of a file from its Parquet copy in the cache, which is written if it is missing."""
+    # Copies are keyed by path, size, modification time and layout, so an edited file is converted again. If nothing may
+    # be written, only the first rows are read.
     cache, names = access.cache, stored_columns(layout, strict=access.strict)
     columns = f"{layout}{' '.join(map(repr, layout.chosen_by))}"
     target = cache.entry(path, f"{columns}\0{access.strict}\0{access.sample_by}\0{AS_JSON}", ".parquet")
@@ -280,13 +278,8 @@ def content_hash(paths: Sequence[Path]) -> str:
 
 
 def _open_arrow(path: Path) -> pa.Table:
-    """The table of an Arrow file, memory-mapped.
-
-    The file is in the stream format that `datasets` writes, or in the random-access file format.
-
-    Raises:
-        pyarrow.ArrowInvalid, OSError: a damaged or missing file.
-    """
+    """The table of an Arrow file, memory-mapped."""
+    # The file is in the stream format that `datasets` writes, or in the random-access file format.
     source = pa.memory_map(str(path))
     try:
         return pa.ipc.open_stream(source).read_all()

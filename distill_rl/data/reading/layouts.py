@@ -260,11 +260,7 @@ def template_options(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tools(value: Any, what: str) -> list[dict[str, Any]]:
-    """The tools of a chat: a list of JSON schemas, given as objects or as JSON text; empty for null.
-
-    Raises:
-        DataError: anything else.
-    """
+    """The tools of a chat: a list of JSON schemas, given as objects or as JSON text; empty for null."""
     rule = "a list of tools, each a JSON schema"
     value = parse_json(value, what, rule) if isinstance(value, str) and value.strip() else value
     if not value:
@@ -278,11 +274,7 @@ def _tools(value: Any, what: str) -> list[dict[str, Any]]:
 
 
 def _variables(value: Any, what: str) -> dict[str, Any]:
-    """Further variables of the chat template, given as an object or as its JSON text; empty for null.
-
-    Raises:
-        DataError: anything else; the name of an argument of `apply_chat_template`.
-    """
+    """Further variables of the chat template, given as an object or as its JSON text; empty for null."""
     rule = "an object with variables of the chat template"
     value = parse_json(value, what, rule) if isinstance(value, str) and value.strip() else value
     if not value:
@@ -318,14 +310,7 @@ def check_value(value: Any, kind: Literal["text", "messages"], what: str) -> Any
 
 
 def _check_message(message: Any, what: str) -> dict[str, Any]:
-    """Checks one message, and returns it as a new dict without null values, except for a null content.
-
-    Args:
-        what: file, row, column and message, for error messages.
-
-    Raises:
-        DataError: as for `check_value`.
-    """
+    """Checks one message, and returns it as a new dict without null values, except for a null content."""
     if not isinstance(message, Mapping) or "role" not in message:
         if isinstance(message, Mapping) and {"from", "value"} <= message.keys():
             raise DataError(what, "a message has a role and a content", sorted(message), "set data.format=sharegpt")
@@ -439,11 +424,7 @@ def from_sharegpt(value: Any, system: Any, what: str) -> list[dict[str, Any]]:
 
 
 def _tool_calls(value: Any, what: str) -> list[dict[str, Any]]:
-    """The calls of a `function_call` turn: one `{"name": …, "arguments": …}` or a list of them, usually as JSON text.
-
-    Raises:
-        DataError: anything else.
-    """
+    """The calls of a `function_call` turn: one `{"name": …, "arguments": …}` or a list of them, usually as JSON text."""
     rule = 'a function_call is {"name": ..., "arguments": ...}'
     calls = parse_json(value, what, rule) if isinstance(value, str) else value
     calls = calls if isinstance(calls, list) else [calls]

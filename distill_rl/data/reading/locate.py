@@ -160,19 +160,9 @@ def is_hub_name(path: str) -> bool:
 
 
 def _local_paths(path: str, splits: Sequence[str], setting: str, say: Callable[[str], None]) -> list[Path]:
-    """The files and folders that `path` names, sorted; empty for a hub name.
-
-    A glob matches data files and Arrow folders, but not the files inside those folders. A folder stands for all data
-    files below it.
-
-    Args:
-        splits: as for `locate`.
-        setting: the config key that holds `path`, for error messages.
-        say: as for `locate`.
-
-    Raises:
-        DataError: nothing there, a glob without a match, a file that is not a data file, a folder without any.
-    """
+    """The files and folders that `path` names, sorted; empty for a hub name."""
+    # A glob matches data files and Arrow folders, but not the files inside those folders. A folder stands for all data
+    # files below it.
     entry = Path(path).expanduser()
     if glob.has_magic(path) and not entry.exists():
         found = sorted(Path(name) for name in glob.glob(str(entry), recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
@@ -194,14 +184,9 @@ def _local_paths(path: str, splits: Sequence[str], setting: str, say: Callable[[
 
 
 def _data_below(folder: Path, splits: Sequence[str], setting: str, say: Callable[[str], None]) -> list[Path]:
-    """The data files and Arrow folders in a folder and its subfolders, sorted; hidden ones are left out.
-
-    If names of files or subfolders say `train`, `validation` or `test` (or a usual short form), the folder has these
-    splits, as for `datasets`, and the first of `splits` among them is read.
-
-    Raises:
-        DataError: no data files, or none of the split.
-    """
+    """The data files and Arrow folders in a folder and its subfolders, sorted; hidden ones are left out."""
+    # If names of files or subfolders say `train`, `validation` or `test` (or a usual short form), the folder has these
+    # splits, as for `datasets`, and the first of `splits` among them is read.
     found = _without_notes(sorted(_walk(folder)))
     if not found:
         rule = f"a folder with files that end in {', '.join(files.SUFFIXES)}, or one of datasets.save_to_disk"
@@ -270,11 +255,7 @@ def _is_arrow_folder(path: Path) -> bool:
 
 
 def _open_folder(path: Path, splits: Sequence[str]) -> Loaded:
-    """The data set in a folder written by `datasets.save_to_disk`; of several splits the first of `splits` that it has.
-
-    Raises:
-        DataError: a damaged folder, or none of the splits.
-    """
+    """The data set in a folder written by `datasets.save_to_disk`; of several splits the first of `splits` that it has."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -288,15 +269,7 @@ def _open_folder(path: Path, splits: Sequence[str]) -> Loaded:
 
 
 def _pick_split(loaded: Any, splits: Sequence[str], name: str) -> datasets.Dataset:
-    """The data set itself if it has no splits, otherwise the first of `splits` that it has.
-
-    Args:
-        loaded: a `Dataset` or `DatasetDict`.
-        name: of the data, for error messages.
-
-    Raises:
-        DataError: none of the splits.
-    """
+    """The data set itself if it has no splits, otherwise the first of `splits` that it has."""
     import datasets
 
     if isinstance(loaded, datasets.Dataset):
@@ -308,20 +281,8 @@ def _pick_split(loaded: Any, splits: Sequence[str], name: str) -> datasets.Datas
 
 
 def _open_hub(name: str, splits: Sequence[str], setting: str, data: DataConfig) -> Loaded:
-    """A hub data set, downloaded if necessary; only from the local cache if the hub library is offline.
-
-    If it is not offline, the hub is probed first, for at most 10 s.
-
-    Args:
-        name: as on the hub.
-        splits: the first of these that exists is taken, if there are splits.
-        setting: the config key that holds the name, for error messages.
-        data: subset and revision.
-
-    Raises:
-        HubError: the hub cannot be reached or, offline, the data set is not in the cache.
-        DataError: no such data set or no right to read it; one that `datasets` cannot load; none of the splits.
-    """
+    """A hub data set, downloaded if necessary; only from the local cache if the hub library is offline."""
+    # If it is not offline, the hub is probed first, for at most 10 s.
     import datasets
     import huggingface_hub
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError

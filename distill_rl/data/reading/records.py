@@ -227,14 +227,7 @@ def _csv_row(header: Sequence[str], cells: Sequence[str], what: str) -> dict[str
 
 
 def _parse(text: bytes, what: str) -> Any:
-    """The value of a JSON text, with or without a byte-order mark.
-
-    Args:
-        what: file and row, for error messages.
-
-    Raises:
-        DataError: not UTF-8, or not complete, valid JSON.
-    """
+    """The value of a JSON text, with or without a byte-order mark."""
     try:
         return json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

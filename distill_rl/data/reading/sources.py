@@ -167,12 +167,7 @@ def open_one(
 
 
 def _layout_of(origins: Sequence[DataFile | Loaded], data: DataConfig, routing: Routing | None) -> Layout:
-    """The layout of the first file that has rows.
-
-    Raises:
-        EmptyFile: with `data.bad_rows: fail`, the first file is empty; otherwise all are.
-        DataError: as for `choose_layout`.
-    """
+    """The layout of the first file that has rows."""
     for origin in origins[:-1]:
         try:
             return choose_layout(origin.columns(), data, origin.name, routing)
@@ -219,14 +214,7 @@ def split_validation(
 
 
 def _hold_out(source: Source, fraction: float, seed: int, name: str = "") -> tuple[Source, Source]:
-    """A source without some of its rows, and these.
-
-    Args:
-        name: of one of several sources, for messages.
-
-    Raises:
-        DataError: a fraction of 1 or more, or fewer than two rows.
-    """
+    """A source without some of its rows, and these."""
     if len(source) < 2 or fraction >= 1:
         found = f"{fraction} of {len(source)} rows{f' of {name}' if name else ''}"
         raise DataError("data.validation.fraction", "a fraction below 1 of at least two rows", found)

@@ -235,11 +235,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def _adapter_problem(key: str, folder: Path) -> str:
-    """The line about an adapter in place of a model: what it is, its base model, and how to merge the two.
-
-    Args:
-        key: the setting that names the folder.
-    """
+    """The line about an adapter in place of a model: what it is, its base model, and how to merge the two."""
     try:
         adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -257,12 +253,7 @@ def _adapter_problem(key: str, folder: Path) -> str:
 
 
 def _code_problems(key: str, config: Mapping[str, Any]) -> list[str]:
-    """Returns one line if transformers does not have the model's family; an empty list if it does.
-
-    Args:
-        key: the setting that names the model, for the line.
-        config: the content of its config.json.
-    """
+    """Returns one line if transformers does not have the model's family; an empty list if it does."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     family = config.get("model_type")
@@ -381,11 +372,7 @@ def _examine(key: str, folder: Path, attention: str, packing: bool, weights: boo
 
 
 def _made(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    """The model on the meta device.
-
-    Raises:
-        ConfigError: the class cannot be made with this config and attention; any exception of its constructor.
-    """
+    """The model on the meta device."""
     from distill_rl.models.skeleton import DTYPES, skeleton
 
     try:
@@ -398,11 +385,9 @@ def _made(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
 
 
 def _packing_problems(model: PreTrainedModel, *, packing: bool) -> Iterator[str]:
-    """Yields at most one line: the family cannot keep packed documents apart, but `data.packing` is true.
-
-    Restarting positions separate documents. A class that takes none, or carries a state from token to token, cannot
-    follow them.
-    """
+    """Yields at most one line: the family cannot keep packed documents apart, but `data.packing` is true."""
+    # Restarting positions separate documents. A class that takes none, or carries a state from token to token, cannot
+    # follow them.
     if not packing:
         return
     family, remedy = model.config.model_type, "set data.packing=false"

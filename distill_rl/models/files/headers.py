@@ -153,11 +153,7 @@ def weight_problems(key: str, folder: Path) -> list[str]:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file, which consists of 8 bytes of length, header, and data.
-
-    Raises:
-        ValueError: not safetensors, or shorter than the header says.
-    """
+    """The JSON header of a safetensors file, which consists of 8 bytes of length, header, and data."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

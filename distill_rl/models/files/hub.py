@@ -125,11 +125,7 @@ def _has_head(folder: Path) -> bool:
 
 
 def _check_dtypes(config: PreTrainedConfig) -> None:
-    """Checks the dtypes of a config and its parts, which Transformers leaves as text where it has no PyTorch.
-
-    Raises:
-        AttributeError: torch has no such dtype; the error that Transformers raises with PyTorch.
-    """
+    """Checks the dtypes of a config and its parts, which Transformers leaves as text where it has no PyTorch."""
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         name = getattr(part, "dtype", None)
         if isinstance(name, str) and name not in ("float32", "float16", "bfloat16", "float64"):
@@ -233,15 +229,7 @@ def cached(name: str, revision: str | None = None) -> Path | None:
 
 
 def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
-    """Downloads the files of a hub model that match the patterns, or finds them in the cache; returns their folder.
-
-    Args:
-        revision: None: the newest.
-
-    Raises:
-        ConfigError: no such model or revision, or one that needs permission.
-        HubUnreachable: the hub does not answer, or offline mode is set, and the files are not in the cache.
-    """
+    """Downloads the files of a hub model that match the patterns, or finds them in the cache; returns their folder."""
     from huggingface_hub import errors, snapshot_download
 
     try:

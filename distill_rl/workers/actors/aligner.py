@@ -118,13 +118,8 @@ class AlignerWorker(Worker):
 
 
 def _require_cuda() -> None:
-    """Checks that this node has what the CUDA alignment backend needs.
-
-    The same check was made before the run on the driver's node, but this actor may be on another one.
-
-    Raises:
-        ConfigError: something is missing.
-    """
+    """Checks that this node has what the CUDA alignment backend needs."""
+    # The same check was made before the run on the driver's node, but this actor may be on another one.
     from distill_rl.align.dp.device import missing_for_cuda
 
     if missing := missing_for_cuda():

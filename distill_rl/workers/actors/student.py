@@ -169,13 +169,8 @@ class StudentWorker(RankWorker):
         return metrics | self._take_measurements() if last else metrics
 
     def _open(self, targets: _FetchedTargets, batch: RankBatch, opened: ExitStack) -> Retryable | None:
-        """Opens the targets of this rank's rows until `opened` ends, and asks all ranks whether they could.
-
-        Collective, unless no teacher has published anything; then nothing is done.
-
-        Returns:
-            None if every rank has opened its targets, else why this rank (or another) could not.
-        """
+        """Opens the targets of this rank's rows until `opened` ends, and asks all ranks whether they could."""
+        # Collective, unless no teacher has published anything; then nothing is done.
         if not targets.published:
             return None
         succeeded, problem = True, "another rank has lost its targets"
@@ -186,10 +181,9 @@ class StudentWorker(RankWorker):
         return None if self._engine.world.all_agree(succeeded) else Retryable(problem)
 
     def _take_measurements(self) -> dict[str, Metric]:
-        """Returns what was measured since the last call (step time, fetch time, bytes between nodes) and resets it.
-
-        The peak of the memory, in GiB, is that of the whole life of this process. Also sends them to this process's gauges, and counts a step there. Times are in seconds.
-        """
+        """Returns what was measured since the last call (step time, fetch time, bytes between nodes) and resets it."""
+        # The peak of the memory, in GiB, is that of the whole life of this process. Also sends them to this process's
+        # gauges, and counts a step there. Times are in seconds.
         self._gauges.set("student_step_seconds", self._step_s)
         self._gauges.set("student_fetch_seconds", self._fetch_s)
         self._gauges.add("student_bytes_between_nodes", self._far_bytes)
@@ -233,14 +227,11 @@ class StudentWorker(RankWorker):
         return _FetchedTargets(self._transports, node_id, self._config.loss.temperature, published)
 
     def _scores(self, batch: RankBatch, published: Sequence[Sequence[Published]]) -> list[float]:
-        """Returns a score per running teacher; a higher score lowers that teacher's weight.
-
-        An empty list leaves all weights as configured: weights are static, and no teacher was lost.
-
-        The score is the teacher's CE or entropy per student token that it has targets for, 0 if weights are static, and
-        infinity for a teacher that was lost. All ranks get the same scores, because each has what all replicas
-        published.
-        """
+        """Returns a score per running teacher; a higher score lowers that teacher's weight."""
+        # An empty list leaves all weights as configured: weights are static, and no teacher was lost.
+        # The score is the teacher's CE or entropy per student token that it has targets for, 0 if weights are static,
+        # and infinity for a teacher that was lost. All ranks get the same scores, because each has what all replicas
+        # published.
         if all(teacher.score == "static" for teacher in self._config.teachers):
             return [0.0 if replicas else math.inf for replicas in published] if not all(published) else []
         scores = []
@@ -323,11 +314,7 @@ class StudentWorker(RankWorker):
 
 
 def _by_teacher(sizes: Sequence[int], published: Sequence[Published]) -> list[list[Published]]:
-    """What every teacher's replicas published.
-
-    Args:
-        sizes: how many of `published` belong to each teacher.
-    """
+    """What every teacher's replicas published."""
     remaining = iter(published)
     return [list(islice(remaining, size)) for size in sizes]
 

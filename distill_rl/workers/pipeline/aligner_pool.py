@@ -257,10 +257,8 @@ class AlignerPool:
             self._call(rank, alignment.assembly)  # before any other task, and where the last part is already
 
     def _fail(self, rank: int, call: _Call, error: DistillError) -> None:
-        """Recovers from a call that failed with `error`, so that the aligner works again; see the top of this module.
-
-        If that is not possible, the batch has failed.
-        """
+        """Recovers from a call that failed with `error`, so that the aligner works again; see the top of this module."""
+        # If that is not possible, the batch has failed.
         task = call.task
         try:
             self._recovery.recover(rank, call.results[0], error)
@@ -296,14 +294,9 @@ class AlignerPool:
         self._aligned.append(pending)
 
     def _build_here(self, pending: PendingBatch) -> None:
-        """Aligns a batch in this process.
-
-        If that fails, each row is tried alone, those that fail are recorded as bad, and the batch is aligned without
-        them.
-
-        Raises:
-            DistillError: the data need a fix by the user, or too many rows are bad.
-        """
+        """Aligns a batch in this process."""
+        # If that fails, each row is tried alone, those that fail are recorded as bad, and the batch is aligned without
+        # them.
         batch = pending.documents
         try:
             return self._build_once(pending)
