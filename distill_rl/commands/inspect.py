@@ -23,7 +23,7 @@ from distill_rl.config.rules import validate
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.document_aligner import AlignedDocument, DocumentAligner
-from distill_rl.data.batch.pieces import STUDENT, Side
+from distill_rl.data.batch.pieces import STUDENT, PieceLimits
 from distill_rl.data.mixture import Mixture
 from distill_rl.data.routing import asked, weights_of
 from distill_rl.errors import ConfigError, DataError, problem
@@ -144,7 +144,7 @@ class _Tokens:
         """For the tokens that rows hold of the document, piece by piece: how many of its tokens come before them, and
         how many special tokens the piece begins with instead of them."""
         found: list[tuple[int, int]] = []
-        after, lengths = 0, (0, len(Side.of(self.tokenizer, sys.maxsize).prefix))
+        after, lengths = 0, (0, len(PieceLimits.of(self.tokenizer, sys.maxsize).prefix))
         for held in pieces:
             first, prefix = next(
                 (first, prefix)

@@ -25,7 +25,7 @@ ENDLESS = sys.maxsize
 """`Loader.total_steps` of a run whose end is not known yet."""
 
 
-class Rows(Protocol):
+class DocumentRows(Protocol):
     """What the loader needs from a source."""
 
     def __len__(self) -> int: ...
@@ -57,7 +57,7 @@ class Loader:
 
     def __init__(
         self,
-        source: Rows,
+        source: DocumentRows,
         *,
         batch_size: int,
         seed: int,
@@ -115,7 +115,7 @@ class Loader:
 
 
 def validation_batches(
-    source: Rows,
+    source: DocumentRows,
     batch_size: int,
     max_documents: int,
     *,
@@ -138,7 +138,9 @@ def validation_batches(
         yield DocumentBatch(index=index, documents=documents, cursor=cursor, source="validation", bad_rows=bad)
 
 
-def _read(source: Rows, indices: Iterable[int], skip: bool) -> tuple[tuple[Mapping[str, Any], ...], tuple[BadRow, ...]]:
+def _read(
+    source: DocumentRows, indices: Iterable[int], skip: bool
+) -> tuple[tuple[Mapping[str, Any], ...], tuple[BadRow, ...]]:
     """The documents at some indices and, with `skip`, the rows that could not be read or are empty."""
     if not skip:
         return tuple(source[index] for index in indices), ()

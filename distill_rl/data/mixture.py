@@ -21,7 +21,7 @@ _STRETCH = 1 << 16
 """Places of a schedule that are worked out together."""
 
 
-class Schedule:
+class MixtureSchedule:
     """Which source every document comes from, a pure function of its place and the weights.
 
     After any number n of documents, a source with the share w of all weights has had ⌊w·n⌋ or ⌈w·n⌉ of them. To
@@ -152,17 +152,17 @@ class Mixture:
     @property
     def fingerprint(self) -> str:
         """SHA-256 over the sources' fingerprints and the proportions of their weights."""
-        counts = Schedule(self.weights).counts
+        counts = MixtureSchedule(self.weights).counts
         parts = [f"{source.fingerprint} {count}" for source, count in zip(self.sources, counts)]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def order(self, seed: int, *, windowed: bool = True) -> Order:
-        """The global order: `Schedule` chooses the source, the order of the source chooses its row.
+        """The global order: `MixtureSchedule` chooses the source, the order of the source chooses its row.
 
         Args:
             windowed: False: every source has a permutation of all of its rows, however large it is.
         """
-        schedule = Schedule(self.weights)
+        schedule = MixtureSchedule(self.weights)
         orders = [source.order(seed, windowed=windowed, member=(i,)) for i, source in enumerate(self.sources)]
         firsts = [0, *self._ends.tolist()]
 

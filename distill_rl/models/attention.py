@@ -74,7 +74,7 @@ _NAMES |= dict.fromkeys(SPREAD.values(), "attention over divided rows") | {
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenAttention:
     implementation: str
     """Its name in transformers."""
     why: str
@@ -90,7 +90,7 @@ def choose(
     training: bool,
     no_kernel: str | None,
     spread: bool = False,
-) -> Choice:
+) -> ChosenAttention:
     """Chooses the attention implementation for one model, by the rules of this module, and says why.
 
     Args:
@@ -110,7 +110,7 @@ def choose(
         # Those of this package are judged by what they are given when they run.
         if attention not in OURS and (missing := list(lacks(attention, hf_config))):
             raise ConfigError.many([problem(key, rule, attention, "set it to auto") for rule in missing])
-        return Choice(attention, "as configured")
+        return ChosenAttention(attention, "as configured")
     blocked = {name: next(obstacles(name, hf_config, dtype=dtype, training=training), None) for name in VARLEN}
     if no_kernel is not None:
         blocked = dict.fromkeys(VARLEN, no_kernel)
@@ -125,34 +125,38 @@ def choose(
                 raise ConfigError(key, blocked["flash_attn"], attention, "set it to auto")
             package = "flash_attn"
         if package is None or attention in ("sdpa", "eager"):
-            return Choice(SPREAD["sdpa"], "all positions of some heads on every rank, by sdpa within documents")
+            return ChosenAttention(
+                SPREAD["sdpa"], "all positions of some heads on every rank, by sdpa within documents"
+            )
         why = f"all positions of some heads on every rank, by variable-length kernels of {package}"
-        return Choice(SPREAD[package], why)
+        return ChosenAttention(SPREAD[package], why)
     if attention == "varlen":
         assert package is not None
-        return Choice(VARLEN[package], f"variable-length kernels of {package}, as configured")
+        return ChosenAttention(VARLEN[package], f"variable-length kernels of {package}, as configured")
     plain = with_masks(hf_config)
     if no_kernel == ON_CPU:
         return plain
     if not family_of(hf_config).proven:
-        return Choice(plain.implementation, f"{plain.why}; the family is not proven to pass on where documents end")
+        return ChosenAttention(
+            plain.implementation, f"{plain.why}; the family is not proven to pass on where documents end"
+        )
     if package is not None:
-        return Choice(VARLEN[package], f"no mask; packed rows by variable-length kernels of {package}")
+        return ChosenAttention(VARLEN[package], f"no mask; packed rows by variable-length kernels of {package}")
     if not packing and softcap_of(hf_config) is None and window_of(hf_config) is None:
-        return Choice(VARLEN["torch"], "no mask: every row is one document")
-    return Choice(plain.implementation, f"{plain.why}, with a mask: {blocked['torch']}")
+        return ChosenAttention(VARLEN["torch"], "no mask: every row is one document")
+    return ChosenAttention(plain.implementation, f"{plain.why}, with a mask: {blocked['torch']}")
 
 
-def with_masks(hf_config: PreTrainedConfig) -> Choice:
+def with_masks(hf_config: PreTrainedConfig) -> ChosenAttention:
     """The implementation of transformers that computes what a model's config asks: sdpa, or eager where sdpa does not.
 
     It is for generation with a cache too, and for models of which the text is one part.
     """
     if next(lacks("sdpa", hf_config.get_text_config()), None) is not None:
-        return Choice("eager", "eager: sdpa has no soft cap on attention scores")
+        return ChosenAttention("eager", "eager: sdpa has no soft cap on attention scores")
     if not has_sdpa(hf_config):
-        return Choice("eager", f"eager: transformers has no sdpa attention for {hf_config.model_type}")
-    return Choice("sdpa", "sdpa")
+        return ChosenAttention("eager", f"eager: transformers has no sdpa attention for {hf_config.model_type}")
+    return ChosenAttention("sdpa", "sdpa")
 
 
 def has_sdpa(hf_config: PreTrainedConfig) -> bool:

@@ -48,7 +48,7 @@ from distill_rl.parallel.shards import mask_padded_columns
 from distill_rl.student import checkpoint
 from distill_rl.student.compared import Target, complete_gradient, open_teachers, save_learned
 from distill_rl.student.loss_sums import LossSums, StepLosses, ce_over_kd
-from distill_rl.student.objective import Blend, MicroBatch, Objective, ObjectiveOutput, asked_sizes
+from distill_rl.student.objective import Blend, ComparedRows, Objective, ObjectiveOutput, asked_sizes
 from distill_rl.student.optim import Schedule, StepGuard, build_optimizer, clip_gradients
 from distill_rl.student.router_balance import RouterBalance
 from distill_rl.system.gpu_memory import gpu_phase
@@ -427,7 +427,7 @@ class ForwardPass:
 
         Args:
             rows: in host memory; whole.
-            num_labels, blend, with_agreement: as in `MicroBatch`.
+            num_labels, blend, with_agreement: as in `ComparedRows`.
             teachers: of these rows, per teacher.
             targets: per teacher, of the whole rows, on any device; None for a teacher that the run has lost.
 
@@ -447,7 +447,7 @@ class ForwardPass:
                 target and _each(target, lambda whole: part_of_rows(whole, num_rows, part)) for target in targets
             ]
         here = [target and _each(target, lambda tensor: tensor_to_device(tensor, self._device)) for target in targets]
-        batch = MicroBatch(
+        batch = ComparedRows(
             to_device(own, self._device),
             num_labels,
             blend,

@@ -150,7 +150,7 @@ class _TeacherSums:
     num_asked: int
     """These tokens."""
     agreement: list[float]
-    """Of `Comparison.agreement`; empty if it was not measured."""
+    """Of `TeacherComparison.agreement`; empty if it was not measured."""
 
     @property
     def settings(self) -> TeacherConfig:

@@ -30,7 +30,7 @@ from distill_rl.config.schema import LossConfig
 from distill_rl.losses.core.logits.student import Student
 from distill_rl.losses.core.trees import as_tree
 from distill_rl.student.compared import ComparedTeacher, Target
-from distill_rl.student.terms import AskedTokens, Comparison, Labels, token_term
+from distill_rl.student.terms import AskedTokens, Labels, TeacherComparison, token_term
 from distill_rl.types import RankBatch, TeacherPart
 
 
@@ -53,7 +53,7 @@ class ObjectiveOutput:
     """Scalar: summed probability inside the first teacher's top k, of the tokens that it is asked for; 0 without
     teachers."""
     agreement: Tensor | None = None
-    """fp64 [teachers, SUMS], if it was asked for (`Comparison.agreement`). Zeros for what has no meaning."""
+    """fp64 [teachers, SUMS], if it was asked for (`TeacherComparison.agreement`). Zeros for what has no meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Blend:
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
+class ComparedRows:
     """What a micro-batch is compared on, besides the targets."""
 
     labels: Tensor
@@ -158,7 +158,7 @@ class Objective(nn.Module):
                 count += num_labels if part.weights is None else part.weights.num_labels
         return count
 
-    def forward(self, student: Student, batch: MicroBatch, targets: Sequence[Target | None]) -> ObjectiveOutput:
+    def forward(self, student: Student, batch: ComparedRows, targets: Sequence[Target | None]) -> ObjectiveOutput:
         """Returns the loss of one micro-batch, with its parts as detached sums.
 
         Args:
@@ -196,7 +196,7 @@ class Objective(nn.Module):
             agreement=torch.stack(agreement) if agreement else None,
         )
 
-    def _comparisons(self, batch: MicroBatch, targets: Sequence[Target | None]) -> list[Comparison]:
+    def _comparisons(self, batch: ComparedRows, targets: Sequence[Target | None]) -> list[TeacherComparison]:
         if len(targets) != len(self.teachers):
             raise ValueError(f"{len(self.teachers)} teachers need as many targets, got {len(targets)}")
         found = []
@@ -210,7 +210,7 @@ class Objective(nn.Module):
             if part.weights is not None:
                 assert batch.own_labels is not None, "counted where teachers are chosen by row"
                 asked = AskedTokens.of(part.weights, batch.labels, batch.own_labels)
-            found.append(Comparison(teacher, share, target, part.chunks, asked))
+            found.append(TeacherComparison(teacher, share, target, part.chunks, asked))
         return found
 
 

@@ -113,7 +113,7 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class TeacherComparison:
     """A micro-batch beside one teacher."""
 
     teacher: ComparedTeacher

@@ -11,7 +11,7 @@ from torch import Tensor
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.losses import VocabularyProjection
 from distill_rl.student.compared import ComparedTeacher, CrossTokenizer, TeacherHead
-from distill_rl.student.objective import Blend, MicroBatch, Objective, ObjectiveOutput
+from distill_rl.student.objective import Blend, ComparedRows, Objective, ObjectiveOutput
 from distill_rl.types import RankBatch, TeacherPart, TokenRows
 
 
@@ -43,7 +43,7 @@ def output_of(
     """The objective of a micro-batch. Without `parts`, no teacher has another tokenizer or is chosen by row."""
     parts = tuple(parts) or (TeacherPart(),) * len(targets)
     own = int((labels != -100).sum()) if any(part.weights is not None for part in parts) else None
-    return objective(student, MicroBatch(labels, num_labels, blend or objective.blend(), parts, own), targets)
+    return objective(student, ComparedRows(labels, num_labels, blend or objective.blend(), parts, own), targets)
 
 
 def batch_of(labels: Tensor, parts: Sequence[TeacherPart], *, by_row: bool = False) -> RankBatch:

@@ -125,7 +125,7 @@ def render_document(
     out (SWITCHES: 0 or false) has no span.
 
     Args:
-        document: with "row", "messages" and perhaps tools and variables (`Layout.document`).
+        document: with "row", "messages" and perhaps tools and variables (`RowLayout.document`).
         whose: the tokenizer, for error messages.
         stops: what the stop tokens are written as, for a template that ends a turn by the next role's token (`with_stops`).
         text_only: whether no spans are asked for, so that none has to be found.
@@ -287,7 +287,7 @@ def _spans_by_prefix(write: Write, messages: Sequence[Message], whole: str) -> l
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TurnPlace:
     """What a template writes where an assistant's turn begins."""
 
     before: str
@@ -310,21 +310,21 @@ class _Place:
         return len(self.before) + len(header) if header and text.startswith(self.before + header) else None
 
 
-def _place_of_turn(write: Write, before: Sequence[Message], through: str) -> _Place:
+def _place_of_turn(write: Write, before: Sequence[Message], through: str) -> _TurnPlace:
     """The place of the turn behind these messages; `through` is the rendered text up to the end of the turn."""
     # transformers cannot render an empty chat, so before a first turn its header is searched for; ValueError if it is not there.
     if before:
         written, prompt = write(before), write(before, add_generation_prompt=True)
         base = len(_common(written, prompt))
-        return _Place(prompt[:base], prompt[base:], written[base:])
+        return _TurnPlace(prompt[:base], prompt[base:], written[base:])
     place, header = _first_place(write), _header(write)
     if not header:
         raise ValueError("no header")
-    return _Place(through[: through.index(header)], place.opening, place.end)
+    return _TurnPlace(through[: through.index(header)], place.opening, place.end)
 
 
 @_once
-def _first_place(write: Write) -> _Place:
+def _first_place(write: Write) -> _TurnPlace:
     """The place of an answer to a question."""
     return _place_of_turn(write, [_QUESTION], "")
 
@@ -541,7 +541,7 @@ def _ends_in_stop(turn: str, stops: Collection[str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ChatPart:
     """A part of chats: a key of the messages of a role, the tools, or a variable of the template."""
 
     role: str
@@ -585,22 +585,22 @@ class TemplateCoverage:
         self._rewritten: Counter[Hashable] = Counter()
 
     @LIMITED
-    def left_out(self, document: Mapping[str, Any], text: str) -> tuple[Part, ...]:
+    def left_out(self, document: Mapping[str, Any], text: str) -> tuple[ChatPart, ...]:
         """The parts of a document that the template leaves out; empty texts and lists do not count.
 
         Args:
-            document: as from `Layout.document`.
+            document: as from `RowLayout.document`.
             text: the template's output for it.
         """
         messages, options = document["messages"], template_options(document)
         write = partial(render, self.tokenizer, **options)
-        missing: dict[Part, None] = {}
-        unsure: dict[Part, None] = {}
+        missing: dict[ChatPart, None] = {}
+        unsure: dict[ChatPart, None] = {}
         for i, message in enumerate(messages):
             keys = [key for key, value in message.items() if key not in _NOT_WRITTEN and not _is_blank(value)]
             kind = message["role"], frozenset(keys), len(message.get("tool_calls") or ())
             for key in keys:
-                part = Part(message["role"], key)
+                part = ChatPart(message["role"], key)
                 if not part.trained_on:
                     if part not in self._written:
                         unsure[part] = None
@@ -609,9 +609,9 @@ class TemplateCoverage:
                 elif not self._writes(write, messages, i, key, kind, text):
                     missing[part] = None
             if _cuts_thought(write, messages, i, text):
-                missing[Part(message["role"], _THOUGHT)] = None
+                missing[ChatPart(message["role"], _THOUGHT)] = None
         for key, value in options.items():
-            part = Part("", key)
+            part = ChatPart("", key)
             if part in self._written or _is_blank(value):
                 continue
             unsure[part] = None
@@ -653,7 +653,7 @@ class TemplateCoverage:
             raise DataError(f"row {document['row']}", rule, found, self.remedy(trained_on[0]))
         return tuple(f"{part}, by the chat template of {self.whose}" for part in parts)
 
-    def remedy(self, part: Part) -> str:
+    def remedy(self, part: ChatPart) -> str:
         """What the user can do about a part that is left out."""
         template = str(self.tokenizer.chat_template)
         known = [key for key in REASONING_KEYS if re.search(rf"\b{key}\b", template)]

@@ -44,7 +44,7 @@ from distill_rl.data.batch.document_aligner import (
     DocumentAligner,
     aligned,
 )
-from distill_rl.data.batch.pieces import NONE_STORED, STUDENT, Extent, Piece, StoredTargets, splitter_of
+from distill_rl.data.batch.pieces import NONE_STORED, STUDENT, DocumentPiece, Extent, StoredTargets, splitter_of
 from distill_rl.data.batch.tokenization import Tokenization, unknown_token
 from distill_rl.types import (
     IGNORE_INDEX,
@@ -127,11 +127,11 @@ class BatchBuilder:
         self._require_known_ids(found)
         return found
 
-    def _pieces(self, document: Mapping[str, Any]) -> list[Piece]:
+    def _pieces(self, document: Mapping[str, Any]) -> list[DocumentPiece]:
         """What rows hold of a document if no teacher has its own tokenizer."""
         if self._splitter is None:
             encoded = self.tokenization.encode(document)
-            return [Piece(encoded, {}, {STUDENT: Extent(whole=not encoded.truncated)})]
+            return [DocumentPiece(encoded, {}, {STUDENT: Extent(whole=not encoded.truncated)})]
         return self._splitter.split(self.tokenization.encode_all(document), {})
 
     def assemble(

@@ -19,8 +19,8 @@ from distill_rl.data.batch.pieces import (
     NONE_STORED,
     NOTHING,
     STUDENT,
+    DocumentPiece,
     Extent,
-    Piece,
     StoredTargets,
     ref_of,
     splitter_of,
@@ -138,7 +138,7 @@ class AlignedDocument:
 
 def aligned(
     document: Mapping[str, Any],
-    pieces: Sequence[Piece] | None,
+    pieces: Sequence[DocumentPiece] | None,
     names: Mapping[int, bytes],
     teachers: Collection[int],
     stored: StoredTargets,
@@ -155,7 +155,7 @@ def aligned(
     is_stored = pieces is None or stored.have(pieces, names, weights)
     is_kept = pieces is not None and is_stored
     if pieces is None or not is_stored:
-        pieces = [Piece(NO_TOKENS, dict.fromkeys(teachers, LEFT_OUT), {})]
+        pieces = [DocumentPiece(NO_TOKENS, dict.fromkeys(teachers, LEFT_OUT), {})]
     made = [
         AlignedPiece(
             piece.encoded,
@@ -227,7 +227,7 @@ class DocumentAligner:
                 pieces = self._pieces(attempt.tokens)
         return aligned(attempt.document, pieces, names, self._teachers, self._stored, attempt.bad)
 
-    def pieces_of(self, document: Mapping[str, Any]) -> tuple[list[Piece], dict[int, bytes]]:
+    def pieces_of(self, document: Mapping[str, Any]) -> tuple[list[DocumentPiece], dict[int, bytes]]:
         """The pieces of one document, and its names for the teachers; no pieces for one that fails.
 
         Raises:
@@ -316,15 +316,15 @@ class DocumentAligner:
         )
         return tokens, left_out
 
-    def _pieces(self, document: TokenizedDocument) -> list[Piece]:
+    def _pieces(self, document: TokenizedDocument) -> list[DocumentPiece]:
         return self._split(document) if self._splitter else [self._cut(document)]
 
-    def _cut(self, document: TokenizedDocument) -> Piece:
+    def _cut(self, document: TokenizedDocument) -> DocumentPiece:
         """Steps 2 and 3: the beginning of a document, up to the last boundary shared with every teacher that is asked."""
         # All sides have at most their `max_length` tokens; the alignments hold only chunks that can be trained on.
         if document.student is None:
             encoded = document.encoded.cut(self._tokenization.max_length)
-            return Piece(encoded, {}, {STUDENT: Extent(whole=not encoded.truncated)})
+            return DocumentPiece(encoded, {}, {STUDENT: Extent(whole=not encoded.truncated)})
         alignments = {
             i: self._teachers[i].aligner.pair(
                 document.student,
@@ -341,9 +341,9 @@ class DocumentAligner:
         extents = {i: Extent(whole=len(pair.teacher_ids) == len(document.teachers[i].ids)) for i, pair in cut.items()}
         extents[STUDENT] = Extent(whole=len(mask) == len(document.encoded.input_ids))
         trained = {i: pair.trainable(mask[: len(pair.student_ids)]) for i, pair in cut.items()}
-        return Piece(encoded, trained, extents)
+        return DocumentPiece(encoded, trained, extents)
 
-    def _split(self, document: TokenizedDocument) -> list[Piece]:
+    def _split(self, document: TokenizedDocument) -> list[DocumentPiece]:
         """Steps 2 and 3: all of a document, in pieces whose alignments hold only chunks that can be trained on."""
         assert self._splitter is not None
         alignments = {}
@@ -352,7 +352,7 @@ class DocumentAligner:
                 i: self._teachers[i].aligner.pair(document.student, tokens) for i, tokens in document.teachers.items()
             }
         return [
-            Piece(encoded, {i: pair.trainable(encoded.label_mask) for i, pair in pairs.items()}, extents)
+            DocumentPiece(encoded, {i: pair.trainable(encoded.label_mask) for i, pair in pairs.items()}, extents)
             for encoded, pairs, extents in self._splitter.split(document.encoded, alignments)
         ]
 

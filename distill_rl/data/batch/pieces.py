@@ -48,7 +48,7 @@ class Extent(NamedTuple):
     """Whether the piece reaches the end of the document."""
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """What rows hold of a document."""
 
     encoded: Encoded
@@ -60,7 +60,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class PieceLimits:
     """How one tokenizer's rows limit a piece."""
 
     limit: int
@@ -69,7 +69,7 @@ class Side:
     """Special tokens with which the tokenizer begins a text."""
 
     @classmethod
-    def of(cls, tokenizer: Any, limit: int) -> Side:
+    def of(cls, tokenizer: Any, limit: int) -> PieceLimits:
         """The side of a tokenizer; the prefix is what an empty text and another begin with."""
         special = set(tokenizer.all_special_ids)
         empty, other = (tokenizer(text)["input_ids"] for text in ("", "a"))
@@ -90,10 +90,10 @@ class Splitter:
         teachers: those with their own tokenizer, by index.
     """
 
-    student: Side
-    teachers: Mapping[int, Side]
+    student: PieceLimits
+    teachers: Mapping[int, PieceLimits]
 
-    def split(self, encoded: Encoded, alignments: Mapping[int, Alignment]) -> list[Piece]:
+    def split(self, encoded: Encoded, alignments: Mapping[int, Alignment]) -> list[DocumentPiece]:
         """All tokens of a document in pieces, in order; at least one piece.
 
         Args:
@@ -107,14 +107,14 @@ class Splitter:
         end = np.array([len(ids) for ids in sides], dtype=np.int64)
         names = [STUDENT, *teachers]
         if (end <= limits).all():
-            return [Piece(encoded, dict(alignments), dict.fromkeys(names, Extent()))]
+            return [DocumentPiece(encoded, dict(alignments), dict.fromkeys(names, Extent()))]
         if not end[0]:
             nothing = {i: alignment.part((0, 0), (0, 0)) for i, alignment in alignments.items()}
-            return [Piece(encoded, nothing, {name: Extent(whole=not count) for name, count in zip(names, end)})]
+            return [DocumentPiece(encoded, nothing, {name: Extent(whole=not count) for name, count in zip(names, end)})]
         prefixes = [side.of_document(ids) for side, ids in zip(rules, sides)]
         rooms = limits - np.array([len(prefix) for prefix in prefixes], dtype=np.int64)
         places = common_places(len(encoded.input_ids), alignments)
-        pieces: list[Piece] = []
+        pieces: list[DocumentPiece] = []
         start, room, before = np.zeros_like(end), limits, [prefix[:0] for prefix in prefixes]
         left_out = False
         while start[0] < end[0]:
@@ -133,7 +133,7 @@ class Splitter:
                 name: Extent(int(start[side]), len(before[side]), bool(stop[side] == end[side]))
                 for side, name in enumerate(names)
             }
-            pieces.append(Piece(part if not pieces else replace(part, left_out=()), pairs, extents))
+            pieces.append(DocumentPiece(part if not pieces else replace(part, left_out=()), pairs, extents))
             start, room, before = following, rooms, prefixes
         return [piece._replace(encoded=replace(piece.encoded, truncated=left_out)) for piece in pieces]
 
@@ -145,8 +145,8 @@ def splitter_of(tokenizer: Any, max_length: int, teachers: Mapping[int, tuple[An
         max_length: most tokens of the student in a row.
         teachers: tokenizer and most tokens in a row of each teacher that has its own, by its index.
     """
-    sides = {i: Side.of(other, length) for i, (other, length) in teachers.items()}
-    return Splitter(Side.of(tokenizer, max_length), sides)
+    sides = {i: PieceLimits.of(other, length) for i, (other, length) in teachers.items()}
+    return Splitter(PieceLimits.of(tokenizer, max_length), sides)
 
 
 def common_places(num_tokens: int, alignments: Mapping[int, Alignment]) -> np.ndarray:
@@ -191,7 +191,7 @@ def _place_before(
     return places[earlier], places[earlier]
 
 
-def ref_and_tokens(piece: Piece, teacher: int, names: Mapping[int, bytes]) -> tuple[PieceRef, np.ndarray]:
+def ref_and_tokens(piece: DocumentPiece, teacher: int, names: Mapping[int, bytes]) -> tuple[PieceRef, np.ndarray]:
     """By which a store finds a piece as a teacher reads it, and the teacher's tokens of it, int32 [n].
 
     Args:
@@ -204,7 +204,7 @@ def ref_and_tokens(piece: Piece, teacher: int, names: Mapping[int, bytes]) -> tu
     return PieceRef(name, extent.first, extent.prefix, len(tokens), extent.whole), tokens
 
 
-def ref_of(piece: Piece, teacher: int, names: Mapping[int, bytes]) -> PieceRef:
+def ref_of(piece: DocumentPiece, teacher: int, names: Mapping[int, bytes]) -> PieceRef:
     """The first part of `ref_and_tokens`."""
     return ref_and_tokens(piece, teacher, names)[0]
 
@@ -218,7 +218,9 @@ class StoredTargets:
     required: Mapping[int, Callable[[PieceRef, np.ndarray], bool]] = field(default_factory=dict)
     """By the index of each whose store decides what is trained on: whether the store has a piece with these tokens."""
 
-    def have(self, pieces: Sequence[Piece], names: Mapping[int, bytes], weights: Sequence[float] | None = None) -> bool:
+    def have(
+        self, pieces: Sequence[DocumentPiece], names: Mapping[int, bytes], weights: Sequence[float] | None = None
+    ) -> bool:
         """Whether every store that decides has all pieces of a document, if its teacher is asked for it.
 
         Args:

@@ -171,7 +171,7 @@ class Tokenization:
         return self.encode_all(document).cut(self.max_length)
 
     def encode_all(self, document: Mapping[str, Any]) -> Encoded:
-        """Tokenises one document: `{"row": int, "text": str}`, or a chat (`Layout.document`).
+        """Tokenises one document: `{"row": int, "text": str}`, or a chat (`RowLayout.document`).
 
         Text gets eos unless it ends in it already or there is none. `label_mask` is True for all tokens or, if only some
         turns are trained on, for theirs.

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from distill_rl.data.order import Blocks
 from distill_rl.data.reading.arrow_rows import Restore, one_chunk
 from distill_rl.data.reading.cache import Cache, replacing
-from distill_rl.data.reading.layouts import MEDIA, Layout
+from distill_rl.data.reading.layouts import MEDIA, RowLayout
 from distill_rl.data.reading.records import json_row, kind_of, text_row, with_columns, without_mark
 from distill_rl.errors import DataError, UnreadableFile
 
@@ -188,7 +188,7 @@ class LineRows:
         store: shared by the files of a source.
     """
 
-    def __init__(self, file: SameFile, index: LineIndex, layout: Layout, store: BlockStore):
+    def __init__(self, file: SameFile, index: LineIndex, layout: RowLayout, store: BlockStore):
         self._file, self._layout, self._store, self._index = file, layout, store, index
         self._parse = text_row if kind_of(file.path) == ".txt" else json_row
         self._names = {*layout.names, *(() if layout.kind == "text" else MEDIA)}

@@ -72,7 +72,7 @@ _DEFAULT_KEYS = ("text", "messages", "conversations", "instruction", "output")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RowLayout:
     """The columns of a data set that are read, and how a row becomes a document."""
 
     format: Format
@@ -187,7 +187,7 @@ class Layout:
         return {key: value for key, value in others.items() if value}
 
 
-def choose_layout(columns: Sequence[str], data: DataConfig, name: str, routing: Routing | None = None) -> Layout:
+def choose_layout(columns: Sequence[str], data: DataConfig, name: str, routing: Routing | None = None) -> RowLayout:
     """The layout of data with these columns, by `data.format`; for "auto" the first that the columns allow.
 
     Args:
@@ -204,7 +204,7 @@ def choose_layout(columns: Sequence[str], data: DataConfig, name: str, routing: 
         "sharegpt": (data.messages_key if data.messages_key in columns else "conversations",),
         "alpaca": ("instruction", "output"),
     }[kind]
-    layout = Layout(kind, required, data.tools_key, routing)
+    layout = RowLayout(kind, required, data.tools_key, routing)
     layout.columns(columns, name)
     return layout
 

@@ -17,7 +17,7 @@ from distill_rl.config.schema import DataConfig
 from distill_rl.data.reading import files
 from distill_rl.data.reading.arrow_rows import TableRows, check_type, restore_of
 from distill_rl.data.reading.block_rows import SameFile
-from distill_rl.data.reading.layouts import Layout
+from distill_rl.data.reading.layouts import RowLayout
 from distill_rl.data.reading.records import SampleBy, kind_of
 from distill_rl.errors import DataError
 from distill_rl.system.files import nearby
@@ -43,11 +43,11 @@ class HubError(DataError):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourcePart:
     """The opened rows of a file, an Arrow folder or a hub data set, with only the columns of a layout."""
 
     name: str
-    rows: files.Rows
+    rows: files.FileRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class DataFile:
     def columns(self) -> list[str]:
         return files.column_names(self.path, self.sample_by, strict=self.strict)
 
-    def open(self, layout: Layout, access: files.Access) -> Part:
+    def open(self, layout: RowLayout, access: files.Access) -> SourcePart:
         """Opens the columns of the layout.
 
         Rows are checked now if they are few (`CHECK_BYTES` of an Arrow file; `files.Access.small`) and `access.strict`,
@@ -83,7 +83,7 @@ class DataFile:
         """
         if kind_of(self.path) == ".arrow":
             return Loaded(self.name, files.open_arrow(self.path), [self.path]).open(layout, access)
-        return Part(self.name, files.open_file(self.path, layout, access))
+        return SourcePart(self.name, files.open_file(self.path, layout, access))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Loaded:
     def columns(self) -> list[str]:
         return list(self.table.column_names)
 
-    def open(self, layout: Layout, access: files.Access) -> Part:
+    def open(self, layout: RowLayout, access: files.Access) -> SourcePart:
         """The columns of the layout: the type of the main one is checked, with `access.strict` rows up to `CHECK_BYTES`.
 
         Raises:
@@ -116,9 +116,9 @@ class Loaded:
         if access.strict and table.nbytes <= CHECK_BYTES:
             files.check_columns(table, layout, f"{self.name},")
         if not self.content:
-            return Part(self.name, TableRows(table, restore))
+            return SourcePart(self.name, TableRows(table, restore))
         watched = cycle([SameFile(path) for path in self.content])
-        return Part(self.name, TableRows(table, restore, before=lambda: next(watched).require()))
+        return SourcePart(self.name, TableRows(table, restore, before=lambda: next(watched).require()))
 
 
 def locate(

@@ -15,7 +15,7 @@ from typing import IO, Any, Literal
 
 import pyarrow as pa
 
-from distill_rl.data.reading.layouts import Layout, check_strings, check_text
+from distill_rl.data.reading.layouts import RowLayout, check_strings, check_text
 from distill_rl.errors import DataError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -121,7 +121,7 @@ def first_columns(path: Path, sample_by: SampleBy, *, strict: bool = True) -> li
     return list(found) or None
 
 
-def stored_columns(layout: Layout, *, strict: bool) -> list[str]:
+def stored_columns(layout: RowLayout, *, strict: bool) -> list[str]:
     """The columns of what `documents` yields."""
     return [*layout.names, AS_JSON] if strict else [*layout.names, AS_JSON, PROBLEM]
 
@@ -136,7 +136,7 @@ def stored_row(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def documents(path: Path, layout: Layout, sample_by: SampleBy, *, strict: bool) -> Iterator[dict[str, str | None]]:
+def documents(path: Path, layout: RowLayout, sample_by: SampleBy, *, strict: bool) -> Iterator[dict[str, str | None]]:
     """Yields the columns of a file, row by row: text as it is, anything else as its JSON text (AS_JSON).
 
     So a column can hold objects of different shapes, such as the arguments of different tools.
@@ -172,7 +172,7 @@ def _as_text(value: Any, what: str) -> str | None:
     return check_text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), what)
 
 
-def with_columns(row: dict[str, Any], layout: Layout, what: str) -> dict[str, Any]:
+def with_columns(row: dict[str, Any], layout: RowLayout, what: str) -> dict[str, Any]:
     """Returns a row that has the columns that the layout requires. Raises DataError for another one."""
     for key in (*layout.required, *layout.chosen_by):
         if key not in row:

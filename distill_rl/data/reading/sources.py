@@ -16,8 +16,8 @@ from distill_rl.data.order import random_order
 from distill_rl.data.reading import files
 from distill_rl.data.reading.block_rows import BlockStore
 from distill_rl.data.reading.cache import Cache, size_text
-from distill_rl.data.reading.layouts import Layout, choose_layout
-from distill_rl.data.reading.locate import DataFile, HubError, Loaded, Part, is_hub_name, locate
+from distill_rl.data.reading.layouts import RowLayout, choose_layout
+from distill_rl.data.reading.locate import DataFile, HubError, Loaded, SourcePart, is_hub_name, locate
 from distill_rl.data.reading.records import compression_of, kind_of
 from distill_rl.data.reading.source import Source
 from distill_rl.data.routing import Routing
@@ -142,7 +142,7 @@ def open_one(
     if not access.small and lines > 1 << 30:
         cache.say(f"counting   the lines of {path} ({size_text(lines)})")
 
-    def opened(origin: DataFile | Loaded) -> Part | DataError | None:
+    def opened(origin: DataFile | Loaded) -> SourcePart | DataError | None:
         try:
             return origin.open(layout, access)
         except files.EmptyFile as error:
@@ -156,7 +156,7 @@ def open_one(
     if problems:
         more = [f"{key}: {len(problems) - _TOLD} further files have problems"] if len(problems) > _TOLD else []
         raise DataError.many(problems[:_TOLD] + more)
-    parts = [result for result in results if isinstance(result, Part)]
+    parts = [result for result in results if isinstance(result, SourcePart)]
     if not sum(len(part.rows) for part in parts):
         raise DataError(key, "at least one row", f"an empty data set at {path}")
     content = [file for origin in origins for file in origin.content]
@@ -166,7 +166,7 @@ def open_one(
     return Source(parts, layout=layout, paths=content, store=access.store, large=not access.small, reading=reading)
 
 
-def _layout_of(origins: Sequence[DataFile | Loaded], data: DataConfig, routing: Routing | None) -> Layout:
+def _layout_of(origins: Sequence[DataFile | Loaded], data: DataConfig, routing: Routing | None) -> RowLayout:
     """The layout of the first file that has rows."""
     for origin in origins[:-1]:
         try:

@@ -215,7 +215,7 @@ def _divider(
     """How a document is divided into pieces, and what the teachers call it; nothing for one that cannot be read."""
     from distill_rl.config.facts import teacher_length
     from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher, DocumentAligner
-    from distill_rl.data.batch.pieces import STUDENT, Extent, Piece, splitter_of
+    from distill_rl.data.batch.pieces import STUDENT, DocumentPiece, Extent, splitter_of
     from distill_rl.data.batch.tokenization import Tokenization
 
     data = replace(config.data, unrendered="warn", loss_on="all", loss_roles=[])
@@ -246,6 +246,6 @@ def _divider(
         if splitter is not None:
             return splitter.split(encoded, {}), {}
         cut = encoded.cut(config.data.max_length)
-        return [Piece(cut, {}, {STUDENT: Extent(whole=not cut.truncated)})], {}
+        return [DocumentPiece(cut, {}, {STUDENT: Extent(whole=not cut.truncated)})], {}
 
     return alone

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class _Task:
+class _AlignerTask:
     """Work on a batch that one call of an aligner does: `align` for a part of the batch, or `assemble` for all of it."""
 
     batch: _Alignment
@@ -73,8 +73,8 @@ class _Alignment:
         documents = pending.documents.documents
         self.pending, self.order, self.closed = pending, order, False
         """`order` counts batches as they are submitted; `closed` is True once the batch is aligned or has failed."""
-        self.parts = [_Task(self, documents[part], is_part=True) for part in parts]
-        self.assembly: _Task | None = _Task(self, documents, is_part=False)
+        self.parts = [_AlignerTask(self, documents[part], is_part=True) for part in parts]
+        self.assembly: _AlignerTask | None = _AlignerTask(self, documents, is_part=False)
 
     def close(self, error: DistillError | None) -> None:
         """Notes that the batch is aligned, or failed with `error`, and drops the references to its parts."""
@@ -86,7 +86,7 @@ class _Alignment:
 class _Call:
     """A call that an aligner is making: the only one it has."""
 
-    task: _Task
+    task: _AlignerTask
     results: Sequence[ray.ObjectRef]
     """What the driver reads comes first."""
     since: float
@@ -120,7 +120,7 @@ class AlignerPool:
         self._deadline_s = config.aligner.deadline_s
         self._submitted = 0
         self._unfinished: list[_Alignment] = []
-        self._tasks: list[_Task] = []
+        self._tasks: list[_AlignerTask] = []
         """Not called yet."""
         self._running: dict[int, _Call] = {}
         """By rank of the aligner."""
@@ -222,7 +222,7 @@ class AlignerPool:
         while self._tasks and self._idle and self._recovery.failure is None:
             self._call(self._idle.popleft(), self._tasks.pop(0))
 
-    def _call(self, rank: int, task: _Task) -> None:
+    def _call(self, rank: int, task: _AlignerTask) -> None:
         """Calls an idle aligner on a task, without the rows that are known to be bad."""
         actor, batch = self._group.actors[rank], task.batch.pending.documents
         if task.is_part:

@@ -23,14 +23,14 @@ from transformers import (
 
 from distill_rl.errors import ConfigError
 from distill_rl.models import attention
-from distill_rl.models.attention import ON_CPU, OURS, SPREAD, VARLEN, Choice, choose
+from distill_rl.models.attention import ON_CPU, OURS, SPREAD, VARLEN, ChosenAttention, choose
 
 LLAMA = LlamaConfig(hidden_size=512, num_attention_heads=8)
 ODD_HEADS = LlamaConfig(hidden_size=80, num_attention_heads=8)
 WIDE_HEADS = LlamaConfig(hidden_size=512, num_attention_heads=8, head_dim=512)
 
 
-def chosen(asked: str, config: Any, **facts: Any) -> Choice:
+def chosen(asked: str, config: Any, **facts: Any) -> ChosenAttention:
     """On a GPU without flash_attn, in bf16, unless the facts say otherwise."""
     return choose(asked, config, **{"dtype": "bf16", "packing": True, "training": True, "no_kernel": None} | facts)
 

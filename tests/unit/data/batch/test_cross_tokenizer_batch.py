@@ -13,7 +13,7 @@ from distill_rl.data.batch.chat import render
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
-from distill_rl.data.batch.pieces import Side
+from distill_rl.data.batch.pieces import PieceLimits
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.errors import DataError
 from distill_rl.types import IGNORE_INDEX, Cursor, DocumentBatch, TokenRows
@@ -453,7 +453,7 @@ def test_every_piece_begins_with_the_special_tokens_of_a_text(student, template)
     )
     tokenizer.cls_token, tokenizer.bos_token = tokenizer.bos_token, None  # as BERT's
     count = template.count("{bos}")
-    side = Side.of(tokenizer, LENGTH)
+    side = PieceLimits.of(tokenizer, LENGTH)
     assert side.prefix == (student.bos_token_id,) * count
     ids = np.array([*side.prefix, 7, 8], dtype=np.int32)
     assert side.of_document(ids).tolist() == [*side.prefix]
