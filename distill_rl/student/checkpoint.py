@@ -26,6 +26,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
 from distill_rl.errors import CheckpointError
@@ -37,27 +45,27 @@ BUFFER_BYTES = 64 * 2**20
 """Of both halves together. A copy of 32 MiB takes about a millisecond on PCIe, far more than launching it."""
 
 _FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
-    dcp_metadata.Metadata: {
+    Metadata: {
         "state_dict_metadata": (dict,),
         "planner_data": (dict, NoneType),
         "storage_data": (dict,),
-        "storage_meta": (dcp_metadata.StorageMeta, NoneType),
+        "storage_meta": (StorageMeta, NoneType),
         "version": (str, NoneType),
     },
-    dcp_metadata.StorageMeta: {
+    StorageMeta: {
         "checkpoint_id": (str, NoneType),
         "save_id": (str, NoneType),
         "load_id": (str, NoneType),
         "modules": (list,),
     },
-    dcp_metadata.TensorStorageMetadata: {
-        "properties": (dcp_metadata.TensorProperties,),
+    TensorStorageMetadata: {
+        "properties": (TensorProperties,),
         "size": (torch.Size,),
         "chunks": (list,),
     },
-    dcp_metadata.TensorProperties: {},  # a tuple, of which torch reads the dtype only
-    dcp_metadata.ChunkStorageMetadata: {"offsets": (torch.Size,), "sizes": (torch.Size,)},
-    dcp_metadata.MetadataIndex: {"fqn": (str,), "offset": (torch.Size, NoneType), "index": (int, NoneType)},
+    TensorProperties: {},  # a tuple, of which torch reads the dtype only
+    ChunkStorageMetadata: {"offsets": (torch.Size,), "sizes": (torch.Size,)},
+    MetadataIndex: {"fqn": (str,), "offset": (torch.Size, NoneType), "index": (int, NoneType)},
     _StorageInfo: {"relative_path": (str,), "offset": (int,), "length": (int,)},
 }
 """The fields of every type that may be made, and their types; BytesStorageMetadata, whose content torch unpickles, is
@@ -301,7 +309,7 @@ class _Writer(dcp.FileSystemWriter):
 
     files: Collection[str] = ()
 
-    def finish(self, metadata: dcp_metadata.Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         self.files = {result.storage_data.relative_path for of_rank in results for result in of_rank}
 
@@ -317,7 +325,7 @@ class _Reader(dcp.FileSystemReader):
             rule, remedy = "its metadata must be what torch writes for tensors", "use another checkpoint"
             raise CheckpointError(f"checkpoint {directory}", rule, _one_line(error), remedy) from error
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
 
 
@@ -373,7 +381,7 @@ def _one_line(error: BaseException) -> str:
 # the file names: a type becomes an object of that type whose fields have the types that torch gives them.
 
 
-def read_metadata(file: Path) -> dcp_metadata.Metadata:
+def read_metadata(file: Path) -> Metadata:
     """Returns what a `.metadata` describes: tensors only, in files beside it.
 
     Raises:
@@ -421,7 +429,7 @@ def _run(program: bytes) -> Any:
             stack.append([])
         elif name in ("SETITEM", "SETITEMS"):
             items = above_mark() if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
-            if any(type(key) not in (str, dcp_metadata.MetadataIndex) for key in items[::2]):
+            if any(type(key) not in (str, MetadataIndex) for key in items[::2]):
                 raise ValueError("a key that is neither a name nor an index")
             stack[-1].update(zip(items[::2], items[1::2], strict=True))
         elif name in ("APPEND", "APPENDS"):
@@ -468,7 +476,7 @@ def _reduced(called: Any, arguments: Any) -> Any:
 
 def _build(made: Any, state: Any) -> None:
     """Sets the fields of an object that `NEWOBJ` made."""
-    if type(made) is dcp_metadata.TensorProperties and type(state) is tuple and isinstance(state[0], torch.dtype):
+    if type(made) is TensorProperties and type(state) is tuple and isinstance(state[0], torch.dtype):
         made.__setstate__(state)
         return
     fields = _FIELDS[type(made)]
@@ -480,32 +488,24 @@ def _build(made: Any, state: Any) -> None:
     vars(made).update(state)
 
 
-def _checked(read: Any) -> dcp_metadata.Metadata:
+def _checked(read: Any) -> Metadata:
     """The parts of a file's content that loading needs, if every tensor consists of parts of files beside it."""
-    if type(read) is not dcp_metadata.Metadata:
+    if type(read) is not Metadata:
         raise ValueError(f"it makes {type(read).__name__}")
     tensors: dict[str, Any] = read.state_dict_metadata
     places = read.storage_data
-    if any(
-        type(name) is not str or type(entry) is not dcp_metadata.TensorStorageMetadata
-        for name, entry in tensors.items()
-    ):
+    if any(type(name) is not str or type(entry) is not TensorStorageMetadata for name, entry in tensors.items()):
         raise ValueError("an entry that is no tensor")
     if sum(len(entry.chunks) for entry in tensors.values()) != len(places):
         raise ValueError("tensors with other parts than it has places for")
-    if any(
-        type(chunk) is not dcp_metadata.ChunkStorageMetadata for entry in tensors.values() for chunk in entry.chunks
-    ):
+    if any(type(chunk) is not ChunkStorageMetadata for entry in tensors.values() for chunk in entry.chunks):
         raise ValueError("a part of a tensor that is none")
-    if any(
-        type(index) is not dcp_metadata.MetadataIndex or type(place) is not _StorageInfo
-        for index, place in places.items()
-    ):
+    if any(type(index) is not MetadataIndex or type(place) is not _StorageInfo for index, place in places.items()):
         raise ValueError("a place that is none")
     for place in places.values():
         if not _FILE.fullmatch(place.relative_path):
             raise ValueError(f"a part of a tensor in {place.relative_path[:200]!r}")
-    return dcp_metadata.Metadata(tensors, None, places, dcp_metadata.StorageMeta(), read.version)
+    return Metadata(tensors, None, places, StorageMeta(), read.version)
 
 
 @dataclass

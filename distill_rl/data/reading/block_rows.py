@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -86,19 +86,6 @@ class BlockStore:
         self._limit = max(len(keys), _KEPT)
         for key in [key for key in self._blocks if key not in keys]:
             del self._blocks[key]
-
-
-class BlockRows(Protocol):
-    """Rows that are read a block at a time."""
-
-    blocks: Blocks
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
-
-    def key(self, block: int) -> Hashable:
-        """The key of a block in the store."""
 
 
 class GroupRows:
