@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from distill_rl.config.schema import DataConfig
-from distill_rl.data.mixture import Interleaved, Mixture
+from distill_rl.data.mixture import Interleaved, MixedSource, Mixture
 from distill_rl.data.order import random_order
 from distill_rl.data.reading import files
 from distill_rl.data.reading.block_rows import BlockStore
@@ -100,7 +100,12 @@ def open_source(
 
 def mixture_of(data: DataConfig, opened: Sequence[Source]) -> Mixture:
     """The mixture of `data.sources`, once they are open. Raises DataError for a weight of 0 or less, or several kinds."""
-    return Mixture(opened, [source.weight for source in data.sources], names_of(data))
+    return Mixture(
+        [
+            MixedSource(source, settings.weight, name)
+            for source, settings, name in zip(opened, data.sources, names_of(data))
+        ]
+    )
 
 
 def open_one(
@@ -208,9 +213,13 @@ def split_validation(
         return source, None
     if isinstance(source, Source):
         return _hold_out(source, data.validation.fraction, seed)
-    parts = [_hold_out(part, data.validation.fraction, seed, name) for part, name in zip(source.sources, source.names)]
-    training = Mixture([part for part, _ in parts], source.weights, source.names)
-    return training, Interleaved(training, [part for _, part in parts], data.validation.max_documents)
+    kept, held_out = [], []
+    for member in source.members:
+        rest, part = _hold_out(member.source, data.validation.fraction, seed, member.name)
+        kept.append(replace(member, source=rest))
+        held_out.append(replace(member, source=part))
+    training = Mixture(kept)
+    return training, Interleaved(training, held_out, data.validation.max_documents)
 
 
 def _hold_out(source: Source, fraction: float, seed: int, name: str = "") -> tuple[Source, Source]:
