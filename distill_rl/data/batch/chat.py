@@ -167,14 +167,15 @@ def render_document(
     if wanted and off_turns and len(turns) != len(of_turns):
         rule = "the chat template marks every assistant turn once with {% generation %}, so that one can be taken out"
         raise DataError(f"row {row}", rule, f"{len(turns)} marked stretches for {len(of_turns)} turns")
+    by_message = dict(zip(of_turns, turns))
     if roles:
-        spans = [span for i, span in zip(of_turns, turns) if i not in off] if off_turns else turns
+        spans = [span for i, span in by_message.items() if i not in off] if off_turns else turns
         spans = spans if "assistant" in roles else []
         others = {message["role"] for message in messages} & set(roles) - {"assistant"}
         if others:
             spans = spans + _texts_of_roles(write, messages, whole, others, row, off)
         return Rendered(whole, sorted(spans), written)
-    without = [span for i, span in zip(of_turns, turns) if i in off]
+    without = [span for i, span in by_message.items() if i in off]
     for i, texts in enumerate(message_spans(whole, messages, write)):
         without += texts if i in off and i not in of_turns else ()
     return Rendered(whole, _complement(sorted(without), len(whole)), written)
