@@ -186,7 +186,6 @@ class Mixture:
         return index
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The source of a document, and its index there."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         i = int(np.searchsorted(self._ends, index, side="right"))

@@ -121,7 +121,6 @@ class WindowedOrder:
         return int(self._window(epoch, window)[position - starts[window]])
 
     def _cut(self, epoch: int) -> tuple[np.ndarray, list[int], np.ndarray]:
-        """The windows of an epoch."""
         order = random_order(self._seed, (_BLOCK_STREAM, epoch, *self._member), len(self._counts))
         filled = np.cumsum(self._blocks.sizes[order])
         cuts = [0]

@@ -324,7 +324,6 @@ def undivided(model: PreTrainedModel, world: World, exceeded: Mapping[str, int],
 
 @contextmanager
 def _attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Lets a model use another attention implementation inside the block."""
     config: Any = model.config
     kept = config._attn_implementation
     config._attn_implementation = implementation

@@ -328,7 +328,6 @@ def _require_name(name: str) -> None:
 
 
 def _require_rights(name: str, who: dict[str, Any]) -> None:
-    """Checks that a login may write to a repository."""
     user, owner = str(who.get("name")), name.partition("/")[0]
     role = ((who.get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":
@@ -357,7 +356,6 @@ def _existing(api: HfApi, name: str) -> Any:
 
 
 def _ask(name: str, request: Callable[[], Any]) -> Any:
-    """Returns the hub's answer."""
     answer = in_time(request, ANSWER_S)
     if answer is None:
         raise ConfigError(f"--push {name}", "the hub must answer", f"nothing within {ANSWER_S:g} s", "try again")
@@ -384,5 +382,4 @@ def _reachable() -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """An error in one line."""
     return f"{type(error).__name__}: {first_line(error)}"

@@ -131,7 +131,6 @@ def scale_and_cap(hf_config: PreTrainedConfig) -> tuple[float, float | None]:
 def _forward_arguments(
     model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, documents: Documents | None
 ) -> dict[str, Any]:
-    """Keyword arguments of the model's forward: no mask and no cache."""
     # If its attention reads documents and `documents` is None, they are derived from `position_ids`, which waits for
     # the device.
     inputs: dict[str, Any] = {

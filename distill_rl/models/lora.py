@@ -187,7 +187,6 @@ def _survey(folder: Path, lora: LoraConfig) -> LoraFacts:
 
 
 def _is_inside(name: str, modules: Collection[str]) -> bool:
-    """Whether a module is one of these, or in one of them."""
     return any(f"{name}.".startswith(f"{each}.") for each in modules)
 
 
@@ -204,7 +203,6 @@ def _patterns(modules: Collection[str], adapted: Collection[str], targets: list[
 
 
 def _no_target(key: str, target: str, outline: Outline, named: Collection[str]) -> str:
-    """The problem of a target without a linear layer."""
     if set(named) & {*outline.tables}:
         rule = "is an embedding or the output layer, which has no adapter"
         return problem(key, rule, target, f"name it in {WHOLE}, which trains it whole")

@@ -259,7 +259,6 @@ def _outer_plan(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _apply_plan(module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """Splits submodules of `module` in place over the mesh."""
     styles = {}
     for name, kind in plan.items():
         part = module.get_submodule(name)
@@ -385,5 +384,4 @@ class GradientReduction:
 
 
 def _num_shards(mesh: DeviceMesh) -> int:
-    """The size of the mesh's last dimension, over which FSDP shards."""
     return mesh.size(mesh.ndim - 1)

@@ -114,7 +114,6 @@ def load_as_stored(
 
 
 def _names(entries: Sequence[Any] | set[Any] | None) -> list[str]:
-    """Names of tensors in one of the lists of Transformers' report."""
     return sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in entries or ())
 
 

@@ -120,7 +120,6 @@ class WeightFiles:
         return part
 
     def _slice(self, name: str) -> Any:
-        """What safetensors knows of a tensor before its data are read."""
         handle, stored = self._place_of[name]
         return handle.get_slice(stored)
 

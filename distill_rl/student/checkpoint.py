@@ -362,7 +362,6 @@ def _on_first_rank(world: World, action: Callable[[], None], what: str, group: d
 
 
 def _run_dcp(action: Callable[[], Any], what: str) -> Any:
-    """Runs a collective call of torch.distributed.checkpoint and returns its result."""
     # The error for a failed call is one line that names each cause and its rank.
     try:
         return action()
@@ -395,7 +394,6 @@ def read_metadata(file: Path) -> Metadata:
 
 
 def _run(program: bytes) -> Any:
-    """Follows a pickle and returns its result."""
     stack: list[Any] = []
     marks: list[int] = []  # heights of the stack
     memo: list[Any] = []
@@ -475,7 +473,6 @@ def _reduced(called: Any, arguments: Any) -> Any:
 
 
 def _build(made: Any, state: Any) -> None:
-    """Sets the fields of an object that `NEWOBJ` made."""
     if type(made) is TensorProperties and type(state) is tuple and isinstance(state[0], torch.dtype):
         made.__setstate__(state)
         return
@@ -584,5 +581,4 @@ class Staging:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A flat uint8 view of a tensor's local part, which must be contiguous."""
     return local_part(tensor).detach().view(-1).view(torch.uint8)

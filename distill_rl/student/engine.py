@@ -484,7 +484,6 @@ class ForwardPass:
 
 
 def _each(target: Target, change: Callable[[Tensor], Tensor]) -> Target:
-    """Returns a target with `change` applied to every tensor."""
     changed: dict[str, Any] = {}
     for field in fields(target):
         value = getattr(target, field.name)

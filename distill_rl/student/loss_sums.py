@@ -123,7 +123,6 @@ class LossSums:
     def _of_teachers(
         self, objective: Objective, blend: Blend, batch: RankBatch, num_labels: int, sums: list[float]
     ) -> list[_TeacherSums]:
-        """What was summed of every teacher."""
         found = []
         for i, (teacher, part) in enumerate(zip(objective.teachers, batch.teachers)):
             agreement = sums[self._num_teachers + i * SUMS : self._num_teachers + (i + 1) * SUMS]

@@ -178,7 +178,6 @@ class TeacherComparison:
         return agreement_of_tokens(student, tokens, self._comparable(student), count)
 
     def _comparable(self, student: Student) -> Teacher:
-        """The targets of a teacher with the student's tokenizer; logits in this rank's columns."""
         assert self.target is not None
         target = self.teacher.with_head(self.target)
         return with_columns_of(student, target) if isinstance(target, DenseLogits) else target

@@ -204,7 +204,6 @@ def _complement(spans: Sequence[CharSpan], length: int) -> list[CharSpan]:
 def _texts_of_roles(
     write: Write, messages: Sequence[Message], whole: str, roles: Collection[str], row: int, off: Collection[int]
 ) -> list[CharSpan]:
-    """The spans of the texts of all messages with one of these roles."""
     found: list[CharSpan] = []
     for i, (message, spans) in enumerate(zip(messages, message_spans(whole, messages, write))):
         if message["role"] in roles and i not in off:
@@ -326,7 +325,6 @@ def _place_of_turn(write: Write, before: Sequence[Message], through: str) -> _Tu
 
 @_once
 def _first_place(write: Write) -> _TurnPlace:
-    """The place of an answer to a question."""
     return _place_of_turn(write, [_QUESTION], "")
 
 
@@ -666,7 +664,6 @@ class TemplateCoverage:
         return "use a tokenizer whose template writes it, take it out of the data, or set data.unrendered=warn"
 
     def _record(self, part: Hashable, is_written: bool) -> None:
-        """Records whether some text changed with a part."""
         if is_written:
             self._written.add(part)
         else:
@@ -785,7 +782,6 @@ def _occurs(part: str, text: str) -> bool:
 
 
 def _differs(first: Callable[[], str], second: Callable[[], str]) -> bool | None:
-    """Whether two texts differ; None if a template refuses one of the chats."""
     try:
         return first() != second()
     except Exception:  # a template can raise anything
@@ -793,5 +789,4 @@ def _differs(first: Callable[[], str], second: Callable[[], str]) -> bool | None
 
 
 def _is_blank(value: Any) -> bool:
-    """Whether a value says nothing: null, false, an empty list, or text of white space."""
     return not (value.strip() if isinstance(value, str) else value)

@@ -128,7 +128,6 @@ class BatchBuilder:
         return found
 
     def _pieces(self, document: Mapping[str, Any]) -> list[DocumentPiece]:
-        """What rows hold of a document if no teacher has its own tokenizer."""
         if self._splitter is None:
             encoded = self.tokenization.encode(document)
             return [DocumentPiece(encoded, {}, {STUDENT: Extent(whole=not encoded.truncated)})]
@@ -297,7 +296,6 @@ def _chunk_rows(
 
 
 def _count_labels(rows: TokenRows) -> int:
-    """Number of positions with a label."""
     return int(np.count_nonzero(rows.labels != IGNORE_INDEX))
 
 

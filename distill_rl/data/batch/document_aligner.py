@@ -219,7 +219,6 @@ class DocumentAligner:
         return [self._aligned(attempt) for attempt in attempts]
 
     def _aligned(self, attempt: _Attempt) -> AlignedDocument:
-        """Steps 2 and 3 of one document, after step 1."""
         pieces, names = None, {}
         if attempt.tokens is not None:
             names = attempt.tokens.names

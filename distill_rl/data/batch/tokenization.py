@@ -190,7 +190,6 @@ class Tokenization:
         return replace(_encoded(ids), name=name_of(document["text"]))
 
     def _encode_chat(self, document: Mapping[str, Any]) -> Encoded:
-        """The tokens of a chat, with the mask of those to train on."""
         text, spans, left_out = self.render(document)
         ids, offsets = self.tokens(document, text)
         mask = self.labels(document, spans, ids, offsets)
@@ -277,7 +276,6 @@ class Tokenization:
             raise self._no_turns(f"text in row {document['row']}")
 
     def _no_turns(self, found: str) -> DataError:
-        """The error for rows without turns to train on, for the caller to raise."""
         setting = "data.loss_on=assistant" if self.roles == ("assistant",) else "data.loss_roles"
         return DataError(setting, "chat messages", found, "use data.loss_on=all or data.format=messages")
 

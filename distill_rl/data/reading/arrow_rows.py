@@ -190,7 +190,6 @@ def check_type(column_type: pa.DataType, kind: Literal["text", "messages"], what
 
 
 def _check_messages(chunk: pa.Array, what: str, first_row: int) -> None:
-    """Checks one chunk of a column of messages."""
     # Every row must be a list of at least one complete message. Rows are only made into Python objects if a content is
     # null or not text, or the column holds JSON.
     _require_all(chunk.is_valid(), what, first_row, "a list of messages", "null")
@@ -230,12 +229,10 @@ def _check_rows(chunk: pa.Array, rows: Iterable[int], what: str, first_row: int)
 
 
 def _plain_type(column_type: pa.DataType) -> pa.DataType:
-    """The type of a column's values, also of one in dictionary form."""
     return column_type.value_type if pa.types.is_dictionary(column_type) else column_type
 
 
 def _decoded(column: pa.Array) -> pa.Array:
-    """An array that is not in dictionary form."""
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
@@ -252,7 +249,6 @@ def _require_string(column_type: pa.DataType, what: str, first_row: int) -> None
 
 
 def _require_all(valid: Any, what: str, first_row: int, rule: str, found: str) -> None:
-    """Raises DataError for the first row that is not valid, if there is one."""
     bad = pc.index(valid, False).as_py()
     if bad >= 0:
         raise DataError(f"{what}, row {first_row + bad}", rule, found)

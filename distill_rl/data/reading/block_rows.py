@@ -137,7 +137,6 @@ class GroupRows:
         return (self._file.path, block)
 
     def _read(self, block: int) -> dict[str, pa.Array]:
-        """The columns of a row group."""
         path = self._file.path
         try:
             with self._file.reading(), pq.ParquetFile(path, metadata=self._metadata) as file:
@@ -161,7 +160,6 @@ def _leaves_of(schema: pa.Schema, names: Collection[str]) -> list[int]:
 
 
 def _num_leaves(kind: pa.DataType) -> int:
-    """The number of Parquet columns of an Arrow type."""
     children = [kind.field(i).type for i in range(kind.num_fields)]
     return sum(map(_num_leaves, children)) if children else 1
 
@@ -200,7 +198,6 @@ class LineRows:
         return (self._file.path, block)
 
     def _read(self, block: int) -> list[bytes]:
-        """The lines of a block that are not blank."""
         first, end = self._index.offsets[block : block + 2].tolist()
         path = self._file.path
         try:
@@ -300,7 +297,6 @@ def _scan(path: Path) -> LineIndex:
 
 
 def _count(block: bytes) -> int:
-    """The number of lines that are not blank."""
     data = np.frombuffer(block, np.uint8)
     ends = np.flatnonzero(data == ord("\n"))
     starts = np.concatenate([[0], ends + 1])

@@ -137,7 +137,6 @@ def open_file(path: Path, layout: RowLayout, access: Access) -> FileRows:
 
 
 def _open_parquet(path: Path, layout: RowLayout, access: Access) -> FileRows:
-    """The columns of a Parquet file: in memory and checked, or by row groups."""
     if path.stat().st_size == 0:
         raise _empty(path)
     file = SameFile(path)
@@ -278,7 +277,6 @@ def content_hash(paths: Sequence[Path]) -> str:
 
 
 def _open_arrow(path: Path) -> pa.Table:
-    """The table of an Arrow file, memory-mapped."""
     # The file is in the stream format that `datasets` writes, or in the random-access file format.
     source = pa.memory_map(str(path))
     try:
@@ -291,7 +289,6 @@ def _open_arrow(path: Path) -> pa.Table:
 
 
 def _empty(path: Path) -> EmptyFile:
-    """The error for a file without rows, for the caller to raise."""
     return EmptyFile(str(path), "at least one row", "an empty file")
 
 

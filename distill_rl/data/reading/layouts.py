@@ -175,7 +175,6 @@ class RowLayout:
             self._weights(row, at)
 
     def _weights(self, row: Mapping[str, Any], at: Callable[[str], str]) -> dict[str, tuple[float, ...]]:
-        """The weights of the running teachers for a row; empty if they are not chosen by row."""
         return {} if self.routing is None else {WEIGHTS: self.routing.weights(row, at)}
 
     def _others(self, row: Mapping[str, Any], at: Callable[[str], str]) -> dict[str, Any]:

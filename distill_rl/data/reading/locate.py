@@ -245,12 +245,10 @@ def _is_data_file(path: Path) -> bool:
 
 
 def _is_text(path: Path) -> bool:
-    """Whether a path is a text file by its name, compressed or not."""
     return kind_of(path) == ".txt"
 
 
 def _is_arrow_folder(path: Path) -> bool:
-    """Whether a folder was written by `datasets.save_to_disk`, with or without splits."""
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 

@@ -241,7 +241,6 @@ def _parse(text: bytes, what: str) -> Any:
 
 
 def _not_utf8(what: str, error: UnicodeDecodeError) -> DataError:
-    """The error for bytes that are not UTF-8, for the caller to raise."""
     found = f"byte 0x{error.object[error.start]:02x} at byte {error.start}"
     return DataError(what, "text is UTF-8", found, "convert the file to UTF-8")
 

@@ -184,7 +184,6 @@ class Source:
 
     @cached_property
     def _blocks(self) -> Blocks | None:
-        """The blocks of all parts, or None if all of them are in memory or memory-mapped."""
         if not any(hasattr(part.rows, "blocks") for part in self.parts):
             return None
         return Blocks.joined([_blocks_of(part) for part in self.parts])

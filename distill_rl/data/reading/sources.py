@@ -172,7 +172,6 @@ def open_one(
 
 
 def _layout_of(origins: Sequence[DataFile | Loaded], data: DataConfig, routing: Routing | None) -> RowLayout:
-    """The layout of the first file that has rows."""
     for origin in origins[:-1]:
         try:
             return choose_layout(origin.columns(), data, origin.name, routing)
@@ -223,7 +222,6 @@ def split_validation(
 
 
 def _hold_out(source: Source, fraction: float, seed: int, name: str = "") -> tuple[Source, Source]:
-    """A source without some of its rows, and these."""
     if len(source) < 2 or fraction >= 1:
         found = f"{fraction} of {len(source)} rows{f' of {name}' if name else ''}"
         raise DataError("data.validation.fraction", "a fraction below 1 of at least two rows", found)

@@ -329,7 +329,6 @@ def examine(
 
 
 def _lines(key: str, folder: Path, attention: str, packing: bool, weights: bool, automatic: bool) -> list[str]:
-    """The lines of `examine`, asked in this process."""
     return list(_examine(key, folder, attention, packing, weights, automatic))
 
 
@@ -372,7 +371,6 @@ def _examine(key: str, folder: Path, attention: str, packing: bool, weights: boo
 
 
 def _made(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    """The model on the meta device."""
     from distill_rl.models.skeleton import DTYPES, skeleton
 
     try:

@@ -362,7 +362,6 @@ def card_header(folder: Path) -> dict[str, Any]:
 
 
 def _plain_fields(header: Mapping[str, Any]) -> dict[str, str]:
-    """The fields of FIELDS that are texts of one line."""
     texts = {name: header[name] for name in FIELDS if isinstance(header.get(name), str)}
     return {name: text for name, text in texts.items() if text.strip() and len(text) < 300 and text.isprintable()}
 
