@@ -22,23 +22,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayError, RayTaskError
 
 from distill_rl.config.schema import Config
-from distill_rl.errors import DistillError
-from distill_rl.types import BadRow, BatchInfo, DocumentBatch, row_of
+from distill_rl.errors import AlignmentError, DistillError, WorkerError
+from distill_rl.system.files import append_json_lines, read_json_lines
+from distill_rl.types import BadRow, BatchInfo, DocumentBatch, Row, row_of
 from distill_rl.workers.actors.aligner import AlignerUse
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
-from distill_rl.workers.pipeline.aligner_recovery import AlignerRecovery
-from distill_rl.workers.pipeline.bad_rows import BadRows, LeftOutLog
 from distill_rl.workers.pipeline.sub_batch import PendingBatch
 
 LEAST_BYTES = 8192
@@ -367,3 +368,156 @@ def text_bytes(value: object) -> int:
     if isinstance(value, list | tuple):
         return sum(text_bytes(item) for item in value)
     return 0
+
+
+@dataclass
+class AlignerRecovery:
+    """Replaces aligners after failed calls. Its methods wait until an aligner works again."""
+
+    _group: WorkerGroup
+    _calls: Calls
+    _config: Config
+    _bad_rows: BadRows
+    restarts: int = 0
+    """Number of aligners that were replaced."""
+    failure: DistillError | None = None
+    """Why an aligner could not be replaced; set once, and no aligner should be called any more."""
+
+    def recover(self, rank: int, call: ray.ObjectRef, error: DistillError) -> None:
+        """Replaces an aligner if it died or does not answer; otherwise does nothing.
+
+        Args:
+            call: the only call that it had.
+            error: why that call failed.
+
+        Raises:
+            DistillError: `error`, if the user has to fix its cause; or the replacement does not start.
+            WorkerError: more aligners were replaced than `faults.aligner_restarts`, or (HostLost) none can be.
+        """
+        if error.exit_code == 2:
+            raise error
+        self._calls.hosts.require()
+        log.warning("%s: %s; got %s", error.what, error.rule, error.value)
+        if _answered(call):
+            return
+        name = self._group.names[rank]
+        budget = f"faults.aligner_restarts={self._config.faults.aligner_restarts}"
+        try:
+            if self.restarts >= self._config.faults.aligner_restarts:
+                rule = f"aligners may be replaced {budget} times"
+                raise WorkerError(name, rule, str(error), "fix what ends them, or raise it") from error
+            self.restarts += 1
+            log.warning("%s is replaced (%d of %s)", name, self.restarts, budget)
+            self._group.replace(rank, timeout_s=self._config.ray.start_timeout_s)
+        except DistillError as failure:
+            self.failure = failure
+            raise
+
+    def find_bad_rows(self, rank: int, source: str, documents: Sequence[Mapping[str, Any]]) -> None:
+        """Tries each document that is not known to be bad on its own, and records those that fail.
+
+        Args:
+            rank: of an aligner without a call. It is replaced where it dies or hangs.
+            source: `train` or `validation`.
+
+        Raises:
+            DistillError: as for `recover`; or more rows are bad than the budget allows.
+        """
+        for document in self._bad_rows.others(source, documents):
+            row = row_of(document)
+            calls = self._group.submit("try_row", document, ranks=[rank])
+            try:
+                self._calls.gather(calls, what=f"aligning row {row}", timeout_s=self._config.aligner.deadline_s)
+            except DistillError as error:
+                self.recover(rank, next(iter(calls)), error)
+                self._bad_rows.add(source, BadRow(row, str(error)))
+
+
+def _answered(call: ray.ObjectRef) -> bool:
+    """Returns whether a call has returned or raised, so that its actor is alive and free; does not wait."""
+    try:
+        ray.get(call, timeout=0)
+    except RayTaskError:
+        return True
+    except (RayError, TimeoutError):
+        return False
+    return True
+
+
+class BadRows:
+    """Rows left out of the run: listed in a file, and never more of them than the budget.
+
+    Raises:
+        AlignmentError: an earlier part of the run has listed more than the budget.
+    """
+
+    def __init__(self, path: Path, budget: int):
+        """Reads the rows that earlier parts of the run have listed in `path`, if it exists.
+
+        Args:
+            path: JSON lines with source, row (of a joined text a list) and reason; rows are appended to it.
+            budget: most rows that may be listed.
+
+        Raises:
+            AlignmentError: more than the budget are listed already.
+        """
+        self._path, self._budget = path, budget
+        self.rows: set[tuple[str, Row]] = set()
+        """(`train` or `validation`, row)"""
+        for entry in read_json_lines(path):
+            if "stage" not in entry:  # rows that the data left out have a budget of their own
+                row = entry["row"]
+                self.rows.add((entry["source"], tuple(row) if isinstance(row, list) else row))
+        self._check("see there")
+
+    def of(self, source: str, documents: Sequence[Mapping[str, Any]]) -> tuple[Row, ...]:
+        """Returns the rows of those documents that are known to be bad, in the order of the documents.
+
+        Args:
+            source: `train` or `validation`.
+        """
+        return tuple(row for row in map(row_of, documents) if (source, row) in self.rows)
+
+    def others(self, source: str, documents: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Returns the documents without those that are known to be bad; `source` as for `of`."""
+        return [document for document in documents if (source, row_of(document)) not in self.rows]
+
+    def add(self, source: str, bad: BadRow) -> None:
+        """Lists a row as left out, in the file and in memory, and logs why. Does nothing if it is listed already.
+
+        Args:
+            source: `train` or `validation`.
+
+        Raises:
+            AlignmentError: more rows than the budget are now listed. The row is listed all the same.
+        """
+        if (source, bad.row) in self.rows:
+            return
+        self.rows.add((source, bad.row))
+        append_json_lines(self._path, [{"source": source, "row": bad.row, "reason": bad.reason[:500]}])
+        log.warning("row %s (%s) is left out: %s", bad.row, source, bad.reason)
+        self._check(f"the last: {bad.reason}")
+
+    def _check(self, detail: str) -> None:
+        """Raises an AlignmentError if more rows are listed than the budget allows; `detail` ends its message."""
+        if len(self.rows) > self._budget:
+            rule = f"no more than aligner.max_bad_rows={self._budget} may be left out"
+            remedy = f"fix or remove the rows listed in {self._path}, or raise aligner.max_bad_rows"
+            raise AlignmentError("data rows that cannot be aligned", rule, f"{len(self.rows)}, {detail}", remedy)
+
+
+class LeftOutLog:
+    """Says what chat templates leave out of the documents: once per part, and again each time it is ten times as many."""
+
+    def __init__(self) -> None:
+        self._documents: Counter[str] = Counter()
+
+    def add(self, source: str, info: BatchInfo) -> None:
+        """Counts what was left out of one batch of `train` or `validation` documents, and logs what is due."""
+        for part in info.left_out:
+            before = self._documents[part.what]
+            self._documents[part.what] = count = before + part.documents
+            if not before:
+                log.warning("chats are read without %s, for instance row %s (%s)", part.what, part.row, source)
+            elif len(str(count)) > len(str(before)):
+                log.warning("chats are read without %s: %d so far", part.what, count)

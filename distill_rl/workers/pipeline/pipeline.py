@@ -29,8 +29,7 @@ from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.transport.base import Slot
 from distill_rl.types import BatchInfo, DocumentBatch
 from distill_rl.workers.pipeline.aligner_pool import AlignerPool
-from distill_rl.workers.pipeline.slots import SlotLedger
-from distill_rl.workers.pipeline.sub_batch import PendingBatch, ReplicaCalls, State, SubBatch, Teachers
+from distill_rl.workers.pipeline.sub_batch import PendingBatch, ReplicaCalls, SlotLedger, State, SubBatch, Teachers
 
 
 class Pipeline:

@@ -277,7 +277,7 @@ def test_a_lossy_teacher_does_not_shorten_the_other_teachers_rows(student, teach
     alone, (without,), _ = builder(student, teacher, max_length=LENGTH).build(documents([{"text": unread}]))
     both, (beside,), _ = builder(student, lossy, teacher, max_length=LENGTH).build(documents([{"text": unread}]))
     assert both.num_labels == min(info.num_labels, alone.num_labels)
-    chunks, wanted = beside.chunks[1], without.chunks[0]
+    chunks, wanted = beside.teachers[1].chunks, without.teachers[0].chunks
     size = np.count_nonzero(beside.rows.labels[0] != IGNORE_INDEX)
     assert chunks.num_chunks >= 0.5 * wanted.num_chunks > 0
     assert np.array_equal(chunks.student[0, : size - 2], wanted.student[0, : size - 2])
@@ -323,7 +323,7 @@ def test_skipped_and_failed_rows_are_empty_and_reported(student, teacher, monkey
     build = builder(student, teacher)
     _, (skipped,), _ = build.build(batch, skip=(2,))
     assert (skipped.rows.labels[3] == IGNORE_INDEX).all()
-    assert (skipped.chunks[0].student[3] == -1).all()
+    assert (skipped.teachers[0].chunks.student[3] == -1).all()
     assert (skipped.rows.labels[:3] != IGNORE_INDEX).any(axis=1).all()
     all_skipped, _, _ = build.build(batch, skip=range(4))
     assert (all_skipped.alignments[0].num_exact, all_skipped.alignments[0].methods) == (0, {})
@@ -412,7 +412,7 @@ def test_a_batch_of_pieces_does_not_depend_on_the_parts_it_was_aligned_in(studen
     in_parts = build.assemble(0, batch.cursor, [build.align(batch.documents[:1]), build.align(batch.documents[1:])])
     for left, right in zip(at_once[1][0], in_parts[1][0]):
         assert np.array_equal(left.rows.input_ids, right.rows.input_ids)
-        assert np.array_equal(left.chunks[0].student, right.chunks[0].student)
+        assert np.array_equal(left.teachers[0].chunks.student, right.teachers[0].chunks.student)
     assert at_once[0].alignments == in_parts[0].alignments
 
 
