@@ -35,7 +35,7 @@ class Encoded:
     left_out: tuple[str, ...] = ()
     """Words for the parts of a chat that a chat template does not write."""
     name: bytes = b""
-    """Of the document (`naming`); empty for one that is not from `Tokenization`."""
+    """Of the document (`name_of`); empty for one that is not from `Tokenization`."""
 
     @property
     def has_labels(self) -> bool:
