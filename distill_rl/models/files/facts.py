@@ -322,17 +322,13 @@ def examine(
     """
     from transformers.utils import is_torch_available
 
-    if is_torch_available():
-        return _lines(key, folder, attention, packing, weights, automatic)
     arguments = key, folder, attention, packing, weights, automatic
-    return call_in_child(f"{key}.model", _lines_elsewhere, *arguments, deadline_s=_DEADLINE_S)
+    if is_torch_available():
+        return list(_examine(*arguments))
+    return call_in_child(f"{key}.model", _examined_elsewhere, *arguments, deadline_s=_DEADLINE_S)
 
 
-def _lines(key: str, folder: Path, attention: str, packing: bool, weights: bool, automatic: bool) -> list[str]:
-    return list(_examine(key, folder, attention, packing, weights, automatic))
-
-
-def _lines_elsewhere(
+def _examined_elsewhere(
     key: str, folder: Path, attention: str, packing: bool, weights: bool, automatic: bool
 ) -> list[str]:
     """The lines of `examine`, asked in a process of its own, without the warnings that the caller has printed."""
@@ -342,7 +338,7 @@ def _lines_elsewhere(
     logging.set_verbosity_error()
     read_config(folder)  # Transformers gives a warning about a config once per process
     logging.set_verbosity(verbosity)
-    return _lines(key, folder, attention, packing, weights, automatic)
+    return list(_examine(key, folder, attention, packing, weights, automatic))
 
 
 def _examine(key: str, folder: Path, attention: str, packing: bool, weights: bool, automatic: bool) -> Iterator[str]:
