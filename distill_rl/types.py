@@ -169,6 +169,23 @@ class TokenWeights:
         return replace(self, of_tokens=self.of_tokens[:, part])
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherPart:
+    """What one running teacher is compared on in a student's rows."""
+
+    chunks: ChunkRows | None = None
+    """None: it reads the student's rows."""
+    weights: TokenWeights | None = None
+    """None: it is asked for all rows, with weight 1."""
+
+    def __getitem__(self, rows: slice) -> TeacherPart:
+        return TeacherPart(self.chunks and self.chunks[rows], self.weights and self.weights[rows])
+
+    def of_positions(self, part: slice) -> TeacherPart:
+        """That of a micro-batch: chunks without the positions that no model computes, weights of some positions of the rows."""
+        return TeacherPart(self.chunks and self.chunks.cut(), self.weights and self.weights.positions(part))
+
+
 def _common_width(widths: np.ndarray | None) -> int | None:
     """The width that all rows of a micro-batch have; None: that of their arrays."""
     if widths is None or not len(widths):
@@ -182,7 +199,7 @@ class PieceRef:
     """What a row holds of a document, by which a store of targets finds it. Most documents are one piece."""
 
     name: bytes
-    """Of the document (`data.batch.naming`)."""
+    """Of the document (`data.batch.tokenization.name_of`)."""
     first: int
     """Tokens of the document before the piece."""
     prefix: int
@@ -206,15 +223,14 @@ class RankBatch:
     first_row: int
     rows: TokenRows
     num_labels: int
-    chunks: tuple[ChunkRows | None, ...] = ()
-    """For the student only: one per running teacher, None for a teacher that reads the student's rows."""
+    teachers: tuple[TeacherPart, ...] = ()
+    """For the student only: one per running teacher. Empty: all read its rows, and are asked for all of them."""
+    by_row: bool = False
+    """For the student only: whether the run chooses teachers by row."""
     pieces: tuple[tuple[PieceRef, ...], ...] = ()
     """For a teacher whose targets are read or stored: of every row, what it holds, in order."""
     asked: np.ndarray | None = None
     """For a teacher only: bool [R], the rows that it is asked for. None: all of them."""
-    token_weights: tuple[TokenWeights | None, ...] = ()
-    """For the student only: one per running teacher, None for a teacher that is asked for all rows with weight 1; empty
-    if all teachers are."""
 
 
 @dataclass(frozen=True, slots=True)

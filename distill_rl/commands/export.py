@@ -34,7 +34,7 @@ class _Export:
 
     def card(self, step: int, data_fingerprint: str) -> str:
         """The text of the model card."""
-        from distill_rl.models.files.licence import licence
+        from distill_rl.models.files.hub import licence
         from distill_rl.run.card import card_of, measured_at
 
         return card_of(
@@ -81,8 +81,8 @@ def export(
         PublishError: the upload failed; the folder is complete.
     """
     from distill_rl.config.load import load_config
-    from distill_rl.models.publish import open_repository
-    from distill_rl.models.publish import push as upload
+    from distill_rl.models.export import open_repository
+    from distill_rl.models.export import push as upload
 
     paths = RunPaths(run)
     if not paths.config.is_file():
@@ -142,7 +142,7 @@ def _write(wanted: _Export, source: Checkpoint) -> int:
 def _step_in_folder(wanted: _Export, checkpoint: str) -> int | None:
     """The step of the export that the folder holds, if that is what is wanted; None if it has to be exported."""
     from distill_rl.models.files.headers import weight_problems
-    from distill_rl.models.files.licence import card_header
+    from distill_rl.models.files.hub import card_header
     from distill_rl.observe.report.card_header import OWN
 
     held = card_header(wanted.folder).get(OWN)
@@ -174,7 +174,7 @@ def _renew_card(wanted: _Export, step: int) -> None:
     Raises:
         ConfigError: an edited card, and a licence to put into it.
     """
-    from distill_rl.models.files.licence import card_header
+    from distill_rl.models.files.hub import card_header
     from distill_rl.observe.report.card_header import OWN, is_untouched
     from distill_rl.system.files import write_atomic
 

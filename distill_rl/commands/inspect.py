@@ -22,8 +22,8 @@ from distill_rl.config.load import read_config
 from distill_rl.config.rules import validate
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
-from distill_rl.data.batch.document_aligner import AlignedDocuments, DocumentAligner
-from distill_rl.data.batch.pieces import STUDENT, Side
+from distill_rl.data.batch.document_aligner import AlignedDocument, DocumentAligner
+from distill_rl.data.batch.pieces import STUDENT, PieceLimits
 from distill_rl.data.mixture import Mixture
 from distill_rl.data.routing import asked, weights_of
 from distill_rl.errors import ConfigError, DataError, problem
@@ -144,7 +144,7 @@ class _Tokens:
         """For the tokens that rows hold of the document, piece by piece: how many of its tokens come before them, and
         how many special tokens the piece begins with instead of them."""
         found: list[tuple[int, int]] = []
-        after, lengths = 0, (0, len(Side.of(self.tokenizer, sys.maxsize).prefix))
+        after, lengths = 0, (0, len(PieceLimits.of(self.tokenizer, sys.maxsize).prefix))
         for held in pieces:
             first, prefix = next(
                 (first, prefix)
@@ -242,8 +242,8 @@ class _Arrays:
             return np.pad(np.concatenate([*arrays])[:, :-1], ((0, 0), (1, 0)), constant_values=fill)
 
         chunks = {}
-        for i, of_teacher in enumerate(zip(*(part.chunks for part in in_order))):
-            if found := [rows for rows in of_teacher if rows is not None]:
+        for i in range(len(in_order[0].teachers)):
+            if found := [rows for part in in_order if (rows := part.teachers[i].chunks) is not None]:
                 chunks[i] = (
                     at_tokens((rows.student for rows in found), -1),
                     at_tokens((rows.teacher for rows in found), -1),
@@ -276,20 +276,21 @@ class _Document:
     """bool [tokens]: which of the student's a key of their message takes out of what is learnt."""
 
     @classmethod
-    def of(
-        cls, texts: _Texts, document: Mapping[str, Any], batch: AlignedDocuments, pieces: Sequence[int]
-    ) -> _Document:
-        """A document of a batch, which holds these pieces of it."""
+    def of(cls, texts: _Texts, document: Mapping[str, Any], aligned: AlignedDocument, first: int) -> _Document:
+        """A document of a batch.
+
+        Args:
+            first: index of its first piece.
+        """
         student, teachers = texts.read(document)
         sides = {STUDENT: student, **teachers}
         held = {}
         for i, side in sides.items():
             ids = [
-                batch.encoded[piece].input_ids if i == STUDENT else batch.alignments[i][piece].teacher_ids
-                for piece in pieces
+                piece.encoded.input_ids if i == STUDENT else piece.alignments[i].teacher_ids for piece in aligned.pieces
             ]
-            held[i] = dict(zip(pieces, zip(ids, side.places(ids))))
-        left_out = list(batch.encoded[pieces[0]].left_out)
+            held[i] = dict(enumerate(zip(ids, side.places(ids)), first))
+        left_out = list(aligned.pieces[0].encoded.left_out)
         return cls(row_of(document), weights_of(document), left_out, sides, held, texts.taken_out(document))
 
     def add(self, i: int, piece: int, side: _Side) -> int:
@@ -371,35 +372,36 @@ class _Viewer:
 
     def _rows(self, documents: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yields the rows of one batch of documents, in the order of the run; alone, pieces in their order."""
-        parts, kept = [], []
-        for document in documents:
-            if part := self._align(document):
-                parts.append(part)
-                kept.append(document)
-        if not parts:
+        kept = [(document, aligned) for document in documents if (aligned := self._align(document)) is not None]
+        batch = [aligned for _, aligned in kept]
+        if not batch:
             return
-        batch = AlignedDocuments.joined(parts)
-        self.notes += [f"row {bad.row} is left out: {bad.reason}" for bad in batch.bad_rows]
-        self.notes += [f"row {row} is left out: the store of a teacher does not have it" for row in batch.not_stored]
+        self.notes += [f"row {each.bad.row} is left out: {each.bad.reason}" for each in batch if each.bad]
+        self.notes += [
+            f"row {each.row} is left out: the store of a teacher does not have it"
+            for each in batch
+            if not each.is_stored
+        ]
         members = self._builder.members(batch)
-        arrays = _Arrays.of(self._builder.assemble(0, Cursor(), parts)[1])
+        arrays = _Arrays.of(self._builder.assemble(0, Cursor(), [batch])[1])
         order = sorted(range(len(members)), key=lambda row: 0 if self.packed else members[row])
-        owner = {piece: i for i, pieces in enumerate(batch.by_document) for piece in pieces}
-        described = cache(lambda i: _Document.of(self._texts, kept[i], batch, batch.by_document[i]))
+        pieces = [piece for each in batch for piece in each.pieces]
+        owner = [i for i, each in enumerate(batch) for _ in each.pieces]
+        described = cache(lambda i: _Document.of(self._texts, *kept[i], first=owner.index(i)))
         for row in order:
-            held = [(described(owner[piece]), piece) for piece in members[row] if len(batch.encoded[piece].input_ids)]
+            held = [(described(owner[piece]), piece) for piece in members[row] if len(pieces[piece].encoded.input_ids)]
             if held:
                 yield self._row(arrays, row, held)
 
-    def _align(self, document: Mapping[str, Any]) -> AlignedDocuments | None:
+    def _align(self, document: Mapping[str, Any]) -> AlignedDocument | None:
         """The tokens of a document; None if there is no way to show them. What the run refuses is noted."""
         refuses = self.inputs.config.data.unrendered == "fail"
         try:
-            aligned = self._builder.align([document])
+            (aligned,) = self._builder.align([document])
         except (DataError, ValueError) as error:
             self.problems += getattr(error, "problems", [str(error)])
             return None
-        if refuses and any(encoded.left_out for encoded in aligned.encoded):
+        if refuses and any(piece.encoded.left_out for piece in aligned.pieces):
             try:
                 self._strict().align([document])
             except DataError as error:

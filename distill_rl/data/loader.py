@@ -9,19 +9,23 @@ resumed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from distill_rl.data.joining import Joining
+from distill_rl.config.schema import DataConfig
 from distill_rl.data.order import FullOrder, Order
 from distill_rl.errors import DataError, UnreadableFile
 from distill_rl.types import BadRow, Cursor, DocumentBatch, TrainState
+
+_CHARACTERS_PER_TOKEN = 4
+"""Of English text, about; published settings assume it."""
 
 ENDLESS = sys.maxsize
 """`Loader.total_steps` of a run whose end is not known yet."""
 
 
-class Rows(Protocol):
+class DocumentRows(Protocol):
     """What the loader needs from a source."""
 
     def __len__(self) -> int: ...
@@ -53,7 +57,7 @@ class Loader:
 
     def __init__(
         self,
-        source: Rows,
+        source: DocumentRows,
         *,
         batch_size: int,
         seed: int,
@@ -111,7 +115,7 @@ class Loader:
 
 
 def validation_batches(
-    source: Rows,
+    source: DocumentRows,
     batch_size: int,
     max_documents: int,
     *,
@@ -134,13 +138,10 @@ def validation_batches(
         yield DocumentBatch(index=index, documents=documents, cursor=cursor, source="validation", bad_rows=bad)
 
 
-def _read(source: Rows, indices: Iterable[int], skip: bool) -> tuple[tuple[Mapping[str, Any], ...], tuple[BadRow, ...]]:
-    """The documents at some indices and, with `skip`, the rows that could not be read or are empty.
-
-    Raises:
-        UnreadableFile: a file that can no longer be read.
-        DataError: a row that cannot be read, unless `skip`.
-    """
+def _read(
+    source: DocumentRows, indices: Iterable[int], skip: bool
+) -> tuple[tuple[Mapping[str, Any], ...], tuple[BadRow, ...]]:
+    """The documents at some indices and, with `skip`, the rows that could not be read or are empty."""
     if not skip:
         return tuple(source[index] for index in indices), ()
     documents, bad = [], []
@@ -166,3 +167,48 @@ def empty(document: Mapping[str, Any]) -> str:
         for message in document["messages"]
     )
     return "" if any(bool(part.strip() if isinstance(part, str) else part) for part in said) else "the chat is empty"
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """How texts are joined.
+
+    Args:
+        separator: written between two texts.
+        characters: at this number of characters, separators not counted, a joined text is complete.
+    """
+
+    separator: str
+    characters: int
+
+    @classmethod
+    def of(cls, data: DataConfig) -> Joining | None:
+        """As the settings say; None: texts are not joined."""
+        if not data.concatenate:
+            return None
+        return cls(data.separator, data.characters_per_sample or _CHARACTERS_PER_TOKEN * data.max_length)
+
+    def groups(self, characters: Sequence[int]) -> list[slice]:
+        """Which consecutive texts are joined, given the length of each; the last joined text may be shorter than the others."""
+        groups, start, joined = [], 0, 0
+        for i, count in enumerate(characters):
+            joined += count
+            if joined >= self.characters or i == len(characters) - 1:
+                groups.append(slice(start, i + 1))
+                start, joined = i + 1, 0
+        return groups
+
+    def join(self, documents: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+        """Joins consecutive texts.
+
+        A joined document has the row number of its first text under `"row"`, and all of them under `"rows"`.
+        """
+        groups = (documents[group] for group in self.groups([len(document["text"]) for document in documents]))
+        return tuple(
+            {
+                "row": group[0]["row"],
+                "rows": tuple(document["row"] for document in group),
+                "text": self.separator.join(document["text"] for document in group),
+            }
+            for group in groups
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from math import lcm
@@ -21,7 +22,7 @@ _STRETCH = 1 << 16
 """Places of a schedule that are worked out together."""
 
 
-class Schedule:
+class MixtureSchedule:
     """Which source every document comes from, a pure function of its place and the weights.
 
     After any number n of documents, a source with the share w of all weights has had ⌊w·n⌋ or ⌈w·n⌉ of them. To
@@ -82,6 +83,17 @@ class Schedule:
         return sources, ranks
 
 
+@dataclass(frozen=True, slots=True)
+class MixedSource:
+    """One of the sources of a mixture."""
+
+    source: Source
+    weight: float
+    """Above 0; only the proportions of a mixture's weights count."""
+    name: str
+    """For metrics."""
+
+
 class Mixture:
     """The documents of several sources, one source after another; `order` mixes them by weight.
 
@@ -89,24 +101,25 @@ class Mixture:
     order, so within an epoch some sources may be read several times and others in part.
 
     Args:
-        sources: of one kind.
-        weights: one per source, each above 0; only their proportions count.
-        names: of the sources, for metrics.
+        members: of one kind.
 
     Raises:
         DataError: a weight that is not above 0; chats beside texts.
     """
 
-    def __init__(self, sources: Sequence[Source], weights: Sequence[float], names: Sequence[str]):
-        for i, (source, weight) in enumerate(zip(sources, weights)):
-            if weight <= 0:
-                raise DataError(f"data.sources.{i}.weight", "must be greater than 0", weight)
+    def __init__(self, members: Sequence[MixedSource]):
+        sources = [member.source for member in members]
+        for i, member in enumerate(members):
+            source = member.source
+            if member.weight <= 0:
+                raise DataError(f"data.sources.{i}.weight", "must be greater than 0", member.weight)
             if source.kind != sources[0].kind:
                 kinds = {"text": "rows of text", "messages": "chats"}
                 rule = f"all sources have the same form, {kinds[sources[0].kind]} like the first"
                 remedy = "convert one of them, or train on them one after the other"
                 raise DataError(f"data.sources.{i}.path", rule, kinds[source.kind], remedy)
-        self.sources, self.weights, self.names = tuple(sources), tuple(weights), tuple(names)
+        self.members, self.sources = tuple(members), tuple(sources)
+        self._weights = [member.weight for member in members]
         for source in sources:
             source.window_bytes = WINDOW_BYTES // len(sources)
         self._ends = np.cumsum([len(source) for source in sources], dtype=np.int64)
@@ -147,22 +160,22 @@ class Mixture:
     def count(self, rows: Sequence[int]) -> dict[str, int]:
         """Number of documents per source, by its name, given their "row"s."""
         found = np.bincount(np.searchsorted(self._row_ends, rows, side="right"), minlength=len(self.sources))
-        return dict(zip(self.names, found.tolist()))
+        return {member.name: count for member, count in zip(self.members, found.tolist())}
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 over the sources' fingerprints and the proportions of their weights."""
-        counts = Schedule(self.weights).counts
+        counts = MixtureSchedule(self._weights).counts
         parts = [f"{source.fingerprint} {count}" for source, count in zip(self.sources, counts)]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def order(self, seed: int, *, windowed: bool = True) -> Order:
-        """The global order: `Schedule` chooses the source, the order of the source chooses its row.
+        """The global order: `MixtureSchedule` chooses the source, the order of the source chooses its row.
 
         Args:
             windowed: False: every source has a permutation of all of its rows, however large it is.
         """
-        schedule = Schedule(self.weights)
+        schedule = MixtureSchedule(self._weights)
         orders = [source.order(seed, windowed=windowed, member=(i,)) for i, source in enumerate(self.sources)]
         firsts = [0, *self._ends.tolist()]
 
@@ -173,7 +186,6 @@ class Mixture:
         return index
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The source of a document, and its index there."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         i = int(np.searchsorted(self._ends, index, side="right"))
@@ -189,16 +201,16 @@ class Interleaved:
 
     Args:
         mixture: what is left of the sources, for the numbers of rows.
-        held_out: one part per source.
+        held_out: one part of every source.
         limit: most documents of each that are needed.
     """
 
-    def __init__(self, mixture: Mixture, held_out: Sequence[Source], limit: int):
-        self._mixture, self._held_out = mixture, tuple(held_out)
+    def __init__(self, mixture: Mixture, held_out: Sequence[MixedSource], limit: int):
+        self._mixture, self._held_out = mixture, [part.source for part in held_out]
         places = [
-            ((rank + 0.5) / weight, i, rank)
-            for i, (part, weight) in enumerate(zip(held_out, mixture.weights))
-            for rank in range(min(len(part), limit))
+            ((rank + 0.5) / part.weight, i, rank)
+            for i, part in enumerate(held_out)
+            for rank in range(min(len(part.source), limit))
         ]
         self._places = [place[1:] for place in sorted(places)]
 

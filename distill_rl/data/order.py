@@ -121,13 +121,6 @@ class WindowedOrder:
         return int(self._window(epoch, window)[position - starts[window]])
 
     def _cut(self, epoch: int) -> tuple[np.ndarray, list[int], np.ndarray]:
-        """The windows of an epoch.
-
-        Returns:
-            The blocks in their order, the place in it at which each window begins (and its end), and the row of the
-            epoch with which each window begins. A window without rows shares its row with the one behind it, which
-            `searchsorted` then finds.
-        """
         order = random_order(self._seed, (_BLOCK_STREAM, epoch, *self._member), len(self._counts))
         filled = np.cumsum(self._blocks.sizes[order])
         cuts = [0]

@@ -145,11 +145,7 @@ def _plain_number(value: int | float) -> str:
 
 
 def _weight(value: Any, what: str) -> float:
-    """The number in a `weight_column`, or the text of one, in the precision of fp32.
-
-    Raises:
-        DataError: anything else; a negative number, NaN or infinity.
-    """
+    """The number in a `weight_column`, or the text of one, in the precision of fp32."""
     number = math.nan
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         try:

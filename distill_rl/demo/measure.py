@@ -16,7 +16,7 @@ from distill_rl.config.facts import may_be_quantized
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.errors import DataError, GpuMemoryError, WorkerError, first_line
 from distill_rl.evals.suites.base import Item
-from distill_rl.models.files.beginning import unwritten_beginning
+from distill_rl.models.files.hub import unwritten_beginning
 from distill_rl.system.gpu_memory import amounts, is_out_of_memory
 
 if TYPE_CHECKING:

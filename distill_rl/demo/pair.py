@@ -16,7 +16,7 @@ from distill_rl.demo import choose, files
 from distill_rl.demo.choose import Fit, Known, Settings
 from distill_rl.demo.measure import Reading
 from distill_rl.errors import ConfigError, problem
-from distill_rl.models.attention.choice import installed
+from distill_rl.models.attention import installed
 from distill_rl.models.files.facts import gpu_bytes, read_model_facts
 from distill_rl.models.files.hub import read_config as read_model_config
 from distill_rl.models.files.hub import resolve

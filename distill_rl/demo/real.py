@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from distill_rl.demo.trial import Options, try_pair
 from distill_rl.errors import ConfigError
-from distill_rl.models.files.beginning import write_beginning
+from distill_rl.models.files.hub import write_beginning
 from distill_rl.observe.log import say, status
 from distill_rl.system.files import write_json_lines
 from distill_rl.system.install import install_extra

@@ -29,7 +29,7 @@ from distill_rl.demo.measure import BEGUN, Findings, Measured, Subject, measure
 from distill_rl.demo.pair import Pair, Request, count, examine
 from distill_rl.demo.runs import ChildRun, figures, run_all
 from distill_rl.evals.results.compare import of_run
-from distill_rl.models.files.beginning import ADVICE
+from distill_rl.models.files.hub import ADVICE
 from distill_rl.observe.log import say, status
 from distill_rl.observe.report.report import write_report
 from distill_rl.system.files import write_json

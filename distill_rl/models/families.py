@@ -1,4 +1,4 @@
-"""What differs between model families: the tensor-parallel plan.
+"""What differs between model families: tensor-parallel plans, sizes, kernels of the liger-kernel package.
 
 Nothing here imports torch at run time, so that `check` can judge a plan before a model exists.
 """
@@ -9,11 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.errors import problem
+from distill_rl.errors import ConfigError, problem
+from distill_rl.system.install import install_extra
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
+
+
+LIGER = {
+    "llama": "apply_liger_kernel_to_llama",
+    "mistral": "apply_liger_kernel_to_mistral",
+    "qwen2": "apply_liger_kernel_to_qwen2",
+    "qwen3": "apply_liger_kernel_to_qwen3",
+}
+"""Model type → the function of `liger_kernel.transformers` that replaces RMSNorm, rotary embedding and SwiGLU."""
 
 COLUMN, ROW, REPLICATED, PER_HEAD = "column", "row", "replicated", "per_head"
 """How a module is split: by output features; by input features; not at all; not at all, but each rank applies it to its
@@ -265,11 +275,7 @@ def _uneven(count: int, what: str, tp: int, setting: str) -> str:
 
 
 def _split_sizes(hf_config: PreTrainedConfig, *, by_heads: bool) -> dict[str, int]:
-    """The sizes that a plan divides by the number of ranks, by what they are called in messages.
-
-    Args:
-        by_heads: whether attention is split by heads, as in most families; otherwise by features of fused projections.
-    """
+    """The sizes that a plan divides by the number of ranks, by what they are called in messages."""
     heads = hf_config.num_attention_heads
     key_value_heads = getattr(hf_config, "num_key_value_heads", None) or heads
     if by_heads:
@@ -343,3 +349,38 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     blocks = [module for module in model.modules() if type(module).__name__ in block_names]
     inside = {id(child) for block in blocks for child in block.modules() if child is not block}
     return [block for block in blocks if id(block) not in inside]
+
+
+def liger_problems(hf_config: Any) -> list[str]:
+    """Returns why a model's config rules out `student.kernels: liger`: one line, or an empty list if nothing does.
+
+    Looks at `model_type` and `hidden_act` only, not at whether liger is installed.
+    """
+    if hf_config.model_type not in LIGER:
+        return [f"liger replaces parts of {', '.join(LIGER)}; got {hf_config.model_type}"]
+    if hf_config.hidden_act not in ("silu", "swish"):
+        return [f"liger's MLP needs hidden_act silu; got {hf_config.hidden_act}"]
+    return []
+
+
+def use_liger(model: PreTrainedModel) -> None:
+    """Makes `model` compute RMSNorm, rotary embedding and SwiGLU with liger's Triton kernels. Its loss is not changed.
+
+    Norms and MLPs get another `forward` and keep their parameters, so this works before or after FSDP2 and on the meta
+    device. The rotary embedding is a function in transformers' module of the family, so it is replaced for all models
+    of that family in this process.
+
+    Raises:
+        ConfigError: the package or triton is missing, or there are no kernels for this model (`liger_problems`).
+    """
+    problems = liger_problems(model.config)
+    if problems:
+        raise ConfigError.many([f"student.kernels: {problem}; set student.kernels=torch" for problem in problems])
+    try:
+        from liger_kernel import transformers as liger
+    except ImportError as error:
+        remedy = f"{install_extra('liger')}, or set student.kernels=torch"
+        raise ConfigError("student.kernels", "liger needs liger_kernel and triton", str(error), remedy) from error
+    getattr(liger, LIGER[model.config.model_type])(
+        rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=model
+    )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from distill_rl.models.attention.varlen import Documents, needs_documents, reads_documents
+from distill_rl.models.varlen import Documents, needs_documents, reads_documents
 
 
 def logits(
@@ -131,11 +131,8 @@ def scale_and_cap(hf_config: PreTrainedConfig) -> tuple[float, float | None]:
 def _forward_arguments(
     model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, documents: Documents | None
 ) -> dict[str, Any]:
-    """Keyword arguments of the model's forward: no mask and no cache.
-
-    If its attention reads documents and `documents` is None, they are derived from `position_ids`, which waits for the
-    device.
-    """
+    # If its attention reads documents and `documents` is None, they are derived from `position_ids`, which waits for
+    # the device.
     inputs: dict[str, Any] = {
         "input_ids": input_ids,
         "position_ids": position_ids,

@@ -26,22 +26,17 @@ from torch.distributed.tensor import DTensor
 
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import StudentConfig, TeacherConfig
-from distill_rl.errors import ConfigError, first_line
-from distill_rl.models import families, forward
-from distill_rl.models.attention import varlen
-from distill_rl.models.attention.choice import choose, with_masks
-from distill_rl.models.buffers import restore_buffers
-from distill_rl.models.checks.plan import check_plan
-from distill_rl.models.checks.probe import probe
-from distill_rl.models.conversion import TABLE, Match
+from distill_rl.errors import ConfigError
+from distill_rl.models import adapters, families, forward, varlen
+from distill_rl.models.attention import choose, with_masks
+from distill_rl.models.checks import check_plan, probe
 from distill_rl.models.files.headers import holds_several
 from distill_rl.models.files.hub import read_config, resolve
-from distill_rl.models.lora import adapters
 from distill_rl.models.parallelize import parallelize, tie_again
-from distill_rl.models.quantization.apply import Taken, weight_bytes
-from distill_rl.models.quantization.weight import Format
+from distill_rl.models.quantization import Format, Taken, weight_bytes
 from distill_rl.models.rotary import use_own_lengths
-from distill_rl.models.weights import WeightFiles, read_tensor, read_weights, tensors_in_files
+from distill_rl.models.skeleton import DTYPES, restore_buffers, skeleton, without_cache
+from distill_rl.models.weights import Match, WeightFiles, read_tensor, read_weights, tensors_in_files
 from distill_rl.parallel.shards import local_part
 
 if TYPE_CHECKING:
@@ -50,8 +45,6 @@ if TYPE_CHECKING:
     from distill_rl.parallel.mesh import World
 
 log = logging.getLogger(__name__)
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_model(
@@ -177,12 +170,7 @@ def _fill(
     taken: Sequence[Taken] = (),
     quantization: Format | None = None,
 ) -> None:
-    """Allocates what this rank holds of a model that is on the meta device, and reads it from the files.
-
-    Args:
-        found: of `tensors_in_files`, before anything was taken out.
-        taken: weights that are quantised when they are put back.
-    """
+    """Allocates what this rank holds of a model that is on the meta device, and reads it from the files."""
     model.to_empty(device=world.device)
     tie_again(model)
     restore_buffers(model)
@@ -211,66 +199,17 @@ def _fill(
 def _load_as_stored(
     folder: Path, config: PreTrainedConfig, world: World, *, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
-    """A frozen model from a quantised checkpoint, on this rank's device; otherwise as `load_model`.
-
-    Raises:
-        ConfigError: as `stored.load_as_stored`; the checkpoint is not quantised, holds several models, or should be
-            split over ranks.
-    """
-    from distill_rl.models.quantization.stored import as_stored_problem, load_as_stored
+    """A frozen model from a quantised checkpoint, on this rank's device; otherwise as `load_model`."""
+    from distill_rl.models.stored import as_stored_problem, load_as_stored
 
     key = f"teachers[].quantization: {AS_STORED}"
     if problem := as_stored_problem(config, several=holds_several(folder), tp=world.tp):
         raise ConfigError(key, problem, str(folder))
     varlen.register()
     model = load_as_stored(folder, dtype=dtype, attention=attention, device=world.device, key=key)
-    _without_cache(model)
+    without_cache(model)
     use_own_lengths(model)
     return model.eval().requires_grad_(False)
-
-
-def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """Returns the model without memory: every tensor is on the meta device, parameters in `dtype`.
-
-    Its cache and the search for padding in its inputs are switched off.
-
-    Args:
-        attention: transformers' name of an implementation, or one of `OURS`.
-
-    Raises:
-        ConfigError: no causal LM of this config, or the attention implementation is not available.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    varlen.register()
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
-            )
-    except (ValueError, ImportError) as error:
-        raise ConfigError(
-            f"model type {config.model_type}",
-            f"transformers must have it as a causal LM with {attention} attention",
-            first_line(error),
-            "try another setting of `attention`",
-        ) from error
-    # While its classes have their own names, which tables go by, and which FSDP2 changes.
-    setattr(model, TABLE, get_model_conversion_mapping(model))
-    _without_cache(model)
-    use_own_lengths(model)
-    return model
-
-
-def _without_cache(model: PreTrainedModel) -> None:
-    """Switches off a model's cache and the search for padding in its inputs."""
-    # With a cache, packed documents would see each other; see forward.logits.
-    model.config.use_cache = False
-    for module in model.modules():
-        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
-            # It searches for padding, which makes the host wait for the GPU in every forward.
-            module.warn_if_padding_and_no_attention_mask = lambda *inputs: None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,9 @@ from torch.utils.checkpoint import checkpoint
 
 from distill_rl.errors import ConfigError
 from distill_rl.models import families
+from distill_rl.models.adapters import ADAPTER, is_adapted
 from distill_rl.models.families import Family, decoder_layers, tensor_parallel_problems
-from distill_rl.models.lora.adapters import ADAPTER, is_adapted
-from distill_rl.models.quantization.apply import Taken, take_out
-from distill_rl.models.quantization.weight import Format
+from distill_rl.models.quantization import Format, Taken, take_out
 from distill_rl.parallel.mesh import TP, data_mesh
 
 if TYPE_CHECKING:
@@ -260,12 +259,6 @@ def _outer_plan(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _apply_plan(module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """Splits submodules of `module` in place over the mesh.
-
-    Args:
-        plan: by the submodule's name, how to split it (constants of `families`). Other submodules are left alone. Of a
-            layer with an adapter it says how to split the layer; the adapter follows (`_ADAPTERS`).
-    """
     styles = {}
     for name, kind in plan.items():
         part = module.get_submodule(name)
@@ -283,10 +276,8 @@ def _apply_plan(module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str])
 
 
 def _style(kind: str, module: nn.Module) -> ParallelStyle:
-    """The parallel style that splits one module, by its kind in the family's plan (constants of `families`).
-
-    GPT-2's Conv1D, whose weight is transposed, needs a style of its own.
-    """
+    """The parallel style that splits one module, by its kind in the family's plan (constants of `families`)."""
+    # GPT-2's Conv1D, whose weight is transposed, needs a style of its own.
     from transformers.pytorch_utils import Conv1D
 
     if isinstance(module, Conv1D):
@@ -393,5 +384,4 @@ class GradientReduction:
 
 
 def _num_shards(mesh: DeviceMesh) -> int:
-    """The size of the mesh's last dimension, over which FSDP shards."""
     return mesh.size(mesh.ndim - 1)

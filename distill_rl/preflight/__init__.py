@@ -192,7 +192,7 @@ def _fit_problems(config: Config, models: Sequence[Opened]) -> Iterator[str]:
     Args:
         models: student and running teachers; one without a readable configuration is skipped.
     """
-    from distill_rl.models.attention.choice import spread_problems
+    from distill_rl.models.attention import spread_problems
     from distill_rl.models.families import (
         engine_length_problem,
         fused_loss_problems,

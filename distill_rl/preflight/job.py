@@ -26,8 +26,7 @@ from distill_rl.config.paths import described_by
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan, pad_id
 from distill_rl.data.batch.tokenization import KnownIds
-from distill_rl.data.joining import Joining
-from distill_rl.data.loader import Loader, validation_batches
+from distill_rl.data.loader import Joining, Loader, validation_batches
 from distill_rl.data.mixture import Interleaved, Mixture
 from distill_rl.data.order import Order
 from distill_rl.data.reading.source import Source

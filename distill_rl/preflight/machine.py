@@ -21,8 +21,8 @@ from distill_rl.config.measured import is_suite_score
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import problem, problems_of
-from distill_rl.models.attention.choice import installed
-from distill_rl.models.vllm.engine import cpu_head_sizes
+from distill_rl.models.attention import installed
+from distill_rl.models.vllm import cpu_head_sizes
 from distill_rl.preflight.models.opened import Opened
 from distill_rl.system.install import install_extra
 from distill_rl.system.processes.child import call_in_child
@@ -78,7 +78,7 @@ def kernel_problems(config: Config, student: Opened, gpus: int) -> Iterator[str]
     Args:
         gpus: number visible on this machine.
     """
-    from distill_rl.models.kernels import liger_problems
+    from distill_rl.models.families import liger_problems
 
     if config.student.kernels != "liger":
         return

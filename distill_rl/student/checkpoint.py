@@ -3,32 +3,87 @@
 A directory holds files of torch.distributed.checkpoint (DCP), which reshard on load, and `student.json`. Where
 directories are, which is the newest and whether one is whole is the business of `distill_rl.run.checkpoints.store`, which
 commits, prunes and checks the manifest. Nothing in a directory is executed: the tensors are read with torch's
-`weights_only`, and DCP's `.metadata`, which is a pickle, by `dcp_metadata`.
+`weights_only`, and DCP's `.metadata`, which is a pickle, by `read_metadata`.
 """
 
 from __future__ import annotations
 
 import json
+import pickletools
+import re
 import threading
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
 from distill_rl.errors import CheckpointError
 from distill_rl.parallel.mesh import World, open_group_beside
-from distill_rl.student.dcp_metadata import read_metadata
-from distill_rl.student.staging import Staging
+from distill_rl.parallel.shards import local_part
 from distill_rl.system.files import write_json
+
+BUFFER_BYTES = 64 * 2**20
+"""Of both halves together. A copy of 32 MiB takes about a millisecond on PCIe, far more than launching it."""
+
+_FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
+    Metadata: {
+        "state_dict_metadata": (dict,),
+        "planner_data": (dict, NoneType),
+        "storage_data": (dict,),
+        "storage_meta": (StorageMeta, NoneType),
+        "version": (str, NoneType),
+    },
+    StorageMeta: {
+        "checkpoint_id": (str, NoneType),
+        "save_id": (str, NoneType),
+        "load_id": (str, NoneType),
+        "modules": (list,),
+    },
+    TensorStorageMetadata: {
+        "properties": (TensorProperties,),
+        "size": (torch.Size,),
+        "chunks": (list,),
+    },
+    TensorProperties: {},  # a tuple, of which torch reads the dtype only
+    ChunkStorageMetadata: {"offsets": (torch.Size,), "sizes": (torch.Size,)},
+    MetadataIndex: {"fqn": (str,), "offset": (torch.Size, NoneType), "index": (int, NoneType)},
+    _StorageInfo: {"relative_path": (str,), "offset": (int,), "length": (int,)},
+}
+"""The fields of every type that may be made, and their types; BytesStorageMetadata, whose content torch unpickles, is
+not among them."""
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_NAMES: dict[tuple[str, str], Any] = {
+    **{(made.__module__, made.__name__): made for made in _FIELDS},
+    **{("torch", name): dtype for name, dtype in _DTYPES.items()},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): "layout",
+    (dcp_metadata.__name__, "_MEM_FORMAT_ENCODING"): dcp_metadata._MEM_FORMAT_ENCODING,
+    ("pathlib", "PosixPath"): "path",
+    ("pathlib._local", "PosixPath"): "path",  # Python 3.13
+}
+_VALUES = {"SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"}
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 STATE_FILE = "student.json"
 FORMAT = 1
@@ -184,10 +239,8 @@ class Writer:
             raise error
 
     def _write(self, snapshot: Snapshot, directory: Path, marker: Path) -> None:
-        """Writes a snapshot together with the other ranks, then the first rank's marker; runs in the thread.
-
-        Never raises: an error is kept for `wait`, and its message is in the marker.
-        """
+        """Writes a snapshot together with the other ranks, then the first rank's marker; runs in the thread."""
+        # Never raises: an error is kept for `wait`, and its message is in the marker.
         files: list[str] = []
         try:
             if self._world.device.type == "cuda":  # per thread; otherwise DCP would open a context on GPU 0
@@ -262,11 +315,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the metadata once, without running the pickle.
-
-    Raises:
-        CheckpointError: it cannot be read, or is not what torch writes.
-    """
+    """Reads the metadata once, without running the pickle."""
 
     def __init__(self, directory: Path):
         super().__init__(directory)
@@ -281,18 +330,9 @@ class _Reader(dcp.FileSystemReader):
 
 
 def _check_shapes(directory: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Tensor]) -> None:
-    """Checks that a checkpoint holds the wanted tensors, with their shapes, and no other parameters or optimizer state.
-
-    The checkpoint may hold random state and parameters besides the model's (`objective.`) that are not wanted. Dtypes
-    are not compared.
-
-    Args:
-        saved: shapes in the checkpoint, by name.
-        wanted: tensors to be filled, by name.
-
-    Raises:
-        CheckpointError: something differs; the message names the first difference.
-    """
+    """Checks that a checkpoint holds the wanted tensors, with their shapes, and no other parameters or optimizer state."""
+    # The checkpoint may hold random state and parameters besides the model's (`objective.`) that are not wanted. Dtypes
+    # are not compared.
     # An export reads the student alone, without what was trained besides it.
     optional = ("random.", "model.objective.", "optimizer.objective.")
     unwanted = [name for name in saved if not name.startswith(optional) and name not in wanted]
@@ -309,15 +349,7 @@ def _check_shapes(directory: Path, saved: Mapping[str, tuple[int, ...]], wanted:
 
 
 def _on_first_rank(world: World, action: Callable[[], None], what: str, group: dist.ProcessGroup | None) -> None:
-    """Runs `action` on rank 0 alone; the other ranks wait until it is done. Collective over `group`.
-
-    Args:
-        what: what is written, for the error.
-        group: None: the default group.
-
-    Raises:
-        CheckpointError: on all ranks, if `action` fails.
-    """
+    """Runs `action` on rank 0 alone; the other ranks wait until it is done. Collective over `group`."""
     failure: list[str | None] = [None]
     if world.rank == 0:
         try:
@@ -330,16 +362,7 @@ def _on_first_rank(world: World, action: Callable[[], None], what: str, group: d
 
 
 def _run_dcp(action: Callable[[], Any], what: str) -> Any:
-    """Runs a collective call of torch.distributed.checkpoint and returns its result.
-
-    The error for a failed call is one line that names each cause and its rank.
-
-    Args:
-        what: what is written or read, for the error.
-
-    Raises:
-        CheckpointError: on every rank, if the call fails on one.
-    """
+    # The error for a failed call is one line that names each cause and its rank.
     try:
         return action()
     except CheckpointException as error:
@@ -350,3 +373,212 @@ def _run_dcp(action: Callable[[], Any], what: str) -> Any:
 def _one_line(error: BaseException) -> str:
     """Returns `TYPE: MESSAGE` of an error, with every run of white space as one blank."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+# A pickle is a program of a small machine with a stack. What torch writes uses two dozen of its instructions, and names
+# a dozen of torch's types. `read_metadata` follows these, and refuses the file at anything else. It calls nothing that
+# the file names: a type becomes an object of that type whose fields have the types that torch gives them.
+
+
+def read_metadata(file: Path) -> Metadata:
+    """Returns what a `.metadata` describes: tensors only, in files beside it.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: torch would not have written it for tensors.
+    """
+    try:
+        return _checked(_run(file.read_bytes()))
+    except (IndexError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _run(program: bytes) -> Any:
+    stack: list[Any] = []
+    marks: list[int] = []  # heights of the stack
+    memo: list[Any] = []
+
+    def above_mark() -> list[Any]:
+        height = marks.pop()
+        items = stack[height:]
+        del stack[height:]
+        return items
+
+    value: Any
+    for instruction, value, _ in pickletools.genops(program):
+        name = instruction.name
+        if name in _VALUES:
+            stack.append(value)
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[value])
+        elif name == "MEMOIZE":
+            memo.append(stack[-1])
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name == "MARK":
+            marks.append(len(stack))
+        elif name in _TUPLES:
+            stack[-_TUPLES[name] :] = [tuple(stack[-_TUPLES[name] :])]
+        elif name == "TUPLE":
+            stack.append(tuple(above_mark()))
+        elif name == "EMPTY_DICT":
+            stack.append({})
+        elif name == "EMPTY_LIST":
+            stack.append([])
+        elif name in ("SETITEM", "SETITEMS"):
+            items = above_mark() if name == "SETITEMS" else [stack.pop(-2), stack.pop()]
+            if any(type(key) not in (str, MetadataIndex) for key in items[::2]):
+                raise ValueError("a key that is neither a name nor an index")
+            stack[-1].update(zip(items[::2], items[1::2], strict=True))
+        elif name in ("APPEND", "APPENDS"):
+            items = above_mark() if name == "APPENDS" else [stack.pop()]
+            stack[-1].extend(items)
+        elif name == "STACK_GLOBAL":
+            where, what = stack.pop(-2), stack.pop()
+            if type(where) is not str or type(what) is not str:  # what is nested may be endless to hash and to show
+                raise ValueError("a name that is no text")
+            if (where, what) not in _NAMES:
+                raise ValueError(f"it names {f'{where}.{what}'[:200]!r}")
+            stack.append(_NAMES[where, what])
+        elif name == "NEWOBJ":
+            made, arguments = stack.pop(-2), stack.pop()
+            if arguments != () or not isinstance(made, type) or made not in _FIELDS:
+                raise ValueError("it makes an object of another type")
+            stack.append(object.__new__(made))
+        elif name == "REDUCE":
+            called, arguments = stack.pop(-2), stack.pop()
+            stack.append(_reduced(called, arguments))
+        elif name == "BUILD":
+            state = stack.pop()
+            _build(stack[-1], state)
+        elif name not in ("PROTO", "FRAME", "STOP"):
+            raise ValueError(f"the instruction {name}")
+    (result,) = stack
+    return result
+
+
+def _reduced(called: Any, arguments: Any) -> Any:
+    """What a call of one of the functions in `_NAMES` returns, for the arguments that torch writes."""
+    if called is torch.Size:
+        (sizes,) = arguments
+        if type(sizes) is tuple and all(type(size) is int for size in sizes):
+            return torch.Size(sizes)
+    elif called is dcp_metadata._MEM_FORMAT_ENCODING and arguments == (0,):
+        return dcp_metadata._MEM_FORMAT_ENCODING(0)
+    elif called == "layout" and arguments == ("torch.strided",):
+        return torch.strided
+    elif called == "path":
+        return None  # where it was written
+    raise ValueError("it calls a function with other arguments")
+
+
+def _build(made: Any, state: Any) -> None:
+    if type(made) is TensorProperties and type(state) is tuple and isinstance(state[0], torch.dtype):
+        made.__setstate__(state)
+        return
+    fields = _FIELDS[type(made)]
+    if type(state) is not dict or state.keys() != fields.keys():
+        raise ValueError(f"{type(made).__name__} has other fields")
+    for name, value in state.items():
+        if type(value) not in fields[name]:
+            raise ValueError(f"{name} of {type(made).__name__} is {type(value).__name__}")
+    vars(made).update(state)
+
+
+def _checked(read: Any) -> Metadata:
+    """The parts of a file's content that loading needs, if every tensor consists of parts of files beside it."""
+    if type(read) is not Metadata:
+        raise ValueError(f"it makes {type(read).__name__}")
+    tensors: dict[str, Any] = read.state_dict_metadata
+    places = read.storage_data
+    if any(type(name) is not str or type(entry) is not TensorStorageMetadata for name, entry in tensors.items()):
+        raise ValueError("an entry that is no tensor")
+    if sum(len(entry.chunks) for entry in tensors.values()) != len(places):
+        raise ValueError("tensors with other parts than it has places for")
+    if any(type(chunk) is not ChunkStorageMetadata for entry in tensors.values() for chunk in entry.chunks):
+        raise ValueError("a part of a tensor that is none")
+    if any(type(index) is not MetadataIndex or type(place) is not _StorageInfo for index, place in places.items()):
+        raise ValueError("a place that is none")
+    for place in places.values():
+        if not _FILE.fullmatch(place.relative_path):
+            raise ValueError(f"a part of a tensor in {place.relative_path[:200]!r}")
+    return Metadata(tensors, None, places, StorageMeta(), read.version)
+
+
+@dataclass
+class _Half:
+    """One half of the buffer, and the destination of its content."""
+
+    memory: Tensor
+    target: Tensor | None = None
+    done: torch.cuda.Event | None = None
+
+
+class Staging:
+    """Copies tensors of a GPU into pageable host memory, at the speed of page-locked memory.
+
+    The driver copies straight into pageable memory at a fraction of the bus, and page-locking the whole copy would
+    lock three times the size of the weights on the node. So each tensor goes in pieces through two page-locked halves:
+    while the GPU fills one on a stream of its own, the host empties the other.
+
+        gpu    ── piece 0 → A ─ piece 1 → B ─ piece 2 → A ─ …
+        host            ─────── A → target ── B → target ── …
+
+    On a CPU the same steps run with plain memory and without streams; product code clones there instead.
+
+    Args:
+        device: of the tensors.
+        buffer_bytes: size of both halves together.
+    """
+
+    def __init__(self, device: torch.device, buffer_bytes: int = BUFFER_BYTES):
+        on_gpu = device.type == "cuda"
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        self._halves = [_Half(torch.empty(buffer_bytes // 2, dtype=torch.uint8, pin_memory=on_gpu)) for _ in range(2)]
+
+    @torch.no_grad()
+    def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns copies of the tensors in pageable host memory, by name.
+
+        A DTensor remains one on the same mesh, with its local part on the host. The copies include all work queued on
+        the current stream before the call, and are complete when it returns: nothing queued afterwards (the next
+        optimizer step) can change them.
+
+        Args:
+            tensors: contiguous, on `device` or on the CPU.
+        """
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        copies = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
+        turn, size = 0, self._halves[0].memory.numel()
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            for name, tensor in tensors.items():
+                for source, target in zip(_bytes(tensor).split(size), _bytes(copies[name]).split(size)):
+                    self._empty(self._halves[turn])
+                    self._fill(self._halves[turn], source, target)
+                    turn = 1 - turn
+            for half in (self._halves[turn], self._halves[1 - turn]):
+                self._empty(half)
+        return copies
+
+    def _fill(self, half: _Half, source: Tensor, target: Tensor) -> None:
+        """Begins to copy `source` into an empty half (`_empty`), which must be large enough, and notes `target`."""
+        half.memory[: source.numel()].copy_(source, non_blocking=True)
+        half.target = target
+        if self._stream is not None:
+            half.done = self._stream.record_event()
+
+    def _empty(self, half: _Half) -> None:
+        """Waits until the half is filled, copies its content to the target, and marks it as empty."""
+        # Nothing happens if it is empty already.
+        if half.target is None:
+            return
+        if half.done is not None:
+            half.done.synchronize()
+        half.target.copy_(half.memory[: half.target.numel()])
+        half.target, half.done = None, None
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return local_part(tensor).detach().view(-1).view(torch.uint8)

@@ -20,43 +20,43 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.measured import is_validated
 from distill_rl.config.memory.student import fused_loss, reduces_once_per_step
 from distill_rl.config.schema import Config
+from distill_rl.losses import StudentHidden
 from distill_rl.models import forward
 from distill_rl.models.determinism import be_deterministic, seed_of
 from distill_rl.models.export import export_model
-from distill_rl.models.families import family_of, length_limit
-from distill_rl.models.inputs import micro_batches
-from distill_rl.models.kernels import use_liger
+from distill_rl.models.families import family_of, length_limit, use_liger
+from distill_rl.models.inputs import micro_batches, tensor_to_device, to_device
 from distill_rl.models.load import load_model
 from distill_rl.models.parallelize import GradientReduction, reshard
+from distill_rl.models.varlen import Documents, documents_for
 from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World, data_mesh
+from distill_rl.parallel.sequence import own_positions, part_of_rows
+from distill_rl.parallel.shards import mask_padded_columns
 from distill_rl.student import checkpoint
-from distill_rl.student.forward_pass import ForwardPass
-from distill_rl.student.loss_sums import LossSums
-from distill_rl.student.objective import Blend, Objective, Target
-from distill_rl.student.optim import Schedule, build_optimizer, clip_gradients
+from distill_rl.student.compared import Target, complete_gradient, open_teachers, save_learned
+from distill_rl.student.loss_sums import LossSums, StepLosses, ce_over_kd
+from distill_rl.student.objective import Blend, ComparedRows, Objective, ObjectiveOutput, asked_sizes
+from distill_rl.student.optim import Schedule, StepGuard, build_optimizer, clip_gradients
 from distill_rl.student.router_balance import RouterBalance
-from distill_rl.student.step_guard import StepGuard
-from distill_rl.student.step_losses import StepLosses, ce_over_kd
-from distill_rl.student.teachers.asked_tokens import AskedCounts, asked_sizes
-from distill_rl.student.teachers.heads import open_heads
-from distill_rl.student.teachers.projections import complete_gradient, open_projections, save_learned
 from distill_rl.system.gpu_memory import gpu_phase
-from distill_rl.types import IGNORE_INDEX, CrossTokenizerSpec, RankBatch
+from distill_rl.types import IGNORE_INDEX, CrossTokenizerSpec, RankBatch, TeacherPart, TokenRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 TargetSource = Callable[[int, int], AbstractContextManager[Sequence[Target | None]]]
 """`targets(first_row, num_rows)`: the targets of these rows of the global batch, one entry per teacher in the order of
@@ -111,10 +111,15 @@ class StudentEngine:
         if student.kernels == "liger":
             use_liger(self.model)
         self.cross_tokenizer_specs = tuple(cross_tokenizer_specs)
-        projections = open_projections(cross_tokenizer_specs, world, learnable=config.projection.learnable)
-        columns, teachers = self.model.config.vocab_size, running_teachers(config)
-        heads = open_heads(teachers, cross_tokenizer_specs, world, columns=columns, tokens=vocabulary_size)
-        self.objective = Objective(config.loss, config.teachers, projections, heads)
+        teachers = open_teachers(
+            running_teachers(config),
+            cross_tokenizer_specs,
+            world,
+            learnable=config.projection.learnable,
+            columns=self.model.config.vocab_size,
+            tokens=vocabulary_size,
+        )
+        self.objective = Objective(config.loss, teachers)
         self.routers = RouterBalance(self.model, config.loss.router_weight, world)
         self.forward_pass = ForwardPass(self.model, self.objective, world, vocabulary_size, fused=self.fused)
         self.kd_scale = 1.0
@@ -170,6 +175,7 @@ class StudentEngine:
             last: whether `optim_step` comes next. Only then are the gradients complete in the parameters' `.grad`;
                 until then they may be in FSDP2's buffers.
         """
+        batch = self._with_teachers(batch)
         dynamic = self.config.loss.dynamic_scale if self.objective.teachers else "off"
         if dynamic == "exact":
             with torch.no_grad():
@@ -182,7 +188,7 @@ class StudentEngine:
             self.kd_scale = ce_over_kd(sums, self.world)
         metrics = self._metrics("train", batch, sums, blend)
         if metrics:
-            compared = self.objective.num_compared(batch.num_labels, batch.chunks, batch.token_weights)
+            compared = self.objective.num_compared(batch.num_labels, batch.teachers)
             metrics["train/unlabelled"] = Metric(float(compared == 0), "max")
         if metrics and dynamic != "off":
             metrics["train/kd_scale"] = Metric(blend.kd, "last")
@@ -237,6 +243,7 @@ class StudentEngine:
         metrics are merged over ranks like its own; on a rank that does not report the result is `{}`. The
         model is in training mode afterwards.
         """
+        batch = self._with_teachers(batch)
         blend = self.objective.blend(scores, self.kd_scale, asked_sizes(batch))
         self.model.eval()
         try:
@@ -340,28 +347,18 @@ class StudentEngine:
         last: bool = False,
         with_agreement: bool = False,
     ) -> LossSums:
-        """Runs forward, and on request backward, over all micro-batches of `batch`; returns the summed losses of its rows.
-
-        Collective.
-
-        Args:
-            backward: add the gradient to the parameters'.
-            last: with `backward`, whether the gradient of the step is complete afterwards, so that it must be reduced
-                over ranks.
-            with_agreement: as in `Objective.forward`.
-        """
+        """Runs forward, and on request backward, over all micro-batches of `batch`; returns the summed losses of its rows."""
+        # Collective.
         sums = LossSums(len(self.objective.teachers), self.world.device, with_agreement, bool(self.routers))
         end = batch.first_row + batch.rows.shape[0]
         for first_row, rows in micro_batches(batch, self.config.train.micro_batch_size, padding_apart=self._by_length):
             if backward:
                 self._reduction.before_micro_batch(last and first_row + rows.shape[0] == end)
             start = first_row - batch.first_row
-            part = slice(start, start + rows.shape[0])
-            chunks = [each and each[part].cut() for each in batch.chunks]
-            weights = [each and each[part] for each in batch.token_weights]
+            parts = [part[start : start + rows.shape[0]] for part in batch.teachers]
             with gpu_phase("forward"), targets(first_row, rows.shape[0]) as fetched:
                 with self.routers.of(rows, batch.num_labels) as balance:
-                    output = self.forward_pass(rows, fetched, batch.num_labels, chunks, blend, with_agreement, weights)
+                    output = self.forward_pass(rows, batch.num_labels, blend, parts, fetched, with_agreement)
                 if backward:
                     with gpu_phase("backward"):
                         output.loss.backward()
@@ -369,16 +366,15 @@ class StudentEngine:
         sums.add_other_positions(self.world)
         return sums
 
-    def _metrics(self, prefix: str, batch: RankBatch, sums: LossSums, blend: Blend) -> dict[str, Metric]:
-        """Returns the metrics of `batch` from its summed losses (`LossSums.metrics`), by name with `prefix/`.
+    def _with_teachers(self, batch: RankBatch) -> RankBatch:
+        return batch if batch.teachers else replace(batch, teachers=(TeacherPart(),) * len(self.objective.teachers))
 
-        The result is `{}` on a rank that does not report.
-        """
+    def _metrics(self, prefix: str, batch: RankBatch, sums: LossSums, blend: Blend) -> dict[str, Metric]:
+        """Returns the metrics of `batch` from its summed losses (`LossSums.metrics`), by name with `prefix/`."""
+        # The result is `{}` on a rank that does not report.
         if not self.world.reports:
             return {}
-        num_labels = int(np.count_nonzero(batch.rows.labels != IGNORE_INDEX))
-        asked = [AskedCounts.of(weights, num_labels) for weights in batch.token_weights]
-        return sums.metrics(prefix, self.objective, blend, num_labels, asked)
+        return sums.metrics(prefix, self.objective, blend, batch)
 
     def _begin_step(self) -> None:
         """Starts new sums of losses, and remembers `kd_scale`, which is restored if the step is skipped."""
@@ -386,17 +382,111 @@ class StudentEngine:
         self._kd_scale_before = self.kd_scale
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the model's trained parameters, sharded, by name, and the objective's with the prefix `objective.`.
-
-        Reshards the model first.
-        """
+        """Returns the model's trained parameters, sharded, by name, and the objective's with the prefix `objective.`."""
+        # Reshards the model first.
         reshard(self.model)
         named = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         return named | dict(self.objective.named_parameters(prefix="objective"))
 
     def _seed(self) -> None:
-        """Seeds torch from run.seed, the step and the rank in the data dimension.
-
-        The tensor-parallel rank has no part in it, because tensor-parallel ranks must draw the same numbers.
-        """
+        """Seeds torch from run.seed, the step and the rank in the data dimension."""
+        # The tensor-parallel rank has no part in it, because tensor-parallel ranks must draw the same numbers.
         torch.manual_seed(seed_of(f"{self.config.run.seed}/{self.step}/{self.world.data_rank}"))
+
+
+# Under sequence parallelism a rank gets the whole rows and their whole targets, and takes its own positions of both: the labels
+# are shifted already, so the one that a rank's last position predicts does not depend on the next rank.
+
+
+class ForwardPass:
+    """The student's model, followed by the objective. Calls are collective.
+
+    Args:
+        model: sharded; made for a fused loss if `fused` (`forward.enter_at_hidden`).
+        world: this rank.
+        vocabulary_size: ids of the tokenizer. Further columns of the output layer are padding without probability.
+        fused: make the logits inside the loss, a few rows at a time.
+    """
+
+    def __init__(self, model: Any, objective: Objective, world: World, vocabulary_size: int, *, fused: bool):
+        self._model, self._objective, self._world, self._device = model, objective, world, world.device
+        self._vocabulary_size, self._fused = vocabulary_size, fused
+
+    def __call__(
+        self,
+        rows: TokenRows,
+        num_labels: int,
+        blend: Blend,
+        teachers: Sequence[TeacherPart],
+        targets: Sequence[Target | None],
+        with_agreement: bool = False,
+    ) -> ObjectiveOutput:
+        """The forward pass of a micro-batch and its loss.
+
+        With a fused loss the logits are never made as a whole. Padded columns are masked either way.
+
+        Args:
+            rows: in host memory; whole.
+            num_labels, blend, with_agreement: as in `ComparedRows`.
+            teachers: of these rows, per teacher.
+            targets: per teacher, of the whole rows, on any device; None for a teacher that the run has lost.
+
+        Returns:
+            The loss and its sums over this rank's positions.
+
+        Raises:
+            ValueError: as `Objective.forward`, or chunks under sequence parallelism.
+        """
+        num_rows, width = rows.shape
+        part = own_positions(self._world, width)
+        own = rows.labels[:, part]
+        if self._world.sp > 1:
+            if any(teacher.chunks for teacher in teachers):
+                raise ValueError("chunks: may cross the border between two ranks, so student.parallel.sp must be 1")
+            targets = [
+                target and _each(target, lambda whole: part_of_rows(whole, num_rows, part)) for target in targets
+            ]
+        here = [target and _each(target, lambda tensor: tensor_to_device(tensor, self._device)) for target in targets]
+        batch = ComparedRows(
+            to_device(own, self._device),
+            num_labels,
+            blend,
+            [teacher.of_positions(part) for teacher in teachers],
+            int(np.count_nonzero(own != IGNORE_INDEX)),
+            with_agreement,
+        )
+        if not self._fused:
+            return self._objective(self.logits(rows), batch, here)
+
+        scale, softcap = forward.scale_and_cap(self._model.config)
+
+        def loss(hidden: Tensor, layer: Any) -> ObjectiveOutput:
+            bias = layer.bias if getattr(layer, "bias", None) is None else layer.bias * scale
+            student = StudentHidden(hidden, layer.weight, bias, softcap, scale, self._vocabulary_size)
+            return self._objective(student, batch, here)
+
+        ids, positions, documents = self._inputs(rows)
+        return forward.with_hidden(self._model, ids, positions, loss, documents)
+
+    def logits(self, rows: TokenRows) -> Tensor:
+        """Returns the logits [R, S, V] of a micro-batch's rows, with padded columns at −inf.
+
+        Under tensor parallelism they are a DTensor sharded over the last dimension, under sequence parallelism those of
+        this rank's positions [R, S / sp, V].
+        """
+        return mask_padded_columns(forward.logits(self._model, *self._inputs(rows)), self._vocabulary_size)
+
+    def _inputs(self, rows: TokenRows) -> tuple[Tensor, Tensor, Documents | None]:
+        """Returns ids and positions [R, S / sp] that this rank holds of a micro-batch on the device, and its documents."""
+        device, part = self._device, own_positions(self._world, rows.shape[1])
+        ids, positions = to_device(rows.input_ids[:, part], device), to_device(rows.position_ids[:, part], device)
+        return ids, positions, documents_for(self._model.config, rows.position_ids, device, self._world.sp_group)
+
+
+def _each(target: Target, change: Callable[[Tensor], Tensor]) -> Target:
+    changed: dict[str, Any] = {}
+    for field in fields(target):
+        value = getattr(target, field.name)
+        if isinstance(value, Tensor):
+            changed[field.name] = change(value)
+    return replace(target, **changed)

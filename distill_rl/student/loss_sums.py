@@ -1,9 +1,12 @@
-"""From the outputs of micro-batches to metrics."""
+"""From the outputs of micro-batches to metrics, and to the numbers by which all ranks decide on a step alike."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,9 +14,10 @@ from torch import Tensor
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World
+from distill_rl.student.compared import ComparedTeacher
 from distill_rl.student.objective import Blend, Objective, ObjectiveOutput
-from distill_rl.student.teachers.agreement import SUMS
-from distill_rl.student.teachers.asked_tokens import AskedCounts
+from distill_rl.student.terms import SUMS
+from distill_rl.types import IGNORE_INDEX, RankBatch
 
 
 class LossSums:
@@ -70,102 +74,176 @@ class LossSums:
         kd, ce, router = self._sums[0], self._sums[1], self._sums[3]
         return blend.kd * kd + blend.ce * ce + blend.router * router
 
-    def metrics(
-        self,
-        prefix: str,
-        objective: Objective,
-        blend: Blend,
-        num_labels: int,
-        asked: Sequence[AskedCounts] = (),
-    ) -> dict[str, Metric]:
+    def metrics(self, prefix: str, objective: Objective, blend: Blend, batch: RankBatch) -> dict[str, Metric]:
         """Returns the means of what was added, by name with `{prefix}/`.
 
         They are `loss` and `nll_loss`; of a mixture of experts `router_balance`; with teachers `kl_loss`, and
         `teacher_mass` if the first one has the student's tokenizer and is not known by draws, which tell no mass; with several also `kl_loss/NAME` of those that the run
         has not lost; with agreement also `top1_agreement` and `acceptance` where they have a meaning, with several teachers
-        one each, `/NAME`. In addition, `tokens` is `num_labels`. If teachers are chosen by row, KD and mass are means over
-        what they are asked for, and `taught/NAME` is the share of the labelled tokens that each is asked for. Waits for the
-        device, once.
+        one each, `/NAME`. In addition, `tokens` is the number of labelled tokens. If teachers are chosen by row, KD and mass
+        are means over what they are asked for, and `taught/NAME` is the share of the labelled tokens that each is asked for.
+        Waits for the device, once.
 
         Args:
             blend: of the step whose micro-batches were added.
-            num_labels: this rank's labelled tokens in them: divides the sums, and is the weight of the means.
-            asked: per teacher what it is asked for of them; empty: teachers are not chosen by row.
+            batch: this rank's rows in them. Their labelled tokens divide the sums, and are the weight of the means.
         """
+        num_labels = int(np.count_nonzero(batch.rows.labels != IGNORE_INDEX))
         everything = self._sums if self._agreement is None else torch.cat([self._sums, self._agreement.flatten()])
         sums = everything.tolist()
-        kd, ce, mass, router, *kd_per_teacher = (each / max(num_labels, 1) for each in sums[: 4 + self._num_teachers])
+        kd, ce, mass, router = (each / max(num_labels, 1) for each in sums[:4])
+        teachers = self._of_teachers(objective, blend, batch, num_labels, sums[4:])
         means = {"loss": blend.kd * kd + blend.ce * ce + blend.router * router, "nll_loss": ce}
         if self._has_routers:
             means["router_balance"] = router
-        if self._num_teachers:
+        if teachers:
             means["kl_loss"] = kd
-            if objective.cross_tokenizer[0] is None and objective.teachers[0].export != "sampled":
+            if teachers[0].teacher.cross is None and teachers[0].settings.export != "sampled":
                 means["teacher_mass"] = mass
-        if self._num_teachers > 1:
-            for teacher, value, share in zip(objective.teachers, kd_per_teacher, blend.shares):
-                if _is_here(teacher, share):  # otherwise the run has lost it, or it is asked for nothing
-                    means[f"kl_loss/{teacher.name}"] = value
+        if len(teachers) > 1:
+            # One with the share 0 is lost to the run, or asked for nothing.
+            means |= {each.kl_name: each.kd / max(num_labels, 1) for each in teachers if each.is_here(each.share)}
         metrics = {f"{prefix}/{name}": Metric(value, "mean", num_labels) for name, value in means.items()}
-        if asked:
-            of_teachers = self._asked_metrics(objective, blend, num_labels, asked, sums)
-            metrics |= {f"{prefix}/{name}": metric for name, metric in of_teachers.items() if name in means}
+        if batch.by_row:
             metrics |= {
-                f"{prefix}/taught/{teacher.name}": Metric(each.num_labels / max(num_labels, 1), "mean", num_labels)
-                for teacher, weight, each in zip(objective.teachers, blend.weights, asked)
-                if _is_here(teacher, weight)
+                f"{prefix}/{name}": metric
+                for name, metric in _means_of_asked(teachers, sums[2]).items()
+                if name in means
             }
-        metrics |= self._agreement_metrics(prefix, objective, sums[4 + self._num_teachers :])
+            metrics |= {
+                f"{prefix}/taught/{each.settings.name}": Metric(each.num_asked / max(num_labels, 1), "mean", num_labels)
+                for each in teachers
+                if each.is_here(each.weight)
+            }
+        for each in teachers:
+            suffix = f"/{each.settings.name}" if len(teachers) > 1 else ""
+            metrics |= {f"{prefix}/{name}{suffix}": metric for name, metric in each.agreement_metrics().items()}
         return metrics | {f"{prefix}/tokens": Metric(num_labels, "sum")}
 
-    def _asked_metrics(
-        self,
-        objective: Objective,
-        blend: Blend,
-        num_labels: int,
-        asked: Sequence[AskedCounts],
-        sums: Sequence[float],
-    ) -> dict[str, Metric]:
-        """Returns the metrics that are means over what teachers are asked for, each with the size of that as its weight.
-
-        Args:
-            sums: of `_sums`; other arguments as of `metrics`.
-        """
-        mass, kd = sums[2], sums[4 : 4 + self._num_teachers]
-        taught = sum(weight * each.total for weight, each in zip(blend.weights, asked))
-        learnt = sum(weight * value for weight, value in zip(blend.weights, kd))
-        first = next((i for i, teacher in enumerate(objective.teachers) if _is_here(teacher, blend.weights[i])), 0)
-        metrics = {"kl_loss": _mean(learnt, taught), "teacher_mass": _mean(mass, asked[first].num_labels)}
-        for teacher, value, each in zip(objective.teachers, kd, asked):
-            metrics[f"kl_loss/{teacher.name}"] = _mean(value, each.total)
-        return metrics
-
-    def _agreement_metrics(self, prefix: str, objective: Objective, sums: list[float]) -> dict[str, Metric]:
-        """Returns what `ObjectiveOutput.agreement` tells of every teacher; of a top k bounds.
-
-        Those that were measured on no row are left out.
-        """
-        metrics: dict[str, Metric] = {}
-        for teacher, start in zip(objective.teachers, range(0, len(sums), SUMS)):
-            suffix = f"/{teacher.name}" if self._num_teachers > 1 else ""
-            same, compared, high, low, own, least, most, told = sums[start : start + SUMS]
-            found = {"top1_agreement": (same, compared), "student_entropy": (own, told)}
-            for name, lower, upper in (("acceptance", low, high), ("teacher_entropy", least, most)):
-                if teacher.export == "topk":
-                    found |= {f"{name}_low": (lower, told), f"{name}_high": (upper, told)}
-                else:
-                    found[name] = (upper, told)
-            for name, (total, count) in found.items():
-                if count > 0:
-                    metrics[f"{prefix}/{name}{suffix}"] = Metric(total / count, "mean", count)
-        return metrics
+    def _of_teachers(
+        self, objective: Objective, blend: Blend, batch: RankBatch, num_labels: int, sums: list[float]
+    ) -> list[_TeacherSums]:
+        found = []
+        for i, (teacher, part) in enumerate(zip(objective.teachers, batch.teachers)):
+            agreement = sums[self._num_teachers + i * SUMS : self._num_teachers + (i + 1) * SUMS]
+            size, num_asked = float(num_labels), num_labels
+            if part.weights is not None:
+                of_tokens = part.weights.of_tokens
+                size, num_asked = float(of_tokens.sum(dtype=np.float64)), int(np.count_nonzero(of_tokens))
+            weight = blend.weights[i] if blend.weights else 0.0
+            found.append(_TeacherSums(teacher, sums[i], blend.shares[i], weight, size, num_asked, agreement))
+        return found
 
 
-def _is_here(teacher: TeacherConfig, share: float) -> bool:
-    """Whether the run still has a teacher, given its share of the KD."""
-    return share > 0 or teacher.weight == 0
+@dataclass(frozen=True, slots=True)
+class _TeacherSums:
+    """What was summed of a teacher over this rank's rows."""
+
+    teacher: ComparedTeacher
+    kd: float
+    share: float
+    weight: float
+    """As in `Blend`."""
+    size: float
+    """Summed weights of the labelled tokens that it is asked for."""
+    num_asked: int
+    """These tokens."""
+    agreement: list[float]
+    """Of `TeacherComparison.agreement`; empty if it was not measured."""
+
+    @property
+    def settings(self) -> TeacherConfig:
+        return self.teacher.settings
+
+    @property
+    def kl_name(self) -> str:
+        return f"kl_loss/{self.settings.name}"
+
+    def is_here(self, share: float) -> bool:
+        """Whether the run still has the teacher, given its share of the KD."""
+        return share > 0 or self.settings.weight == 0
+
+    def agreement_metrics(self) -> dict[str, Metric]:
+        """What the agreement tells, by name; of a top k bounds. What was measured on no row is left out."""
+        if not self.agreement:
+            return {}
+        same, compared, high, low, own, least, most, told = self.agreement
+        found = {"top1_agreement": (same, compared), "student_entropy": (own, told)}
+        for name, lower, upper in (("acceptance", low, high), ("teacher_entropy", least, most)):
+            if self.settings.export == "topk":
+                found |= {f"{name}_low": (lower, told), f"{name}_high": (upper, told)}
+            else:
+                found[name] = (upper, told)
+        return {name: Metric(total / count, "mean", count) for name, (total, count) in found.items() if count > 0}
+
+
+def _means_of_asked(teachers: Sequence[_TeacherSums], mass: float) -> dict[str, Metric]:
+    """The metrics that are means over what teachers are asked for, each with the size of that as its weight."""
+    taught = sum(each.weight * each.size for each in teachers)
+    learnt = sum(each.weight * each.kd for each in teachers)
+    first = next((each for each in teachers if each.is_here(each.weight)), teachers[0])
+    metrics = {"kl_loss": _mean(learnt, taught), "teacher_mass": _mean(mass, first.num_asked)}
+    return metrics | {each.kl_name: _mean(each.kd, each.size) for each in teachers}
 
 
 def _mean(total: float, size: float) -> Metric:
     """The mean of a sum over items of this size together, which is its weight; 0 without any."""
     return Metric(total / size if size > 0 else 0.0, "mean", size)
+
+
+class StepLosses:
+    """The losses of a step on this rank's rows, added up over its sub-batches on the device in fp64."""
+
+    def __init__(self, world: World, num_teachers: int):
+        self._world = world
+        self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
+        self._ce_and_kd = torch.zeros(1 + num_teachers, dtype=torch.float64, device=world.device)
+        """Sums of CE and of every teacher's KD."""
+
+    def add(self, sums: LossSums, blend: Blend, num_labels: int) -> None:
+        """Adds the losses of a sub-batch, without waiting for the device.
+
+        Args:
+            num_labels: of the global batch; divides the loss.
+        """
+        self._loss += sums.loss(blend) / max(num_labels, 1)
+        self._ce_and_kd += sums.ce_and_kd_per_teacher
+
+    def total(self) -> float:
+        """Returns the loss of the step's global batch so far, the same on every rank; NaN if it is NaN on one.
+
+        Collective.
+        """
+        if self._world.world_size == 1:
+            return self._loss.item()
+        total = self._loss.clone()
+        # Over all ranks, so that a NaN on one reaches all. The ranks that work on the same rows add the same loss.
+        dist.all_reduce(total)
+        return total.item() / (self._world.sp * self._world.tp)
+
+    def blamed(self, teachers: Sequence[ComparedTeacher]) -> list[str]:
+        """Returns the teachers whose KD is not finite in this step although the student's CE is, on every rank alike.
+
+        Collective.
+
+        Args:
+            teachers: those of the objective, in its order.
+        """
+        total = self._ce_and_kd.clone()
+        if self._world.world_size > 1:
+            dist.all_reduce(total)
+        ce, *kd = total.tolist()
+        if not math.isfinite(ce):
+            return []
+        return [teacher.settings.name for teacher, value in zip(teachers, kd) if not math.isfinite(value)]
+
+
+def ce_over_kd(sums: LossSums, world: World) -> float:
+    """Returns CE / KD of the global batch, the same on every rank; 1 if the KD is not above 0.
+
+    Collective over the data dimension of the mesh; the ratio does not change if every row is counted sp times.
+    """
+    total = sums.kd_and_ce.clone()
+    dist.all_reduce(total, group=world.dp_group)
+    kd, ce = total.tolist()
+    return ce / kd if kd > 0 else 1.0

@@ -26,28 +26,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from distill_rl.config.schema import LossConfig, TeacherConfig
-from distill_rl.losses import DenseLogits, HiddenStates
+from distill_rl.config.schema import LossConfig
 from distill_rl.losses.core.logits import Student, as_tree
-from distill_rl.losses.targets import Teacher, Wire
-from distill_rl.student.teachers.agreement import SUMS, agreement_of_chunks, agreement_of_tokens
-from distill_rl.student.teachers.asked_tokens import AskedTokens
-from distill_rl.student.teachers.heads import TeacherHead
-from distill_rl.student.teachers.projections import CrossTokenizerLoss
-from distill_rl.student.teachers.terms import (
-    TINY,
-    MicroBatch,
-    Term,
-    carries_ce,
-    chunk_term,
-    is_taught,
-    token_term,
-    with_columns_of,
-)
-from distill_rl.types import ChunkRows, TokenWeights
-
-Target = Wire
-"""A teacher's targets for one micro-batch, as they arrive."""
+from distill_rl.student.compared import ComparedTeacher, Target
+from distill_rl.student.terms import AskedTokens, Labels, TeacherComparison, token_term
+from distill_rl.types import RankBatch, TeacherPart
 
 
 @as_tree
@@ -69,7 +52,7 @@ class ObjectiveOutput:
     """Scalar: summed probability inside the first teacher's top k, of the tokens that it is asked for; 0 without
     teachers."""
     agreement: Tensor | None = None
-    """fp64 [teachers, SUMS], if it was asked for (`teachers.agreement`). Zeros for what has no meaning."""
+    """fp64 [teachers, SUMS], if it was asked for (`TeacherComparison.agreement`). Zeros for what has no meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +70,26 @@ class Blend:
     has lost it."""
 
 
+@dataclass(frozen=True, slots=True)
+class ComparedRows:
+    """What a micro-batch is compared on, besides the targets."""
+
+    labels: Tensor
+    """int64 [R, S], shifted; IGNORE_INDEX where nothing is trained."""
+    num_labels: int
+    """Labelled tokens of the global batch: the denominator of CE and of KD by tokens, applied in the objective and nowhere
+    else. KD by chunks is divided by the number of chunks that `ChunkRows` states."""
+    blend: Blend
+    """Of this step."""
+    teachers: Sequence[TeacherPart] = ()
+    """Of these rows, per teacher; weights as wide as the rows or wider."""
+    own_labels: int | None = None
+    """Labelled tokens of this micro-batch; None: they are counted, which waits for a GPU if the logits are made here."""
+    with_agreement: bool = False
+    """Also measure how far both sides agree (`ObjectiveOutput.agreement`), in a pass of its own over the vocabulary for
+    every teacher."""
+
+
 class Objective(nn.Module):
     """The loss of a student with these settings.
 
@@ -95,30 +98,19 @@ class Objective(nn.Module):
 
     Args:
         config: `loss.*`.
-        teachers: in the order of their targets. None of them is used if `loss.kd_weight` is 0.
-        cross_tokenizer: per teacher its cross-tokenizer loss and the projection between the vocabularies (a learnable
-            one becomes a submodule of this module), None for a teacher with the student's tokenizer. Empty if all have
-            it.
-        heads: per teacher its output layer if it sends hidden states, else None. Empty if no teacher does.
+        teachers: in the order of their targets. None of them is used if `loss.kd_weight` is 0. Learnable projections become
+            submodules of this module.
     """
 
-    def __init__(
-        self,
-        config: LossConfig,
-        teachers: Sequence[TeacherConfig],
-        cross_tokenizer: Sequence[CrossTokenizerLoss | None] = (),
-        heads: Sequence[TeacherHead | None] = (),
-    ):
+    def __init__(self, config: LossConfig, teachers: Sequence[ComparedTeacher]):
         super().__init__()
         self.config = config
         self.teachers = tuple(teachers) if config.kd_weight > 0 else ()
-        self.cross_tokenizer = tuple(cross_tokenizer) or (None,) * len(self.teachers)
-        self.heads = tuple(heads) or (None,) * len(self.teachers)
         self.projections = nn.ModuleDict()
         """The projections that are trained, by the index of their teacher."""
-        for i, loss in enumerate(self.cross_tokenizer):
-            if loss is not None and isinstance(loss[1], nn.Module):
-                self.projections[str(i)] = loss[1]
+        for i, teacher in enumerate(self.teachers):
+            if teacher.cross is not None and isinstance(teacher.cross.projection, nn.Module):
+                self.projections[str(i)] = teacher.cross.projection
 
     def blend(self, scores: Sequence[float] = (), kd_scale: float = 1.0, asked: Sequence[float] | None = None) -> Blend:
         """Returns the weights of a step: the share of each teacher wᵢ ∝ weightᵢ · exp(−scoreᵢ), and those of KD and CE.
@@ -131,7 +123,7 @@ class Objective(nn.Module):
             asked: per teacher the summed weights of the labelled tokens of the global batch that it is asked for, by
                 which its share is multiplied; None: teachers are not chosen by row.
         """
-        weights = [teacher.weight for teacher in self.teachers]
+        weights = [teacher.settings.weight for teacher in self.teachers]
         if scores:
             weights = [weight * math.exp(min(scores) - score) for weight, score in zip(weights, scores)]
         shares = tuple(weight / sum(weights) for weight in weights)
@@ -145,185 +137,87 @@ class Objective(nn.Module):
             return Blend(self.config.kd_weight, self.config.ce_weight, shares, self.config.router_weight, alone)
         return Blend(kd_scale, 1.0, shares, self.config.router_weight, alone)
 
-    def num_compared(
-        self,
-        num_labels: int,
-        chunks: Sequence[ChunkRows | None] = (),
-        token_weights: Sequence[TokenWeights | None] = (),
-    ) -> int:
+    def num_compared(self, num_labels: int, parts: Sequence[TeacherPart]) -> int:
         """Returns how many labels and chunks of a global batch enter the loss; with 0 its gradient is zero.
 
         KD with one tokenizer compares labels, KD across tokenizers chunks, and CE labels again.
 
         Args:
             num_labels: labelled tokens of the global batch.
-            chunks: as for `forward`; each states the number of the global batch.
-            token_weights: of the teachers (`RankBatch.token_weights`).
+            parts: one per teacher; each states the numbers of the global batch.
         """
         has_ce = not self.teachers or self.config.ce_weight > 0 or self.config.dynamic_scale != "off"
         count = num_labels if has_ce else 0
-        nothing = (None,) * len(self.teachers)
-        for teacher, cross, rows, weights in zip(
-            self.teachers, self.cross_tokenizer, tuple(chunks) or nothing, tuple(token_weights) or nothing
-        ):
-            if teacher.weight == 0:
+        for teacher, part in zip(self.teachers, parts):
+            if teacher.settings.weight == 0:
                 continue
-            if cross is not None and rows is not None:
-                count += rows.num_one_to_one if cross[0] == "strict" else rows.num_chunks
+            if teacher.cross is not None and part.chunks is not None:
+                count += part.chunks.num_one_to_one if teacher.cross.method == "strict" else part.chunks.num_chunks
             else:
-                count += num_labels if weights is None else weights.num_labels
+                count += num_labels if part.weights is None else part.weights.num_labels
         return count
 
-    def forward(
-        self,
-        student: Student,
-        labels: Tensor,
-        targets: Sequence[Target | None],
-        num_labels: int,
-        chunks: Sequence[ChunkRows | None] = (),
-        blend: Blend | None = None,
-        own_labels: int | None = None,
-        with_agreement: bool = False,
-        asked: Sequence[AskedTokens | None] = (),
-    ) -> ObjectiveOutput:
+    def forward(self, student: Student, batch: ComparedRows, targets: Sequence[Target | None]) -> ObjectiveOutput:
         """Returns the loss of one micro-batch, with its parts as detached sums.
 
         Args:
             student: logits [R, S, V], a plain tensor or a DTensor Shard(-1), padded columns already −inf; or hidden
                 states with the output layer, whose logits the losses make a chunk at a time.
-            labels: int64 [R, S], shifted; IGNORE_INDEX where nothing is trained.
-            targets: one per teacher, rows flattened to [N, …]. None for a teacher that the run has lost; `blend` must
+            targets: one per teacher, rows flattened to [N, …]. None for a teacher that the run has lost; the blend must
                 then give it the share 0, and at least one target must remain.
-            num_labels: labelled tokens of the global batch: the denominator of CE and of KD by tokens, applied here and
-                nowhere else. KD by chunks is divided by the number of chunks that `chunks` states.
-            chunks: of these rows, per teacher; required for those with another tokenizer, None for the others. Empty:
-                all None.
-            blend: of this step; None: the weights of the settings.
-            own_labels: labelled tokens of this micro-batch; None: they are counted, which waits for a GPU if the logits
-                are made here.
-            with_agreement: also measure how far both sides agree (`ObjectiveOutput.agreement`), in a pass of its own
-                over the vocabulary for every teacher.
-            asked: per teacher what it is asked for in this micro-batch, None for all labelled tokens with weight 1;
-                `blend` must have been made with the sizes. Empty: all None.
 
         Raises:
             ValueError: the number of targets is not that of the teachers; chunks are missing or superfluous; or hidden
                 states of a teacher without an output layer.
         """
-        chunks = self._chunks_of(targets, chunks)
-        blend = blend or self.blend()
-        batch = MicroBatch(student, labels, max(num_labels, 1), own_labels)
-        if not self.teachers:
-            term = token_term(self.config, batch, None, 0.0, blend.ce)
-            return ObjectiveOutput(term.loss, term.kd, term.ce, (), term.teacher_mass)
-
-        first = next((i for i, target in enumerate(targets) if target is not None), 0)
-        parts = tuple(asked) or (None,) * len(targets)
+        labels = Labels(batch.labels, batch.own_labels, max(batch.num_labels, 1))
+        kd, ce = batch.blend.kd, batch.blend.ce
+        comparisons = self._comparisons(batch, targets)
         # CE takes part in the pass of the first teacher whose pass can have it, and a pass of its own if there is none.
-        carriers = (i for i, part in enumerate(parts) if targets[i] is not None and carries_ce(part, chunks[i]))
-        carrier = next(carriers, first if not asked else None)
+        carrier = next((i for i, each in enumerate(comparisons) if each.can_have_ce), None)
         terms = [
-            self._term(
-                batch, i, target, chunks[i], blend.kd * blend.shares[i], blend.ce if i == carrier else 0.0, parts[i]
-            )
-            for i, target in enumerate(targets)
+            each.term(self.config, student, labels, kd, ce if i == carrier else 0.0)
+            for i, each in enumerate(comparisons)
         ]
-        of_ce = token_term(self.config, batch, None, 0.0, blend.ce) if carrier is None else terms[carrier]
+        of_ce = token_term(self.config, student, labels, None, 0.0, ce) if carrier is None else terms[carrier]
+        if not terms:
+            return ObjectiveOutput(of_ce.loss, of_ce.kd, of_ce.ce, (), of_ce.teacher_mass)
+        first = next((i for i, each in enumerate(comparisons) if each.target is not None), 0)
         losses = [term.loss for term in terms] + ([of_ce.loss] if carrier is None else [])
-        # The KD of what a teacher is asked for counts as a mean over all labels does (`ObjectiveOutput.kd`).
-        scales = [1.0 if part is None else batch.num_labels / max(part.total, TINY) for part in parts]
+        weighed = [term.kd * each.kd_factor(labels.num_global) for term, each in zip(terms, comparisons)]
+        agreement = [each.agreement(student, labels) for each in comparisons] if batch.with_agreement else []
         return ObjectiveOutput(
             loss=torch.stack(losses).sum(),
-            kd=torch.stack(
-                [term.kd * (share * scale) for term, share, scale in zip(terms, blend.shares, scales)]
-            ).sum(),
+            kd=torch.stack(weighed).sum(),
             ce=of_ce.ce,
             kd_per_teacher=tuple(term.kd for term in terms),
             teacher_mass=terms[first].teacher_mass,
-            agreement=self._agreement(batch, targets, chunks, parts) if with_agreement else None,
+            agreement=torch.stack(agreement) if agreement else None,
         )
 
-    def _chunks_of(
-        self, targets: Sequence[Target | None], chunks: Sequence[ChunkRows | None]
-    ) -> tuple[ChunkRows | None, ...]:
-        """Returns the chunks per teacher; arguments and errors as for `forward`."""
+    def _comparisons(self, batch: ComparedRows, targets: Sequence[Target | None]) -> list[TeacherComparison]:
         if len(targets) != len(self.teachers):
             raise ValueError(f"{len(self.teachers)} teachers need as many targets, got {len(targets)}")
-        per_teacher = tuple(chunks) or (None,) * len(targets)
-        for teacher, cross, rows in zip(self.teachers, self.cross_tokenizer, per_teacher):
-            if (cross is None) != (rows is None):
-                raise ValueError(
-                    f"teacher {teacher.name}: chunks must be given exactly for a teacher of another tokenizer"
-                )
-        return per_teacher
+        found = []
+        for teacher, share, part, target in zip(
+            self.teachers, batch.blend.shares, batch.teachers, targets, strict=True
+        ):
+            if (teacher.cross is None) != (part.chunks is None):
+                rule = "chunks must be given exactly for a teacher of another tokenizer"
+                raise ValueError(f"teacher {teacher.settings.name}: {rule}")
+            asked = None
+            if part.weights is not None:
+                assert batch.own_labels is not None, "counted where teachers are chosen by row"
+                asked = AskedTokens.of(part.weights, batch.labels, batch.own_labels)
+            found.append(TeacherComparison(teacher, share, target, part.chunks, asked))
+        return found
 
-    def _term(
-        self,
-        batch: MicroBatch,
-        teacher: int,
-        target: Target | None,
-        rows: ChunkRows | None,
-        kd: float,
-        ce: float,
-        asked: AskedTokens | None,
-    ) -> Term:
-        """Compares one teacher, by tokens or by chunks; zeros for one that the run has lost, or that is not asked.
 
-        Args:
-            teacher: its index.
-            rows: its chunks; None for the student's tokenizer.
-            kd, ce: weights of the two losses.
-            asked: what it is asked for; None: everything.
-        """
-        cross = self.cross_tokenizer[teacher]
-        if target is None or (asked is not None and not is_taught(asked, rows)):
-            zero = torch.zeros((), device=batch.labels.device)
-            return Term(zero, zero, zero, zero)
-        if cross is not None and rows is not None:
-            return chunk_term(self.config, batch, self._with_head(target, teacher), rows, cross, kd, ce, asked)
-        return token_term(self.config, batch, self._comparable(batch.student, target, teacher), kd, ce, asked)
+def asked_sizes(batch: RankBatch) -> list[float] | None:
+    """Per teacher the summed weights of the tokens of the global batch that it is asked for (`Objective.blend`).
 
-    def _agreement(
-        self,
-        batch: MicroBatch,
-        targets: Sequence[Target | None],
-        chunks: Sequence[ChunkRows | None],
-        asked: Sequence[AskedTokens | None],
-    ) -> Tensor:
-        """Measures how far the student agrees with each teacher: `ObjectiveOutput.agreement`."""
-        found: list[Tensor] = []
-        for i, (target, rows, cross, part) in enumerate(zip(targets, chunks, self.cross_tokenizer, asked)):
-            if target is None or (part is not None and not is_taught(part, rows)):
-                found.append(torch.zeros(SUMS, dtype=torch.float64, device=batch.labels.device))
-            elif cross is not None and rows is not None:
-                teacher, projection = self._with_head(target, i), cross[1]
-                fixed = projection() if isinstance(projection, nn.Module) else projection
-                found.append(agreement_of_chunks(batch.student, batch.labels, teacher, rows, fixed))
-            else:
-                teacher = self._comparable(batch.student, target, i)
-                labels, count = (batch.labels, batch.own_labels) if part is None else (part.labels, part.num_labels)
-                found.append(agreement_of_tokens(batch.student, labels, teacher, count))
-        return torch.stack(found)
-
-    def _comparable(self, student: Student, target: Target, teacher: int) -> Teacher:
-        """Returns the targets of a teacher with the student's tokenizer, in this rank's columns (logits only)."""
-        found = self._with_head(target, teacher)
-        return with_columns_of(student, found) if isinstance(found, DenseLogits) else found
-
-    def _with_head(self, target: Target, teacher: int) -> Teacher:
-        """Joins hidden states with their teacher's output layer, so that logits are computed a chunk at a time.
-
-        Other targets are returned as they are.
-
-        Args:
-            teacher: index of the teacher.
-
-        Raises:
-            ValueError: hidden states of a teacher without an output layer.
-        """
-        if not isinstance(target, HiddenStates):
-            return target
-        head = self.heads[teacher]
-        if head is None:
-            raise ValueError("hidden states: need the output layer of their teacher (`heads`); got None")
-        return head.attach(target)
+    None if teachers are not chosen by row.
+    """
+    if not batch.by_row:
+        return None
+    return [float(batch.num_labels) if part.weights is None else part.weights.total for part in batch.teachers]

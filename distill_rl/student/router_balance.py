@@ -110,11 +110,7 @@ class RouterBalance:
             self._sum = None  # activations are computed again in the backward pass, which must not count them again
 
     def _after(self, router: nn.Module, output: Any, index: int) -> Any:
-        """Forward hook of a router: measures it, and attaches the loss to its output.
-
-        Args:
-            index: of the logits [R·S, E] in the output.
-        """
+        """Forward hook of a router: measures it, and attaches the loss to its output."""
         if self._labelled is None or not router.training:
             return output
         is_trained = self._weight > 0 and torch.is_grad_enabled()
@@ -140,15 +136,9 @@ def _routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
 
 
 def _balance(router: nn.Module, output: Sequence[Tensor], index: int, labelled: _Labelled, world: World) -> Tensor:
-    """Σ T·Bd over the documents of a micro-batch, fp32; under sequence parallelism the part of this rank's positions.
-
-    Visits are counted over whole documents, whose probabilities are then summed position by position: the ranks' parts add up.
-
-    Args:
-        output: of the router: among others its logits and, as integers [R·S, K], the chosen experts. Routers that do not
-            return these take the experts with the K largest logits.
-        index: of the logits.
-    """
+    """Σ T·Bd over the documents of a micro-batch, fp32; under sequence parallelism the part of this rank's positions."""
+    # Visits are counted over whole documents, whose probabilities are then summed position by position: the ranks'
+    # parts add up.
     logits = output[index][labelled.tokens].float()
     chosen = next((each for each in output if not each.is_floating_point()), None)
     chosen = logits.topk(int(router.top_k)).indices if chosen is None else chosen[labelled.tokens]  # type: ignore[arg-type]

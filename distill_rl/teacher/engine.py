@@ -18,11 +18,12 @@ from distill_rl.errors import ConfigError
 from distill_rl.losses import context_keys
 from distill_rl.losses.targets import Wire
 from distill_rl.models import forward
-from distill_rl.models.attention.varlen import documents_for
 from distill_rl.models.determinism import be_deterministic
 from distill_rl.models.families import length_limit
 from distill_rl.models.inputs import micro_batches, to_device
-from distill_rl.models.load import DTYPES, load_model
+from distill_rl.models.load import load_model
+from distill_rl.models.skeleton import DTYPES
+from distill_rl.models.varlen import documents_for
 from distill_rl.parallel.mesh import World
 from distill_rl.parallel.sequence import gather_positions, own_positions
 from distill_rl.system.gpu_memory import gpu_phase

@@ -46,8 +46,7 @@ from distill_rl.workers.cluster.places.turns import tell
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor, keep_logs
 from distill_rl.workers.cluster.session import describe, nodes, ray_session
 from distill_rl.workers.cluster.timeline import write_timeline
-from distill_rl.workers.pipeline.aligner_pool import AlignerPool
-from distill_rl.workers.pipeline.bad_rows import BadRows
+from distill_rl.workers.pipeline.aligner_pool import AlignerPool, BadRows
 from distill_rl.workers.pipeline.capture_group import CaptureGroup
 from distill_rl.workers.pipeline.connect import Connector
 from distill_rl.workers.pipeline.pipeline import Pipeline

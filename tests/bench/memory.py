@@ -24,7 +24,7 @@ from distill_rl.config.memory.parts import WorkerMemory
 from distill_rl.config.memory.student import student_memory
 from distill_rl.config.memory.teacher import teacher_memory
 from distill_rl.config.schema import Config, DataConfig, LoraConfig, ParallelConfig, StudentConfig, TeacherConfig
-from distill_rl.models.lora.layers import survey
+from distill_rl.models.lora import survey
 from distill_rl.types import RankBatch, TokenRows
 from tests.bench import harness, record
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from distill_rl.config.load import load_config
-from distill_rl.data.batch.naming import name_of
+from distill_rl.data.batch.tokenization import name_of
 from distill_rl.store.store import Store
 from tests.helpers.command import Cluster, distill_rl, distill_rl_in_process, records, series
 from tests.helpers.corpus import corpus_rows

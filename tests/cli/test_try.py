@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from distill_rl.config.load import load_config
 from distill_rl.demo import pair
-from distill_rl.models.attention.choice import installed
+from distill_rl.models.attention import installed
 from tests.helpers.command import Ended, distill_rl, distill_rl_in_process, records
 from tests.helpers.corpus import write_corpus
 from tests.helpers.one_process import train

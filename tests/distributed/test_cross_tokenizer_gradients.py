@@ -20,7 +20,7 @@ from distill_rl.losses import DenseLogits, TopKLogprobs, VocabularyProjection
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks
 from distill_rl.parallel.mesh import World, open_world
 from distill_rl.student.engine import StudentEngine
-from distill_rl.student.teachers.chunk_rows import flat_chunks
+from distill_rl.student.terms import flat_chunks
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import IGNORE_INDEX, CrossTokenizerSpec, Cursor, DocumentBatch, RankBatch, TokenRows
 from tests.helpers import ranks
@@ -107,7 +107,7 @@ def targets_of(config: Config, world: World, theirs: list[list[RankBatch]]) -> l
 
 
 def source_of(targets: list[dict], batch: RankBatch, temperature: float):
-    widths = [chunks.widths[1] for chunks in batch.chunks]
+    widths = [part.chunks.widths[1] for part in batch.teachers]
     return fixed_targets(targets, widths, first_row=batch.first_row, temperature=temperature)
 
 
@@ -172,7 +172,8 @@ def references(folders) -> dict[tuple[str, str, int], dict[str, torch.Tensor]]:
             ]
         for (method, export), (loss, _) in CASES.items():
             temperature, losses = loss.get("temperature", 1.0), []
-            for i, (logits, (their_part,), shared) in enumerate(zip(of_teachers, theirs, ours.chunks)):
+            for i, (logits, (their_part,), part) in enumerate(zip(of_teachers, theirs, ours.teachers)):
+                shared = part.chunks
                 topk = topk_of(logits, their_part.rows.labels, TOP, temperature)
                 target = TopKLogprobs.from_tensors(topk, temperature)
                 if export != "topk":
@@ -202,7 +203,10 @@ def test_packed_rows_are_fewer_and_hold_the_same_documents():
     assert ours_per_row.max() > 2
     assert padded.rows.shape[0] == ours_per_row.sum() == DOCUMENTS > packed.rows.shape[0]
     assert np.array_equal(ours_per_row, theirs_per_row)
-    assert (padded.num_labels, padded.chunks[0].num_chunks) == (packed.num_labels, packed.chunks[0].num_chunks)
+    assert (padded.num_labels, padded.teachers[0].chunks.num_chunks) == (
+        packed.num_labels,
+        packed.teachers[0].chunks.num_chunks,
+    )
 
 
 @pytest.fixture(scope="module")

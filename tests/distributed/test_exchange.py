@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill_rl.models.attention.varlen import Documents, Scoring, attend_spread, per_document
+from distill_rl.models.varlen import Documents, Scoring, attend_spread, per_document
 from distill_rl.parallel.mesh import open_world
 from distill_rl.parallel.sequence import gather_positions, own_positions, part_of_rows
 from tests.helpers import ranks

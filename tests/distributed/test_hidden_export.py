@@ -120,9 +120,9 @@ def parts(dp: int, tp: int, student: Path, teacher: Path) -> tuple[list[int], fl
     targets = engine_targets(TeacherEngine(config, config.teachers[0], world, vocabulary_size=VOCABULARY), batch)
     engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
     source = fixed_targets([targets], WIDTH, first_row=batch.first_row)
-    before = engine.objective.heads[0].weight.clone()
+    before = engine.objective.teachers[0].head.weight.clone()
     history = [engine.train_step(batch, source) for _ in range(3)]
-    assert torch.equal(engine.objective.heads[0].weight, before), "the teacher must not be trained"
+    assert torch.equal(engine.objective.teachers[0].head.weight, before), "the teacher must not be trained"
     kds = [metrics["train/kl_loss"].value for metrics in history if metrics]
     return list(before.shape), kds[0] - kds[-1] if kds else 0.0
 

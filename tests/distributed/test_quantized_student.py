@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 
 from distill_rl.models.files.hub import read_tokenizer
 from distill_rl.models.parallelize import reshard
-from distill_rl.models.quantization.weight import QuantizedLinear, QuantizedWeight
+from distill_rl.models.quantization import QuantizedLinear, QuantizedWeight
 from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.student.engine import StudentEngine
 from tests.helpers import engines, ranks

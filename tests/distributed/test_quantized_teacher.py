@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from distill_rl.models import forward
-from distill_rl.models.quantization.weight import QuantizedLinear, QuantizedWeight
+from distill_rl.models.quantization import QuantizedLinear, QuantizedWeight
 from distill_rl.parallel.mesh import close_world, open_world
 from tests.helpers import ranks
 from tests.helpers.load import load_model

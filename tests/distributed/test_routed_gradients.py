@@ -18,7 +18,7 @@ from distill_rl.losses import DenseLogits, TopKLogprobs
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks
 from distill_rl.parallel.mesh import open_world
 from distill_rl.student.engine import StudentEngine
-from distill_rl.student.teachers.chunk_rows import flat_chunks
+from distill_rl.student.terms import flat_chunks
 from distill_rl.teacher.backends.routed import RoutedTeacher
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import CrossTokenizerSpec, Cursor, DocumentBatch, RankBatch
@@ -147,7 +147,7 @@ def references(folders) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
             sent = TopKLogprobs.from_tensors(topk, 1.0)
             if other_export != "topk":
                 sent = DenseLogits(dense.flatten(0, 1), topk["label_logprob"])
-            (_, shared) = ours.chunks
+            shared = ours.teachers[1].chunks
             output = reference_chunks.chunk_kd_loss(
                 logits, sent, flat_chunks(shared, torch.device("cpu")), bridge_of(folders["projection"]), method=method,
                 labels=torch.tensor(ours.rows.labels, dtype=torch.int64), top_k=TOP, tau=LossConfig().alm_tau,

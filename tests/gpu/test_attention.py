@@ -21,9 +21,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distill_rl.models import forward
-from distill_rl.models.attention import varlen
-from distill_rl.models.attention.choice import VARLEN, installed
+from distill_rl.models import forward, varlen
+from distill_rl.models.attention import VARLEN, installed
 from tests.gpu.conftest import Figures
 from tests.gpu.material import tensor_error
 

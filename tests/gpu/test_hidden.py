@@ -44,7 +44,7 @@ def test_hidden_states_give_the_same_targets_as_logits(tmp_path, dtype: str, bou
             engine = StudentEngine(config, world, vocabulary_size=VOCABULARY, total_steps=4)
             engine.forward_backward(batch, fixed_targets([targets], WIDTH))
             gradients[export] = whole_gradients(engine.model)
-            head = engine.objective.heads[0]
+            head = engine.objective.teachers[0].head
             assert head is None or head.weight.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
         assert relative_l2(gradients["hidden"], gradients["logits"]) < bound
     finally:

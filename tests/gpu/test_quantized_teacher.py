@@ -10,7 +10,7 @@ from distill_rl.config.quantization import weight_bytes
 from distill_rl.models import forward
 from distill_rl.models.files.facts import read_model_facts
 from distill_rl.models.files.hub import read_config
-from distill_rl.models.quantization.weight import QuantizedWeight
+from distill_rl.models.quantization import QuantizedWeight
 from distill_rl.parallel.mesh import close_world, open_world
 from tests.helpers.load import load_model
 from tests.helpers.models import write_tiny_model

@@ -16,9 +16,9 @@ from torch import nn
 
 from distill_rl.config.schema import OptimizerConfig
 from distill_rl.parallel.mesh import World
+from distill_rl.student.checkpoint import Staging
 from distill_rl.student.engine import StudentEngine
 from distill_rl.student.optim import build_optimizer, clip_gradients
-from distill_rl.student.staging import Staging
 from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
 from tests.gpu.conftest import Figures
 from tests.gpu.material import (

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from distill_rl.config.schema import Config
-from distill_rl.data.batch.document_aligner import AlignedDocuments
+from distill_rl.data.batch.document_aligner import AlignedDocument
 from distill_rl.losses.targets import target_of
 from distill_rl.models.files.hub import tokenizer_of
 from distill_rl.observe.metrics import Metric, merge, values
@@ -82,7 +82,7 @@ class OneProcess:
 
     def batches(self) -> Iterator[Batch]:
         """The batches from where the run begins."""
-        aligned: dict[Row, AlignedDocuments] = {}  # a document comes again in every epoch
+        aligned: dict[Row, list[AlignedDocument]] = {}  # a document comes again in every epoch
         for documents in self._loader:
             for document in documents.documents:
                 if (row := row_of(document)) not in aligned:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distill_rl.models.quantization.weight import QuantizedWeight
+from distill_rl.models.quantization import QuantizedWeight
 
 
 def store_quantized(folder: Path, source: Path) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distill_rl.data.batch.naming import name_of
+from distill_rl.data.batch.tokenization import name_of
 from distill_rl.store.manifest import Manifest, write_manifest
 from distill_rl.store.shard import Column, Record
 from distill_rl.store.store import Found, Store

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill_rl.data import mixture
-from distill_rl.data.mixture import Schedule
+from distill_rl.data.mixture import MixtureSchedule
 from distill_rl.data.order import Blocks, WindowedOrder
 
 weights = st.lists(
@@ -25,7 +25,7 @@ seeds = st.integers(0, 2**63 - 1)
 @given(weights, st.integers(1, 400))
 @settings(max_examples=50, deadline=None)
 def test_every_count_is_within_one_of_its_share(parts, total):
-    schedule, shares = Schedule(parts), [Fraction(str(weight)) for weight in parts]
+    schedule, shares = MixtureSchedule(parts), [Fraction(str(weight)) for weight in parts]
     whole = sum(shares)
     shares = [share / whole for share in shares]
     counts = [0] * len(parts)
@@ -40,18 +40,18 @@ def test_every_count_is_within_one_of_its_share(parts, total):
 @given(weights, st.lists(st.integers(0, 1000), min_size=1, max_size=20))
 @settings(max_examples=50, deadline=None)
 def test_a_place_of_the_schedule_needs_no_other(parts, places):
-    straight = Schedule(parts)
+    straight = MixtureSchedule(parts)
     expected = [straight(i) for i in range(max(places) + 1)]
-    jumping = Schedule(parts)
+    jumping = MixtureSchedule(parts)
     assert [jumping(i) for i in places] == [expected[i] for i in places]
 
 
 def test_the_length_of_a_stretch_changes_nothing(monkeypatch):
     parts = [1.2345, 3.3337, 0.0111]
-    whole = Schedule(parts)
+    whole = MixtureSchedule(parts)
     expected = [whole(i) for i in range(5000)]
     monkeypatch.setattr(mixture, "_STRETCH", 37)
-    cut = Schedule(parts)
+    cut = MixtureSchedule(parts)
     assert [cut(i) for i in reversed(range(5000))] == expected[::-1]
 
 

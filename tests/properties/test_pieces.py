@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill_rl.align import Alignment
-from distill_rl.data.batch.pieces import Piece, Side, Splitter, common_places, splitter_of
+from distill_rl.data.batch.pieces import DocumentPiece, PieceLimits, Splitter, common_places, splitter_of
 from distill_rl.data.batch.tokenization import Encoded
 from tests.helpers.align import check_numbers, family
 from tests.properties.test_align import families, lossless, make_aligner, plain_texts, quick
@@ -34,7 +34,7 @@ def splitter(student: str, teachers: tuple[str, ...], lengths: list[int]) -> Spl
     return splitter_of(family(student), lengths[0], others)
 
 
-def sides_of(pieces: list[Piece], num_teachers: int) -> list[list[np.ndarray]]:
+def sides_of(pieces: list[DocumentPiece], num_teachers: int) -> list[list[np.ndarray]]:
     """The tokens of every side, piece by piece."""
     student = [encoded.input_ids for encoded, _, _ in pieces]
     return [student, *([pairs[i].teacher_ids for _, pairs, _ in pieces] for i in range(num_teachers))]
@@ -92,7 +92,7 @@ def test_with_one_tokenizer_all_pieces_but_the_last_are_full(size, limit, has_bo
     """But for the one before a last token that would be alone, with nothing that predicts it."""
     ids = np.arange(10, 10 + size, dtype=np.int32)
     encoded = Encoded(ids, ids % 3 == 0, left_out=("names",))
-    split = Splitter(Side(limit, (10,) if has_bos else ()), {})
+    split = Splitter(PieceLimits(limit, (10,) if has_bos else ()), {})
     pieces = [piece.encoded for piece in split.split(encoded, {})]
     shorter = int(not has_bos and size > limit > 2 and size % limit == 1)
     lengths = [len(part.input_ids) for part in pieces]

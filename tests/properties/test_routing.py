@@ -11,16 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill_rl.config.schema import LossConfig, TeacherConfig
+from distill_rl.config.schema import LossConfig
 from distill_rl.losses import DenseLogits, TopKLogprobs, VocabularyProjection
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks
 from distill_rl.observe.metrics import Metric, merge
 from distill_rl.student.loss_sums import LossSums
 from distill_rl.student.objective import Objective
-from distill_rl.student.teachers.asked_tokens import AskedCounts, AskedTokens
-from distill_rl.student.teachers.chunk_rows import flat_chunks
-from distill_rl.types import IGNORE_INDEX, ChunkRows, TokenWeights
+from distill_rl.student.terms import flat_chunks
+from distill_rl.types import IGNORE_INDEX, ChunkRows, TeacherPart, TokenWeights
 from tests.helpers.engines import plain_losses
+from tests.helpers.objective import batch_of, compared_teachers, output_of
 
 ROWS, WIDTH, VOCABULARY, TOP = 4, 6, 11, 3
 WEIGHTS = st.sampled_from([0.0, 0.0, 0.25, 1.0, 1.0, 3.0])
@@ -87,23 +87,20 @@ def test_gradient_is_that_of_the_parts(data: st.DataObject):
     loss = wanted + ce * plain_losses(exact, labels.numpy(), None)[1] / max(count, 1)
     (gradient,) = torch.autograd.grad(loss, exact) if loss.requires_grad else (torch.zeros_like(exact),)
 
-    settings_ = [TeacherConfig(name=f"t{i}", model="m", weight=s) for i, s in enumerate(sizes)]
-    objective = Objective(LossConfig(ce_weight=ce, top_k=TOP), settings_)
+    objective = Objective(LossConfig(ce_weight=ce, top_k=TOP), compared_teachers(*sizes))
     blend = objective.blend(asked=[count if one is None else one.total for one in weights])
     leaf, ranks, value = logits.clone().requires_grad_(), [], 0.0
     for part in parts_of(size):
         own = labels[part]
-        num = int((own != IGNORE_INDEX).sum())
         tokens = slice(part.start * WIDTH, part.stop * WIDTH)
         sent = [TopKLogprobs.from_tensors({k: v[tokens] for k, v in one.items()}, 1.0) for one in targets]
-        asked = [one and AskedTokens.of(one[part], own, num) for one in weights]
-        output = objective(leaf[part], own, sent, count, blend=blend, asked=asked)
+        parts = [TeacherPart(None, one)[part] for one in weights]
+        output = output_of(objective, leaf[part], own, sent, count, parts, blend)
         output.loss.backward()
         value += output.loss.item()
         sums = LossSums(teachers, logits.device)
         sums.add(output)
-        counts = [AskedCounts.of(one and one[part], num) for one in weights]
-        ranks.append(sums.metrics("train", objective, blend, num, counts))
+        ranks.append(sums.metrics("train", objective, blend, batch_of(own, parts, by_row=True)))
     torch.testing.assert_close(leaf.grad.double(), gradient, rtol=1e-4, atol=1e-6)
     assert value == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
 
@@ -172,15 +169,14 @@ def test_gradient_by_chunks_is_that_of_the_parts(data: st.DataObject):
     loss = wanted + ce * plain_losses(exact, labels.numpy(), None)[1] / count
     (gradient,) = torch.autograd.grad(loss, exact)
 
-    teachers = [TeacherConfig(name=f"t{i}", model="m", weight=weight) for i, weight in enumerate((1.0, 2.0))]
-    objective = Objective(LossConfig(ce_weight=ce, top_k=TOP), teachers, [(method, identity), None])
+    objective = Objective(LossConfig(ce_weight=ce, top_k=TOP), compared_teachers(1.0, 2.0, cross=[(method, identity)]))
     blend = objective.blend(asked=[count if weights is None else weights.total, count])
     leaf = logits.clone().requires_grad_()
     for part in parts_of(size):
         tokens, own = slice(part.start * WIDTH, part.stop * WIDTH), labels[part]
         theirs = DenseLogits(sent.logits[tokens], sent.label_logprob[tokens])
         ours = TopKLogprobs.from_tensors({name: tensor[tokens] for name, tensor in target.items()}, 1.0)
-        asked = [weights and AskedTokens.of(weights[part], own, own.numel()), None]
-        output = objective(leaf[part], own, [theirs, ours], count, [whole[part], None], blend, asked=asked)
+        parts = [TeacherPart(whole, weights)[part], TeacherPart()]
+        output = output_of(objective, leaf[part], own, [theirs, ours], count, parts, blend)
         output.loss.backward()
     torch.testing.assert_close(leaf.grad.double(), gradient, rtol=1e-4, atol=1e-6)

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill_rl.data.batch.pieces import STUDENT, Piece, Side, Splitter
+from distill_rl.data.batch.pieces import STUDENT, DocumentPiece, PieceLimits, Splitter
 from distill_rl.data.batch.tokenization import Encoded
 from distill_rl.store.store import Store
 from distill_rl.store.writer import StoreWriter
@@ -26,8 +26,8 @@ limits = st.lists(st.integers(2, 15), min_size=1, max_size=3)
 def pieces_of(name: str, tokens: list[int], limit: int, bos: bool) -> list[tuple[PieceRef, np.ndarray]]:
     """A document in pieces of at most `limit` tokens."""
     ids = np.array([BOS] * bos + tokens, np.int32)
-    splitter = Splitter(Side(limit, (BOS,) if bos else ()), {})
-    parts: list[Piece] = splitter.split(Encoded(ids, np.ones(len(ids), dtype=bool)), {})
+    splitter = Splitter(PieceLimits(limit, (BOS,) if bos else ()), {})
+    parts: list[DocumentPiece] = splitter.split(Encoded(ids, np.ones(len(ids), dtype=bool)), {})
     refs = []
     for part in parts:
         extent = part.extents[STUDENT]

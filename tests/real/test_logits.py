@@ -17,7 +17,7 @@ from distill_rl.demo.real import documents
 from distill_rl.evals.backends.base import Settings
 from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.models import forward
-from distill_rl.models.quantization.weight import QuantizedWeight
+from distill_rl.models.quantization import QuantizedWeight
 from distill_rl.parallel.mesh import World
 from distill_rl.types import TokenRows
 from tests.helpers.engines import plain_logits, plain_model, token_rows

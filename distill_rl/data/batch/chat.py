@@ -1,22 +1,35 @@
-"""Chats → text rendered by the tokenizer's chat template, and the turns in it that are trained on."""
+"""Chats → text rendered by the tokenizer's chat template, the turns in it that are trained on, and what a template leaves out."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os.path import commonprefix
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from distill_rl.align.chats.form import REASONING_KEYS, SWITCHES, text_of
 from distill_rl.align.chats.rendering import CharSpan, Message, in_form, message_spans, render
-from distill_rl.data.batch.turn_ends import closing_stop, with_stops
-from distill_rl.data.reading.layouts import template_options
+from distill_rl.data.reading.layouts import SHAREGPT_ROLES, template_options
 from distill_rl.errors import DataError, WorkerError
 from distill_rl.system.template_budget import FIXED_DATE, LIMITED, within_budget
+
+_THOUGHT = "<think> in content"
+_TRAINED_ON = frozenset({"content", "tool_calls", "function_call", _THOUGHT, *REASONING_KEYS})
+"""Keys that hold what a model reads or writes; others, such as names and ids, describe a message."""
+_NOT_WRITTEN = frozenset({"role", *SWITCHES})
+"""Keys that are not for the template."""
+_PATIENCE = 16
+"""A key that was not written in this many messages is taken to be ignored in all, which saves rendering them; one that was
+rewritten in as many, to be written in all."""
+_USUAL_ROLES = {**SHAREGPT_ROLES, "developer": "system", "function": "tool"}
+"""Role of other tools → the one that most templates know."""
+
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": {}}}
 
 __all__ = ["render", "render_document", "roles_to_train_on"]
 
@@ -112,7 +125,7 @@ def render_document(
     out (SWITCHES: 0 or false) has no span.
 
     Args:
-        document: with "row", "messages" and perhaps tools and variables (`Layout.document`).
+        document: with "row", "messages" and perhaps tools and variables (`RowLayout.document`).
         whose: the tokenizer, for error messages.
         stops: what the stop tokens are written as, for a template that ends a turn by the next role's token (`with_stops`).
         text_only: whether no spans are asked for, so that none has to be found.
@@ -154,25 +167,22 @@ def render_document(
     if wanted and off_turns and len(turns) != len(of_turns):
         rule = "the chat template marks every assistant turn once with {% generation %}, so that one can be taken out"
         raise DataError(f"row {row}", rule, f"{len(turns)} marked stretches for {len(of_turns)} turns")
+    by_message = dict(zip(of_turns, turns))
     if roles:
-        spans = [span for i, span in zip(of_turns, turns) if i not in off] if off_turns else turns
+        spans = [span for i, span in by_message.items() if i not in off] if off_turns else turns
         spans = spans if "assistant" in roles else []
         others = {message["role"] for message in messages} & set(roles) - {"assistant"}
         if others:
             spans = spans + _texts_of_roles(write, messages, whole, others, row, off)
         return Rendered(whole, sorted(spans), written)
-    without = [span for i, span in zip(of_turns, turns) if i in off]
+    without = [span for i, span in by_message.items() if i in off]
     for i, texts in enumerate(message_spans(whole, messages, write)):
         without += texts if i in off and i not in of_turns else ()
     return Rendered(whole, _complement(sorted(without), len(whole)), written)
 
 
 def _is_off(message: Message, place: int, row: int) -> bool:
-    """Whether a switch takes a message out of what is trained on.
-
-    Raises:
-        DataError: a switch that is neither on nor off.
-    """
+    """Whether a switch takes a message out of what is trained on."""
     off = False
     for key in SWITCHES:
         value = message.get(key)
@@ -194,14 +204,6 @@ def _complement(spans: Sequence[CharSpan], length: int) -> list[CharSpan]:
 def _texts_of_roles(
     write: Write, messages: Sequence[Message], whole: str, roles: Collection[str], row: int, off: Collection[int]
 ) -> list[CharSpan]:
-    """The spans of the texts of all messages with one of these roles.
-
-    Args:
-        off: messages to leave out.
-
-    Raises:
-        DataError: a message with text of which the rendered chat has nothing.
-    """
     found: list[CharSpan] = []
     for i, (message, spans) in enumerate(zip(messages, message_spans(whole, messages, write))):
         if message["role"] in roles and i not in off:
@@ -224,10 +226,9 @@ def _assistant_turns(tokenizer: Any, write: Write, messages: Sequence[Message], 
 
 
 def _generation_blocks(write: Write, messages: Sequence[Message]) -> list[CharSpan]:
-    """Where the {% generation %} blocks of the chat template stand in the rendered chat.
-
-    By Transformers' own count of characters: its mask of tokens takes a token for a character that a tokenizer leaves out.
-    """
+    """Where the {% generation %} blocks of the chat template stand in the rendered chat."""
+    # By Transformers' own count of characters: its mask of tokens takes a token for a character that a tokenizer leaves
+    # out.
     from transformers.utils.chat_template_utils import render_jinja_template
 
     chat = in_form(write.tokenizer, messages)
@@ -260,13 +261,8 @@ def _without_header(write: Write, whole: str, block: CharSpan) -> CharSpan:
 
 
 def _spans_by_prefix(write: Write, messages: Sequence[Message], whole: str) -> list[CharSpan] | None:
-    """The span of each assistant turn in `whole`, by rendering the chat up to the turn and through it.
-
-    None if the template rewrites earlier turns, or refuses a part of the chat.
-
-    Args:
-        whole: the rendered chat.
-    """
+    """The span of each assistant turn in `whole`, by rendering the chat up to the turn and through it."""
+    # None if the template rewrites earlier turns, or refuses a part of the chat.
     spans: list[CharSpan] = []
     try:
         ends, end_of_chat = _ends_of_turn(write), _end_of_chat(write)
@@ -291,7 +287,7 @@ def _spans_by_prefix(write: Write, messages: Sequence[Message], whole: str) -> l
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TurnPlace:
     """What a template writes where an assistant's turn begins."""
 
     before: str
@@ -314,30 +310,28 @@ class _Place:
         return len(self.before) + len(header) if header and text.startswith(self.before + header) else None
 
 
-def _place_of_turn(write: Write, before: Sequence[Message], through: str) -> _Place:
+def _place_of_turn(write: Write, before: Sequence[Message], through: str) -> _TurnPlace:
     """The place of the turn behind these messages; `through` is the rendered text up to the end of the turn."""
     # transformers cannot render an empty chat, so before a first turn its header is searched for; ValueError if it is not there.
     if before:
         written, prompt = write(before), write(before, add_generation_prompt=True)
         base = len(_common(written, prompt))
-        return _Place(prompt[:base], prompt[base:], written[base:])
+        return _TurnPlace(prompt[:base], prompt[base:], written[base:])
     place, header = _first_place(write), _header(write)
     if not header:
         raise ValueError("no header")
-    return _Place(through[: through.index(header)], place.opening, place.end)
+    return _TurnPlace(through[: through.index(header)], place.opening, place.end)
 
 
 @_once
-def _first_place(write: Write) -> _Place:
-    """The place of an answer to a question."""
+def _first_place(write: Write) -> _TurnPlace:
     return _place_of_turn(write, [_QUESTION], "")
 
 
 @_once
 def _header(write: Write) -> str:
-    """The header of an assistant's turn: what the generation prompt has in common with a turn of one character, at the end
-    of a chat and before another question, but for the thought that both may open.
-    """
+    # The header of an assistant's turn: what the generation prompt has in common with a turn of one character, at the
+    # end of a chat and before another question, but for the thought that both may open.
     mark = {"role": "assistant", "content": _MARK}
     place = _first_place(write)
     turns = [write([_QUESTION, mark]), write([_QUESTION, mark, _QUESTION])]
@@ -352,18 +346,10 @@ def _common(*texts: str) -> str:
 
 
 def _turn_in(rest: str, last: str, content: str, ends: tuple[str, str]) -> str | None:
-    """The assistant's turn that `rest` starts with, up to its end-of-turn token; None if it does not start with it.
-
-    Some templates write more before the content of the last turn than of earlier ones (a block of thought), and end it in
-    another way; so the turn is the longest end of the last one that `rest` starts with, and that has the content, or the
-    content without its block of thought.
-
-    Args:
-        rest: the whole rendered chat from the turn on.
-        last: the turn as the template renders it at the end of a chat.
-        content: the turn's stripped content.
-        ends: as from `_ends_of_turn`.
-    """
+    """The assistant's turn that `rest` starts with, up to its end-of-turn token; None if it does not start with it."""
+    # Some templates write more before the content of the last turn than of earlier ones (a block of thought), and end
+    # it in another way; so the turn is the longest end of the last one that `rest` starts with, and that has the
+    # content, or the content without its block of thought.
     contents = [content, content.rpartition("</think>")[2].strip()] if "</think>" in content else [content]
     forms = [last]
     if ends[0] and ends[0] != ends[1] and last.rstrip().endswith(ends[0]):
@@ -387,12 +373,10 @@ def _turn_in(rest: str, last: str, content: str, ends: tuple[str, str]) -> str |
 
 
 def _spans_by_exchange(write: Write, messages: Sequence[Message], whole: str) -> list[CharSpan] | None:
-    """The span of each assistant turn in `whole`, by rendering the chat with another turn in its place.
-
-    Its texts occur nowhere else, so the turn is what differs, apart from the beginning that both turns share and from the
-    end-of-turn token. None if other turns change with it, or the template refuses the chat or writes another content than
-    the message's.
-    """
+    """The span of each assistant turn in `whole`, by rendering the chat with another turn in its place."""
+    # Its texts occur nowhere else, so the turn is what differs, apart from the beginning that both turns share and from
+    # the end-of-turn token. None if other turns change with it, or the template refuses the chat or writes another
+    # content than the message's.
     try:
         opening, header = _first_place(write).opening, _header(write)
         ends = [end for end in _ends_of_turn(write) if end]
@@ -448,12 +432,10 @@ def _exchanged(message: Message) -> Iterator[Message]:
 
 @_once
 def _ends_of_turn(write: Write) -> tuple[str, str]:
-    """What the template writes behind an assistant's turn: at the end of a chat, and before a user's turn; empty if it does not
-    take such chats.
-
-    They differ if it ends the last turn by another token, or writes the end of the whole chat. White space behind an
-    end-of-turn token is not part of it, unless nothing else ends the turn.
-    """
+    # What the template writes behind an assistant's turn: at the end of a chat, and before a user's turn; empty if it
+    # does not take such chats.
+    # They differ if it ends the last turn by another token, or writes the end of the whole chat. White space behind an
+    # end-of-turn token is not part of it, unless nothing else ends the turn.
     turn = {"role": "assistant", "content": _MARK}
     try:
         last = _last_end(write, turn)
@@ -495,3 +477,316 @@ def _has_generation_blocks(tokenizer: Any) -> bool:
     template = tokenizer.chat_template
     texts = template.values() if isinstance(template, dict) else [template]
     return any(_GENERATION_BLOCK.search(text) for text in texts)
+
+
+# Some templates write nothing behind an answer (GLM): the next turn begins with its role's token, and generation stops there. That
+# token is a stop, so it is part of the turn. The last turn of a chat then has no end, so its next role's token is written behind it.
+
+
+def closing_stop(
+    write: Callable[..., str], messages: Sequence[Mapping[str, Any]], whole: str, stops: Collection[str]
+) -> str:
+    """The stop that ends the last turn of a chat, where the template leaves it to the next role; empty if it ends it itself.
+
+    Args:
+        write: messages → text with the template.
+        whole: the rendered chat.
+        stops: what the stop tokens are written as.
+    """
+    if not stops or messages[-1]["role"] != "assistant" or _ends_in_stop(whole, stops):
+        return ""
+    return _following(write, messages[-1], stops)
+
+
+def with_stops(whole: str, turns: Sequence[CharSpan], stops: Collection[str]) -> list[CharSpan]:
+    """The assistant turns of a rendered chat, each with the stop token that ends it.
+
+    A turn that ends in a stop already is left as it is, and so is one behind which no stop follows.
+
+    Args:
+        turns: their spans.
+        stops: what the stop tokens are written as.
+    """
+    return [
+        (start, stop if _ends_in_stop(whole[start:stop], stops) else stop + len(_first_stop(whole[stop:], stops)))
+        for start, stop in turns
+    ]
+
+
+def _following(write: Callable[..., str], last: Mapping[str, Any], stops: Collection[str]) -> str:
+    """The stop that the template would write behind the last turn of a chat, before a tool's result or a user's turn."""
+    calls = [_CALL] if last.get("tool_calls") else []
+    turn = {"role": "assistant", "content": "", "tool_calls": calls} if calls else {"role": "assistant", "content": "."}
+    result = {"role": "tool", "name": "probe", "tool_call_id": "call00000", "content": _MARK}
+    chat = [{"role": "user", "content": "?"}, turn, result if calls else {"role": "user", "content": _MARK}]
+    try:
+        written, text = write(chat[:2]), write(chat)
+    except Exception:  # a template can raise anything
+        return ""
+    return _first_stop(text[len(written) :], stops) if text.startswith(written) else ""
+
+
+def _first_stop(text: str, stops: Collection[str]) -> str:
+    """The stop that a text begins with; empty if it begins with none."""
+    return max((stop for stop in stops if text.startswith(stop)), key=len, default="")
+
+
+def _ends_in_stop(turn: str, stops: Collection[str]) -> bool:
+    """Whether a turn, or a whole chat, ends in a stop, but for white space."""
+    return any(turn.rstrip().endswith(stop) for stop in stops)
+
+
+# What a chat template leaves out of a chat: what its text does not contain, and does not change with.
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPart:
+    """A part of chats: a key of the messages of a role, the tools, or a variable of the template."""
+
+    role: str
+    """Empty for what does not belong to a message."""
+    key: str
+
+    @property
+    def trained_on(self) -> bool:
+        """Whether the part holds what a model reads or writes."""
+        return self.key in _TRAINED_ON if self.role else self.key == "tools"
+
+    @property
+    def column(self) -> str:
+        """The key of the messages that holds it."""
+        return "content" if self.key == _THOUGHT else self.key
+
+    def __str__(self) -> str:
+        if self.role:
+            return f"`{self.key}` of {self.role} messages"
+        return "the tools" if self.key == "tools" else f"the variable `{self.key}`"
+
+
+class TemplateCoverage:
+    """What one tokenizer's chat template writes of the chats that it renders.
+
+    Every content, thought and tool call is looked for in the text. One that is not found as it is, or as JSON has it, may
+    have been rewritten; so the chat is rendered without it, and for a thought, if that makes no difference, up to its message:
+    templates leave out the reasoning of earlier turns on purpose. The first message of each kind (role, keys, number of
+    calls) is rendered without each of its keys whether they are found or not, because a text can also occur elsewhere. Other
+    keys, tools and variables count as written once the text of some chat has changed with them.
+
+    Args:
+        whose: the tokenizer, for messages (`the student's tokenizer`).
+    """
+
+    def __init__(self, tokenizer: Any, whose: str):
+        self.tokenizer, self.whose = tokenizer, whose
+        self._written: set[Hashable] = set()
+        """Parts; and parts of a kind of message."""
+        self._misses: Counter[Hashable] = Counter()
+        self._rewritten: Counter[Hashable] = Counter()
+
+    @LIMITED
+    def left_out(self, document: Mapping[str, Any], text: str) -> tuple[ChatPart, ...]:
+        """The parts of a document that the template leaves out; empty texts and lists do not count.
+
+        Args:
+            document: as from `RowLayout.document`.
+            text: the template's output for it.
+        """
+        messages, options = document["messages"], template_options(document)
+        write = partial(render, self.tokenizer, **options)
+        missing: dict[ChatPart, None] = {}
+        unsure: dict[ChatPart, None] = {}
+        for i, message in enumerate(messages):
+            keys = [key for key, value in message.items() if key not in _NOT_WRITTEN and not _is_blank(value)]
+            kind = message["role"], frozenset(keys), len(message.get("tool_calls") or ())
+            for key in keys:
+                part = ChatPart(message["role"], key)
+                if not part.trained_on:
+                    if part not in self._written:
+                        unsure[part] = None
+                        if self._misses[part] < _PATIENCE:
+                            self._record(part, _message_changes(write, messages, i, key, text))
+                elif not self._writes(write, messages, i, key, kind, text):
+                    missing[part] = None
+            if _cuts_thought(write, messages, i, text):
+                missing[ChatPart(message["role"], _THOUGHT)] = None
+        for key, value in options.items():
+            part = ChatPart("", key)
+            if part in self._written or _is_blank(value):
+                continue
+            unsure[part] = None
+            if self._misses[part] < _PATIENCE:
+                others = {name: other for name, other in options.items() if name != key}
+                self._record(
+                    part, _differs(lambda: text, partial(render, self.tokenizer, messages, **others)) is not False
+                )
+        return (*missing, *(part for part in unsure if part not in self._written))
+
+    def _writes(
+        self, write: Callable[..., str], messages: Sequence[Message], i: int, key: str, kind: Hashable, text: str
+    ) -> bool:
+        """Whether the template writes a key of message i that is trained on: a text, or all of its tool calls."""
+        value, known = messages[i][key], (kind, key)
+        found = all(_occurs(part, text) for part in _texts_in(value))
+        if known in self._written and (found or self._rewritten[known] >= _PATIENCE):
+            return True
+        if known not in self._written and self._misses[known] >= _PATIENCE:
+            return False
+        written = _message_changes(write, messages, i, key, text)
+        if key == "tool_calls" and isinstance(value, list | tuple):
+            written = written and all(_writes_call(write, messages, i, call, text) for call in range(len(value)))
+        self._record(known, written)
+        self._rewritten[known] += written and not found
+        return written
+
+    def check(self, document: Mapping[str, Any], text: str, unrendered: Literal["fail", "warn"]) -> tuple[str, ...]:
+        """Words for the parts of a document that the template leaves out (`left_out`).
+
+        Raises:
+            DataError: with `unrendered` "fail", one of them is something that a model reads or writes; names the row.
+        """
+        parts = self.left_out(document, text)
+        trained_on = [part for part in parts if part.trained_on]
+        if trained_on and unrendered == "fail":
+            rule = f"the chat template of {self.whose} writes all of a chat"
+            found = f"a template that leaves out {', '.join(map(str, trained_on))}"
+            raise DataError(f"row {document['row']}", rule, found, self.remedy(trained_on[0]))
+        return tuple(f"{part}, by the chat template of {self.whose}" for part in parts)
+
+    def remedy(self, part: ChatPart) -> str:
+        """What the user can do about a part that is left out."""
+        template = str(self.tokenizer.chat_template)
+        known = [key for key in REASONING_KEYS if re.search(rf"\b{key}\b", template)]
+        if part.key in REASONING_KEYS and known and part.key not in known:
+            return f"the template reads `{known[0]}`: rename the key, or set data.unrendered=warn"
+        usual = _USUAL_ROLES.get(part.role, part.role)
+        if part.key == "content" and usual != part.role:
+            return f"most templates call this role {usual}: rename it, or set data.unrendered=warn"
+        return "use a tokenizer whose template writes it, take it out of the data, or set data.unrendered=warn"
+
+    def _record(self, part: Hashable, is_written: bool) -> None:
+        if is_written:
+            self._written.add(part)
+        else:
+            self._misses[part] += 1
+
+
+def _message_changes(write: Callable[..., str], messages: Sequence[Message], i: int, key: str, text: str) -> bool:
+    # Whether the text of a chat changes with a key of message i; for a thought, or what describes a message, also
+    # whether that of the chat up to the message does.
+    # True as well if the template refuses every chat without the key, since it must have read it.
+    message = messages[i]
+    changed = {name: value for name, value in message.items() if name != key}
+    if isinstance(message[key], str) or key == "content":
+        changed[key] = _MARK
+    _, ends, answer = text_of(message).rpartition("</think>")
+    only_last = key not in ("content", "tool_calls", "function_call") or bool(
+        key == "content" and ends and not answer.strip()
+    )
+    return _changes(write, messages, i, changed, text, only_last=only_last)
+
+
+def _changes(
+    write: Callable[..., str],
+    messages: Sequence[Message],
+    i: int,
+    changed: Message,
+    text: str,
+    *,
+    only_last: bool = False,
+) -> bool:
+    """The same with another message in the place of message i."""
+    before, after = messages[:i], messages[i + 1 :]
+    whole = _differs(lambda: text, lambda: write([*before, changed, *after]))
+    if not after or whole or (whole is False and not only_last):
+        return whole is not False
+    alone = _differs(lambda: write([*before, messages[i]]), lambda: write([*before, changed]))
+    return bool(alone) or (whole is None and alone is None)
+
+
+def _writes_call(write: Callable[..., str], messages: Sequence[Message], i: int, call: int, text: str) -> bool:
+    """Whether the text changes with one of the tool calls of message i, with its name and with its arguments."""
+    calls = messages[i]["tool_calls"]
+    without = {**messages[i], "tool_calls": [*calls[:call], *calls[call + 1 :]]}
+    if len(calls) > 1 and not _changes(write, messages, i, without, text):
+        return False
+    function = calls[call].get("function", calls[call]) if isinstance(calls[call], Mapping) else {}
+    others: list[Mapping[str, Any]] = []
+    if isinstance(function, Mapping) and function.get("name"):
+        others.append({**function, "name": _MARK})
+    if isinstance(function, Mapping) and function.get("arguments"):
+        others += [{**function, "arguments": arguments} for arguments in _with_less(function["arguments"])]
+    for other in others:
+        whole = {**calls[call], "function": other} if "function" in calls[call] else other
+        changed = {**messages[i], "tool_calls": [*calls[:call], whole, *calls[call + 1 :]]}
+        if not _changes(write, messages, i, changed, text):
+            return False
+    return True
+
+
+def _with_less(arguments: Any) -> Iterator[Any]:
+    """Yields the arguments of a call without one of them each, in the form that they have."""
+    is_text = isinstance(arguments, str)
+    value = _parsed(arguments) if is_text else arguments
+    kept = (
+        [{key: other for key, other in value.items() if key != left} for left in value]
+        if isinstance(value, Mapping)
+        else []
+    )
+    for less in kept or [{}]:
+        yield json.dumps(less, ensure_ascii=False) if is_text else less
+
+
+def _cuts_thought(write: Callable[..., str], messages: Sequence[Message], i: int, text: str) -> bool:
+    """Whether the template cuts a thought out of the content of message i, also where the message is the last one."""
+    thought, ends, _ = text_of(messages[i]).partition("</think>")
+    thought = thought.partition("<think>")[2].strip()
+    if not ends or not thought or thought in text:
+        return False
+    try:
+        return thought not in write(messages[: i + 1])
+    except Exception:  # a template can raise anything
+        return False
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yields what a reader of a value would look for: texts and numbers; names and arguments of tool calls."""
+    if isinstance(value, str):
+        before, ends, after = value.partition("</think>")
+        yield after if ends and "<think>" in before else value  # a thought is looked for by `_cuts_thought`
+    elif isinstance(value, Mapping):
+        if "function" in value:
+            value = value["function"]
+        for key, item in value.items() if isinstance(value, Mapping) else ():
+            if key == "arguments" and isinstance(item, str):
+                yield from _texts_in(_parsed(item))
+            elif key not in ("id", "type", "index"):
+                yield from _texts_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts_in(item)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield str(value)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _occurs(part: str, text: str) -> bool:
+    """Whether a text contains another one, but for white space around it, or as JSON writes it."""
+    part = part.strip()
+    return part in text or any(json.dumps(part, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True))
+
+
+def _differs(first: Callable[[], str], second: Callable[[], str]) -> bool | None:
+    try:
+        return first() != second()
+    except Exception:  # a template can raise anything
+        return None
+
+
+def _is_blank(value: Any) -> bool:
+    return not (value.strip() if isinstance(value, str) else value)

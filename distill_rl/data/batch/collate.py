@@ -1,4 +1,4 @@
-"""Tokens → token rows, and rows → the part of every data-parallel rank of the student and of each teacher."""
+"""Documents' tokens → the documents of every row, these → token rows, and rows → the part of every data-parallel rank of the student and of each teacher."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from numpy.typing import ArrayLike
 from distill_rl.config.derive import ring_plan
 from distill_rl.config.facts import row_width, running_teachers, teacher_length, teacher_rows, width_divisor
 from distill_rl.config.schema import Config
-from distill_rl.data.batch.packing import deal_by_length, first_fit
 from distill_rl.data.batch.tokenization import Encoded, KnownIds
-from distill_rl.types import IGNORE_INDEX, ChunkRows, PieceRef, RankBatch, TokenRows, TokenWeights
+from distill_rl.types import IGNORE_INDEX, PieceRef, RankBatch, TeacherPart, TokenRows
+
+_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +166,7 @@ def arrange_lengths(
 def _in_order(
     lengths: np.ndarray, capacities: ArrayLike, plan: BatchPlan, kinds: Sequence[Hashable] | None = None
 ) -> list[list[int]]:
-    """`arrange` without changing the order of rows that hold one document.
-
-    Args:
-        lengths: int [documents, sides].
-    """
+    """`arrange` without changing the order of rows that hold one document."""
     if not plan.packing:
         rows = [[i] for i in range(len(lengths))]
     elif kinds is None:
@@ -181,10 +178,8 @@ def _in_order(
 
 
 def _first_fit_by_kind(lengths: np.ndarray, capacities: ArrayLike, kinds: Sequence[Hashable]) -> list[list[int]]:
-    """`first_fit` among the documents of each kind; rows stand in the order of their first documents.
-
-    So rows of all kinds are spread over the batch, and no rank has most of one kind.
-    """
+    """`first_fit` among the documents of each kind; rows stand in the order of their first documents."""
+    # So rows of all kinds are spread over the batch, and no rank has most of one kind.
     members: dict[Hashable, list[int]] = {}
     for i, kind in enumerate(kinds):
         members.setdefault(kind, []).append(i)
@@ -257,10 +252,11 @@ def divide(
     plan: BatchPlan,
     index: int,
     num_labels: int,
-    chunks: Sequence[ChunkRows | None] = (),
+    *,
+    teachers: Sequence[TeacherPart] = (),
+    by_row: bool = False,
     pieces: Sequence[tuple[PieceRef, ...]] = (),
     asked: np.ndarray | None = None,
-    token_weights: Sequence[TokenWeights | None] = (),
 ) -> list[list[RankBatch]]:
     """Cuts rows into sub-batches and each of these into contiguous parts of equal size, one per data-parallel rank.
 
@@ -269,10 +265,9 @@ def divide(
         sharding: of the model whose parts these are.
         index: of the batch; each part carries it.
         num_labels: in the whole batch; each part carries it.
-        chunks: one entry per teacher, cut like the rows; None for a teacher without chunks.
+        teachers, by_row: of a student; cut like the rows.
         pieces: what every row holds, cut like the rows; empty: the parts do not say.
         asked: bool [R], the rows that a teacher is asked for, cut like the rows; None: all.
-        token_weights: one entry per teacher, cut like the rows; None for a teacher that is asked for all rows.
 
     Returns:
         For each rank its parts, one per sub-batch.
@@ -284,17 +279,93 @@ def divide(
         size = (min(first + step, total) - first) // sharding.dp
         for rank, of_rank in enumerate(parts):
             part = slice(first + rank * size, first + (rank + 1) * size)
-            part_chunks = tuple(None if chunk_rows is None else chunk_rows[part] for chunk_rows in chunks)
             of_rank.append(
                 RankBatch(
                     index,
                     part.start,
                     rows[part],
                     num_labels,
-                    part_chunks,
+                    tuple(teacher[part] for teacher in teachers),
+                    by_row,
                     tuple(pieces[part]),
                     None if asked is None else asked[part],
-                    tuple(None if weights is None else weights[part] for weights in token_weights),
                 )
             )
     return parts
+
+
+def first_fit(lengths: ArrayLike, capacity: ArrayLike) -> list[list[int]]:
+    """Puts each document, in order, into the first row that has room for it; opens a new row if none has.
+
+    A document may have several lengths, one for each tokenizer that reads it. It then needs room on every side, and the
+    rows of all sides hold the same documents in the same order. With one side, this takes at most 1.7 times as many
+    rows as the best packing, plus one.
+
+    Args:
+        lengths: int [n] or [n, sides]: tokens of each document, none above `capacity`; an empty document takes no room,
+            but opens a row if it is first.
+        capacity: tokens per row, the same for all sides or one number per side.
+
+    Returns:
+        The indices of each row's documents, in the order of `lengths`; rows in the order in which they were opened.
+
+    Raises:
+        ValueError: a document longer than a row, or of negative length.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    if sizes.ndim == 1:
+        sizes = sizes[:, None]
+    if not len(sizes):
+        return []
+    limits = np.broadcast_to(np.asarray(capacity, dtype=np.int64), sizes.shape[1:])
+    wrong = np.argwhere((sizes < 0) | (sizes > limits))
+    if len(wrong):
+        document, side = wrong[0].tolist()
+        raise ValueError(f"document {document} has {sizes[document, side]} tokens, a row holds {limits[side]}")
+    rows: list[list[int]] = []
+    # Of every row that may be opened, on each side; below 0 for those that are not open. `most` is the largest of every
+    # block of rows: blocks that are full are passed over at once.
+    room = np.full((len(limits), -(-len(sizes) // _BLOCK), _BLOCK), -1, dtype=np.int64)
+    most = room.max(axis=2)
+    for i, size in enumerate(sizes):
+        row = len(rows)
+        for candidate in np.flatnonzero((most >= size[:, None]).all(axis=0)).tolist():
+            fits = (room[:, candidate] >= size[:, None]).all(axis=0)
+            if fits.any():
+                row = candidate * _BLOCK + int(fits.argmax())
+                break
+        block, place = divmod(row, _BLOCK)
+        if row == len(rows):
+            rows.append([])
+            room[:, block, place] = limits
+        rows[row].append(i)
+        room[:, block, place] -= size
+        most[:, block] = room[:, block].max(axis=1)
+    return rows
+
+
+def deal_by_length(lengths: Sequence[float], group: int, ranks: int, per_sub_batch: int | None = None) -> list[int]:
+    """An order of documents, longest first, in which groups of like length alternate between the ranks.
+
+    Of every sub-batch, rank r of `ranks` gets the r-th of as many equal parts. Its groups, of `group` documents each,
+    have about the lengths of the other ranks' groups at the same place, so no rank waits for another. The longest come
+    first, so that a lack of memory shows at once. Documents of equal length keep their order.
+
+    Args:
+        lengths: in any unit.
+        group: documents of a group. A sub-batch that does not consist of `ranks` times as many whole groups is not
+            dealt out, only sorted.
+        per_sub_batch: documents of a sub-batch; None: all.
+
+    Returns:
+        The indices of the documents.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    step, dealt = per_sub_batch or max(len(order), 1), []
+    for first in range(0, len(order), step):
+        part = order[first : first + step]
+        if len(part) % (group * ranks) == 0:
+            groups = [part[start : start + group] for start in range(0, len(part), group)]
+            part = [i for rank in range(ranks) for each in groups[rank::ranks] for i in each]
+        dealt += part
+    return dealt

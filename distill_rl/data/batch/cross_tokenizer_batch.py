@@ -27,20 +27,25 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from distill_rl.align import Alignment
+from distill_rl.data import routing
 from distill_rl.data.batch.collate import BatchPlan, arrange, divide, lay_out, pad_id
-from distill_rl.data.batch.document_aligner import AlignedDocuments, CrossTokenizerTeacher, DocumentAligner
-from distill_rl.data.batch.naming import NONE_STORED, StoredTargets
-from distill_rl.data.batch.pieces import STUDENT, Extent, Piece, splitter_of
-from distill_rl.data.batch.row_shares import RowShares
-from distill_rl.data.batch.tokenization import Encoded, Tokenization, unknown_token
+from distill_rl.data.batch.document_aligner import (
+    AlignedDocument,
+    AlignedPiece,
+    CrossTokenizerTeacher,
+    DocumentAligner,
+    aligned,
+)
+from distill_rl.data.batch.pieces import NONE_STORED, STUDENT, DocumentPiece, Extent, StoredTargets, splitter_of
+from distill_rl.data.batch.tokenization import Tokenization, unknown_token
 from distill_rl.types import (
     IGNORE_INDEX,
     AlignmentInfo,
@@ -51,7 +56,9 @@ from distill_rl.types import (
     LeftOut,
     RankBatch,
     Row,
+    TeacherPart,
     TokenRows,
+    TokenWeights,
     row_of,
 )
 
@@ -74,7 +81,7 @@ class BatchBuilder:
         *,
         stored: StoredTargets = NONE_STORED,
     ):
-        self.tokenization, self._plan, self._num_teachers = tokenization, plan, len(teachers)
+        self.tokenization, self._plan = tokenization, plan
         self._stored = stored
         self.teachers = {i: teacher for i, teacher in enumerate(teachers) if teacher is not None}
         """Those with their own tokenizer, by index."""
@@ -93,11 +100,11 @@ class BatchBuilder:
         info = replace(info, seconds=time.perf_counter() - began)
         return info, [*chain(*student)], [[*chain(*teacher)] for teacher in teachers]
 
-    def align(self, documents: Sequence[Mapping[str, Any]], skip: Collection[Row] = ()) -> AlignedDocuments:
+    def align(self, documents: Sequence[Mapping[str, Any]], skip: Collection[Row] = ()) -> list[AlignedDocument]:
         """Tokenises documents and, if any teacher has its own tokenizer, aligns them (steps 1 to 3); deterministic.
 
         If any teacher has its own tokenizer, a document that fails for another reason than a DataError is left out and
-        reported in `bad_rows`; otherwise its error is raised.
+        says why (`bad`); otherwise its error is raised.
 
         Args:
             skip: rows of documents to leave out; they count as empty.
@@ -111,24 +118,23 @@ class BatchBuilder:
             aligner = DocumentAligner(
                 self.tokenization, self.teachers, lengths, split=self._plan.split, stored=self._stored
             )
-            aligned = aligner.align(documents, skip)
+            found = aligner.align(documents, skip)
         else:
-            aligned = AlignedDocuments({}, refs=self._stored.no_refs())
-            for document in documents:
-                row = row_of(document)
-                aligned.add(document, None if row in skip else self._pieces(document), {}, self._stored)
-        self._require_known_ids(aligned)
-        return aligned
+            found = [
+                aligned(document, None if row_of(document) in skip else self._pieces(document), {}, (), self._stored)
+                for document in documents
+            ]
+        self._require_known_ids(found)
+        return found
 
-    def _pieces(self, document: Mapping[str, Any]) -> list[Piece]:
-        """What rows hold of a document if no teacher has its own tokenizer."""
+    def _pieces(self, document: Mapping[str, Any]) -> list[DocumentPiece]:
         if self._splitter is None:
             encoded = self.tokenization.encode(document)
-            return [Piece(encoded, {}, {STUDENT: Extent(whole=not encoded.truncated)})]
+            return [DocumentPiece(encoded, {}, {STUDENT: Extent(whole=not encoded.truncated)})]
         return self._splitter.split(self.tokenization.encode_all(document), {})
 
     def assemble(
-        self, index: int, cursor: Cursor, parts: Sequence[AlignedDocuments]
+        self, index: int, cursor: Cursor, parts: Sequence[Sequence[AlignedDocument]]
     ) -> tuple[BatchInfo, list[list[RankBatch]], list[list[list[RankBatch]]]]:
         """Packs or pads the documents of one global batch and divides the rows (steps 4 and 5); deterministic.
 
@@ -145,189 +151,248 @@ class BatchBuilder:
             documents.
         """
         began = time.perf_counter()
-        documents = AlignedDocuments.joined(parts)
-        encoded = documents.encoded
-        theirs = documents.of_teachers()
-        shares = RowShares.of(documents.weights, encoded)
+        documents = [document for part in parts for document in part]
+        pieces = [piece for document in documents for piece in document.pieces]
+        shares = RowShares.of(documents)
         members = self.members(documents)
-        rows = lay_out(encoded, self._plan, members)
+        rows = lay_out([piece.encoded for piece in pieces], self._plan, members)
         num_labels = _count_labels(rows)
-        token_weights = () if shares is None else shares.token_weights(members, rows)
-        chunks: list[ChunkRows | None] = [None] * self._num_teachers if self.teachers else []
         infos: list[AlignmentInfo] = []
-        teacher_parts: list[list[list[RankBatch]]] = []
+        of_student: list[TeacherPart] = []
+        of_teachers: list[list[list[RankBatch]]] = []
         for i, sharding in enumerate(self._plan.teachers):
-            teacher_rows, teacher_labels = rows, num_labels
+            weights = None if shares is None else shares.token_weights(i, members, rows)
+            teacher_rows, teacher_labels, chunks = rows, num_labels, None
             if i in self.teachers:
-                teacher_rows = lay_out(theirs[i], self._plan, members, pad_id(self.teachers[i].tokenizer))
-                weights = None if shares is None else shares.of_teacher(i)
-                chunk_rows = _chunk_rows(documents.alignments[i], encoded, members, rows, teacher_rows, weights)
+                theirs = [piece.of_teacher(i) for piece in pieces]
+                teacher_rows = lay_out(theirs, self._plan, members, pad_id(self.teachers[i].tokenizer))
                 teacher_labels = _count_labels(teacher_rows)
-                chunks[i] = chunk_rows
-                asked_tokens = token_weights[i] if token_weights else None
-                asked_labels = None if asked_tokens is None else asked_tokens.num_labels
-                infos.append(_describe(self.teachers[i], documents, i, chunk_rows, asked_labels))
-            refs = documents.refs.get(i)
-            pieces = () if refs is None else [tuple(refs[j] for j in row if refs[j].length) for row in members]
+                of_pieces = None if shares is None else shares.of_teacher(i)
+                chunks = _chunk_rows(pieces, i, members, rows, teacher_rows, of_pieces)
+                asked_labels = None if weights is None else weights.num_labels
+                infos.append(_describe(self.teachers[i], documents, i, chunks, asked_labels))
+            of_student.append(TeacherPart(chunks, weights))
+            refs = []
+            if i in self._stored.teachers:
+                refs = [tuple(pieces[j].refs[i] for j in row if pieces[j].refs[i].length) for row in members]
             asked = None if shares is None else shares.asked(i, members)
-            teacher_parts.append(
-                divide(teacher_rows, sharding, self._plan, index, teacher_labels, pieces=pieces, asked=asked)
+            of_teachers.append(
+                divide(teacher_rows, sharding, self._plan, index, teacher_labels, pieces=refs, asked=asked)
             )
-        student_parts = divide(
-            rows, self._plan.student, self._plan, index, num_labels, chunks, token_weights=token_weights
+        student = divide(
+            rows, self._plan.student, self._plan, index, num_labels, teachers=of_student, by_row=shares is not None
         )
         info = _summary(index, cursor, documents, rows, num_labels, infos, time.perf_counter() - began)
-        return info, student_parts, teacher_parts
+        return info, student, of_teachers
 
-    def members(self, documents: AlignedDocuments) -> list[list[int]]:
-        """The pieces that each row of a batch holds, in order: their indices in `documents`, which are all of the batch."""
-        theirs = documents.of_teachers()
-        capacities = [self._plan.max_length, *(self._plan.length_of(i) for i in theirs)]
-        shares = RowShares.of(documents.weights, documents.encoded)
-        kinds = None if shares is None else shares.kinds
-        return arrange([documents.encoded, *theirs.values()], capacities, self._plan, kinds)
+    def members(self, documents: Sequence[AlignedDocument]) -> list[list[int]]:
+        """The pieces that each row of a batch holds, in order: their indices among all pieces of its documents."""
+        pieces = [piece for document in documents for piece in document.pieces]
+        sides = [
+            [piece.encoded for piece in pieces],
+            *([piece.of_teacher(i) for piece in pieces] for i in self.teachers),
+        ]
+        capacities = [self._plan.max_length, *(self._plan.length_of(i) for i in self.teachers)]
+        shares = RowShares.of(documents)
+        return arrange(sides, capacities, self._plan, None if shares is None else shares.kinds)
 
-    def _require_known_ids(self, documents: AlignedDocuments) -> None:
+    def _require_known_ids(self, documents: Sequence[AlignedDocument]) -> None:
         """Raises ValueError for a document with an id that some model which reads the student's rows does not know."""
         known = self._plan.known_ids
-        if not known:
-            return
-        for row, pieces in zip(documents.rows, documents.by_document):
-            ids = np.concatenate([documents.encoded[i].input_ids for i in pieces])
-            if problem := unknown_token(f"row {row}", ids.tolist(), known, self.tokenization.tokenizer):
+        for document in documents if known else ():
+            ids = np.concatenate([piece.encoded.input_ids for piece in document.pieces])
+            if problem := unknown_token(f"row {document.row}", ids.tolist(), known, self.tokenization.tokenizer):
                 raise ValueError(str(problem))
 
 
 def _summary(
     index: int,
     cursor: Cursor,
-    documents: AlignedDocuments,
+    documents: Sequence[AlignedDocument],
     rows: TokenRows,
     num_labels: int,
     alignments: Sequence[AlignmentInfo],
     seconds: float,
 ) -> BatchInfo:
-    """The summary of a batch for the driver.
-
-    Args:
-        index, cursor: of the batch.
-        rows: the student's.
-        num_labels: in these rows.
-        seconds: that making the batch took.
-    """
-    encoded, by_document = documents.encoded, documents.by_document
-    firsts = [encoded[pieces[0]] for pieces in by_document]
+    firsts = [document.pieces[0].encoded for document in documents]
+    num_not_stored = sum(not document.is_stored for document in documents)
     return BatchInfo(
         index=index,
         cursor=cursor,
-        num_documents=len(by_document),
+        num_documents=len(documents),
         num_rows=rows.shape[0],
-        num_tokens=sum(len(document.input_ids) for document in encoded),
+        num_tokens=sum(len(piece.encoded.input_ids) for document in documents for piece in document.pieces),
         num_labels=num_labels,
         num_positions=rows.num_positions,
-        num_truncated=sum(document.truncated for document in firsts),
-        num_split=sum(number > 1 for number in documents.num_pieces),
+        num_truncated=sum(first.truncated for first in firsts),
+        num_split=sum(len(document.pieces) > 1 for document in documents),
         seconds=seconds,
         alignments=tuple(alignments),
-        bad_rows=tuple(documents.bad_rows),
-        num_left_out=documents.present.count(False) - len(documents.not_stored),
-        num_not_stored=len(documents.not_stored),
+        bad_rows=tuple(document.bad for document in documents if document.bad is not None),
+        num_left_out=sum(not document.is_kept for document in documents) - num_not_stored,
+        num_not_stored=num_not_stored,
         left_out=_count_left_out(documents),
-        num_incomplete=sum(bool(document.left_out) for document in firsts),
+        num_incomplete=sum(bool(first.left_out) for first in firsts),
         num_unlabelled=sum(
-            kept and not any(encoded[i].has_labels for i in pieces)
-            for pieces, kept in zip(by_document, documents.present)
+            document.is_kept and not any(piece.encoded.has_labels for piece in document.pieces)
+            for document in documents
         ),
     )
 
 
-def _count_left_out(documents: AlignedDocuments) -> tuple[LeftOut, ...]:
+def _count_left_out(documents: Sequence[AlignedDocument]) -> tuple[LeftOut, ...]:
     """What chat templates left out of a batch's documents: each part once, with its number of documents."""
     first: dict[str, Row] = {}
     counts: Counter[str] = Counter()
-    for row, pieces in zip(documents.rows, documents.by_document):
-        for what in documents.encoded[pieces[0]].left_out:
-            first.setdefault(what, row)
+    for document in documents:
+        for what in document.pieces[0].encoded.left_out:
+            first.setdefault(what, document.row)
             counts[what] += 1
     return tuple(LeftOut(what, counts[what], row) for what, row in first.items())
 
 
 def _chunk_rows(
-    documents: Sequence[Alignment],
-    encoded: Sequence[Encoded],
+    pieces: Sequence[AlignedPiece],
+    teacher: int,
     members: Sequence[Sequence[int]],
     student_rows: TokenRows,
     teacher_rows: TokenRows,
     weights: np.ndarray | None = None,
 ) -> ChunkRows:
-    """Step 5: the chunks of both sides, as numbers that belong to predictions.
-
-    Args:
-        documents: one alignment per document, after step 3.
-        encoded: the student's side of the documents, which may be longer than in the alignment.
-        members: the documents of each row, for both sides.
-        weights: float64 [documents], of the teacher; None: all are 1.
-    """
-    student = np.full(student_rows.shape, -1, dtype=np.int32)
-    teacher = np.full(teacher_rows.shape, -1, dtype=np.int32)
+    """Step 5: the chunks of both sides, as numbers that belong to predictions."""
+    on_student = np.full(student_rows.shape, -1, dtype=np.int32)
+    on_teacher = np.full(teacher_rows.shape, -1, dtype=np.int32)
     for row, indices in enumerate(members):
         first_chunk = student_start = teacher_start = 0
         for i in indices:
-            document = documents[i]
+            alignment = pieces[i].alignments[teacher]
             for row_chunks, start, token_chunks in (
-                (student[row], student_start, document.student_chunk),
-                (teacher[row], teacher_start, document.teacher_chunk),
+                (on_student[row], student_start, alignment.student_chunk),
+                (on_teacher[row], teacher_start, alignment.teacher_chunk),
             ):
                 # The shift: token p is predicted at position p - 1. A document's first token is not predicted.
                 numbers = token_chunks[1:]
                 row_chunks[start : start + len(numbers)] = np.where(numbers >= 0, numbers + first_chunk, -1)
-            first_chunk += document.num_chunks
-            student_start += len(encoded[i].input_ids)
-            teacher_start += len(document.teacher_ids)
+            first_chunk += alignment.num_chunks
+            student_start += len(pieces[i].encoded.input_ids)  # which may be longer than in the alignment
+            teacher_start += len(alignment.teacher_ids)
     assert student_rows.widths is not None
     assert teacher_rows.widths is not None
-    counts = [(document.num_chunks, document.counts["1:1"]) for document in documents]
+    alignments = [piece.alignments[teacher] for piece in pieces]
+    counts = [(alignment.num_chunks, alignment.counts["1:1"]) for alignment in alignments]
     weighted = None
     if weights is not None:
         all_chunks, one_to_one = (weights @ np.array(counts, dtype=np.float64).reshape(-1, 2)).tolist()
         weighted = (all_chunks, one_to_one)
     return ChunkRows(
         widths=(student_rows.widths, teacher_rows.widths),
-        student=student,
-        teacher=teacher,
+        student=on_student,
+        teacher=on_teacher,
         num_chunks=sum(all_chunks for all_chunks, _ in counts),
         num_one_to_one=sum(one_to_one for _, one_to_one in counts),
         weighted=weighted,
-        num_covered=int(np.count_nonzero((student >= 0) & (student_rows.labels != IGNORE_INDEX))),
+        num_covered=int(np.count_nonzero((on_student >= 0) & (student_rows.labels != IGNORE_INDEX))),
     )
 
 
 def _count_labels(rows: TokenRows) -> int:
-    """Number of positions with a label."""
     return int(np.count_nonzero(rows.labels != IGNORE_INDEX))
 
 
 def _describe(
-    teacher: CrossTokenizerTeacher, documents: AlignedDocuments, i: int, chunks: ChunkRows, num_labels: int | None
+    teacher: CrossTokenizerTeacher,
+    documents: Sequence[AlignedDocument],
+    i: int,
+    chunks: ChunkRows,
+    num_labels: int | None,
 ) -> AlignmentInfo:
-    """The statistics of teacher `i`'s alignments in a batch: chunks, exact documents, and documents by method.
-
-    Documents that were left out, or that the teacher is not asked for, do not count. The method "dp" is reported with its backend.
-    """
-    pairs = documents.alignments[i]
+    """The statistics of teacher `i`'s alignments in a batch, over the documents that are kept and that it is asked for."""
     present = [
-        pairs[pieces[0]]
-        for pieces, kept in zip(documents.by_document, documents.present)
-        if kept and (not documents.weights or documents.weights[pieces[0]][i] > 0)
+        document.pieces[0].alignments[i]
+        for document in documents
+        if document.is_kept and routing.asked(document.weights, i)
     ]
     name_of_dp = f"dp/{teacher.aligner.backend}"
-    methods = Counter(name_of_dp if document.method == "dp" else document.method for document in present)
+    methods = Counter(name_of_dp if alignment.method == "dp" else alignment.method for alignment in present)
     return AlignmentInfo(
         teacher=teacher.name,
         num_chunks=chunks.num_chunks,
         num_one_to_one=chunks.num_one_to_one,
         num_covered=chunks.num_covered,
-        num_exact=sum(document.exact for document in present),
+        num_exact=sum(alignment.exact for alignment in present),
         methods=dict(methods),
         num_labels=num_labels,
     )
+
+
+@dataclass(frozen=True)
+class RowShares:
+    """The weights of the teachers for the pieces of a batch.
+
+    Pieces share a row only if the same teachers are asked for them (`kinds`), so that a teacher is asked for whole rows.
+    """
+
+    weights: np.ndarray
+    """float64 [pieces, teachers]"""
+    lengths: np.ndarray
+    """int64 [pieces]: tokens of the student"""
+
+    @classmethod
+    def of(cls, documents: Sequence[AlignedDocument]) -> RowShares | None:
+        """None if teachers are not chosen by row, or there are no documents."""
+        pieces = [
+            (document.weights, len(piece.encoded.input_ids))
+            for document in documents
+            if document.weights is not None
+            for piece in document.pieces
+        ]
+        if not pieces:
+            return None
+        weights = np.array([of_teachers for of_teachers, _ in pieces], dtype=np.float64)
+        return cls(weights, np.array([length for _, length in pieces], dtype=np.int64))
+
+    @cached_property
+    def _chosen(self) -> list[bool]:
+        """Per teacher, whether it has another weight than 1 for some document that is not empty."""
+        return [bool(each) for each in (self.weights[self.lengths > 0] != 1).any(axis=0)]
+
+    @cached_property
+    def kinds(self) -> list[Hashable]:
+        """Per piece, the teachers that are asked for it; an empty piece is of the first one's kind that is not."""
+        is_asked = self.weights > 0
+        first = is_asked[int((self.lengths > 0).argmax())]
+        return [tuple(kind) for kind in np.where(self.lengths[:, None] > 0, is_asked, first).tolist()]
+
+    def of_teacher(self, teacher: int) -> np.ndarray | None:
+        """float64 [pieces], its weights; None if all are 1."""
+        return self.weights[:, teacher] if self._chosen[teacher] else None
+
+    def asked(self, teacher: int, members: Sequence[Sequence[int]]) -> np.ndarray | None:
+        """bool [R]: the rows that a teacher is asked for; None: all of them.
+
+        Args:
+            members: the pieces of every row.
+        """
+        if not self._chosen[teacher]:
+            return None
+        is_asked = (self.weights[:, teacher] > 0) & (self.lengths > 0)
+        return np.array([bool(is_asked[list(row)].any()) for row in members], dtype=bool)
+
+    def token_weights(self, teacher: int, members: Sequence[Sequence[int]], rows: TokenRows) -> TokenWeights | None:
+        """The weights of the tokens of rows for a teacher; None if all are 1.
+
+        Args:
+            members: the pieces of every row.
+            rows: the student's.
+        """
+        weights = self.of_teacher(teacher)
+        if weights is None:
+            return None
+        of_tokens = np.zeros(rows.shape, dtype=np.float32)
+        for row, indices in enumerate(members):
+            start = 0
+            for i in indices:
+                of_tokens[row, start : start + self.lengths[i]] = weights[i]
+                start += self.lengths[i]
+        of_tokens[rows.labels == IGNORE_INDEX] = 0
+        return TokenWeights(of_tokens, float(of_tokens.sum(dtype=np.float64)), int(np.count_nonzero(of_tokens)))

@@ -6,21 +6,26 @@ divided at will.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distill_rl.align import Alignment, TokenAligner, Tokenized
 from distill_rl.config.schema import AlignerConfig
-from distill_rl.data.batch.chat import render_document
-from distill_rl.data.batch.naming import NONE_STORED, NOTHING, StoredTargets, name_of, ref_of
-from distill_rl.data.batch.pieces import STUDENT, Extent, Piece, splitter_of
-from distill_rl.data.batch.tokenization import NO_TOKENS, Encoded, StopTokens, Tokenization
-from distill_rl.data.batch.unrendered import TemplateCoverage
+from distill_rl.data.batch.chat import TemplateCoverage, render_document
+from distill_rl.data.batch.pieces import (
+    NONE_STORED,
+    NOTHING,
+    STUDENT,
+    DocumentPiece,
+    Extent,
+    StoredTargets,
+    ref_of,
+    splitter_of,
+)
+from distill_rl.data.batch.tokenization import NO_TOKENS, Encoded, StopTokens, Tokenization, name_of
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.data.routing import asked, weights_of
 from distill_rl.errors import DataError
@@ -96,93 +101,70 @@ LEFT_OUT = Alignment(_EMPTY, _EMPTY, _EMPTY, _EMPTY, 0, "none", exact=False)
 """Stands for a document that is left out of the batch, or that a teacher is not asked for; its row stays, empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class AlignedDocuments:
-    """Documents after step 3, in order; each in one piece, or in several (`pieces.py`).
+class AlignedPiece(NamedTuple):
+    """What rows hold of a document, after step 3."""
 
-    A document that was skipped or failed is one empty piece (`NO_TOKENS`, `LEFT_OUT`). One that a teacher is not asked for
-    is empty on that teacher's side (`LEFT_OUT`).
+    encoded: Encoded
+    """The student's tokens."""
+    alignments: dict[int, Alignment]
+    """By index of every teacher with its own tokenizer; only chunks that can be trained on."""
+    refs: dict[int, PieceRef]
+    """By index of every teacher whose targets are read or stored."""
+
+    def of_teacher(self, teacher: int) -> Encoded:
+        """Its tokens. Only those in chunks are labelled: it computes nothing for the others."""
+        alignment = self.alignments[teacher]
+        return Encoded(alignment.teacher_ids, alignment.teacher_chunk >= 0)
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedDocument:
+    """A document after step 3, in one piece or in several (`pieces.py`).
+
+    One that is left out is a single empty piece (`NO_TOKENS`, `LEFT_OUT`), so that its place in the batch stays. One that a
+    teacher is not asked for is empty on that teacher's side.
     """
 
-    alignments: dict[int, list[Alignment]]
-    """One per piece, by index of the teacher; only teachers with their own tokenizer. They hold only chunks that can be
-    trained on."""
-    encoded: list[Encoded] = field(default_factory=list)
-    """The student's tokens, one per piece."""
-    rows: list[Row] = field(default_factory=list)
-    """One per document."""
-    num_pieces: list[int] = field(default_factory=list)
-    """One per document."""
-    present: list[bool] = field(default_factory=list)
-    """One per document; False for one that was skipped or failed."""
-    bad_rows: list[BadRow] = field(default_factory=list)
-    """Documents that failed."""
-    refs: dict[int, list[PieceRef]] = field(default_factory=dict)
-    """One per piece, by index of the teacher; only teachers whose targets are read or stored."""
-    not_stored: list[Row] = field(default_factory=list)
-    """Documents that were skipped because some store does not have them."""
-    weights: list[tuple[float, ...]] = field(default_factory=list)
-    """One per piece: the weights of the running teachers; empty if they are not chosen by row."""
+    row: Row
+    pieces: Sequence[AlignedPiece]
+    weights: tuple[float, ...] | None = None
+    """Of the running teachers; None if they are not chosen by row."""
+    is_kept: bool = True
+    is_stored: bool = True
+    """False for a document that is left out because some store does not have it."""
+    bad: BadRow | None = None
+    """Why the document is left out, if it failed."""
 
-    def add(
-        self,
-        document: Mapping[str, Any],
-        pieces: Sequence[Piece] | None,
-        names: Mapping[int, bytes],
-        stored: StoredTargets,
-    ) -> None:
-        """Adds a document; `pieces` is None for one that was skipped or failed.
 
-        One that a store should have and does not is skipped, too.
+def aligned(
+    document: Mapping[str, Any],
+    pieces: Sequence[DocumentPiece] | None,
+    names: Mapping[int, bytes],
+    teachers: Collection[int],
+    stored: StoredTargets,
+    bad: BadRow | None = None,
+) -> AlignedDocument:
+    """A document that is divided into pieces, or left out: if there are none, or a store that should have them does not.
 
-        Args:
-            names: the document's name for teachers with their own tokenizer; the others use that of `Encoded`.
-        """
-        row, weights = row_of(document), weights_of(document)
-        if pieces is not None and not stored.have(pieces, names, weights):
-            pieces = None
-            self.not_stored.append(row)
-        self.rows.append(row)
-        self.present.append(pieces is not None)
-        if pieces is None:
-            pieces = [Piece(NO_TOKENS, dict.fromkeys(self.alignments, LEFT_OUT), {})]
-        self.num_pieces.append(len(pieces))
-        for piece in pieces:
-            self.encoded.append(piece.encoded)
-            for i, pairs in self.alignments.items():
-                pairs.append(piece.alignments.get(i, LEFT_OUT))
-            for i, refs in self.refs.items():
-                refs.append(ref_of(piece, i, names) if asked(weights, i) else NOTHING)
-            if weights is not None:
-                self.weights.append(weights)
-
-    @property
-    def by_document(self) -> list[list[int]]:
-        """The indices of every document's pieces."""
-        ends = list(accumulate(self.num_pieces, initial=0))
-        return [list(range(first, end)) for first, end in pairwise(ends)]
-
-    @classmethod
-    def joined(cls, parts: Sequence[AlignedDocuments]) -> AlignedDocuments:
-        """The documents of all parts (at least one), in order."""
-        return cls(
-            alignments={i: [pair for part in parts for pair in part.alignments[i]] for i in parts[0].alignments},
-            encoded=[piece for part in parts for piece in part.encoded],
-            rows=[row for part in parts for row in part.rows],
-            num_pieces=[number for part in parts for number in part.num_pieces],
-            present=[is_present for part in parts for is_present in part.present],
-            bad_rows=[bad for part in parts for bad in part.bad_rows],
-            refs={i: [ref for part in parts for ref in part.refs[i]] for i in parts[0].refs},
-            not_stored=[row for part in parts for row in part.not_stored],
-            weights=[weights for part in parts for weights in part.weights],
+    Args:
+        names: the document's name for teachers with their own tokenizer; the others use that of `Encoded`.
+        teachers: those with their own tokenizer.
+        bad: why there are no pieces, if the document failed.
+    """
+    row, weights = row_of(document), weights_of(document)
+    is_stored = pieces is None or stored.have(pieces, names, weights)
+    is_kept = pieces is not None and is_stored
+    if pieces is None or not is_stored:
+        pieces = [DocumentPiece(NO_TOKENS, dict.fromkeys(teachers, LEFT_OUT), {})]
+    made = [
+        AlignedPiece(
+            piece.encoded,
+            {i: piece.alignments.get(i, LEFT_OUT) for i in teachers},
+            {i: ref_of(piece, i, names) if asked(weights, i) else NOTHING for i in stored.teachers},
         )
-
-    def of_teachers(self) -> dict[int, list[Encoded]]:
-        """Each teacher's tokens. Only those in chunks are labelled: it computes nothing for the others."""
-        return {
-            i: [Encoded(alignment.teacher_ids, alignment.teacher_chunk >= 0) for alignment in alignments]
-            for i, alignments in self.alignments.items()
-        }
+        for piece in pieces
+    ]
+    return AlignedDocument(row, made, weights, is_kept, is_stored, bad)
 
 
 class DocumentAligner:
@@ -210,10 +192,10 @@ class DocumentAligner:
         tokenizers = {i: (teacher.tokenizer, max_lengths[i]) for i, teacher in teachers.items()}
         self._splitter = splitter_of(tokenization.tokenizer, tokenization.max_length, tokenizers) if split else None
 
-    def align(self, documents: Sequence[Mapping[str, Any]], skip: Collection[Row] = ()) -> AlignedDocuments:
+    def align(self, documents: Sequence[Mapping[str, Any]], skip: Collection[Row] = ()) -> list[AlignedDocument]:
         """Tokenises and aligns documents, and cuts or splits them.
 
-        A document that fails for another reason than a DataError is left out and reported in `bad_rows`.
+        A document that fails for another reason than a DataError is left out, and says why (`bad`).
 
         Args:
             skip: rows of documents to leave out.
@@ -221,15 +203,12 @@ class DocumentAligner:
         Raises:
             DataError: a document that the user has to fix; names its row.
         """
-        bad_rows: list[BadRow] = []
-        tokenized: list[TokenizedDocument | None] = []
-        for document in documents:
-            tokens = None
-            if row_of(document) not in skip:
-                with _recording_failure(document, bad_rows):
-                    tokens = self.tokenize(document)
-            tokenized.append(tokens)
-        present = [tokens for tokens in tokenized if tokens is not None]
+        attempts = [_Attempt(document) for document in documents]
+        for attempt in attempts:
+            if row_of(attempt.document) not in skip:
+                with attempt:
+                    attempt.tokens = self.tokenize(attempt.document)
+        present = [attempt.tokens for attempt in attempts if attempt.tokens is not None]
         for i, teacher in self._teachers.items():
             # A GPU aligner works on all documents at once; this changes no result.
             teacher.aligner.solve_ahead(
@@ -237,25 +216,25 @@ class DocumentAligner:
                 for tokens in present
                 if tokens.student is not None and i in tokens.teachers
             )
+        return [self._aligned(attempt) for attempt in attempts]
 
-        aligned = AlignedDocuments({i: [] for i in self._teachers}, bad_rows=bad_rows, refs=self._stored.no_refs())
-        for document, tokens in zip(documents, tokenized):
-            pieces = None
-            if tokens is not None:
-                with _recording_failure(document, bad_rows):
-                    pieces = self._split(tokens) if self._splitter else [self._cut(tokens)]
-            aligned.add(document, pieces, {} if tokens is None else tokens.names, self._stored)
-        return aligned
+    def _aligned(self, attempt: _Attempt) -> AlignedDocument:
+        pieces, names = None, {}
+        if attempt.tokens is not None:
+            names = attempt.tokens.names
+            with attempt:
+                pieces = self._pieces(attempt.tokens)
+        return aligned(attempt.document, pieces, names, self._teachers, self._stored, attempt.bad)
 
-    def pieces_of(self, document: Mapping[str, Any]) -> tuple[list[Piece], dict[int, bytes]]:
+    def pieces_of(self, document: Mapping[str, Any]) -> tuple[list[DocumentPiece], dict[int, bytes]]:
         """The pieces of one document, and its names for the teachers; no pieces for one that fails.
 
         Raises:
             DataError: a document that the user has to fix.
         """
-        with _recording_failure(document, []):
+        with _Attempt(document):
             tokens = self.tokenize(document)
-            return (self._split(tokens) if self._splitter else [self._cut(tokens)]), tokens.names
+            return self._pieces(tokens), tokens.names
         return [], {}
 
     def tokenize(self, document: Mapping[str, Any]) -> TokenizedDocument:
@@ -294,15 +273,9 @@ class DocumentAligner:
     def _tokenize_chat(
         self, document: Mapping[str, Any], teachers: Mapping[int, CrossTokenizerTeacher]
     ) -> TokenizedDocument:
-        """Step 1 for chat messages, which every side renders with its own template.
-
-        Only the turns of some roles are marked as trained on if `data.loss_on` or `data.loss_roles` say so, otherwise
-        all tokens. The document is not modified.
-
-        Raises:
-            DataError: a tokenizer without a chat template, a chat that a template refuses or does not render in full,
-                or turns that cannot be found.
-        """
+        """Step 1 for chat messages, which every side renders with its own template."""
+        # Only the turns of some roles are marked as trained on if `data.loss_on` or `data.loss_roles` say so, otherwise
+        # all tokens. The document is not modified.
         for teacher in teachers.values():
             document = {key: teacher.aligner.normalize_all(value) for key, value in document.items()}
         text, spans, left_out = self._tokenization.render(document)
@@ -328,14 +301,7 @@ class DocumentAligner:
     def _tokenize_for(
         self, teacher: CrossTokenizerTeacher, document: Mapping[str, Any]
     ) -> tuple[Tokenized, tuple[str, ...]]:
-        """A chat rendered with the teacher's template and tokenised for it, and what the template leaves out.
-
-        Args:
-            document: normalised already.
-
-        Raises:
-            DataError: no chat template, or a chat that it refuses or does not render in full.
-        """
+        """A chat rendered with the teacher's template and tokenised for it, and what the template leaves out."""
         text, _, written = render_document(
             teacher.tokenizer, document, whose=teacher.coverage.whose, stops=teacher.stops.texts, text_only=True
         )
@@ -349,14 +315,15 @@ class DocumentAligner:
         )
         return tokens, left_out
 
-    def _cut(self, document: TokenizedDocument) -> Piece:
-        """Steps 2 and 3: the beginning of a document, up to the last boundary shared with every teacher that is asked.
+    def _pieces(self, document: TokenizedDocument) -> list[DocumentPiece]:
+        return self._split(document) if self._splitter else [self._cut(document)]
 
-        All sides have at most their `max_length` tokens; the alignments hold only chunks that can be trained on.
-        """
+    def _cut(self, document: TokenizedDocument) -> DocumentPiece:
+        """Steps 2 and 3: the beginning of a document, up to the last boundary shared with every teacher that is asked."""
+        # All sides have at most their `max_length` tokens; the alignments hold only chunks that can be trained on.
         if document.student is None:
             encoded = document.encoded.cut(self._tokenization.max_length)
-            return Piece(encoded, {}, {STUDENT: Extent(whole=not encoded.truncated)})
+            return DocumentPiece(encoded, {}, {STUDENT: Extent(whole=not encoded.truncated)})
         alignments = {
             i: self._teachers[i].aligner.pair(
                 document.student,
@@ -373,9 +340,9 @@ class DocumentAligner:
         extents = {i: Extent(whole=len(pair.teacher_ids) == len(document.teachers[i].ids)) for i, pair in cut.items()}
         extents[STUDENT] = Extent(whole=len(mask) == len(document.encoded.input_ids))
         trained = {i: pair.trainable(mask[: len(pair.student_ids)]) for i, pair in cut.items()}
-        return Piece(encoded, trained, extents)
+        return DocumentPiece(encoded, trained, extents)
 
-    def _split(self, document: TokenizedDocument) -> list[Piece]:
+    def _split(self, document: TokenizedDocument) -> list[DocumentPiece]:
         """Steps 2 and 3: all of a document, in pieces whose alignments hold only chunks that can be trained on."""
         assert self._splitter is not None
         alignments = {}
@@ -384,20 +351,27 @@ class DocumentAligner:
                 i: self._teachers[i].aligner.pair(document.student, tokens) for i, tokens in document.teachers.items()
             }
         return [
-            Piece(encoded, {i: pair.trainable(encoded.label_mask) for i, pair in pairs.items()}, extents)
+            DocumentPiece(encoded, {i: pair.trainable(encoded.label_mask) for i, pair in pairs.items()}, extents)
             for encoded, pairs, extents in self._splitter.split(document.encoded, alignments)
         ]
 
 
-@contextmanager
-def _recording_failure(document: Mapping[str, Any], bad_rows: list[BadRow]) -> Iterator[None]:
-    """Records a document that fails in the block in `bad_rows`, and suppresses the error.
+@dataclass
+class _Attempt:
+    """A document on its way. As a context it suppresses the error of a document that fails in the block, and keeps it.
 
     DataErrors pass, because the user has to fix those, and so does a lack of memory, which depends on the machine.
     """
-    try:
-        yield
-    except (DataError, MemoryError):
-        raise
-    except Exception as error:
-        bad_rows.append(BadRow(row_of(document), f"{type(error).__name__}: {error}"))
+
+    document: Mapping[str, Any]
+    tokens: TokenizedDocument | None = None
+    """After step 1; None if the document is left out."""
+    bad: BadRow | None = None
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, DataError | MemoryError):
+            return False
+        self.bad = BadRow(row_of(self.document), f"{type(error).__name__}: {error}")
+        return True

@@ -1,4 +1,4 @@
-"""One document → the pieces of it that rows hold: `data.long_documents`.
+"""One document → the pieces of it that rows hold (`data.long_documents`), and how a store of targets finds them.
 
 A document that fits into a row is one piece. With `cut`, so is any other: its beginning, and the rest is left out. With
 `split`, it becomes several pieces, which are rows of the same batch:
@@ -17,8 +17,8 @@ place earlier then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -27,6 +27,11 @@ import numpy as np
 
 from distill_rl.align import Alignment
 from distill_rl.data.batch.tokenization import Encoded
+from distill_rl.data.routing import asked
+from distill_rl.types import PieceRef
+
+NOTHING = PieceRef(b"", 0, 0, 0, True)
+"""Stands for a piece that a teacher is not asked for."""
 
 STUDENT = -1
 """The student's side, beside the indices of teachers that have their own tokenizer."""
@@ -43,7 +48,7 @@ class Extent(NamedTuple):
     """Whether the piece reaches the end of the document."""
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """What rows hold of a document."""
 
     encoded: Encoded
@@ -55,7 +60,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class PieceLimits:
     """How one tokenizer's rows limit a piece."""
 
     limit: int
@@ -64,7 +69,7 @@ class Side:
     """Special tokens with which the tokenizer begins a text."""
 
     @classmethod
-    def of(cls, tokenizer: Any, limit: int) -> Side:
+    def of(cls, tokenizer: Any, limit: int) -> PieceLimits:
         """The side of a tokenizer; the prefix is what an empty text and another begin with."""
         special = set(tokenizer.all_special_ids)
         empty, other = (tokenizer(text)["input_ids"] for text in ("", "a"))
@@ -85,10 +90,10 @@ class Splitter:
         teachers: those with their own tokenizer, by index.
     """
 
-    student: Side
-    teachers: Mapping[int, Side]
+    student: PieceLimits
+    teachers: Mapping[int, PieceLimits]
 
-    def split(self, encoded: Encoded, alignments: Mapping[int, Alignment]) -> list[Piece]:
+    def split(self, encoded: Encoded, alignments: Mapping[int, Alignment]) -> list[DocumentPiece]:
         """All tokens of a document in pieces, in order; at least one piece.
 
         Args:
@@ -102,14 +107,14 @@ class Splitter:
         end = np.array([len(ids) for ids in sides], dtype=np.int64)
         names = [STUDENT, *teachers]
         if (end <= limits).all():
-            return [Piece(encoded, dict(alignments), dict.fromkeys(names, Extent()))]
+            return [DocumentPiece(encoded, dict(alignments), dict.fromkeys(names, Extent()))]
         if not end[0]:
             nothing = {i: alignment.part((0, 0), (0, 0)) for i, alignment in alignments.items()}
-            return [Piece(encoded, nothing, {name: Extent(whole=not count) for name, count in zip(names, end)})]
+            return [DocumentPiece(encoded, nothing, {name: Extent(whole=not count) for name, count in zip(names, end)})]
         prefixes = [side.of_document(ids) for side, ids in zip(rules, sides)]
         rooms = limits - np.array([len(prefix) for prefix in prefixes], dtype=np.int64)
         places = common_places(len(encoded.input_ids), alignments)
-        pieces: list[Piece] = []
+        pieces: list[DocumentPiece] = []
         start, room, before = np.zeros_like(end), limits, [prefix[:0] for prefix in prefixes]
         left_out = False
         while start[0] < end[0]:
@@ -128,7 +133,7 @@ class Splitter:
                 name: Extent(int(start[side]), len(before[side]), bool(stop[side] == end[side]))
                 for side, name in enumerate(names)
             }
-            pieces.append(Piece(part if not pieces else replace(part, left_out=()), pairs, extents))
+            pieces.append(DocumentPiece(part if not pieces else replace(part, left_out=()), pairs, extents))
             start, room, before = following, rooms, prefixes
         return [piece._replace(encoded=replace(piece.encoded, truncated=left_out)) for piece in pieces]
 
@@ -140,8 +145,8 @@ def splitter_of(tokenizer: Any, max_length: int, teachers: Mapping[int, tuple[An
         max_length: most tokens of the student in a row.
         teachers: tokenizer and most tokens in a row of each teacher that has its own, by its index.
     """
-    sides = {i: Side.of(other, length) for i, (other, length) in teachers.items()}
-    return Splitter(Side.of(tokenizer, max_length), sides)
+    sides = {i: PieceLimits.of(other, length) for i, (other, length) in teachers.items()}
+    return Splitter(PieceLimits.of(tokenizer, max_length), sides)
 
 
 def common_places(num_tokens: int, alignments: Mapping[int, Alignment]) -> np.ndarray:
@@ -166,13 +171,8 @@ def common_places(num_tokens: int, alignments: Mapping[int, Alignment]) -> np.nd
 
 
 def _next_places(places: np.ndarray, start: np.ndarray, room: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the piece that begins at `start` ends, and where the one after it begins.
-
-    They are the same unless no place lies within the room: then the piece ends where the room does.
-
-    Args:
-        room: int64 [sides]: most tokens of the piece on each side.
-    """
+    """Where the piece that begins at `start` ends, and where the one after it begins."""
+    # They are the same unless no place lies within the room: then the piece ends where the room does.
     fitting = min(int(places[:, side].searchsorted(start[side] + room[side], "right")) for side in range(len(start)))
     if fitting and places[fitting - 1, 0] > start[0]:
         return places[fitting - 1], places[fitting - 1]
@@ -183,15 +183,56 @@ def _next_places(places: np.ndarray, start: np.ndarray, room: np.ndarray) -> tup
 def _place_before(
     places: np.ndarray, start: np.ndarray, stop: np.ndarray, following: np.ndarray, room: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The end of a piece one place earlier, and again as the begin of the last piece, which then has a token more.
-
-    Without a place that leaves two tokens to the piece, and to the last one no more than its room: the given two.
-
-    Args:
-        start, stop, following: of the piece.
-        room: int64 [sides]: most tokens of the last piece on each side.
-    """
+    """The end of a piece one place earlier, and again as the begin of the last piece, which then has a token more."""
+    # Without a place that leaves two tokens to the piece, and to the last one no more than its room: the given two.
     earlier = int(places[:, 0].searchsorted(stop[0])) - 1
     if earlier < 0 or places[earlier, 0] - start[0] < 2 or (places[-1] - places[earlier] > room).any():
         return stop, following
     return places[earlier], places[earlier]
+
+
+def ref_and_tokens(piece: DocumentPiece, teacher: int, names: Mapping[int, bytes]) -> tuple[PieceRef, np.ndarray]:
+    """By which a store finds a piece as a teacher reads it, and the teacher's tokens of it, int32 [n].
+
+    Args:
+        names: the document's name for teachers with their own tokenizer; the others read the student's tokens.
+    """
+    is_own = teacher in piece.alignments
+    tokens = piece.alignments[teacher].teacher_ids if is_own else piece.encoded.input_ids
+    extent = piece.extents.get(teacher if is_own else STUDENT, Extent())
+    name = names.get(teacher, b"") if is_own else piece.encoded.name
+    return PieceRef(name, extent.first, extent.prefix, len(tokens), extent.whole), tokens
+
+
+def ref_of(piece: DocumentPiece, teacher: int, names: Mapping[int, bytes]) -> PieceRef:
+    """The first part of `ref_and_tokens`."""
+    return ref_and_tokens(piece, teacher, names)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTargets:
+    """The teachers whose targets are read or stored."""
+
+    teachers: frozenset[int] = frozenset()
+    """Their indices: rows for them say which pieces they hold (`RankBatch.pieces`)."""
+    required: Mapping[int, Callable[[PieceRef, np.ndarray], bool]] = field(default_factory=dict)
+    """By the index of each whose store decides what is trained on: whether the store has a piece with these tokens."""
+
+    def have(
+        self, pieces: Sequence[DocumentPiece], names: Mapping[int, bytes], weights: Sequence[float] | None = None
+    ) -> bool:
+        """Whether every store that decides has all pieces of a document, if its teacher is asked for it.
+
+        Args:
+            names: as for `ref_and_tokens`.
+            weights: the document's, if teachers are chosen by row (`routing.weights_of`).
+        """
+        return all(
+            has(*ref_and_tokens(piece, i, names))
+            for i, has in self.required.items()
+            if asked(weights, i)
+            for piece in pieces
+        )
+
+
+NONE_STORED = StoredTargets()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from hashlib import blake2b
 from typing import Any, Literal
 
 import numpy as np
@@ -13,12 +15,11 @@ import numpy as np
 from distill_rl.align.chats.rendering import CharSpan, content_spans
 from distill_rl.align.tokenizer.encoder import Encoder
 from distill_rl.config.schema import DataConfig
-from distill_rl.data.batch.chat import render, render_document, roles_to_train_on
-from distill_rl.data.batch.naming import name_of
-from distill_rl.data.batch.unrendered import TemplateCoverage
+from distill_rl.data.batch.chat import TemplateCoverage, render, render_document, roles_to_train_on
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.errors import DataError
 from distill_rl.system.template_budget import LIMITED
+from distill_rl.types import NAME_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Encoded:
     left_out: tuple[str, ...] = ()
     """Words for the parts of a chat that a chat template does not write."""
     name: bytes = b""
-    """Of the document (`naming`); empty for one that is not from `Tokenization`."""
+    """Of the document (`name_of`); empty for one that is not from `Tokenization`."""
 
     @property
     def has_labels(self) -> bool:
@@ -170,7 +171,7 @@ class Tokenization:
         return self.encode_all(document).cut(self.max_length)
 
     def encode_all(self, document: Mapping[str, Any]) -> Encoded:
-        """Tokenises one document: `{"row": int, "text": str}`, or a chat (`Layout.document`).
+        """Tokenises one document: `{"row": int, "text": str}`, or a chat (`RowLayout.document`).
 
         Text gets eos unless it ends in it already or there is none. `label_mask` is True for all tokens or, if only some
         turns are trained on, for theirs.
@@ -189,7 +190,6 @@ class Tokenization:
         return replace(_encoded(ids), name=name_of(document["text"]))
 
     def _encode_chat(self, document: Mapping[str, Any]) -> Encoded:
-        """The tokens of a chat, with the mask of those to train on."""
         text, spans, left_out = self.render(document)
         ids, offsets = self.tokens(document, text)
         mask = self.labels(document, spans, ids, offsets)
@@ -276,11 +276,6 @@ class Tokenization:
             raise self._no_turns(f"text in row {document['row']}")
 
     def _no_turns(self, found: str) -> DataError:
-        """The error for rows without turns to train on, for the caller to raise.
-
-        Args:
-            found: what there is in place of chat messages.
-        """
         setting = "data.loss_on=assistant" if self.roles == ("assistant",) else "data.loss_roles"
         return DataError(setting, "chat messages", found, "use data.loss_on=all or data.format=messages")
 
@@ -345,3 +340,13 @@ def _encoded(ids: Sequence[int], mask: np.ndarray | None = None) -> Encoded:
 
 NO_TOKENS = _encoded([])
 """An empty document; keeps the place of one that is left out."""
+
+
+def name_of(text: str) -> bytes:
+    """The name of a document, 16 bytes: BLAKE2b of its text in Unicode's form NFC, as UTF-8.
+
+    Args:
+        text: as the tokenizer gets it; of a chat, what the chat template makes of it. Lone surrogates are allowed.
+    """
+    normalised = unicodedata.normalize("NFC", text)
+    return blake2b(normalised.encode("utf-8", "surrogatepass"), digest_size=NAME_BYTES).digest()

@@ -1,13 +1,16 @@
-"""Rows of files that are too large for memory: read a block at a time, when a row of it is asked for."""
+"""Rows of files that are too large for memory: read a block at a time, when a row of it is asked for.
+
+Lines are found by number through an index of every few MiB, so a file is neither copied nor held in memory."""
 
 from __future__ import annotations
 
 from codecs import BOM_UTF8
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,11 +18,14 @@ import pyarrow.parquet as pq
 
 from distill_rl.data.order import Blocks
 from distill_rl.data.reading.arrow_rows import Restore, one_chunk
-from distill_rl.data.reading.layouts import Layout
-from distill_rl.data.reading.lines import LineIndex
+from distill_rl.data.reading.cache import Cache, replacing
+from distill_rl.data.reading.layouts import MEDIA, RowLayout
 from distill_rl.data.reading.records import json_row, kind_of, text_row, with_columns, without_mark
-from distill_rl.data.reading.values import MEDIA
-from distill_rl.errors import UnreadableFile
+from distill_rl.errors import DataError, UnreadableFile
+
+BLOCK_BYTES = 4 << 20
+"""Bytes that a block has at least, but for the last of a file. The order of large data depends on it."""
+_SPACE = np.isin(np.arange(256), np.frombuffer(b" \t\r\n\v\f", np.uint8))
 
 _KEPT = 4
 
@@ -82,19 +88,6 @@ class BlockStore:
             del self._blocks[key]
 
 
-class BlockRows(Protocol):
-    """Rows that are read a block at a time."""
-
-    blocks: Blocks
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
-
-    def key(self, block: int) -> Hashable:
-        """The key of a block in the store."""
-
-
 class GroupRows:
     """The rows of a Parquet file, by row groups.
 
@@ -144,7 +137,6 @@ class GroupRows:
         return (self._file.path, block)
 
     def _read(self, block: int) -> dict[str, pa.Array]:
-        """The columns of a row group."""
         path = self._file.path
         try:
             with self._file.reading(), pq.ParquetFile(path, metadata=self._metadata) as file:
@@ -168,7 +160,6 @@ def _leaves_of(schema: pa.Schema, names: Collection[str]) -> list[int]:
 
 
 def _num_leaves(kind: pa.DataType) -> int:
-    """The number of Parquet columns of an Arrow type."""
     children = [kind.field(i).type for i in range(kind.num_fields)]
     return sum(map(_num_leaves, children)) if children else 1
 
@@ -182,7 +173,7 @@ class LineRows:
         store: shared by the files of a source.
     """
 
-    def __init__(self, file: SameFile, index: LineIndex, layout: Layout, store: BlockStore):
+    def __init__(self, file: SameFile, index: LineIndex, layout: RowLayout, store: BlockStore):
         self._file, self._layout, self._store, self._index = file, layout, store, index
         self._parse = text_row if kind_of(file.path) == ".txt" else json_row
         self._names = {*layout.names, *(() if layout.kind == "text" else MEDIA)}
@@ -207,7 +198,6 @@ class LineRows:
         return (self._file.path, block)
 
     def _read(self, block: int) -> list[bytes]:
-        """The lines of a block that are not blank."""
         first, end = self._index.offsets[block : block + 2].tolist()
         path = self._file.path
         try:
@@ -253,3 +243,68 @@ class WholeFile:
                 return text_row(without_mark(path.read_bytes()), f"{path}: row 0")
         except OSError as error:
             raise UnreadableFile(str(path), "is readable", str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class LineIndex:
+    """Where the blocks of a file begin, and the file ends; lines that are not blank are rows."""
+
+    offsets: np.ndarray
+    """int64 [B + 1], in bytes."""
+    rows: np.ndarray
+    """int64 [B + 1], rows before each offset."""
+
+    @classmethod
+    def of(cls, path: Path, cache: Cache) -> LineIndex:
+        """The index of a file, from the cache or by reading the file once, at the speed of the disk.
+
+        One that cannot be written to the cache is said, and made again next time.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        entry = cache.entry(path, f"lines {BLOCK_BYTES}", ".npy")
+        with suppress(OSError, ValueError, EOFError):  # there is none, or it is damaged
+            return cls(*np.load(entry))
+        index = _scan(path)
+        if cache.write:
+            try:
+                with replacing(entry) as partial:
+                    np.save(partial, np.stack([index.offsets, index.rows]))
+            except (OSError, DataError) as error:
+                cache.say(f"not kept   the index of {path}, which is made again at every start: {error}")
+        return index
+
+
+def _scan(path: Path) -> LineIndex:
+    """Reads a file and counts the rows of its blocks, each of which ends with a line."""
+    offsets, rows = [0], [0]
+    with path.open("rb") as file:  # a buffered read is full unless the file ends
+        parts: list[bytes] = []  # of the block; a line may be longer than it
+        while chunk := file.read(BLOCK_BYTES):
+            end = chunk.rfind(b"\n") + 1
+            if not end:
+                parts.append(chunk)
+                continue
+            block = b"".join([*parts, chunk[:end]])
+            parts = [chunk[end:]]
+            offsets.append(offsets[-1] + len(block))
+            rows.append(rows[-1] + _count(block))
+    if rest := b"".join(parts):
+        offsets.append(offsets[-1] + len(rest))
+        rows.append(rows[-1] + _count(rest))
+    return LineIndex(np.array(offsets, dtype=np.int64), np.array(rows, dtype=np.int64))
+
+
+def _count(block: bytes) -> int:
+    data = np.frombuffer(block, np.uint8)
+    ends = np.flatnonzero(data == ord("\n"))
+    starts = np.concatenate([[0], ends + 1])
+    starts = starts[starts < len(data)]
+    suspect = starts[_SPACE[data[starts]]]  # a blank line begins with white space, or is its line break alone
+    return len(starts) - sum(not block[start : _line_end(block, start)].strip() for start in suspect.tolist())
+
+
+def _line_end(block: bytes, start: int) -> int:
+    end = block.find(b"\n", start)
+    return len(block) if end < 0 else end

@@ -84,7 +84,6 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _unwritable(folder: Path, error: OSError) -> DataError:
-    """The error for a cache that cannot be written, for the caller to raise."""
     rule, remedy = (
         "is writable and has room for what is derived from the data",
         "set HF_DATASETS_CACHE to another folder",

@@ -20,12 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from distill_rl.data.reading import records
-from distill_rl.data.reading.arrow_rows import HeadRows, TableRows, restore_of
-from distill_rl.data.reading.block_rows import BlockStore, GroupRows, LineRows, SameFile, WholeFile
+from distill_rl.data.reading.arrow_rows import HeadRows, TableRows, check_column, check_type, restore_of
+from distill_rl.data.reading.block_rows import BlockStore, GroupRows, LineIndex, LineRows, SameFile, WholeFile
 from distill_rl.data.reading.cache import Cache, replacing, size_text
-from distill_rl.data.reading.columns import check_column, check_type
-from distill_rl.data.reading.layouts import Layout
-from distill_rl.data.reading.lines import LineIndex
+from distill_rl.data.reading.layouts import RowLayout
 from distill_rl.data.reading.records import AS_JSON, COMPRESSIONS, SampleBy, stored_columns, stored_row
 from distill_rl.errors import DataError
 
@@ -57,7 +55,7 @@ class Access:
     sample_by: SampleBy = "line"
 
 
-class Rows(Protocol):
+class FileRows(Protocol):
     """Rows by index, each as {column: value}."""
 
     def __len__(self) -> int: ...
@@ -112,7 +110,7 @@ def open_arrow(path: Path) -> pa.Table:
         raise _damaged(path, error) from error
 
 
-def open_file(path: Path, layout: Layout, access: Access) -> Rows:
+def open_file(path: Path, layout: RowLayout, access: Access) -> FileRows:
     """The columns of a file, other than an Arrow file, that the layout reads, with nothing else.
 
     Raises:
@@ -138,8 +136,7 @@ def open_file(path: Path, layout: Layout, access: Access) -> Rows:
         raise _damaged(path, error) from error
 
 
-def _open_parquet(path: Path, layout: Layout, access: Access) -> Rows:
-    """The columns of a Parquet file: in memory and checked, or by row groups."""
+def _open_parquet(path: Path, layout: RowLayout, access: Access) -> FileRows:
     if path.stat().st_size == 0:
         raise _empty(path)
     file = SameFile(path)
@@ -160,7 +157,7 @@ def _open_parquet(path: Path, layout: Layout, access: Access) -> Rows:
     return TableRows(table, restore)
 
 
-def _table(path: Path, layout: Layout, access: Access, rows: int | None = None) -> pa.Table:
+def _table(path: Path, layout: RowLayout, access: Access, rows: int | None = None) -> pa.Table:
     """The rows of a file, or the first of them, as a table of text. Raises DataError if there are none."""
     found = records.documents(path, layout, access.sample_by, strict=access.strict)
     batches = list(_batches(islice(found, rows), stored_columns(layout, strict=access.strict)))
@@ -169,12 +166,10 @@ def _table(path: Path, layout: Layout, access: Access, rows: int | None = None) 
     return pa.Table.from_batches(batches).combine_chunks()
 
 
-def _open_converted(path: Path, layout: Layout, access: Access) -> Rows:
-    """The rows of a file from its Parquet copy in the cache, which is written if it is missing.
-
-    Copies are keyed by path, size, modification time and layout, so an edited file is converted again. If nothing may be
-    written, only the first rows are read.
-    """
+def _open_converted(path: Path, layout: RowLayout, access: Access) -> FileRows:
+    """The rows of a file from its Parquet copy in the cache, which is written if it is missing."""
+    # Copies are keyed by path, size, modification time and layout, so an edited file is converted again. If nothing may
+    # be written, only the first rows are read.
     cache, names = access.cache, stored_columns(layout, strict=access.strict)
     columns = f"{layout}{' '.join(map(repr, layout.chosen_by))}"
     target = cache.entry(path, f"{columns}\0{access.strict}\0{access.sample_by}\0{AS_JSON}", ".parquet")
@@ -232,7 +227,7 @@ def _text_array(texts: Sequence[str | None]) -> pa.LargeStringArray:
     return pa.LargeStringArray.from_buffers(len(texts), *buffers)
 
 
-def check_columns(columns: Any, layout: Layout, what: str, first_row: int = 0) -> None:
+def check_columns(columns: Any, layout: RowLayout, what: str, first_row: int = 0) -> None:
     """Checks the rows of an Arrow table or record batch, without Python objects where the layout allows it.
 
     Args:
@@ -282,13 +277,7 @@ def content_hash(paths: Sequence[Path]) -> str:
 
 
 def _open_arrow(path: Path) -> pa.Table:
-    """The table of an Arrow file, memory-mapped.
-
-    The file is in the stream format that `datasets` writes, or in the random-access file format.
-
-    Raises:
-        pyarrow.ArrowInvalid, OSError: a damaged or missing file.
-    """
+    # The file is in the stream format that `datasets` writes, or in the random-access file format.
     source = pa.memory_map(str(path))
     try:
         return pa.ipc.open_stream(source).read_all()
@@ -300,7 +289,6 @@ def _open_arrow(path: Path) -> pa.Table:
 
 
 def _empty(path: Path) -> EmptyFile:
-    """The error for a file without rows, for the caller to raise."""
     return EmptyFile(str(path), "at least one row", "an empty file")
 
 

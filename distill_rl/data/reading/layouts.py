@@ -1,17 +1,37 @@
-"""What the rows of a data set hold: the columns that are read, and the document that a row becomes."""
+"""What the rows of a data set hold: the columns that are read, the document that a row becomes,
+and the checks that its values are text or chat messages."""
 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distill_rl.config.schema import DataConfig
-from distill_rl.data.reading.convert import from_alpaca, from_sharegpt
-from distill_rl.data.reading.values import MEDIA, check_strings, check_text, check_value, parse_json
 from distill_rl.data.routing import WEIGHTS, Routing
 from distill_rl.errors import DataError
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Role of a ShareGPT turn → role of a message. A `function_call` is an assistant's message with one tool call."""
+
+MEDIA = frozenset({"image", "images", "image_url", "input_image", "audio", "audios", "input_audio", "video", "videos"})
+"""Keys and types of parts that hold something other than text."""
 
 Kind = Literal["text", "messages"]
 Format = Literal["text", "messages", "sharegpt", "alpaca"]
@@ -52,7 +72,7 @@ _DEFAULT_KEYS = ("text", "messages", "conversations", "instruction", "output")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RowLayout:
     """The columns of a data set that are read, and how a row becomes a document."""
 
     format: Format
@@ -155,7 +175,6 @@ class Layout:
             self._weights(row, at)
 
     def _weights(self, row: Mapping[str, Any], at: Callable[[str], str]) -> dict[str, tuple[float, ...]]:
-        """The weights of the running teachers for a row; empty if they are not chosen by row."""
         return {} if self.routing is None else {WEIGHTS: self.routing.weights(row, at)}
 
     def _others(self, row: Mapping[str, Any], at: Callable[[str], str]) -> dict[str, Any]:
@@ -167,7 +186,7 @@ class Layout:
         return {key: value for key, value in others.items() if value}
 
 
-def choose_layout(columns: Sequence[str], data: DataConfig, name: str, routing: Routing | None = None) -> Layout:
+def choose_layout(columns: Sequence[str], data: DataConfig, name: str, routing: Routing | None = None) -> RowLayout:
     """The layout of data with these columns, by `data.format`; for "auto" the first that the columns allow.
 
     Args:
@@ -184,7 +203,7 @@ def choose_layout(columns: Sequence[str], data: DataConfig, name: str, routing: 
         "sharegpt": (data.messages_key if data.messages_key in columns else "conversations",),
         "alpaca": ("instruction", "output"),
     }[kind]
-    layout = Layout(kind, required, data.tools_key, routing)
+    layout = RowLayout(kind, required, data.tools_key, routing)
     layout.columns(columns, name)
     return layout
 
@@ -240,11 +259,7 @@ def template_options(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tools(value: Any, what: str) -> list[dict[str, Any]]:
-    """The tools of a chat: a list of JSON schemas, given as objects or as JSON text; empty for null.
-
-    Raises:
-        DataError: anything else.
-    """
+    """The tools of a chat: a list of JSON schemas, given as objects or as JSON text; empty for null."""
     rule = "a list of tools, each a JSON schema"
     value = parse_json(value, what, rule) if isinstance(value, str) and value.strip() else value
     if not value:
@@ -258,11 +273,7 @@ def _tools(value: Any, what: str) -> list[dict[str, Any]]:
 
 
 def _variables(value: Any, what: str) -> dict[str, Any]:
-    """Further variables of the chat template, given as an object or as its JSON text; empty for null.
-
-    Raises:
-        DataError: anything else; the name of an argument of `apply_chat_template`.
-    """
+    """Further variables of the chat template, given as an object or as its JSON text; empty for null."""
     rule = "an object with variables of the chat template"
     value = parse_json(value, what, rule) if isinstance(value, str) and value.strip() else value
     if not value:
@@ -273,3 +284,178 @@ def _variables(value: Any, what: str) -> dict[str, Any]:
         raise DataError(what, "variables of the chat template, not what rendering itself uses", reserved[0])
     check_strings(value, what)
     return dict(value)
+
+
+def check_value(value: Any, kind: Literal["text", "messages"], what: str) -> Any:
+    """Checks one value, and returns it: the text, or the messages as a new list with all of their keys.
+
+    Messages may also be given as the JSON text of their list. A key of a message whose value is null is dropped, so that
+    a template sees it as absent. Only a null content stays, which some templates test for; it needs another key beside
+    it, such as tool calls. Nulls inside of the values stay.
+
+    Args:
+        what: file, row and column, for error messages.
+
+    Raises:
+        DataError: not text; not a non-empty list of messages; not valid Unicode; images, audio or video.
+    """
+    if kind == "text":
+        return check_text(value, what)
+    value = parse_json(value, what) if isinstance(value, str) else value
+    if not isinstance(value, list) or not value:
+        found = "an empty list" if value == [] else type(value).__name__
+        raise DataError(what, "a list of at least one message {role, content}", found)
+    return [_check_message(message, f"{what}, message {i}") for i, message in enumerate(value)]
+
+
+def _check_message(message: Any, what: str) -> dict[str, Any]:
+    """Checks one message, and returns it as a new dict without null values, except for a null content."""
+    if not isinstance(message, Mapping) or "role" not in message:
+        if isinstance(message, Mapping) and {"from", "value"} <= message.keys():
+            raise DataError(what, "a message has a role and a content", sorted(message), "set data.format=sharegpt")
+        found = f"the keys {sorted(message)}" if isinstance(message, Mapping) else type(message).__name__
+        raise DataError(what, "a message has a role and a content", found)
+    checked = {key: item for key, item in message.items() if item is not None or key in ("role", "content")}
+    check_text(checked.get("role"), f"{what}, role")
+    content = checked.get("content")
+    others = checked.keys() - {"role", "content"}
+    if isinstance(content, list):
+        _check_parts(content, what)
+    elif content is not None or not others:
+        if "content" not in message and not others:
+            raise DataError(what, "a message has a role and a content", f"the keys {sorted(message)}")
+        check_text(content, f"{what}, content")
+    media = sorted(key for key in others & MEDIA if checked[key])
+    if media:
+        raise DataError(f"{what}, {media[0]}", "chats are text only", media[0], "leave such rows out")
+    if others:
+        check_strings(checked, what)
+    return checked
+
+
+def _check_parts(content: list[Any], what: str) -> None:
+    """Raises DataError for a content with a part that is not `{"type": "text", "text": …}`."""
+    for i, part in enumerate(content):
+        where = f"{what}, part {i} of the content"
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind in MEDIA:
+            raise DataError(where, "chats are text only", f"a part of type {kind}", "leave such rows out")
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise DataError(where, 'is {"type": "text", "text": ...}', f"a part of type {kind}")
+    check_strings(content, what)
+
+
+def check_text(value: Any, what: str) -> str:
+    """Returns a value that is text, unchanged; an empty text is allowed.
+
+    Args:
+        what: file, row and column, for error messages.
+
+    Raises:
+        DataError: anything but a string, or a string with a lone surrogate.
+    """
+    if not isinstance(value, str):
+        found = "null" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
+        raise DataError(what, "text", found)
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(what, "valid Unicode", f"a lone surrogate at character {error.start}") from error
+    return value
+
+
+def check_strings(value: Any, what: str) -> None:
+    """Raises DataError if a text somewhere inside of a value has a lone surrogate."""
+    if isinstance(value, str):
+        check_text(value, what)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            check_strings(key, what)
+            check_strings(item, what)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            check_strings(item, what)
+
+
+def parse_json(text: str, what: str, rule: str = "a list of messages, or its JSON text") -> Any:
+    """The value of a JSON text in a column. Raises DataError, with this rule, if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(what, rule, f"text {text[:40]!r}") from error
+
+
+def from_sharegpt(value: Any, system: Any, what: str) -> list[dict[str, Any]]:
+    """The messages of a ShareGPT row, a list of turns `{"from": …, "value": …}`; further keys of a turn are kept.
+
+    Args:
+        value: the turns, or the JSON text of their list.
+        system: text of a system message that comes before the turns; null or empty: there is none.
+        what: file, row and column, for error messages.
+
+    Raises:
+        DataError: not a non-empty list of such turns; an unknown role.
+    """
+    turns = parse_json(value, what) if isinstance(value, str) else value
+    if not isinstance(turns, list) or not turns:
+        found = "an empty list" if turns == [] else type(turns).__name__
+        raise DataError(what, "a list of at least one turn {from, value}", found)
+    messages = [{"role": "system", "content": system}] if system else []
+    for i, turn in enumerate(turns):
+        where = f"{what}, turn {i}"
+        if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
+            found = f"the keys {sorted(turn)}" if isinstance(turn, Mapping) else type(turn).__name__
+            remedy = f"set data.format=messages and data.messages_key={what.rpartition('column ')[2].split(',')[0]}"
+            is_message = isinstance(turn, Mapping) and {"role", "content"} <= turn.keys()
+            raise DataError(where, "a turn has the keys from and value", found, remedy if is_message else "")
+        role = turn["from"]
+        if role not in SHAREGPT_ROLES:
+            remedy = "use data.format=messages for other roles"
+            raise DataError(f"{where}, from", f"one of {', '.join(SHAREGPT_ROLES)}", repr(role), remedy)
+        message = {key: item for key, item in turn.items() if key not in ("from", "value")}
+        if role == "function_call":
+            message |= {"content": "", "tool_calls": _tool_calls(turn["value"], where)}
+        else:
+            message["content"] = turn["value"]
+        messages.append({"role": SHAREGPT_ROLES[role], **message})
+    return messages
+
+
+def _tool_calls(value: Any, what: str) -> list[dict[str, Any]]:
+    """The calls of a `function_call` turn: one `{"name": …, "arguments": …}` or a list of them, usually as JSON text."""
+    rule = 'a function_call is {"name": ..., "arguments": ...}'
+    calls = parse_json(value, what, rule) if isinstance(value, str) else value
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() for call in calls):
+        raise DataError(what, rule, str(value)[:40])
+    return [{"type": "function", "function": {key: call[key] for key in ("name", "arguments")}} for call in calls]
+
+
+def from_alpaca(row: Mapping[str, Any], at: Callable[[str], str]) -> list[dict[str, Any]]:
+    """The messages of an Alpaca row: `instruction`, a blank line and `input` if there is one; then `output`.
+
+    Before them come a `system` message and the pairs (instruction, output) of a `history`, if the row has them.
+
+    Args:
+        at: the name of a column → the words for file, row and column in error messages.
+
+    Raises:
+        DataError: a value that is not text, or a history of another form.
+    """
+    instruction, output = (check_text(row[key], at(key)) for key in ("instruction", "output"))
+    given = check_text(row.get("input") or "", at("input"))
+    messages = [{"role": "system", "content": check_text(row["system"], at("system"))}] if row.get("system") else []
+    history = row.get("history") or []
+    if isinstance(history, str):
+        history = parse_json(history, at("history"), "a list of pairs [instruction, output]")
+    if not isinstance(history, list):
+        raise DataError(at("history"), "a list of pairs [instruction, output]", type(history).__name__)
+    for pair in history:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise DataError(at("history"), "a list of pairs [instruction, output]", str(pair)[:40])
+        for role, text in zip(("user", "assistant"), pair):
+            messages.append({"role": role, "content": check_text(text, at("history"))})
+    messages.append({"role": "user", "content": f"{instruction}\n\n{given}" if given else instruction})
+    messages.append({"role": "assistant", "content": output})
+    return messages

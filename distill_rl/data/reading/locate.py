@@ -15,10 +15,9 @@ import pyarrow as pa
 
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.reading import files
-from distill_rl.data.reading.arrow_rows import TableRows, restore_of
+from distill_rl.data.reading.arrow_rows import TableRows, check_type, restore_of
 from distill_rl.data.reading.block_rows import SameFile
-from distill_rl.data.reading.columns import check_type
-from distill_rl.data.reading.layouts import Layout
+from distill_rl.data.reading.layouts import RowLayout
 from distill_rl.data.reading.records import SampleBy, kind_of
 from distill_rl.errors import DataError
 from distill_rl.system.files import nearby
@@ -44,11 +43,11 @@ class HubError(DataError):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourcePart:
     """The opened rows of a file, an Arrow folder or a hub data set, with only the columns of a layout."""
 
     name: str
-    rows: files.Rows
+    rows: files.FileRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class DataFile:
     def columns(self) -> list[str]:
         return files.column_names(self.path, self.sample_by, strict=self.strict)
 
-    def open(self, layout: Layout, access: files.Access) -> Part:
+    def open(self, layout: RowLayout, access: files.Access) -> SourcePart:
         """Opens the columns of the layout.
 
         Rows are checked now if they are few (`CHECK_BYTES` of an Arrow file; `files.Access.small`) and `access.strict`,
@@ -84,7 +83,7 @@ class DataFile:
         """
         if kind_of(self.path) == ".arrow":
             return Loaded(self.name, files.open_arrow(self.path), [self.path]).open(layout, access)
-        return Part(self.name, files.open_file(self.path, layout, access))
+        return SourcePart(self.name, files.open_file(self.path, layout, access))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ class Loaded:
     def columns(self) -> list[str]:
         return list(self.table.column_names)
 
-    def open(self, layout: Layout, access: files.Access) -> Part:
+    def open(self, layout: RowLayout, access: files.Access) -> SourcePart:
         """The columns of the layout: the type of the main one is checked, with `access.strict` rows up to `CHECK_BYTES`.
 
         Raises:
@@ -117,9 +116,9 @@ class Loaded:
         if access.strict and table.nbytes <= CHECK_BYTES:
             files.check_columns(table, layout, f"{self.name},")
         if not self.content:
-            return Part(self.name, TableRows(table, restore))
+            return SourcePart(self.name, TableRows(table, restore))
         watched = cycle([SameFile(path) for path in self.content])
-        return Part(self.name, TableRows(table, restore, before=lambda: next(watched).require()))
+        return SourcePart(self.name, TableRows(table, restore, before=lambda: next(watched).require()))
 
 
 def locate(
@@ -161,19 +160,9 @@ def is_hub_name(path: str) -> bool:
 
 
 def _local_paths(path: str, splits: Sequence[str], setting: str, say: Callable[[str], None]) -> list[Path]:
-    """The files and folders that `path` names, sorted; empty for a hub name.
-
-    A glob matches data files and Arrow folders, but not the files inside those folders. A folder stands for all data
-    files below it.
-
-    Args:
-        splits: as for `locate`.
-        setting: the config key that holds `path`, for error messages.
-        say: as for `locate`.
-
-    Raises:
-        DataError: nothing there, a glob without a match, a file that is not a data file, a folder without any.
-    """
+    """The files and folders that `path` names, sorted; empty for a hub name."""
+    # A glob matches data files and Arrow folders, but not the files inside those folders. A folder stands for all data
+    # files below it.
     entry = Path(path).expanduser()
     if glob.has_magic(path) and not entry.exists():
         found = sorted(Path(name) for name in glob.glob(str(entry), recursive=True))  # noqa: PTH207 (Path.glob takes no absolute pattern)
@@ -195,14 +184,9 @@ def _local_paths(path: str, splits: Sequence[str], setting: str, say: Callable[[
 
 
 def _data_below(folder: Path, splits: Sequence[str], setting: str, say: Callable[[str], None]) -> list[Path]:
-    """The data files and Arrow folders in a folder and its subfolders, sorted; hidden ones are left out.
-
-    If names of files or subfolders say `train`, `validation` or `test` (or a usual short form), the folder has these
-    splits, as for `datasets`, and the first of `splits` among them is read.
-
-    Raises:
-        DataError: no data files, or none of the split.
-    """
+    """The data files and Arrow folders in a folder and its subfolders, sorted; hidden ones are left out."""
+    # If names of files or subfolders say `train`, `validation` or `test` (or a usual short form), the folder has these
+    # splits, as for `datasets`, and the first of `splits` among them is read.
     found = _without_notes(sorted(_walk(folder)))
     if not found:
         rule = f"a folder with files that end in {', '.join(files.SUFFIXES)}, or one of datasets.save_to_disk"
@@ -261,21 +245,15 @@ def _is_data_file(path: Path) -> bool:
 
 
 def _is_text(path: Path) -> bool:
-    """Whether a path is a text file by its name, compressed or not."""
     return kind_of(path) == ".txt"
 
 
 def _is_arrow_folder(path: Path) -> bool:
-    """Whether a folder was written by `datasets.save_to_disk`, with or without splits."""
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def _open_folder(path: Path, splits: Sequence[str]) -> Loaded:
-    """The data set in a folder written by `datasets.save_to_disk`; of several splits the first of `splits` that it has.
-
-    Raises:
-        DataError: a damaged folder, or none of the splits.
-    """
+    """The data set in a folder written by `datasets.save_to_disk`; of several splits the first of `splits` that it has."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -289,15 +267,7 @@ def _open_folder(path: Path, splits: Sequence[str]) -> Loaded:
 
 
 def _pick_split(loaded: Any, splits: Sequence[str], name: str) -> datasets.Dataset:
-    """The data set itself if it has no splits, otherwise the first of `splits` that it has.
-
-    Args:
-        loaded: a `Dataset` or `DatasetDict`.
-        name: of the data, for error messages.
-
-    Raises:
-        DataError: none of the splits.
-    """
+    """The data set itself if it has no splits, otherwise the first of `splits` that it has."""
     import datasets
 
     if isinstance(loaded, datasets.Dataset):
@@ -309,20 +279,8 @@ def _pick_split(loaded: Any, splits: Sequence[str], name: str) -> datasets.Datas
 
 
 def _open_hub(name: str, splits: Sequence[str], setting: str, data: DataConfig) -> Loaded:
-    """A hub data set, downloaded if necessary; only from the local cache if the hub library is offline.
-
-    If it is not offline, the hub is probed first, for at most 10 s.
-
-    Args:
-        name: as on the hub.
-        splits: the first of these that exists is taken, if there are splits.
-        setting: the config key that holds the name, for error messages.
-        data: subset and revision.
-
-    Raises:
-        HubError: the hub cannot be reached or, offline, the data set is not in the cache.
-        DataError: no such data set or no right to read it; one that `datasets` cannot load; none of the splits.
-    """
+    """A hub data set, downloaded if necessary; only from the local cache if the hub library is offline."""
+    # If it is not offline, the hub is probed first, for at most 10 s.
     import datasets
     import huggingface_hub
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError

@@ -15,8 +15,7 @@ from typing import IO, Any, Literal
 
 import pyarrow as pa
 
-from distill_rl.data.reading.layouts import Layout
-from distill_rl.data.reading.values import check_strings, check_text
+from distill_rl.data.reading.layouts import RowLayout, check_strings, check_text
 from distill_rl.errors import DataError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -122,7 +121,7 @@ def first_columns(path: Path, sample_by: SampleBy, *, strict: bool = True) -> li
     return list(found) or None
 
 
-def stored_columns(layout: Layout, *, strict: bool) -> list[str]:
+def stored_columns(layout: RowLayout, *, strict: bool) -> list[str]:
     """The columns of what `documents` yields."""
     return [*layout.names, AS_JSON] if strict else [*layout.names, AS_JSON, PROBLEM]
 
@@ -137,7 +136,7 @@ def stored_row(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def documents(path: Path, layout: Layout, sample_by: SampleBy, *, strict: bool) -> Iterator[dict[str, str | None]]:
+def documents(path: Path, layout: RowLayout, sample_by: SampleBy, *, strict: bool) -> Iterator[dict[str, str | None]]:
     """Yields the columns of a file, row by row: text as it is, anything else as its JSON text (AS_JSON).
 
     So a column can hold objects of different shapes, such as the arguments of different tools.
@@ -173,7 +172,7 @@ def _as_text(value: Any, what: str) -> str | None:
     return check_text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), what)
 
 
-def with_columns(row: dict[str, Any], layout: Layout, what: str) -> dict[str, Any]:
+def with_columns(row: dict[str, Any], layout: RowLayout, what: str) -> dict[str, Any]:
     """Returns a row that has the columns that the layout requires. Raises DataError for another one."""
     for key in (*layout.required, *layout.chosen_by):
         if key not in row:
@@ -228,14 +227,7 @@ def _csv_row(header: Sequence[str], cells: Sequence[str], what: str) -> dict[str
 
 
 def _parse(text: bytes, what: str) -> Any:
-    """The value of a JSON text, with or without a byte-order mark.
-
-    Args:
-        what: file and row, for error messages.
-
-    Raises:
-        DataError: not UTF-8, or not complete, valid JSON.
-    """
+    """The value of a JSON text, with or without a byte-order mark."""
     try:
         return json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -249,7 +241,6 @@ def _parse(text: bytes, what: str) -> Any:
 
 
 def _not_utf8(what: str, error: UnicodeDecodeError) -> DataError:
-    """The error for bytes that are not UTF-8, for the caller to raise."""
     found = f"byte 0x{error.object[error.start]:02x} at byte {error.start}"
     return DataError(what, "text is UTF-8", found, "convert the file to UTF-8")
 

@@ -14,8 +14,8 @@ from distill_rl.data.order import WINDOW_BYTES, Blocks, FullOrder, Order, Window
 from distill_rl.data.reading.arrow_rows import HeadRows
 from distill_rl.data.reading.block_rows import BlockStore
 from distill_rl.data.reading.files import content_hash
-from distill_rl.data.reading.layouts import Kind, Layout
-from distill_rl.data.reading.locate import Part
+from distill_rl.data.reading.layouts import Kind, RowLayout
+from distill_rl.data.reading.locate import SourcePart
 from distill_rl.errors import DataError
 
 _MAPPED_ROWS = 4096
@@ -38,7 +38,7 @@ class Source:
 
     `source[i]` is `{"row": row, "text": str}` or `{"row": row, "messages": [{"role": str, "content": str, …}, …]}`, the
     latter with "tools" and "chat_template_kwargs" if the row has them; and the teachers' weights, if they are chosen by
-    row (`Layout.document`). Rows are counted from 0 over
+    row (`RowLayout.document`). Rows are counted from 0 over
     all files in order, and a part made by `divide` keeps these numbers.
 
     Args:
@@ -52,9 +52,9 @@ class Source:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[SourcePart],
         *,
-        layout: Layout,
+        layout: RowLayout,
         paths: Sequence[Path],
         store: BlockStore,
         large: bool,
@@ -184,7 +184,6 @@ class Source:
 
     @cached_property
     def _blocks(self) -> Blocks | None:
-        """The blocks of all parts, or None if all of them are in memory or memory-mapped."""
         if not any(hasattr(part.rows, "blocks") for part in self.parts):
             return None
         return Blocks.joined([_blocks_of(part) for part in self.parts])
@@ -222,7 +221,7 @@ class Source:
         self._store.keep(keys)
 
 
-def _blocks_of(part: Part) -> Blocks:
+def _blocks_of(part: SourcePart) -> Blocks:
     """The blocks of a part; those of a memory-mapped one, which are never held in memory, take none."""
     if hasattr(part.rows, "blocks"):
         return part.rows.blocks  # type: ignore[no-any-return]

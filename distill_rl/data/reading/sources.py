@@ -11,13 +11,13 @@ from typing import Literal
 import numpy as np
 
 from distill_rl.config.schema import DataConfig
-from distill_rl.data.mixture import Interleaved, Mixture
+from distill_rl.data.mixture import Interleaved, MixedSource, Mixture
 from distill_rl.data.order import random_order
 from distill_rl.data.reading import files
 from distill_rl.data.reading.block_rows import BlockStore
 from distill_rl.data.reading.cache import Cache, size_text
-from distill_rl.data.reading.layouts import Layout, choose_layout
-from distill_rl.data.reading.locate import DataFile, HubError, Loaded, Part, is_hub_name, locate
+from distill_rl.data.reading.layouts import RowLayout, choose_layout
+from distill_rl.data.reading.locate import DataFile, HubError, Loaded, SourcePart, is_hub_name, locate
 from distill_rl.data.reading.records import compression_of, kind_of
 from distill_rl.data.reading.source import Source
 from distill_rl.data.routing import Routing
@@ -100,7 +100,12 @@ def open_source(
 
 def mixture_of(data: DataConfig, opened: Sequence[Source]) -> Mixture:
     """The mixture of `data.sources`, once they are open. Raises DataError for a weight of 0 or less, or several kinds."""
-    return Mixture(opened, [source.weight for source in data.sources], names_of(data))
+    return Mixture(
+        [
+            MixedSource(source, settings.weight, name)
+            for source, settings, name in zip(opened, data.sources, names_of(data))
+        ]
+    )
 
 
 def open_one(
@@ -142,7 +147,7 @@ def open_one(
     if not access.small and lines > 1 << 30:
         cache.say(f"counting   the lines of {path} ({size_text(lines)})")
 
-    def opened(origin: DataFile | Loaded) -> Part | DataError | None:
+    def opened(origin: DataFile | Loaded) -> SourcePart | DataError | None:
         try:
             return origin.open(layout, access)
         except files.EmptyFile as error:
@@ -156,7 +161,7 @@ def open_one(
     if problems:
         more = [f"{key}: {len(problems) - _TOLD} further files have problems"] if len(problems) > _TOLD else []
         raise DataError.many(problems[:_TOLD] + more)
-    parts = [result for result in results if isinstance(result, Part)]
+    parts = [result for result in results if isinstance(result, SourcePart)]
     if not sum(len(part.rows) for part in parts):
         raise DataError(key, "at least one row", f"an empty data set at {path}")
     content = [file for origin in origins for file in origin.content]
@@ -166,13 +171,7 @@ def open_one(
     return Source(parts, layout=layout, paths=content, store=access.store, large=not access.small, reading=reading)
 
 
-def _layout_of(origins: Sequence[DataFile | Loaded], data: DataConfig, routing: Routing | None) -> Layout:
-    """The layout of the first file that has rows.
-
-    Raises:
-        EmptyFile: with `data.bad_rows: fail`, the first file is empty; otherwise all are.
-        DataError: as for `choose_layout`.
-    """
+def _layout_of(origins: Sequence[DataFile | Loaded], data: DataConfig, routing: Routing | None) -> RowLayout:
     for origin in origins[:-1]:
         try:
             return choose_layout(origin.columns(), data, origin.name, routing)
@@ -213,20 +212,16 @@ def split_validation(
         return source, None
     if isinstance(source, Source):
         return _hold_out(source, data.validation.fraction, seed)
-    parts = [_hold_out(part, data.validation.fraction, seed, name) for part, name in zip(source.sources, source.names)]
-    training = Mixture([part for part, _ in parts], source.weights, source.names)
-    return training, Interleaved(training, [part for _, part in parts], data.validation.max_documents)
+    kept, held_out = [], []
+    for member in source.members:
+        rest, part = _hold_out(member.source, data.validation.fraction, seed, member.name)
+        kept.append(replace(member, source=rest))
+        held_out.append(replace(member, source=part))
+    training = Mixture(kept)
+    return training, Interleaved(training, held_out, data.validation.max_documents)
 
 
 def _hold_out(source: Source, fraction: float, seed: int, name: str = "") -> tuple[Source, Source]:
-    """A source without some of its rows, and these.
-
-    Args:
-        name: of one of several sources, for messages.
-
-    Raises:
-        DataError: a fraction of 1 or more, or fewer than two rows.
-    """
     if len(source) < 2 or fraction >= 1:
         found = f"{fraction} of {len(source)} rows{f' of {name}' if name else ''}"
         raise DataError("data.validation.fraction", "a fraction below 1 of at least two rows", found)

@@ -15,12 +15,11 @@ from distill_rl.evals.backends.base import Output, Settings
 from distill_rl.evals.backends.encode import Encoder, model_folder
 from distill_rl.evals.backends.prefix_sharing import SharedPrefix, cache_support, group_by_prefix
 from distill_rl.evals.suites.base import Item
-from distill_rl.models.attention.choice import with_masks
+from distill_rl.models.attention import with_masks
 from distill_rl.models.determinism import start_vector_math
 from distill_rl.models.families import length_limit
-from distill_rl.models.files.headers import holds_several
+from distill_rl.models.files.headers import TOWER_NAMES, holds_several
 from distill_rl.models.files.hub import read_config
-from distill_rl.models.files.tower import TOWER_NAMES
 from distill_rl.models.rotary import use_own_lengths
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from distill_rl.evals.suites.base import Item
 from distill_rl.models.families import engine_length_problem, length_limit
 from distill_rl.models.files.headers import weight_files
 from distill_rl.models.files.hub import read_config
-from distill_rl.models.vllm.engine import EngineSettings, VllmEngine
+from distill_rl.models.vllm import EngineSettings, VllmEngine
 
 log = logging.getLogger(__name__)
 

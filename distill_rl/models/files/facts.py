@@ -1,23 +1,24 @@
-"""Facts about a model folder or a hub name, from its small files: no weight is read and torch is not imported."""
+"""Facts about a model folder or a hub name, from its small files and from its class. No weight is read."""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import re
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distill_rl.config.facts import ModelFacts
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import TeacherConfig
-from distill_rl.errors import problem
+from distill_rl.errors import ConfigError, first_line, problem
 from distill_rl.models.families import (
     experts_per_token,
     family_of,
@@ -26,9 +27,17 @@ from distill_rl.models.families import (
     num_experts,
     visited_intermediate_size,
 )
-from distill_rl.models.files.headers import read_headers, weight_files, weight_problems
-from distill_rl.models.files.hub import HubUnreachable, resolve
+from distill_rl.models.files.headers import read_headers, tied_problems, weight_files, weight_problems
+from distill_rl.models.files.hub import HubUnreachable, read_config, resolve
+from distill_rl.system.processes.child import call_in_child
 from distill_rl.system.without_torch import gpu_possible
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+_DEADLINE_S = 300.0
+"""For a process that imports torch and one family: seconds on an idle machine, far longer from a cold network disk."""
 
 HUB_TIMEOUT_S = 10.0
 """A hub that has not answered within this time counts as unreachable."""
@@ -226,11 +235,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def _adapter_problem(key: str, folder: Path) -> str:
-    """The line about an adapter in place of a model: what it is, its base model, and how to merge the two.
-
-    Args:
-        key: the setting that names the folder.
-    """
+    """The line about an adapter in place of a model: what it is, its base model, and how to merge the two."""
     try:
         adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -248,12 +253,7 @@ def _adapter_problem(key: str, folder: Path) -> str:
 
 
 def _code_problems(key: str, config: Mapping[str, Any]) -> list[str]:
-    """Returns one line if transformers does not have the model's family; an empty list if it does.
-
-    Args:
-        key: the setting that names the model, for the line.
-        config: the content of its config.json.
-    """
+    """Returns one line if transformers does not have the model's family; an empty list if it does."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     family = config.get("model_type")
@@ -296,3 +296,96 @@ def gpu_bytes() -> tuple[int, ...]:
         return tuple(int(line) << 20 for line in answer.stdout.split())
     except (OSError, ValueError, subprocess.SubprocessError):
         return ()
+
+
+# What only a model's class knows: attention, positions, packing and tensors. The class is made on the meta device, as a worker
+# will make it. That takes torch and the family's module. `check` does without torch where it can (`system/without_torch.py`);
+# Transformers then has no classes, and a process of its own is asked.
+
+
+def examine(
+    key: str, folder: Path, *, attention: str, packing: bool, weights: bool, automatic: bool = False
+) -> list[str]:
+    """Returns what a model's class has against the settings and its files, one line each; empty if nothing.
+
+    Args:
+        key: `student` or `teachers.0`, for the lines.
+        attention: transformers' name of the implementation.
+        packing: whether rows may hold several documents.
+        weights: whether the files are there, so that their tensors can be compared.
+        automatic: whether the attention was chosen, and not named in the settings. A worker, which knows the class, chooses
+            eager where transformers has no sdpa.
+
+    Raises:
+        ConfigError: as in `read_config`, or the model cannot be made from its config at all.
+        WorkerError: the process that was asked died, or did not answer in time.
+    """
+    from transformers.utils import is_torch_available
+
+    arguments = key, folder, attention, packing, weights, automatic
+    if is_torch_available():
+        return list(_examine(*arguments))
+    return call_in_child(f"{key}.model", _examined_elsewhere, *arguments, deadline_s=_DEADLINE_S)
+
+
+def _examined_elsewhere(
+    key: str, folder: Path, attention: str, packing: bool, weights: bool, automatic: bool
+) -> list[str]:
+    """The lines of `examine`, asked in a process of its own, without the warnings that the caller has printed."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    read_config(folder)  # Transformers gives a warning about a config once per process
+    logging.set_verbosity(verbosity)
+    return list(_examine(key, folder, attention, packing, weights, automatic))
+
+
+def _examine(key: str, folder: Path, attention: str, packing: bool, weights: bool, automatic: bool) -> Iterator[str]:
+    """Yields the lines of `examine`; raises ConfigError where the model cannot be made at all."""
+    from distill_rl.models.weights import compare, match, stored_tensors
+
+    config = read_config(folder)
+    family = config.model_type
+    try:
+        model = _made(config, attention)
+    except ConfigError:
+        if attention == "eager":
+            raise
+        model = _made(config, "eager")
+        if not automatic or attention != "sdpa":
+            rule = f"transformers has no {attention} attention for {family}"
+            yield problem(f"{key}.attention", rule, None, f"set {key}.attention=eager")
+    yield from _packing_problems(model, packing=packing)
+    if weights:
+        shapes = {name: tuple(entry["shape"]) for name, entry in read_headers(folder).items()}
+        lines = compare(f"{key}.model", model, shapes)
+        yield from lines
+        if not lines:
+            found = match(model, stored_tensors(model), shapes)
+            yield from tied_problems(f"{key}.model", folder, found.stored.values())
+
+
+def _made(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    from distill_rl.models.skeleton import DTYPES, skeleton
+
+    try:
+        return skeleton(config, dtype=DTYPES["fp32"], attention=attention)
+    except ConfigError:
+        raise
+    except Exception as error:  # a config can hold values that only the class looks at
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise ConfigError(f"transformers cannot make {config.model_type} from config.json", "", what) from error
+
+
+def _packing_problems(model: PreTrainedModel, *, packing: bool) -> Iterator[str]:
+    """Yields at most one line: the family cannot keep packed documents apart, but `data.packing` is true."""
+    # Restarting positions separate documents. A class that takes none, or carries a state from token to token, cannot
+    # follow them.
+    if not packing:
+        return
+    family, remedy = model.config.model_type, "set data.packing=false"
+    if model._is_stateful:
+        yield problem("data.packing", f"{family} carries a state from one packed document to the next", "true", remedy)
+    elif "position_ids" not in inspect.signature(model.forward).parameters:
+        yield problem("data.packing", f"{family} takes no positions, which separate packed documents", "true", remedy)

@@ -1,4 +1,4 @@
-"""Models and tokenizers from folders or from the Hugging Face hub, without loading torch.
+"""Models and tokenizers from folders or from the Hugging Face hub, and what their small files say, without loading torch.
 
 Code from a model's folder is never run, and only weights in safetensors are fetched.
 """
@@ -8,18 +8,48 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill_rl.config.paths import described_by
 from distill_rl.config.schema import StudentConfig, TeacherConfig
-from distill_rl.errors import ConfigError, first_line
-from distill_rl.models.files.headers import read_headers, weight_problems
-from distill_rl.models.files.tower import is_joined, no_tower, text_tower
+from distill_rl.errors import ConfigError, first_line, problem
+from distill_rl.models.files.headers import is_joined, no_tower, read_headers, text_tower, weight_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+
+ADVICE = "docs/models.md#the-first-token-of-a-text"
+"""Says how a tokenizer is made to write it."""
+_BEGINS = re.compile(r"\bbos\b|begin|start.?of.?(text|sentence)|^<s>$", re.IGNORECASE)
+"""Names of tokens that do nothing but begin a text. Others, such as <|im_start|> or <|endoftext|>, are named as the first token
+by models that were not trained with one."""
+
+Licence = Mapping[str, str]
+"""Some of FIELDS; empty if no licence is known."""
+FIELDS = ("license", "license_name", "license_link")
+IDENTIFIERS = frozenset({
+    "afl-3.0", "agpl-3.0", "apache-2.0", "artistic-2.0", "bigcode-openrail-m", "bigscience-bloom-rail-1.0",
+    "bigscience-openrail-m", "bsd", "bsd-2-clause", "bsd-3-clause", "bsd-3-clause-clear", "bsl-1.0", "c-uda", "cc",
+    "cc-by-2.0", "cc-by-2.5", "cc-by-3.0", "cc-by-4.0", "cc-by-nc-2.0", "cc-by-nc-3.0", "cc-by-nc-4.0",
+    "cc-by-nc-nd-3.0", "cc-by-nc-nd-4.0", "cc-by-nc-sa-2.0", "cc-by-nc-sa-3.0", "cc-by-nc-sa-4.0", "cc-by-nd-4.0",
+    "cc-by-sa-3.0", "cc-by-sa-4.0", "cc0-1.0", "cdla-permissive-1.0", "cdla-permissive-2.0", "cdla-sharing-1.0",
+    "creativeml-openrail-m", "deepfloyd-if-license", "ecl-2.0", "epl-1.0", "etalab-2.0", "eupl-1.1", "gemma",
+    "gfdl", "gpl", "gpl-2.0", "gpl-3.0", "isc", "lgpl", "lgpl-2.1", "lgpl-3.0", "lgpl-lr", "llama2", "llama3",
+    "llama3.1", "llama3.2", "llama3.3", "lppl-1.3c", "mit", "mpl-2.0", "ms-pl", "ncsa", "odbl", "odc-by", "ofl-1.1",
+    "openrail", "openrail++", "osl-3.0", "other", "pddl", "postgresql", "unknown", "unlicense", "wtfpl", "zlib",
+})  # fmt: skip
+"""Values of `license` that the hub accepts. It refuses a card with any other."""
+_LARGEST_CARD = 2**20
+"""Bytes. No card is that long; another file of this name is not read."""
+
+_REMEDY = "use a decoder-only language model, such as Llama, Qwen or Mistral"
+_STATEFUL = ("mamba", "recurrent", "conv", "linear_attention")
+"""Parts of the names in `layer_types` of layers that carry a state from token to token, whatever the positions are."""
 
 _DESCRIPTION = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "README.md"]
 _WEIGHTS = [*_DESCRIPTION, "*.safetensors"]
@@ -95,11 +125,7 @@ def _has_head(folder: Path) -> bool:
 
 
 def _check_dtypes(config: PreTrainedConfig) -> None:
-    """Checks the dtypes of a config and its parts, which Transformers leaves as text where it has no PyTorch.
-
-    Raises:
-        AttributeError: torch has no such dtype; the error that Transformers raises with PyTorch.
-    """
+    """Checks the dtypes of a config and its parts, which Transformers leaves as text where it has no PyTorch."""
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         name = getattr(part, "dtype", None)
         if isinstance(name, str) and name not in ("float32", "float16", "bfloat16", "float64"):
@@ -203,15 +229,7 @@ def cached(name: str, revision: str | None = None) -> Path | None:
 
 
 def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
-    """Downloads the files of a hub model that match the patterns, or finds them in the cache; returns their folder.
-
-    Args:
-        revision: None: the newest.
-
-    Raises:
-        ConfigError: no such model or revision, or one that needs permission.
-        HubUnreachable: the hub does not answer, or offline mode is set, and the files are not in the cache.
-    """
+    """Downloads the files of a hub model that match the patterns, or finds them in the cache; returns their folder."""
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -233,3 +251,137 @@ def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
             offline,
             "give the path of a folder, or fetch it first where there is a network (`hf download`)",
         ) from error
+
+
+def architecture_problems(key: str, folder: Path) -> list[str]:
+    """Returns why a model is no causal language model of text: one line, or an empty list if it is one.
+
+    Args:
+        key: the setting that names the model, for the line.
+        folder: has a config.json in which `folder_problems` finds nothing.
+    """
+    import transformers.models.auto.modeling_auto as auto
+    from transformers import AutoConfig
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    family = config["model_type"]
+    rule = ""
+    if is_joined(config):
+        try:
+            whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except Exception:  # every field has a validator with its own exceptions; read_config reports it
+            return []
+        if text_tower(whole) is None:
+            return [problem(key, f"must be a causal language model; {no_tower(family)}", None, _REMEDY)]
+    elif family not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.get("is_encoder_decoder"):
+        rule = _kind_of(family, config)
+    elif family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.get("is_decoder"):
+        rule = "is an encoder, whose attention sees the tokens that are to be predicted"
+    if not rule:
+        return []
+    return [problem(key, f"must be a causal language model; {family} {rule}", None, _REMEDY)]
+
+
+def tower_note(key: str, folder: Path, tower: PreTrainedConfig) -> list[str]:
+    """Returns one line if a folder holds a model with several towers, of which only the text is used.
+
+    Args:
+        key: the setting that names the model, for the line.
+        tower: the config that `read_config` returns.
+    """
+    family = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    if family == tower.model_type:
+        return []
+    (name,) = tower.architectures or [tower.model_type]
+    return [f"{key}: of {family} the text tower is taken, as {name}; tensors for images or sound are not read"]
+
+
+def _kind_of(family: str, config: Mapping[str, Any]) -> str:
+    """What a family is that transformers does not list as a causal language model, in words."""
+    import transformers.models.auto.modeling_auto as auto
+
+    if config.get("is_encoder_decoder") or family in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        return "is an encoder-decoder"
+    if family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return "is an encoder"
+    return "is none in transformers"
+
+
+def stateful_layers(hf_config: Any) -> list[str]:
+    """The kinds of layers, by transformers' `layer_types`, that carry a state across the ends of packed documents."""
+    kinds = getattr(hf_config, "layer_types", None) or ()
+    return sorted({str(kind) for kind in kinds if any(part in str(kind) for part in _STATEFUL)})
+
+
+# A licence is known by the fields that the headers of model cards have for it: an identifier of the hub's list or, as
+# `license: other`, `license_name` and `license_link` (https://huggingface.co/docs/hub/repositories-licenses). The hub is not
+# asked: a model that is not on this machine has no known licence.
+
+
+def licence(name: str) -> Licence:
+    """The fields of a licence that somebody names: an identifier of the hub's list, or any other name."""
+    identifier = name.strip().lower()
+    if identifier in IDENTIFIERS:
+        return {"license": identifier}
+    return {"license": "other", "license_name": re.sub(r"[^a-z0-9.]+", "-", identifier).strip("-") or "other"}
+
+
+def licence_of(model: StudentConfig | TeacherConfig) -> Licence:
+    """The licence that a model's own files state; empty if they state none, or are not on this machine."""
+    folder = Path(model.model).expanduser()
+    found = folder if folder.is_dir() else cached(model.model, model.revision)
+    return {} if found is None else licence_in(found)
+
+
+def licence_in(folder: Path) -> Licence:
+    """The licence in the header of a folder's model card or, without one, in its config.json; empty if neither has it.
+
+    Fields that are not short texts on one line do not count.
+    """
+    header = _plain_fields(card_header(folder))
+    if "license" in header:
+        return header
+    try:
+        stated = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("license")
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return licence(stated) if isinstance(stated, str) and _plain_fields({"license": stated}) else {}
+
+
+def card_header(folder: Path) -> dict[str, Any]:
+    """The YAML header of a folder's README.md; empty if there is none that can be read."""
+    from huggingface_hub.repocard import metadata_load
+
+    card = folder / "README.md"
+    try:
+        if card.stat().st_size > _LARGEST_CARD:
+            return {}
+        return metadata_load(card) or {}
+    except Exception:  # it is somebody else's file, and YAML has errors of its own
+        return {}
+
+
+def _plain_fields(header: Mapping[str, Any]) -> dict[str, str]:
+    texts = {name: header[name] for name in FIELDS if isinstance(header.get(name), str)}
+    return {name: text for name, text in texts.items() if text.strip() and len(text) < 300 and text.isprintable()}
+
+
+def unwritten_beginning(tokenizer: Any) -> int | None:
+    """The id of the token that begins a text by its name, if the tokenizer has one and does not write it; otherwise None.
+
+    Conversions of a model, such as to GGUF and back, can lose that a tokenizer writes it.
+    """
+    token, number = tokenizer.bos_token, tokenizer.bos_token_id
+    if token is None or number in (tokenizer.eos_token_id, tokenizer.pad_token_id) or not _BEGINS.search(token):
+        return None
+    return None if tokenizer("a", verbose=False)["input_ids"][:1] == [number] else number
+
+
+def write_beginning(tokenizer: Any) -> None:
+    """Lets a tokenizer write its first token before every text, as the published one does."""
+    from tokenizers.processors import TemplateProcessing
+
+    begin, number = tokenizer.bos_token, tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin}:0 $A:0", pair=f"{begin}:0 $A:0 {begin}:1 $B:1", special_tokens=[(begin, number)]
+    )

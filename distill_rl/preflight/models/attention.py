@@ -7,16 +7,7 @@ from collections.abc import Iterator, Sequence
 from distill_rl.config.facts import row_width, width_divisor, width_multiple
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError, problem
-from distill_rl.models.attention.choice import (
-    ON_CPU,
-    VARLEN,
-    choose,
-    importable,
-    installed,
-    lacks,
-    obstacles,
-    packed_limit,
-)
+from distill_rl.models.attention import ON_CPU, VARLEN, choose, importable, installed, lacks, obstacles, packed_limit
 from distill_rl.models.families import engine_length_problem, family_of, length_limit
 from distill_rl.preflight.models.opened import Findings, Opened
 
@@ -113,11 +104,10 @@ def class_problems(config: Config, models: Sequence[Opened], *, gpus: int) -> It
     Args:
         gpus: number visible on this machine.
     """
-    from distill_rl.models.files.architecture import stateful_layers
-    from distill_rl.models.files.examine import examine
-    from distill_rl.models.files.headers import read_headers, tied_problems
-    from distill_rl.models.files.tensors import dtype_problems, plainly_whole
-    from distill_rl.models.quantization.stored import method_of
+    from distill_rl.models.files.facts import examine
+    from distill_rl.models.files.headers import dtype_problems, plainly_whole, read_headers, tied_problems
+    from distill_rl.models.files.hub import stateful_layers
+    from distill_rl.models.stored import method_of
 
     packing, findings = config.data.packing, Findings()
     for model in models:

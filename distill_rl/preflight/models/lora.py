@@ -16,7 +16,7 @@ def look_at_adapters(config: Config, student: Opened, findings: Findings) -> Non
     Nothing without adapters, and nothing if the student's config could not be read.
     """
     from distill_rl.models.files.headers import read_headers
-    from distill_rl.models.lora.layers import survey
+    from distill_rl.models.lora import survey
 
     lora, folder = config.student.lora, student.folder
     if lora is None or folder is None or student.config is None:
@@ -30,7 +30,7 @@ def look_at_adapters(config: Config, student: Opened, findings: Findings) -> Non
 
 def with_adapters(config: Config, facts: ModelFacts, checked: Facts) -> ModelFacts:
     """The facts of the student with what is trained, which the checks have found if the model was on this machine."""
-    from distill_rl.models.lora.layers import survey
+    from distill_rl.models.lora import survey
 
     lora = config.student.lora
     if lora is None:

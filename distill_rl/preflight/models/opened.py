@@ -172,9 +172,8 @@ def _open_weights(key: str, folder: Path, opened: Opened, findings: Findings, *,
         needed: whether missing or damaged weights are a problem. If not (those of a hub model may still have to be
             downloaded), they only leave `facts` None.
     """
-    from distill_rl.models.files.architecture import architecture_problems, tower_note
     from distill_rl.models.files.facts import folder_problems, read_model_facts
-    from distill_rl.models.files.hub import configured_stops, read_config
+    from distill_rl.models.files.hub import architecture_problems, configured_stops, read_config, tower_note
 
     in_folder = folder_problems(key, folder, weights=needed) or architecture_problems(key, folder)
     findings.problems += in_folder

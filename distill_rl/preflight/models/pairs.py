@@ -127,7 +127,7 @@ def beginning_notes(kind: str | None, models: Sequence[Opened]) -> Iterator[str]
     Args:
         kind: of the data, `text` or `messages`; None: not known.
     """
-    from distill_rl.models.files.beginning import ADVICE, unwritten_beginning
+    from distill_rl.models.files.hub import ADVICE, unwritten_beginning
 
     if kind != "text":
         return

@@ -21,7 +21,7 @@ def stored_problems(teachers: Sequence[Opened], *, gpus: int) -> Iterator[str]:
         teachers: the running ones.
         gpus: number visible on this machine.
     """
-    from distill_rl.models.quantization.stored import as_stored_problem, method_of, missing_packages
+    from distill_rl.models.stored import as_stored_problem, method_of, missing_packages
 
     for opened in teachers:
         settings, key = opened.settings, f"{opened.key}.quantization"

@@ -13,7 +13,7 @@ from distill_rl.errors import problem
 from distill_rl.preflight.models.opened import Findings, Opened
 
 if TYPE_CHECKING:
-    from distill_rl.data.batch.unrendered import Part
+    from distill_rl.data.batch.chat import ChatPart
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHOWN = 60
@@ -24,10 +24,10 @@ _SHOWN = 60
 class _Left:
     """What one template leaves out of the sample."""
 
-    rows: dict[Part, list[int]] = field(default_factory=dict)
-    examples: dict[Part, str] = field(default_factory=dict)
+    rows: dict[ChatPart, list[int]] = field(default_factory=dict)
+    examples: dict[ChatPart, str] = field(default_factory=dict)
 
-    def add(self, parts: Sequence[Part], row: Mapping[str, Any]) -> None:
+    def add(self, parts: Sequence[ChatPart], row: Mapping[str, Any]) -> None:
         """Counts the parts that are left out of a row."""
         for part in parts:
             self.rows.setdefault(part, []).append(row["row"])
@@ -95,8 +95,7 @@ def _render_all(
         key: the setting with which the line about a chat that is not accepted begins.
         roles: those whose turns must be found; None: none is looked for, as a run does for a teacher.
     """
-    from distill_rl.data.batch.chat import render_document
-    from distill_rl.data.batch.unrendered import TemplateCoverage
+    from distill_rl.data.batch.chat import TemplateCoverage, render_document
 
     coverage, left, texts = TemplateCoverage(model.tokenizer, whose), _Left(), []
     for row in rows:
@@ -158,7 +157,7 @@ def _difference(ours: str, theirs: str) -> str:
     return f"{shown[0]} by the student's, {shown[1]} by its own"
 
 
-def _example(part: Part, row: Mapping[str, Any]) -> str:
+def _example(part: ChatPart, row: Mapping[str, Any]) -> str:
     """The value of a part in a row that has it, shortened."""
     if part.role:
         values = [message.get(part.column) for message in row["messages"] if message["role"] == part.role]

@@ -20,7 +20,7 @@ from distill_rl.preflight.models.opened import Opened
 if TYPE_CHECKING:
     import numpy as np
 
-    from distill_rl.data.joining import Joining
+    from distill_rl.data.loader import Joining
     from distill_rl.data.mixture import Mixture
     from distill_rl.data.reading.source import Source
 
@@ -30,16 +30,16 @@ _STEPS = 256
 
 def source_facts(data: DataConfig, training: Source | Mixture) -> Iterator[SourceFacts]:
     """Yields the facts of each source of the training documents, without those that need a sample."""
-    from distill_rl.data.mixture import Mixture
+    from distill_rl.data.mixture import MixedSource, Mixture
     from distill_rl.data.reading.sources import each_source
 
-    parts = training.sources if isinstance(training, Mixture) else (training,)
-    names = training.names if isinstance(training, Mixture) else (data.path or "",)
-    weights = training.weights if isinstance(training, Mixture) else (1.0,)
-    for part, name, weight, (_, settings) in zip(parts, names, weights, each_source(data)):
+    members = training.members if isinstance(training, Mixture) else [MixedSource(training, 1.0, data.path or "")]
+    total = sum(member.weight for member in members)
+    for member, (_, settings) in zip(members, each_source(data)):
+        part = member.source
         recognised = settings.format == "auto" and part.layout.format in ("sharegpt", "alpaca")
         count = len(part) if part.exact else None
-        yield SourceFacts(name, part.layout.format, count, weight / sum(weights), recognised)
+        yield SourceFacts(member.name, part.layout.format, count, member.weight / total, recognised)
 
 
 def expect(
@@ -69,7 +69,7 @@ def expect(
     import numpy as np
 
     from distill_rl.data.batch.collate import BatchPlan
-    from distill_rl.data.joining import Joining
+    from distill_rl.data.loader import Joining
 
     data = config.data
     crossing = [

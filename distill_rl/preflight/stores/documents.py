@@ -94,8 +94,7 @@ def compare_documents(
 
 def _trained_on(config: Config, training: Any) -> Iterator[Mapping[str, Any]]:
     """The documents that the run will train on; each once, unless they are joined, which may differ by epoch."""
-    from distill_rl.data.joining import Joining
-    from distill_rl.data.loader import Loader
+    from distill_rl.data.loader import Joining, Loader
     from distill_rl.types import TrainState
 
     epochs = config.train.epochs
@@ -133,8 +132,7 @@ def _once(documents: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]
 
 def _validated_on(config: Config, validation: Any) -> Iterator[Mapping[str, Any]]:
     """The documents that the run will validate on."""
-    from distill_rl.data.joining import Joining
-    from distill_rl.data.loader import validation_batches
+    from distill_rl.data.loader import Joining, validation_batches
 
     if validation is None:
         return iter(())
@@ -165,7 +163,7 @@ def _look_up(
     2. So are all others, but those that every store has whole under their name. If that was wrong for one of the first
        (a tokenizer that ends texts in another token, for example), it counts for none.
     """
-    from distill_rl.data.batch.naming import StoredTargets, ref_and_tokens
+    from distill_rl.data.batch.pieces import StoredTargets, ref_and_tokens
     from distill_rl.data.routing import asked, weights_of
     from distill_rl.types import row_of
 
@@ -202,7 +200,7 @@ def _is_known(document: Mapping[str, Any], stores: Iterable[Store]) -> bool:
     Not known of a chat, whose name depends on its template, nor of a text in another form than NFC, which has the name
     of that form, but perhaps other tokens.
     """
-    from distill_rl.data.batch.naming import name_of
+    from distill_rl.data.batch.tokenization import name_of
 
     text = document.get("text")
     if text is None or not is_normalized("NFC", text):
@@ -217,7 +215,7 @@ def _divider(
     """How a document is divided into pieces, and what the teachers call it; nothing for one that cannot be read."""
     from distill_rl.config.facts import teacher_length
     from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher, DocumentAligner
-    from distill_rl.data.batch.pieces import STUDENT, Extent, Piece, splitter_of
+    from distill_rl.data.batch.pieces import STUDENT, DocumentPiece, Extent, splitter_of
     from distill_rl.data.batch.tokenization import Tokenization
 
     data = replace(config.data, unrendered="warn", loss_on="all", loss_roles=[])
@@ -248,6 +246,6 @@ def _divider(
         if splitter is not None:
             return splitter.split(encoded, {}), {}
         cut = encoded.cut(config.data.max_length)
-        return [Piece(cut, {}, {STUDENT: Extent(whole=not cut.truncated)})], {}
+        return [DocumentPiece(cut, {}, {STUDENT: Extent(whole=not cut.truncated)})], {}
 
     return alone

@@ -20,7 +20,7 @@ from distill_rl.workers.actors.rank import Worker
 from distill_rl.workers.cluster.gauges import Gauges
 
 if TYPE_CHECKING:
-    from distill_rl.data.batch.document_aligner import AlignedDocuments
+    from distill_rl.data.batch.document_aligner import AlignedDocument
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class AlignerWorker(Worker):
 
     def align(
         self, documents: Sequence[Mapping[str, Any]], skip: Collection[Row] = ()
-    ) -> tuple[AlignerUse, AlignedDocuments]:
+    ) -> tuple[AlignerUse, list[AlignedDocument]]:
         """Tokenises documents and aligns them with teachers of other tokenizers. Needs `start`.
 
         Args:
@@ -90,10 +90,11 @@ class AlignerWorker(Worker):
         aligned = self._builder.align(documents, skip)
         seconds = time.perf_counter() - began
         self._gauges.set("aligner_seconds", seconds)
-        self._gauges.add("aligner_tokens", sum(len(document.input_ids) for document in aligned.encoded))
+        tokens = sum(len(piece.encoded.input_ids) for document in aligned for piece in document.pieces)
+        self._gauges.add("aligner_tokens", tokens)
         return AlignerUse(seconds, peak_gib()), aligned
 
-    def assemble(self, index: int, cursor: Cursor, *parts: AlignedDocuments) -> tuple[Any, ...]:
+    def assemble(self, index: int, cursor: Cursor, *parts: list[AlignedDocument]) -> tuple[Any, ...]:
         """Lays a batch out as token rows for every rank. Needs `start`.
 
         Args:
@@ -117,13 +118,8 @@ class AlignerWorker(Worker):
 
 
 def _require_cuda() -> None:
-    """Checks that this node has what the CUDA alignment backend needs.
-
-    The same check was made before the run on the driver's node, but this actor may be on another one.
-
-    Raises:
-        ConfigError: something is missing.
-    """
+    """Checks that this node has what the CUDA alignment backend needs."""
+    # The same check was made before the run on the driver's node, but this actor may be on another one.
     from distill_rl.align.dp.device import missing_for_cuda
 
     if missing := missing_for_cuda():

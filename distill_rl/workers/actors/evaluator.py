@@ -135,10 +135,8 @@ class EvalWorker(GroupMember):
         return Evaluated(results, samples_of(loaded, model.out, num_samples))
 
     def _questions(self, suites: Sequence[str], data: Path, options: Options) -> list[LoadedSuite]:
-        """Returns the suites with their questions, read from `data` or kept from the last call.
-
-        They are read again if the arguments differ from those of the last call.
-        """
+        """Returns the suites with their questions, read from `data` or kept from the last call."""
+        # They are read again if the arguments differ from those of the last call.
         from distill_rl.evals.options import load_questions
 
         arguments = (tuple(suites), data, options)

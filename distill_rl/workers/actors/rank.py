@@ -109,10 +109,8 @@ class GroupMember(Worker):
         return host, self._store.port
 
     def _meet(self, host: str, port: int, world_size: int) -> TCPStore | None:
-        """The store through which the ranks of a group find each other; None for a single one.
-
-        If they are all on this node, their process groups will listen on its loopback interface only.
-        """
+        """The store through which the ranks of a group find each other; None for a single one."""
+        # If they are all on this node, their process groups will listen on its loopback interface only.
         from distill_rl.parallel.mesh import LOOPBACK, join_store, listen_on_loopback
 
         if world_size == 1 or host == LOOPBACK:
@@ -159,13 +157,7 @@ class RankWorker(GroupMember):
     def _open_transport(
         self, name: str, ring: Ring | None = None, source: str = "", backing: Backing = "memfd"
     ) -> Transport:
-        """Creates this process's side of a transport in place of an earlier one of that name, keeps it, and returns it.
-
-        Args:
-            ring: the slots to write to, for a teacher rank; None for a reader.
-            source: name of the teacher rank that writes; empty for a reader.
-            backing: kind of memory behind the ring, where the transport uses shared memory.
-        """
+        """Creates this process's side of a transport in place of an earlier one of that name, keeps it, and returns it."""
         from distill_rl.transport.choose import make
 
         self._transports[name] = make(
@@ -190,18 +182,10 @@ class RankWorker(GroupMember):
         *,
         on_host: bool = False,
     ) -> World:
-        """Joins the dp × sp × tp ranks of a group, and stores and returns the World.
-
-        Also sets this process's random seeds and number of torch threads.
-
-        Blocks until all ranks of the group have called it, `ray.step_timeout_s` at most. The device is the GPU that Ray
-        assigned, otherwise the CPU.
-
-        Args:
-            host, port: of the store that the first rank serves; that rank ignores them.
-            gpu_memory: share of the GPU's memory that this process may use; 1: no limit.
-            on_host: whether this rank's tensors are on the CPU although it has a GPU, which another library uses.
-        """
+        """Joins the dp × sp × tp ranks of a group, and stores and returns the World."""
+        # Also sets this process's random seeds and number of torch threads.
+        # Blocks until all ranks of the group have called it, `ray.step_timeout_s` at most. The device is the GPU that
+        # Ray assigned, otherwise the CPU.
         from distill_rl.parallel.mesh import open_world
 
         _prepare_process(self._config.run.seed, self._threads)
@@ -294,10 +278,8 @@ def limit_gpu_memory(share: float, index: int) -> None:
 
 
 def _prepare_process(seed: int, threads: int) -> None:
-    """Seeds Python, NumPy and torch, sets torch's number of threads, and prints stacks if this process crashes.
-
-    OMP_NUM_THREADS would not do for the threads: it is fixed when Ray starts a worker.
-    """
+    """Seeds Python, NumPy and torch, sets torch's number of threads, and prints stacks if this process crashes."""
+    # OMP_NUM_THREADS would not do for the threads: it is fixed when Ray starts a worker.
     import torch
 
     faulthandler.enable()

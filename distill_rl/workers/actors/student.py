@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from distill_rl.workers.cluster.relay import Together, each
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from distill_rl.student.objective import Target
+    from distill_rl.student.compared import Target
 
 
 log = logging.getLogger(__name__)
@@ -150,12 +151,12 @@ class StudentWorker(RankWorker):
             return Retryable(
                 f"sub-batch {sub_batch} of batch {batch.index} came when sub-batch {self._next_sub_batch} was due"
             )
-        start, published = time.perf_counter(), each(results)
-        targets = self._fetched_targets(teacher_sizes, published)
+        start, published = time.perf_counter(), _by_teacher(teacher_sizes, each(results))
+        targets = self._fetched_targets(published)
         with ExitStack() as opened:
             if problem := self._open(targets, batch, opened):
                 return problem
-            scores = self._scores(batch, teacher_sizes, published)
+            scores = self._scores(batch, published)
             metrics = self._engine.forward_backward(batch, targets, scores, last=last)
         if last:
             metrics |= self._engine.optim_step()
@@ -168,13 +169,8 @@ class StudentWorker(RankWorker):
         return metrics | self._take_measurements() if last else metrics
 
     def _open(self, targets: _FetchedTargets, batch: RankBatch, opened: ExitStack) -> Retryable | None:
-        """Opens the targets of this rank's rows until `opened` ends, and asks all ranks whether they could.
-
-        Collective, unless no teacher has published anything; then nothing is done.
-
-        Returns:
-            None if every rank has opened its targets, else why this rank (or another) could not.
-        """
+        """Opens the targets of this rank's rows until `opened` ends, and asks all ranks whether they could."""
+        # Collective, unless no teacher has published anything; then nothing is done.
         if not targets.published:
             return None
         succeeded, problem = True, "another rank has lost its targets"
@@ -185,10 +181,9 @@ class StudentWorker(RankWorker):
         return None if self._engine.world.all_agree(succeeded) else Retryable(problem)
 
     def _take_measurements(self) -> dict[str, Metric]:
-        """Returns what was measured since the last call (step time, fetch time, bytes between nodes) and resets it.
-
-        The peak of the memory, in GiB, is that of the whole life of this process. Also sends them to this process's gauges, and counts a step there. Times are in seconds.
-        """
+        """Returns what was measured since the last call (step time, fetch time, bytes between nodes) and resets it."""
+        # The peak of the memory, in GiB, is that of the whole life of this process. Also sends them to this process's
+        # gauges, and counts a step there. Times are in seconds.
         self._gauges.set("student_step_seconds", self._step_s)
         self._gauges.set("student_fetch_seconds", self._fetch_s)
         self._gauges.add("student_bytes_between_nodes", self._far_bytes)
@@ -219,35 +214,31 @@ class StudentWorker(RankWorker):
 
         The arguments are those of `train`; `last` is ignored.
         """
-        batch, published = rows[sub_batch], each(results)
-        targets = self._fetched_targets(teacher_sizes, published)
+        batch, published = rows[sub_batch], _by_teacher(teacher_sizes, each(results))
+        targets = self._fetched_targets(published)
         with ExitStack() as opened:
             if problem := self._open(targets, batch, opened):
                 return problem
-            return self._engine.evaluate(batch, targets, self._scores(batch, teacher_sizes, published))
+            return self._engine.evaluate(batch, targets, self._scores(batch, published))
 
-    def _fetched_targets(self, teacher_sizes: Sequence[int], published: Sequence[Published]) -> _FetchedTargets:
+    def _fetched_targets(self, published: Sequence[Sequence[Published]]) -> _FetchedTargets:
         """Returns the source of one sub-batch's targets from every teacher that published some; nothing is read yet."""
         node_id = ray.get_runtime_context().get_node_id()
-        return _FetchedTargets(self._transports, node_id, self._config.loss.temperature, teacher_sizes, published)
+        return _FetchedTargets(self._transports, node_id, self._config.loss.temperature, published)
 
-    def _scores(self, batch: RankBatch, teacher_sizes: Sequence[int], published: Sequence[Published]) -> list[float]:
-        """Returns a score per running teacher; a higher score lowers that teacher's weight.
-
-        An empty list leaves all weights as configured: weights are static, and no teacher was lost.
-
-        The score is the teacher's CE or entropy per student token that it has targets for, 0 if weights are static, and
-        infinity for a teacher that was lost. All ranks get the same scores, because each has what all replicas
-        published.
-        """
-        lost = [size == 0 for size in teacher_sizes]
+    def _scores(self, batch: RankBatch, published: Sequence[Sequence[Published]]) -> list[float]:
+        """Returns a score per running teacher; a higher score lowers that teacher's weight."""
+        # An empty list leaves all weights as configured: weights are static, and no teacher was lost.
+        # The score is the teacher's CE or entropy per student token that it has targets for, 0 if weights are static,
+        # and infinity for a teacher that was lost. All ranks get the same scores, because each has what all replicas
+        # published.
         if all(teacher.score == "static" for teacher in self._config.teachers):
-            return [math.inf if is_lost else 0.0 for is_lost in lost] if any(lost) else []
-        remaining = iter(published)
-        sums = [sum(next(remaining).score for _ in range(size)) for size in teacher_sizes]
-        chunks_by_teacher = batch.chunks or (None,) * len(sums)
-        tokens = [batch.num_labels if chunks is None else chunks.num_covered for chunks in chunks_by_teacher]
-        return [math.inf if is_lost else total / max(count, 1) for is_lost, total, count in zip(lost, sums, tokens)]
+            return [0.0 if replicas else math.inf for replicas in published] if not all(published) else []
+        scores = []
+        for part, replicas in zip(batch.teachers, published, strict=True):
+            count = batch.num_labels if part.chunks is None else part.chunks.num_covered
+            scores.append(sum(each.score for each in replicas) / max(count, 1) if replicas else math.inf)
+        return scores
 
     def end_at(self, total_steps: int, schedule: ScheduleConfig) -> None:
         """Sets the last step of the run, which the constructor did not know yet, and the schedule, for later steps."""
@@ -322,6 +313,12 @@ class StudentWorker(RankWorker):
         return None
 
 
+def _by_teacher(sizes: Sequence[int], published: Sequence[Published]) -> list[list[Published]]:
+    """What every teacher's replicas published."""
+    remaining = iter(published)
+    return [list(islice(remaining, size)) for size in sizes]
+
+
 class _FetchedTargets:
     """The targets of one sub-batch, read through the transports; a TargetSource for the engine.
 
@@ -334,8 +331,7 @@ class _FetchedTargets:
         transports: Mapping[str, Transport],
         node_id: str,
         temperature: float,
-        teacher_sizes: Sequence[int],
-        published: Sequence[Published],
+        published: Sequence[Sequence[Published]],
     ):
         """Lists each teacher's slots; nothing is read before `open`.
 
@@ -343,19 +339,18 @@ class _FetchedTargets:
             transports: by name; must include those of all handles whose rows are opened.
             node_id: of this rank, to count the bytes that come from other nodes.
             temperature: at which the targets were computed.
-            teacher_sizes: how many of `published` belong to each teacher; 0 for a teacher that was lost.
+            published: by every replica of each teacher; nothing by one that was lost.
         """
         self._transports, self._node_id, self._temperature = transports, node_id, temperature
-        self.published = bool(published)
+        self.published = any(published)
         """Whether any teacher has published anything, for any rank."""
         self.seconds = 0.0
         self.far_bytes = 0
         """Bytes of the slots that were written on another node."""
         self._open: dict[int, dict[str, Tensor]] = {}
         """Tensors of the open slots, by the id of their handle."""
-        remaining = iter(published)
         self._handles: list[list[Handle]] = [
-            [handle for _ in range(size) for handle in next(remaining).handles] for size in teacher_sizes
+            [handle for each in replicas for handle in each.handles] for replicas in published
         ]
 
     def open(self, first_row: int, num_rows: int, stack: ExitStack) -> None:

@@ -17,7 +17,7 @@ from distill_rl.transport.segment import Backing
 from distill_rl.types import RankBatch
 from distill_rl.workers.actors.rank import PROBE_LAYOUT, RankWorker, probe_tensors, reporting, see_assigned_gpus
 from distill_rl.workers.cluster.gauges import Gauges
-from distill_rl.workers.pipeline.slots import FIRST_GENERATION
+from distill_rl.workers.pipeline.sub_batch import FIRST_GENERATION
 
 if TYPE_CHECKING:
     from distill_rl.teacher.backends.store import StoredTeacher

@@ -1,6 +1,6 @@
 """The aligner actors as one pool: all of them work on one batch, results keep their order, and no row ends a run.
 
-A batch is cut into contiguous parts of about as much text, one per aligner (`data.partition.cut`). Each part is one
+A batch is cut into contiguous parts of about as much text, one per aligner (`cut`). Each part is one
 call, `align`; once all parts of a batch are aligned, one more call lays out its rows, `assemble`. Which aligner makes a
 call depends on the load, but its result does not, so that a batch has the same rows for any number of aligners.
 
@@ -22,29 +22,34 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
+from ray.exceptions import RayError, RayTaskError
 
 from distill_rl.config.schema import Config
-from distill_rl.data.batch.partition import cut
-from distill_rl.errors import DistillError
-from distill_rl.types import BadRow, BatchInfo, DocumentBatch, row_of
+from distill_rl.errors import AlignmentError, DistillError, WorkerError
+from distill_rl.system.files import append_json_lines, read_json_lines
+from distill_rl.types import BadRow, BatchInfo, DocumentBatch, Row, row_of
 from distill_rl.workers.actors.aligner import AlignerUse
 from distill_rl.workers.cluster.calls import Calls
 from distill_rl.workers.cluster.group import WorkerGroup
-from distill_rl.workers.pipeline.aligner_recovery import AlignerRecovery
-from distill_rl.workers.pipeline.bad_rows import BadRows, LeftOutLog
 from distill_rl.workers.pipeline.sub_batch import PendingBatch
+
+LEAST_BYTES = 8192
+"""Text worth a call of its own: it takes about ten milliseconds to tokenise on two sides and align, a call about two."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class _Task:
+class _AlignerTask:
     """Work on a batch that one call of an aligner does: `align` for a part of the batch, or `assemble` for all of it."""
 
     batch: _Alignment
@@ -69,8 +74,8 @@ class _Alignment:
         documents = pending.documents.documents
         self.pending, self.order, self.closed = pending, order, False
         """`order` counts batches as they are submitted; `closed` is True once the batch is aligned or has failed."""
-        self.parts = [_Task(self, documents[part], is_part=True) for part in parts]
-        self.assembly: _Task | None = _Task(self, documents, is_part=False)
+        self.parts = [_AlignerTask(self, documents[part], is_part=True) for part in parts]
+        self.assembly: _AlignerTask | None = _AlignerTask(self, documents, is_part=False)
 
     def close(self, error: DistillError | None) -> None:
         """Notes that the batch is aligned, or failed with `error`, and drops the references to its parts."""
@@ -82,7 +87,7 @@ class _Alignment:
 class _Call:
     """A call that an aligner is making: the only one it has."""
 
-    task: _Task
+    task: _AlignerTask
     results: Sequence[ray.ObjectRef]
     """What the driver reads comes first."""
     since: float
@@ -116,7 +121,7 @@ class AlignerPool:
         self._deadline_s = config.aligner.deadline_s
         self._submitted = 0
         self._unfinished: list[_Alignment] = []
-        self._tasks: list[_Task] = []
+        self._tasks: list[_AlignerTask] = []
         """Not called yet."""
         self._running: dict[int, _Call] = {}
         """By rank of the aligner."""
@@ -218,7 +223,7 @@ class AlignerPool:
         while self._tasks and self._idle and self._recovery.failure is None:
             self._call(self._idle.popleft(), self._tasks.pop(0))
 
-    def _call(self, rank: int, task: _Task) -> None:
+    def _call(self, rank: int, task: _AlignerTask) -> None:
         """Calls an idle aligner on a task, without the rows that are known to be bad."""
         actor, batch = self._group.actors[rank], task.batch.pending.documents
         if task.is_part:
@@ -253,10 +258,8 @@ class AlignerPool:
             self._call(rank, alignment.assembly)  # before any other task, and where the last part is already
 
     def _fail(self, rank: int, call: _Call, error: DistillError) -> None:
-        """Recovers from a call that failed with `error`, so that the aligner works again; see the top of this module.
-
-        If that is not possible, the batch has failed.
-        """
+        """Recovers from a call that failed with `error`, so that the aligner works again; see the top of this module."""
+        # If that is not possible, the batch has failed.
         task = call.task
         try:
             self._recovery.recover(rank, call.results[0], error)
@@ -292,14 +295,9 @@ class AlignerPool:
         self._aligned.append(pending)
 
     def _build_here(self, pending: PendingBatch) -> None:
-        """Aligns a batch in this process.
-
-        If that fails, each row is tried alone, those that fail are recorded as bad, and the batch is aligned without
-        them.
-
-        Raises:
-            DistillError: the data need a fix by the user, or too many rows are bad.
-        """
+        """Aligns a batch in this process."""
+        # If that fails, each row is tried alone, those that fail are recorded as bad, and the batch is aligned without
+        # them.
         batch = pending.documents
         try:
             return self._build_once(pending)
@@ -329,3 +327,197 @@ def _total(info: BatchInfo, uses: Sequence[AlignerUse]) -> BatchInfo:
     """The summary of a batch whose rows were made as `info` says, after its parts were aligned as `uses` say."""
     seconds = info.seconds + sum(use.seconds for use in uses)
     return replace(info, seconds=seconds, peak_gib=max([info.peak_gib, *(use.peak_gib for use in uses)]))
+
+
+def cut(documents: Sequence[Mapping[str, Any]], parts: int, least: int = LEAST_BYTES) -> list[slice]:
+    """Cuts documents into contiguous parts with about the same amount of text; a pure function of its arguments.
+
+    No part has more than its even share of all text by more than the largest document. Parts are fewer where some would
+    have less text than `least` or no document.
+
+    Args:
+        parts: the most parts, at least 1.
+        least: bytes of text that a part should have at least.
+
+    Returns:
+        The slices of `documents` in order; none of them is empty, unless there are no documents.
+    """
+    sizes = np.array([text_bytes(document) for document in documents], dtype=np.int64)
+    ends = np.cumsum(sizes)  # bytes up to and with each document
+    total = int(sizes.sum())
+    parts = max(1, min(parts, total // least))
+    stops = [0]
+    for part in range(1, parts):
+        # Part after part ends at the boundary of documents that is nearest to its share of the text.
+        share = total * part / parts
+        stop = int(np.searchsorted(ends, share))
+        if ends[stop] - share < share - (ends[stop - 1] if stop else 0):
+            stop += 1
+        stops.append(max(stop, stops[-1]))
+    stops.append(len(documents))
+    slices = [slice(first, stop) for first, stop in pairwise(stops) if stop > first]
+    return slices or [slice(0, 0)]
+
+
+def text_bytes(value: object) -> int:
+    """Bytes of UTF-8 of all strings in a document or in a part of one."""
+    if isinstance(value, str):
+        return len(value.encode("utf-8", "surrogatepass"))
+    if isinstance(value, Mapping):
+        return sum(text_bytes(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return sum(text_bytes(item) for item in value)
+    return 0
+
+
+@dataclass
+class AlignerRecovery:
+    """Replaces aligners after failed calls. Its methods wait until an aligner works again."""
+
+    _group: WorkerGroup
+    _calls: Calls
+    _config: Config
+    _bad_rows: BadRows
+    restarts: int = 0
+    """Number of aligners that were replaced."""
+    failure: DistillError | None = None
+    """Why an aligner could not be replaced; set once, and no aligner should be called any more."""
+
+    def recover(self, rank: int, call: ray.ObjectRef, error: DistillError) -> None:
+        """Replaces an aligner if it died or does not answer; otherwise does nothing.
+
+        Args:
+            call: the only call that it had.
+            error: why that call failed.
+
+        Raises:
+            DistillError: `error`, if the user has to fix its cause; or the replacement does not start.
+            WorkerError: more aligners were replaced than `faults.aligner_restarts`, or (HostLost) none can be.
+        """
+        if error.exit_code == 2:
+            raise error
+        self._calls.hosts.require()
+        log.warning("%s: %s; got %s", error.what, error.rule, error.value)
+        if _answered(call):
+            return
+        name = self._group.names[rank]
+        budget = f"faults.aligner_restarts={self._config.faults.aligner_restarts}"
+        try:
+            if self.restarts >= self._config.faults.aligner_restarts:
+                rule = f"aligners may be replaced {budget} times"
+                raise WorkerError(name, rule, str(error), "fix what ends them, or raise it") from error
+            self.restarts += 1
+            log.warning("%s is replaced (%d of %s)", name, self.restarts, budget)
+            self._group.replace(rank, timeout_s=self._config.ray.start_timeout_s)
+        except DistillError as failure:
+            self.failure = failure
+            raise
+
+    def find_bad_rows(self, rank: int, source: str, documents: Sequence[Mapping[str, Any]]) -> None:
+        """Tries each document that is not known to be bad on its own, and records those that fail.
+
+        Args:
+            rank: of an aligner without a call. It is replaced where it dies or hangs.
+            source: `train` or `validation`.
+
+        Raises:
+            DistillError: as for `recover`; or more rows are bad than the budget allows.
+        """
+        for document in self._bad_rows.others(source, documents):
+            row = row_of(document)
+            calls = self._group.submit("try_row", document, ranks=[rank])
+            try:
+                self._calls.gather(calls, what=f"aligning row {row}", timeout_s=self._config.aligner.deadline_s)
+            except DistillError as error:
+                self.recover(rank, next(iter(calls)), error)
+                self._bad_rows.add(source, BadRow(row, str(error)))
+
+
+def _answered(call: ray.ObjectRef) -> bool:
+    """Returns whether a call has returned or raised, so that its actor is alive and free; does not wait."""
+    try:
+        ray.get(call, timeout=0)
+    except RayTaskError:
+        return True
+    except (RayError, TimeoutError):
+        return False
+    return True
+
+
+class BadRows:
+    """Rows left out of the run: listed in a file, and never more of them than the budget.
+
+    Raises:
+        AlignmentError: an earlier part of the run has listed more than the budget.
+    """
+
+    def __init__(self, path: Path, budget: int):
+        """Reads the rows that earlier parts of the run have listed in `path`, if it exists.
+
+        Args:
+            path: JSON lines with source, row (of a joined text a list) and reason; rows are appended to it.
+            budget: most rows that may be listed.
+
+        Raises:
+            AlignmentError: more than the budget are listed already.
+        """
+        self._path, self._budget = path, budget
+        self.rows: set[tuple[str, Row]] = set()
+        """(`train` or `validation`, row)"""
+        for entry in read_json_lines(path):
+            if "stage" not in entry:  # rows that the data left out have a budget of their own
+                row = entry["row"]
+                self.rows.add((entry["source"], tuple(row) if isinstance(row, list) else row))
+        self._check("see there")
+
+    def of(self, source: str, documents: Sequence[Mapping[str, Any]]) -> tuple[Row, ...]:
+        """Returns the rows of those documents that are known to be bad, in the order of the documents.
+
+        Args:
+            source: `train` or `validation`.
+        """
+        return tuple(row for row in map(row_of, documents) if (source, row) in self.rows)
+
+    def others(self, source: str, documents: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Returns the documents without those that are known to be bad; `source` as for `of`."""
+        return [document for document in documents if (source, row_of(document)) not in self.rows]
+
+    def add(self, source: str, bad: BadRow) -> None:
+        """Lists a row as left out, in the file and in memory, and logs why. Does nothing if it is listed already.
+
+        Args:
+            source: `train` or `validation`.
+
+        Raises:
+            AlignmentError: more rows than the budget are now listed. The row is listed all the same.
+        """
+        if (source, bad.row) in self.rows:
+            return
+        self.rows.add((source, bad.row))
+        append_json_lines(self._path, [{"source": source, "row": bad.row, "reason": bad.reason[:500]}])
+        log.warning("row %s (%s) is left out: %s", bad.row, source, bad.reason)
+        self._check(f"the last: {bad.reason}")
+
+    def _check(self, detail: str) -> None:
+        """Raises an AlignmentError if more rows are listed than the budget allows; `detail` ends its message."""
+        if len(self.rows) > self._budget:
+            rule = f"no more than aligner.max_bad_rows={self._budget} may be left out"
+            remedy = f"fix or remove the rows listed in {self._path}, or raise aligner.max_bad_rows"
+            raise AlignmentError("data rows that cannot be aligned", rule, f"{len(self.rows)}, {detail}", remedy)
+
+
+class LeftOutLog:
+    """Says what chat templates leave out of the documents: once per part, and again each time it is ten times as many."""
+
+    def __init__(self) -> None:
+        self._documents: Counter[str] = Counter()
+
+    def add(self, source: str, info: BatchInfo) -> None:
+        """Counts what was left out of one batch of `train` or `validation` documents, and logs what is due."""
+        for part in info.left_out:
+            before = self._documents[part.what]
+            self._documents[part.what] = count = before + part.documents
+            if not before:
+                log.warning("chats are read without %s, for instance row %s (%s)", part.what, part.row, source)
+            elif len(str(count)) > len(str(before)):
+                log.warning("chats are read without %s: %d so far", part.what, count)

@@ -100,13 +100,8 @@ class Connector:
         self._join([self._route(teacher, group, rank // ranks_per_replica(teacher), self._places(self._student))])
 
     def _join(self, routes: Sequence[Route]) -> None:
-        """Opens and proves routes, tries those that fail once more by their second choice, and records them in `_used`.
-
-        Before the second try, the student closes all transports that no other route uses.
-
-        Raises:
-            ConfigError: a route fails again, or has no second choice.
-        """
+        """Opens and proves routes, tries those that fail once more by their second choice, and records them in `_used`."""
+        # Before the second try, the student closes all transports that no other route uses.
         problems = self._open(routes)
         failed = [route for route in routes if route.source in problems]
         retries = [self._second_choice(route, problems[route.source]) for route in failed]
@@ -128,13 +123,8 @@ class Connector:
         return self._gather(group.submit("place", ranks=ranks))
 
     def _route(self, teacher: TeacherConfig, group: WorkerGroup, replica: int, places: Sequence[Place]) -> Route:
-        """Plans the route from the first rank of a teacher's replica to the student ranks that read its rows.
-
-        Opens nothing.
-
-        Args:
-            places: of all student ranks, in rank order.
-        """
+        """Plans the route from the first rank of a teacher's replica to the student ranks that read its rows."""
+        # Opens nothing.
         dp, rank = teacher.parallel.dp, replica * ranks_per_replica(teacher)
         students = self._config.student.parallel
         (place,) = self._places(group, [rank])
@@ -149,12 +139,7 @@ class Connector:
         return Route(group, rank, source, readers, num_slots, choice)
 
     def _second_choice(self, route: Route, problem: str) -> Route:
-        """Returns the route to try after `route` has failed: shared memory as a file, for others the object store.
-
-        Raises:
-            ConfigError: there is none: the object store itself failed, or the transport was requested by name and is
-                not shared memory.
-        """
+        """Returns the route to try after `route` has failed: shared memory as a file, for others the object store."""
         if route.choice.name == "shared_memory":
             log.info("%s: shared memory is tried as a file: %s", route.source, problem)
             return replace(route, backing="file")
@@ -169,13 +154,8 @@ class Connector:
         return replace(route, choice=Choice(FALLBACK, reason))
 
     def _open(self, routes: Sequence[Route]) -> dict[str, str]:
-        """Runs the hand-shake on all routes, stage by stage.
-
-        A route that fails a stage takes no part in the later ones.
-
-        Returns:
-            The first problem of each route that failed, by source, in the order of the routes; empty if all work.
-        """
+        """Runs the hand-shake on all routes, stage by stage."""
+        # A route that fails a stage takes no part in the later ones.
         problems: dict[str, str] = {}
         opening: dict[Route, tuple[Any, ...]] = {
             route: (route.choice.name, route.source, route.num_slots, route.readers, route.backing) for route in routes
@@ -193,14 +173,7 @@ class Connector:
     def _call_teachers(
         self, method: str, arguments: Mapping[Route, tuple[Any, ...]], problems: dict[str, str]
     ) -> dict[Route, Any]:
-        """Calls a method on the publishing rank of each route, all at the same time, and waits for the answers.
-
-        Args:
-            arguments: of the method, by route.
-
-        Returns:
-            The answers by route, without those that are problems; these are added to `problems`, by source.
-        """
+        """Calls a method on the publishing rank of each route, all at the same time, and waits for the answers."""
         calls: Refs = {}
         for route, route_arguments in arguments.items():
             calls |= route.group.submit(method, *route_arguments, ranks=[route.rank])
@@ -211,17 +184,8 @@ class Connector:
     def _call_readers(
         self, method: str, items: Mapping[Route, Sequence[Offer | Handle]], problems: dict[str, str]
     ) -> dict[Route, list[Any]]:
-        """Calls a method once on every student rank, with the list of its items of all routes.
-
-        Waits for the answers.
-
-        Args:
-            items: per route, one item for each of its readers.
-
-        Returns:
-            Per route the answers of its readers, in their order. A route with a problem is left out, and its first one
-            added to `problems`, by source.
-        """
+        """Calls a method once on every student rank, with the list of its items of all routes."""
+        # Waits for the answers.
         inboxes: list[list[tuple[Route, Offer | Handle]]] = [[] for _ in self._student.actors]
         for route, route_items in items.items():
             for reader, item in zip(route.readers, route_items):

@@ -29,8 +29,7 @@ from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.transport.base import Slot
 from distill_rl.types import BatchInfo, DocumentBatch
 from distill_rl.workers.pipeline.aligner_pool import AlignerPool
-from distill_rl.workers.pipeline.slots import SlotLedger
-from distill_rl.workers.pipeline.sub_batch import PendingBatch, ReplicaCalls, State, SubBatch, Teachers
+from distill_rl.workers.pipeline.sub_batch import PendingBatch, ReplicaCalls, SlotLedger, State, SubBatch, Teachers
 
 
 class Pipeline:
@@ -166,11 +165,9 @@ class Pipeline:
         self._queue += [(pending, sub_batch) for sub_batch in pending.sub_batches]
 
     def _has_room(self, pending: PendingBatch) -> bool:
-        """Returns whether every ring has free slots for one more sub-batch of this batch.
-
-        For a batch other than the current one, room for a sub-batch of the current one must remain. Lost teachers do
-        not count.
-        """
+        """Returns whether every ring has free slots for one more sub-batch of this batch."""
+        # For a batch other than the current one, room for a sub-batch of the current one must remain. Lost teachers do
+        # not count.
         current = self._current.sub_batches if self._current else []
         for name, ledger in self._ledgers.items():
             if name in self.lost:
@@ -184,10 +181,8 @@ class Pipeline:
         return True
 
     def _call_teachers(self, sub_batch: SubBatch) -> None:
-        """Takes slots for a sub-batch, calls all teachers that are not lost on it, and adds it to the open ones.
-
-        Every ring must have room (`_has_room`).
-        """
+        """Takes slots for a sub-batch, calls all teachers that are not lost on it, and adds it to the open ones."""
+        # Every ring must have room (`_has_room`).
         slots: dict[str, tuple[Slot, ...]] = {}
         calls: list[list[ReplicaCalls]] = []
         for t, (teacher, _) in enumerate(self._teachers):

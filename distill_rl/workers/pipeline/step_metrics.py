@@ -91,15 +91,9 @@ def describe_alignment(info: BatchInfo, queue: int = 0) -> dict[str, Metric]:
 
 
 def _describe_pair(alignment: AlignmentInfo, num_labels: int, suffix: str) -> dict[str, Metric]:
-    """Returns the metrics about the chunks of one teacher with another tokenizer, by name.
-
-    These are their number, the shares of one-to-one chunks, of labels covered and of documents aligned exactly, and
-    documents by alignment method.
-
-    Args:
-        num_labels: of the student in the batch; the coverage is that of the documents that the teacher is asked for.
-        suffix: of the metrics' names, to tell teachers apart.
-    """
+    """Returns the metrics about the chunks of one teacher with another tokenizer, by name."""
+    # These are their number, the shares of one-to-one chunks, of labels covered and of documents aligned exactly, and
+    # documents by alignment method.
     chunks, documents = alignment.num_chunks, sum(alignment.methods.values())
     num_labels = num_labels if alignment.num_labels is None else alignment.num_labels
     metrics = {

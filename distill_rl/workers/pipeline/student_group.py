@@ -87,14 +87,9 @@ class StudentGroup:
         return self._gather(self._group.submit(method, *arguments), what)
 
     def _run(self, progress: _Progress, batch: PendingBatch) -> dict[str, Metric]:
-        """Waits for a batch's alignment, calls the student on every sub-batch as its teachers are called, and waits.
-
-        The student is called only after the alignment is known to exist: no earlier fault can reach its state. Sets
-        `batch.metrics`.
-
-        Returns:
-            The student's metrics, merged over ranks and sub-batches.
-        """
+        """Waits for a batch's alignment, calls the student on every sub-batch as its teachers are called, and waits."""
+        # The student is called only after the alignment is known to exist: no earlier fault can reach its state. Sets
+        # `batch.metrics`.
         queue = self._pipeline.aligners.queue
         with self._timer.part(progress.timers[0]):
             info = self._pipeline.settle(batch)
@@ -116,11 +111,9 @@ class StudentGroup:
         return merge(progress.results)
 
     def _call_student(self, progress: _Progress, sub_batch: SubBatch) -> None:
-        """Calls every rank with its rows and the targets that all teachers publish, without waiting.
-
-        Ray starts each call once its targets exist. The sub-batch is then TRAINING, with these calls in place of
-        earlier ones.
-        """
+        """Calls every rank with its rows and the targets that all teachers publish, without waiting."""
+        # Ray starts each call once its targets exist. The sub-batch is then TRAINING, with these calls in place of
+        # earlier ones.
         per_row, published = ranks_per_row(self._config.student.parallel), sub_batch.published
         sizes = [len(teacher) for teacher in published]
         targets = self._group.collect([ref for teacher in published for ref in teacher])
@@ -130,10 +123,8 @@ class StudentGroup:
         sub_batch.call_student(calls)
 
     def _finish_first(self, progress: _Progress) -> None:
-        """Waits for the oldest running sub-batch, collects its results in `progress`, and frees its slots.
-
-        Recovers from teachers' deaths, as often as the budget allows.
-        """
+        """Waits for the oldest running sub-batch, collects its results in `progress`, and frees its slots."""
+        # Recovers from teachers' deaths, as often as the budget allows.
         sub_batch = progress.running[0]
         while True:
             try:
@@ -151,14 +142,7 @@ class StudentGroup:
     def _wait(
         self, progress: _Progress, sub_batch: SubBatch
     ) -> tuple[list[list[TeacherStats]], list[dict[str, Metric]]]:
-        """Waits for the teachers' and then the student's calls of a sub-batch, timing both.
-
-        Returns:
-            What was measured, by teacher and replica, and the metrics of each student rank.
-
-        Raises:
-            DistillError: a call failed or was late, or the student could not read its targets.
-        """
+        """Waits for the teachers' and then the student's calls of a sub-batch, timing both."""
         calls = sub_batch.all_teacher_calls
         with self._timer.part(progress.timers[1]):
             returned = dict(zip(calls, self._gather(calls, f"the teachers' forward of {progress.what}")))
@@ -171,14 +155,8 @@ class StudentGroup:
         return stats, results
 
     def _recover(self, progress: _Progress, error: DistillError) -> None:
-        """Replaces dead teachers or gives one up, and calls the student again on sub-batches that it could not begin.
-
-        Sub-batches that the student has finished are marked DONE.
-
-        Raises:
-            DistillError: `error`, if it cannot be recovered from (no teacher is dead, another worker is, or the student
-                itself failed); otherwise whatever went wrong during recovery.
-        """
+        """Replaces dead teachers or gives one up, and calls the student again on sub-batches that it could not begin."""
+        # Sub-batches that the student has finished are marked DONE.
         with self._timer.part("recovery"):
             self._recovery.find_dead(error, progress.what)
             for sub_batch in progress.running:
@@ -198,11 +176,7 @@ class StudentGroup:
                 self._recovery.find_dead(late, progress.what)
 
     def _is_done(self, progress: _Progress, sub_batch: SubBatch, error: DistillError) -> bool:
-        """Waits until a sub-batch's calls have ended; True: the student has finished it, False: never began.
-
-        Raises:
-            DistillError: `error`, for anything in between: a half-applied sub-batch cannot be repeated.
-        """
+        """Waits until a sub-batch's calls have ended; True: the student has finished it, False: never began."""
         names = sub_batch.all_teacher_calls
         leaders: Refs = {ref: names[ref] for teacher in sub_batch.leaders for ref in teacher}
         if any(isinstance(outcome, BaseException) for outcome in self._outcomes(leaders, progress.what)):

@@ -86,11 +86,7 @@ class StudentRecovery:
                     raise
 
     def _start(self, lost: Mapping[str, DistillError]) -> None:
-        """Replaces all ranks and the lost teachers, and waits until they have loaded their models and opened the rings.
-
-        Raises:
-            DistillError: any of this fails or takes too long.
-        """
+        """Replaces all ranks and the lost teachers, and waits until they have loaded their models and opened the rings."""
         ray, size = self._config.ray, len(self._group.actors)
         self._pipeline.abandon()
         if self._calls.monitor is not None:

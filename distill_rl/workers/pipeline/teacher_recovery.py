@@ -123,16 +123,8 @@ class TeacherRecovery:
                 group.settle(timeout_s)
 
     def _replace(self, teacher: TeacherConfig, group: WorkerGroup, ranks: range, cause: DistillError) -> None:
-        """Starts a replica again and resubmits its calls; gives its teacher up if the budget of restarts is spent.
-
-        Prints each restart. A restart that fails is repeated while the budget lasts.
-
-        Args:
-            cause: why the replica died, for messages.
-
-        Raises:
-            DistillError: as for `replace_dead`.
-        """
+        """Starts a replica again and resubmits its calls; gives its teacher up if the budget of restarts is spent."""
+        # Prints each restart. A restart that fails is repeated while the budget lasts.
         while self._restarts < self._config.faults.teacher_restarts:
             self._restarts += 1
             budget = f"{self._restarts} of faults.teacher_restarts={self._config.faults.teacher_restarts}"
@@ -151,11 +143,7 @@ class TeacherRecovery:
         self._give_up(teacher, group, cause)
 
     def _start(self, teacher: TeacherConfig, group: WorkerGroup, ranks: Sequence[int]) -> None:
-        """Replaces the actors of a replica, waits until they have loaded the model, and opens their ring.
-
-        Raises:
-            DistillError: any of this fails, or takes longer than `ray.start_timeout_s`.
-        """
+        """Replaces the actors of a replica, waits until they have loaded the model, and opens their ring."""
         timeout_s = self._config.ray.start_timeout_s
         group.renew(ranks, timeout_s)
         started = group.start(size=ranks_per_replica(teacher), timeout_s=timeout_s, ranks=ranks)
@@ -164,11 +152,7 @@ class TeacherRecovery:
             self._connector.reconnect(teacher, group, ranks[0])
 
     def _give_up(self, teacher: TeacherConfig, group: WorkerGroup, cause: DistillError) -> None:
-        """Kills all ranks of a teacher and makes the run continue without it, the others' weights scaled up.
-
-        Raises:
-            WorkerError: `faults.lost_teacher` is `fail`, or no other teacher with a weight is left.
-        """
+        """Kills all ranks of a teacher and makes the run continue without it, the others' weights scaled up."""
         gone = {*self._pipeline.lost, teacher.name}
         left = [other.name for other, _ in self._teachers if other.name not in gone and other.weight > 0]
         if self._config.faults.lost_teacher == "fail" or not left:

@@ -29,7 +29,7 @@ from distill_rl.scaling.parts import PHASES, Step
 from distill_rl.scaling.shape import Shape
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine
-from distill_rl.types import ChunkRows, CrossTokenizerSpec, RankBatch, TokenRows
+from distill_rl.types import ChunkRows, CrossTokenizerSpec, RankBatch, TeacherPart, TokenRows
 from tests.bench.gpu.shapes import LLAMA_1B, QWEN3_4B, Pair
 from tests.bench.gpu.timing import Clock
 
@@ -233,7 +233,9 @@ def made_up_batches(pair: Pair, step: Step) -> tuple[RankBatch, RankBatch]:
         batch = RankBatch(0, 0, student, step.tokens)
         return batch, batch
     chunks = made_up_chunks(step)
-    return RankBatch(0, 0, student, step.tokens, (chunks,)), RankBatch(0, 0, rows(pair.teacher.tokens), step.tokens)
+    return RankBatch(0, 0, student, step.tokens, (TeacherPart(chunks),)), RankBatch(
+        0, 0, rows(pair.teacher.tokens), step.tokens
+    )
 
 
 def made_up_chunks(step: Step) -> ChunkRows:

@@ -18,7 +18,7 @@ from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.scaling import parts as costs
 from distill_rl.scaling.shape import Shape
 from distill_rl.student.optim import clip_gradients
-from distill_rl.student.teachers.chunk_rows import flat_chunks
+from distill_rl.student.terms import flat_chunks
 from tests.bench.gpu import cost_model as model
 from tests.bench.gpu.engines import Engines, made_up_chunks, made_up_projection
 from tests.bench.gpu.shapes import PAIRS, TINY_PAIRS, TINY_QWEN3, TINY_STUDENT, Pair

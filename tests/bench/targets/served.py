@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
-from distill_rl.models.attention.choice import installed
+from distill_rl.models.attention import installed
 from distill_rl.parallel.mesh import open_world
 from distill_rl.teacher.backends import scored, vllm
 from distill_rl.teacher.backends.base import TeacherBackend

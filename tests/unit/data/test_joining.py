@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from distill_rl.config.schema import DataConfig
-from distill_rl.data.joining import Joining
-from distill_rl.data.loader import Loader, validation_batches
+from distill_rl.data.loader import Joining, Loader, validation_batches
 from distill_rl.types import DocumentBatch, TrainState
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from distill_rl.config.schema import DataConfig, SourceConfig, ValidationConfig
 from distill_rl.data.loader import Loader
-from distill_rl.data.mixture import Mixture, Schedule
+from distill_rl.data.mixture import MixedSource, Mixture, MixtureSchedule
 from distill_rl.data.reading.sources import names_of, open_source, split_validation
 from distill_rl.errors import DataError
 from distill_rl.types import TrainState
@@ -33,9 +33,9 @@ def data(tmp_path, **settings) -> DataConfig:
 
 def test_the_schedule_is_the_same_on_all_machines():
     """Checkpoints store a position in it, so these values must never change."""
-    schedule = Schedule([0.5, 0.3, 0.2])
+    schedule = MixtureSchedule([0.5, 0.3, 0.2])
     assert [schedule(i) for i in range(12)] == EXPECTED
-    long = Schedule([1234.5, 333.25, 0.75])
+    long = MixtureSchedule([1234.5, 333.25, 0.75])
     places = np.array([long(i) for i in range(5000)], dtype="<i8")
     assert hashlib.sha256(places.tobytes()).hexdigest() == SHA256
 
@@ -112,7 +112,10 @@ def test_names_of_sources_are_unique():
 
 def test_only_the_proportions_of_weights_enter_the_fingerprint(tmp_path):
     parts = [open_source(DataConfig(path=str(write_corpus(tmp_path / f"{i}.jsonl", rows=4)))) for i in range(2)]
-    prints = [Mixture(parts, weights, ["a", "b"]).fingerprint for weights in ((7, 3), (0.7, 0.3), (3, 7))]
+    prints = [
+        Mixture([MixedSource(parts[0], first, "a"), MixedSource(parts[1], second, "b")]).fingerprint
+        for first, second in ((7, 3), (0.7, 0.3), (3, 7))
+    ]
     assert prints[0] == prints[1] != prints[2]
 
 

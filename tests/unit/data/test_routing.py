@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from distill_rl.config.schema import Config, DataConfig, TeacherConfig
-from distill_rl.data.mixture import Mixture
+from distill_rl.data.mixture import MixedSource, Mixture
 from distill_rl.data.reading import files
 from distill_rl.data.reading.cache import Cache
 from distill_rl.data.reading.sources import open_source, split_validation
@@ -95,7 +95,7 @@ def test_weights_come_with_chats_mixtures_and_held_out_rows(tmp_path):
     assert held_out is not None
     found = {part[i]["row"]: part[i][WEIGHTS] for part in (training, held_out) for i in range(2)}
     assert found == {0: (1,), 1: (0,), 2: (1,), 3: (0,)}
-    mixture = Mixture([open_source(data, routing=chosen)] * 2, [1.0, 1.0], ["a", "b"])
+    mixture = Mixture([MixedSource(open_source(data, routing=chosen), 1.0, name) for name in "ab"])
     assert mixture[6][WEIGHTS] == (1,)
 
 

@@ -18,9 +18,8 @@ from distill_rl.config.schema import Config
 from distill_rl.demo import bits
 from distill_rl.demo.measure import BEGUN, Findings, Reading, Subject, _memory_in_one_line, find
 from distill_rl.errors import DataError, DistillError, GpuMemoryError
-from distill_rl.models.attention.choice import installed
-from distill_rl.models.files.beginning import unwritten_beginning, write_beginning
-from distill_rl.models.files.hub import read_tokenizer
+from distill_rl.models.attention import installed
+from distill_rl.models.files.hub import read_tokenizer, unwritten_beginning, write_beginning
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer

@@ -16,7 +16,7 @@ from distill_rl.evals.backends.base import Settings
 from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.models import forward
 from distill_rl.models.export import export_model
-from distill_rl.models.files.examine import examine
+from distill_rl.models.files.facts import examine
 from distill_rl.models.files.hub import read_tokenizer
 from distill_rl.models.load import load_to_generate
 from distill_rl.parallel.mesh import World

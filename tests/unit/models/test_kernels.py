@@ -9,8 +9,8 @@ import torch
 from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from distill_rl.errors import ConfigError
-from distill_rl.models.kernels import LIGER, liger_problems, use_liger
-from distill_rl.models.load import skeleton
+from distill_rl.models.families import LIGER, liger_problems, use_liger
+from distill_rl.models.skeleton import skeleton
 
 SIZES = {
     "vocab_size": 97,

@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from distill_rl.errors import ConfigError
-from distill_rl.models import forward
-from distill_rl.models.attention import varlen
-from distill_rl.models.attention.choice import VARLEN
+from distill_rl.models import forward, varlen
+from distill_rl.models.attention import VARLEN
 from distill_rl.parallel.mesh import World
 from tests.helpers.load import load_model
 from tests.helpers.zoo import write_family, write_model

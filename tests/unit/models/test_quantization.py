@@ -13,11 +13,10 @@ from transformers.pytorch_utils import Conv1D
 
 from distill_rl.config.quantization import GROUP, weight_bytes
 from distill_rl.errors import ConfigError
-from distill_rl.models import forward
+from distill_rl.models import forward, quantization
 from distill_rl.models.files.facts import read_model_facts
 from distill_rl.models.files.hub import read_config
-from distill_rl.models.quantization import apply
-from distill_rl.models.quantization.weight import QuantizedLinear, QuantizedWeight, quantize_layer
+from distill_rl.models.quantization import QuantizedLinear, QuantizedWeight, quantize_layer
 from distill_rl.parallel.mesh import World
 from tests.helpers.load import load_model
 from tests.helpers.quantized import meant, store_quantized
@@ -104,7 +103,7 @@ def test_memory_is_what_the_estimate_says(tmp_path: Path, world: World, format: 
     path = write_model(tmp_path, "llama", hidden=256, vocab_size=512)
     model = load_model(path, world, role="teacher", dtype="bf16", quantization=format)
     facts = read_model_facts(path, read_config(path))
-    inside, others = apply.weight_bytes(model)
+    inside, others = quantization.weight_bytes(model)
     assert inside < 0.6 * 2 * (facts.parameters - 2 * 512 * 256)
     assert inside + others == pytest.approx(weight_bytes(format, facts, 2), rel=0.02)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import ConfigError
-from distill_rl.models.files.examine import examine
+from distill_rl.models.files.facts import examine
 from distill_rl.models.files.hub import read_config
 from distill_rl.system.without_torch import gpu_possible
 from tests.helpers.corpus import write_corpus
@@ -38,8 +38,8 @@ WRONG = {"dtype": ("read_config(folder)", {"dtype": "bogus"}), "activation": (EX
 BODY = f"""
 import os
 from distill_rl.errors import ConfigError
-from distill_rl.models.files.architecture import architecture_problems
-from distill_rl.models.files.examine import examine
+from distill_rl.models.files.hub import architecture_problems
+from distill_rl.models.files.facts import examine
 from distill_rl.models.files.hub import read_config, read_tokenizer
 from transformers.utils import is_torch_available
 folder = root / "llama"

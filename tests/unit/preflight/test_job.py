@@ -8,7 +8,7 @@ import pytest
 
 from distill_rl.config.load import load_config
 from distill_rl.data.order import permutation
-from distill_rl.data.reading import files, lines, source
+from distill_rl.data.reading import block_rows, files, source
 from distill_rl.errors import CheckpointError
 from distill_rl.preflight.job import prepare
 from distill_rl.run.checkpoints import store as checkpoints
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_the_former_order_goes_on_in_it(material, monkeypatch):
     former = fingerprints(material, "data.jsonl")
     monkeypatch.setattr(files, "SMALL_BYTES", 0)
     monkeypatch.setattr(source, "WINDOW_BYTES", 1)
-    monkeypatch.setattr(lines, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(block_rows, "BLOCK_BYTES", 256)
     config = load_config(material / "run.yaml")
     job = prepare(config, RunPaths(material / "runs" / "mine"))
     assert job.fingerprints["order of the data"] == "run.seed=0, shuffled blocks, version 1"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
-from distill_rl.models.attention import choice as attention
+from distill_rl.models import attention
 from distill_rl.preflight.machine import extra_problems, gpu_problems
 from distill_rl.system.install import install_extra
 

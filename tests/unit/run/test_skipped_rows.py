@@ -9,7 +9,7 @@ import pytest
 from distill_rl.errors import DataError
 from distill_rl.run.skipped_rows import SkippedRows
 from distill_rl.types import BadRow, Cursor, DocumentBatch
-from distill_rl.workers.pipeline.bad_rows import BadRows
+from distill_rl.workers.pipeline.aligner_pool import BadRows
 
 
 def batch(*rows: int, source: str = "train") -> DocumentBatch:

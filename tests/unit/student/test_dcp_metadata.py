@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from distill_rl.student.dcp_metadata import read_metadata
+from distill_rl.student.checkpoint import read_metadata
 from tests.frozen.past import FOLDER
 
 

@@ -64,7 +64,7 @@ MICRO_BATCH = {
 SUB_BATCH = {("tolist", "student/loss_sums.py:metrics"): 1}
 STEP = {
     ("_local_scalar_dense", "student/engine.py:optim_step"): 1,  # the gradient's norm
-    ("_local_scalar_dense", "student/step_losses.py:total"): 1,
+    ("_local_scalar_dense", "student/loss_sums.py:total"): 1,
 }
 
 
@@ -101,7 +101,7 @@ def step(world: World, folders: dict[str, Path], case: str) -> tuple[StudentEngi
         )
         cross_tokenizer_specs, width = (
             [CrossTokenizerSpec(method, str(folders["projection"]))],
-            [batch.chunks[0].widths[1]],
+            [batch.teachers[0].chunks.widths[1]],
         )
     else:
         documents = random_documents(8, seed=3)

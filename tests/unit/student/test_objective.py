@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from distill_rl.config.schema import LossConfig, TeacherConfig
+from distill_rl.config.schema import LossConfig
 from distill_rl.losses import DenseLogits, HiddenStates, TopKLogprobs, VocabularyProjection
 from distill_rl.observe.metrics import merge, values
+from distill_rl.student.compared import TeacherHead
 from distill_rl.student.loss_sums import LossSums
 from distill_rl.student.objective import Blend, Objective
-from distill_rl.student.teachers.chunk_rows import flat_chunks
-from distill_rl.student.teachers.heads import TeacherHead
-from distill_rl.types import IGNORE_INDEX, ChunkRows
+from distill_rl.student.terms import flat_chunks
+from distill_rl.types import IGNORE_INDEX, ChunkRows, TeacherPart
 from tests.helpers.engines import plain_losses
+from tests.helpers.objective import batch_of, compared_teachers, output_of
 
 ROWS, WIDTH, VOCABULARY, TOP = 2, 5, 11, 4
 
@@ -39,10 +40,6 @@ def wire(targets, temperature: float = 1.0) -> list[TopKLogprobs]:
     return [TopKLogprobs.from_tensors(target, temperature) for target in targets]
 
 
-def teachers_of(*weights: float) -> list[TeacherConfig]:
-    return [TeacherConfig(name=f"t{i}", model="m", weight=weight) for i, weight in enumerate(weights)]
-
-
 @pytest.mark.parametrize(
     ("kd_weight", "ce_weight", "weights", "temperature"),
     [
@@ -57,8 +54,8 @@ def teachers_of(*weights: float) -> list[TeacherConfig]:
 def test_loss_is_weighted_sum_over_global_labels(kd_weight, ce_weight, weights, temperature):
     logits, labels, targets = case(3, len(weights), temperature)
     config = LossConfig(kd_weight=kd_weight, ce_weight=ce_weight, temperature=temperature)
-    objective = Objective(config, teachers_of(*weights))
-    output = objective(logits, labels, wire(targets, temperature) if kd_weight else [], 40)
+    objective = Objective(config, compared_teachers(*weights))
+    output = output_of(objective, logits, labels, wire(targets, temperature) if kd_weight else [], 40)
     output.loss.backward()
     exact = logits.detach().double().requires_grad_()
     kds = [plain_losses(exact, labels.numpy(), target, temperature)[0] for target in targets]
@@ -75,7 +72,7 @@ def test_loss_is_weighted_sum_over_global_labels(kd_weight, ce_weight, weights, 
 
 def test_without_teachers_the_loss_is_cross_entropy():
     logits, labels, _ = case()
-    output = Objective(LossConfig(kd_weight=0.0, ce_weight=2.0), [])(logits, labels, [], 8)
+    output = output_of(Objective(LossConfig(kd_weight=0.0, ce_weight=2.0), []), logits, labels, [], 8)
     output.loss.backward()
     exact = logits.detach().double().requires_grad_()
     (wanted,) = torch.autograd.grad(2.0 * plain_losses(exact, labels.numpy(), None)[1] / 8, exact)
@@ -85,9 +82,8 @@ def test_without_teachers_the_loss_is_cross_entropy():
 
 def test_rows_without_labels_give_a_differentiable_zero():
     logits, labels, targets = case()
-    output = Objective(LossConfig(ce_weight=0.5), teachers_of(1.0))(
-        logits, torch.full_like(labels, IGNORE_INDEX), wire(targets), 8
-    )
+    objective = Objective(LossConfig(ce_weight=0.5), compared_teachers(1.0))
+    output = output_of(objective, logits, torch.full_like(labels, IGNORE_INDEX), wire(targets), 8)
     output.loss.backward()
     assert output.loss.item() == 0
     assert torch.equal(logits.grad, torch.zeros_like(logits))
@@ -95,22 +91,22 @@ def test_rows_without_labels_give_a_differentiable_zero():
 
 def test_split_batch_sums_to_the_same_gradient():
     logits, labels, targets = case()
-    objective = Objective(LossConfig(ce_weight=0.5), teachers_of(1.0))
-    objective(logits, labels, wire(targets), 8).loss.backward()
+    objective = Objective(LossConfig(ce_weight=0.5), compared_teachers(1.0))
+    output_of(objective, logits, labels, wire(targets), 8).loss.backward()
     whole = logits.grad.clone()
     logits.grad = None
     for row in range(ROWS):
         part = [
             {name: tensor[row * WIDTH : (row + 1) * WIDTH] for name, tensor in target.items()} for target in targets
         ]
-        objective(logits[row : row + 1], labels[row : row + 1], wire(part), 8).loss.backward()
+        output_of(objective, logits[row : row + 1], labels[row : row + 1], wire(part), 8).loss.backward()
     torch.testing.assert_close(logits.grad, whole, rtol=1e-6, atol=1e-9)
 
 
 def test_wrong_number_of_targets_is_refused():
     logits, labels, targets = case()
     with pytest.raises(ValueError, match="2 teachers need as many targets, got 1"):
-        Objective(LossConfig(), teachers_of(1.0, 1.0))(logits, labels, wire(targets), 8)
+        output_of(Objective(LossConfig(), compared_teachers(1.0, 1.0)), logits, labels, wire(targets), 8)
 
 
 def test_hidden_states_need_the_head_of_their_teacher():
@@ -118,30 +114,29 @@ def test_hidden_states_need_the_head_of_their_teacher():
     draw = torch.Generator().manual_seed(6)
     hidden, weight = torch.randn(ROWS * WIDTH, 3, generator=draw), torch.randn(VOCABULARY, 3, generator=draw)
     given, head = HiddenStates(hidden), TeacherHead(weight, None, scale=0.5)
-    found = Objective(LossConfig(), teachers_of(1.0), heads=[head])(logits, labels, [given], 8)
-    wanted = Objective(LossConfig(), teachers_of(1.0))(logits, labels, [DenseLogits(0.5 * hidden @ weight.T)], 8)
+    with_head = Objective(LossConfig(), compared_teachers(1.0, heads=[head]))
+    without = Objective(LossConfig(), compared_teachers(1.0))
+    found = output_of(with_head, logits, labels, [given], 8)
+    wanted = output_of(without, logits, labels, [DenseLogits(0.5 * hidden @ weight.T)], 8)
     torch.testing.assert_close(found.loss, wanted.loss)
     assert wanted.loss > 0
     with pytest.raises(ValueError, match="hidden states: need the output layer of their teacher"):
-        Objective(LossConfig(), teachers_of(1.0))(logits, labels, [given], 8)
+        output_of(without, logits, labels, [given], 8)
 
 
 def test_rank_means_merge_to_the_batch_mean():
     logits, labels, targets = case(5, 2)
-    objective = Objective(LossConfig(kd_weight=0.5, ce_weight=0.25), teachers_of(1.0, 3.0))
+    objective = Objective(LossConfig(kd_weight=0.5, ce_weight=0.25), compared_teachers(1.0, 3.0))
     parts = []
     for row in range(ROWS):
         sums = LossSums(2, torch.device("cpu"))
         part = [
             {name: tensor[row * WIDTH : (row + 1) * WIDTH] for name, tensor in target.items()} for target in targets
         ]
-        sums.add(objective(logits[row : row + 1], labels[row : row + 1], wire(part), 8))
-        parts.append(
-            sums.metrics(
-                "train", objective, objective.blend(), int(np.count_nonzero(labels[row].numpy() != IGNORE_INDEX))
-            )
-        )
-    whole = objective(logits, labels, wire(targets), 8)
+        sums.add(output_of(objective, logits[row : row + 1], labels[row : row + 1], wire(part), 8))
+        batch = batch_of(labels[row : row + 1], (TeacherPart(),) * 2)
+        parts.append(sums.metrics("train", objective, objective.blend(), batch))
+    whole = output_of(objective, logits, labels, wire(targets), 8)
     got = values(merge(parts))
     assert got["train/kl_loss"] == pytest.approx(whole.kd.item() / 8, rel=1e-6)
     assert got["train/nll_loss"] == pytest.approx(whole.ce.item() / 8, rel=1e-6)
@@ -153,7 +148,7 @@ def test_rank_means_merge_to_the_batch_mean():
 
 
 def test_shares_fall_with_higher_scores():
-    objective = Objective(LossConfig(kd_weight=0.7, ce_weight=0.4), teachers_of(1.0, 3.0))
+    objective = Objective(LossConfig(kd_weight=0.7, ce_weight=0.4), compared_teachers(1.0, 3.0))
     assert objective.blend().shares == (0.25, 0.75)
     blend = objective.blend([1000.0, 1000.0 + math.log(3)])  # large scores must not vanish
     assert blend.shares == pytest.approx((0.5, 0.5))
@@ -161,9 +156,9 @@ def test_shares_fall_with_higher_scores():
 
 
 def test_dynamic_scale_replaces_both_weights():
-    objective = Objective(LossConfig(kd_weight=0.7, ce_weight=0.4, dynamic_scale="on"), teachers_of(1.0))
+    objective = Objective(LossConfig(kd_weight=0.7, ce_weight=0.4, dynamic_scale="on"), compared_teachers(1.0))
     assert objective.blend(kd_scale=2.5) == Blend(2.5, 1.0, (1.0,))
-    without = Objective(LossConfig(kd_weight=0.0, ce_weight=0.4, dynamic_scale="on"), teachers_of(1.0))
+    without = Objective(LossConfig(kd_weight=0.0, ce_weight=0.4, dynamic_scale="on"), compared_teachers(1.0))
     assert without.blend(kd_scale=2.5) == Blend(0.0, 0.4, ())
 
 
@@ -173,11 +168,13 @@ def test_dense_logits_ignore_different_padding():
     theirs = torch.randn(ROWS * WIDTH, VOCABULARY, generator=draw)
     padded = logits.detach().clone()
     padded[..., -2:] = -torch.inf
-    objective = Objective(LossConfig(ce_weight=0.5), teachers_of(1.0))
+    objective = Objective(LossConfig(ce_weight=0.5), compared_teachers(1.0))
     narrow = torch.cat([theirs[:, :-2], torch.full((ROWS * WIDTH, 2), -torch.inf)], 1)
     wide = torch.cat([narrow, torch.full((ROWS * WIDTH, 5), -torch.inf)], 1)
     labels = torch.where(labels >= VOCABULARY - 2, 0, labels)
-    losses = [objective(padded, labels, [DenseLogits(each)], 9).loss for each in (theirs[:, :-2], narrow, wide)]
+    losses = [
+        output_of(objective, padded, labels, [DenseLogits(each)], 9).loss for each in (theirs[:, :-2], narrow, wide)
+    ]
     assert losses[0] == losses[1] == losses[2]
 
 
@@ -201,14 +198,15 @@ def test_chunks_and_labels_have_their_own_denominators():
     )  # fmt: skip
     numbers = np.array([[0, 1, 2, -1, -1], [0, 1, -1, 2, 3]])
     shared = ChunkRows(numbers, numbers, 7, 7, 7)
-    objective = Objective(LossConfig(ce_weight=0.5), teachers_of(1.0), [("hybrid", identity)])
-    whole = objective(logits, labels, wire(targets), 10, [shared])
+    objective = Objective(LossConfig(ce_weight=0.5), compared_teachers(1.0, cross=[("hybrid", identity)]))
+    whole = output_of(objective, logits, labels, wire(targets), 10, [TeacherPart(shared)])
     (wanted,) = torch.autograd.grad(whole.loss, logits)
     parts = []
     for row in range(ROWS):
         kept = slice(row * WIDTH, (row + 1) * WIDTH)
         part = wire([{name: tensor[kept] for name, tensor in targets[0].items()}])
-        parts.append(objective(logits[row : row + 1], labels[row : row + 1], part, 10, [shared[row : row + 1]]))
+        own = slice(row, row + 1)
+        parts.append(output_of(objective, logits[own], labels[own], part, 10, [TeacherPart(shared[own])]))
     (found,) = torch.autograd.grad(sum(part.loss for part in parts), logits)
     torch.testing.assert_close(found, wanted)
     exact = [plain_losses(logits.detach(), np.where(numbers >= 0, labels, IGNORE_INDEX), targets[0])[0]]
@@ -227,15 +225,15 @@ def test_lost_teacher_leaves_the_loss_of_the_others(lost, ce_weight):
     for numbers, all_of_them in ((left, False), (range(3), True)):
         logits, labels, targets = case(3, 3)
         sent = [target if number in left else None for number, target in enumerate(wire(targets))]
-        objective = Objective(config, teachers_of(*(weights[number] for number in numbers)))
+        objective = Objective(config, compared_teachers(*(weights[number] for number in numbers)))
         blend = objective.blend([math.inf if sent[number] is None else 0.0 for number in numbers])
-        output = objective(logits, labels, [sent[number] for number in numbers], 8, blend=blend)
+        output = output_of(objective, logits, labels, [sent[number] for number in numbers], 8, blend=blend)
         output.loss.backward()
         gradients.append(logits.grad)
         found.append((output.loss.item(), output.kd.item(), output.ce.item(), output.teacher_mass.item()))
         sums = LossSums(len(numbers), logits.device)
         sums.add(output)
-        metrics = sums.metrics("train", objective, blend, 8)
+        metrics = sums.metrics("train", objective, blend, batch_of(labels, (TeacherPart(),) * len(numbers)))
         assert (f"train/kl_loss/t{lost}" in metrics) == (not all_of_them and lost < 2)
     assert found[0] == pytest.approx(found[1], rel=1e-6)
     torch.testing.assert_close(gradients[0], gradients[1])
@@ -245,16 +243,27 @@ def test_what_enters_the_loss_is_counted():
     rows = ChunkRows(
         np.zeros((1, 4), np.int32), np.zeros((1, 4), np.int32), num_chunks=3, num_one_to_one=2, num_covered=4
     )
-    spec = [("alm", None), None]
-    for settings, labels, chunks, expected in (
+    both = TeacherPart(rows), TeacherPart()
+    for settings, labels, parts, expected in (
         ({"kd_weight": 0.0, "ce_weight": 1.0}, 5, (), 5),
-        ({"ce_weight": 0.0}, 5, (rows, None), 3 + 5),
-        ({"ce_weight": 1.0}, 0, (rows, None), 3),
-        ({"ce_weight": 0.0, "dynamic_scale": "on"}, 5, (rows, None), 5 + 3 + 5),
+        ({"ce_weight": 0.0}, 5, both, 3 + 5),
+        ({"ce_weight": 1.0}, 0, both, 3),
+        ({"ce_weight": 0.0, "dynamic_scale": "on"}, 5, both, 5 + 3 + 5),
     ):
-        objective = Objective(LossConfig(**settings), teachers_of(1.0, 1.0), spec)
-        assert objective.num_compared(labels, chunks) == expected
-    alone = Objective(LossConfig(ce_weight=0.0), teachers_of(1.0), [("strict", None)])
-    assert alone.num_compared(5, [replace(rows, num_one_to_one=0)]) == 0, "labels alone train nothing"
-    unused = Objective(LossConfig(ce_weight=0.0), teachers_of(0.0, 1.0), [None, ("alm", None)])
-    assert unused.num_compared(5, [None, rows]) == 3, "a teacher of weight 0 counts for nothing"
+        objective = Objective(LossConfig(**settings), compared_teachers(1.0, 1.0, cross=[("alm", None)]))
+        assert objective.num_compared(labels, parts) == expected
+    alone = Objective(LossConfig(ce_weight=0.0), compared_teachers(1.0, cross=[("strict", None)]))
+    assert alone.num_compared(5, [TeacherPart(replace(rows, num_one_to_one=0))]) == 0, "labels alone train nothing"
+    unused = Objective(LossConfig(ce_weight=0.0), compared_teachers(0.0, 1.0, cross=[None, ("alm", None)]))
+    assert unused.num_compared(5, [TeacherPart(), TeacherPart(rows)]) == 3, "a teacher of weight 0 counts for nothing"
+
+
+def test_chunks_must_be_given_for_a_teacher_of_another_tokenizer():
+    logits, labels, targets = case()
+    rows = ChunkRows(np.zeros((ROWS, WIDTH), np.int32), np.zeros((ROWS, WIDTH), np.int32), 3, 2, 4)
+    for cross, part in (((), TeacherPart(rows)), ([("alm", None)], TeacherPart())):
+        objective = Objective(LossConfig(), compared_teachers(1.0, cross=cross))
+        with pytest.raises(
+            ValueError, match="teacher t0: chunks must be given exactly for a teacher of another tokenizer"
+        ):
+            output_of(objective, logits, labels, wire(targets), 8, [part])

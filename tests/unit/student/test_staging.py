@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from distill_rl.parallel.mesh import close_world, open_world
-from distill_rl.student.staging import Staging
+from distill_rl.student.checkpoint import Staging
 
 CPU = torch.device("cpu")
 SIZES = [(), (1,), (0, 3), (7,), (16,), (5, 3), (33,), (64, 9)]

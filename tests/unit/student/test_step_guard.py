@@ -6,7 +6,7 @@ import pytest
 
 from distill_rl.config.schema import FaultsConfig
 from distill_rl.errors import NumericsError
-from distill_rl.student.step_guard import StepGuard
+from distill_rl.student.optim import StepGuard
 
 
 def skipped(guard: StepGuard, *steps: tuple[float, float]) -> list[bool]:

@@ -48,7 +48,7 @@ def opened():
 def test_rows_are_read_from_open_slots_and_bytes_counted_once(opened):
     reader, sent = opened
     for node_id, far in (("here", 0), ("there", sum(handle.num_bytes for handle in sent.handles))):
-        targets = _FetchedTargets({"local": reader}, node_id, 1.0, [1], [sent])
+        targets = _FetchedTargets({"local": reader}, node_id, 1.0, [[sent]])
         with ExitStack() as stack:
             targets.open(0, SLOTS * ROWS_PER_SLOT, stack)
             for first in range(SLOTS * ROWS_PER_SLOT):  # two micro-batches of the student read each slot
@@ -65,13 +65,13 @@ def test_rows_are_read_from_open_slots_and_bytes_counted_once(opened):
 def test_rank_opens_only_the_slots_of_its_rows(opened):
     reader, sent = opened
     with ExitStack() as stack:
-        _FetchedTargets({"local": reader}, "here", 1.0, [1], [sent]).open(ROWS_PER_SLOT, ROWS_PER_SLOT, stack)
+        _FetchedTargets({"local": reader}, "here", 1.0, [[sent]]).open(ROWS_PER_SLOT, ROWS_PER_SLOT, stack)
     assert (reader.most_open, reader.open_now) == (1, 0)
 
 
 def test_lost_teacher_has_no_target(opened):
     reader, sent = opened
-    targets = _FetchedTargets({"local": reader}, "here", 1.0, [0, 1], [sent])
+    targets = _FetchedTargets({"local": reader}, "here", 1.0, [[], [sent]])
     with ExitStack() as stack:
         targets.open(0, 1, stack)
         with targets(0, 1) as (lost, target):

@@ -188,4 +188,4 @@ def test_tool_calls_across_tokenizers():
     alone = encode(student, tool_chat(ARGUMENTS), tools=TOOLS)
     labels = part.rows.labels[part.rows.labels != IGNORE_INDEX]
     assert student.decode(labels) == student.decode(alone.input_ids[alone.label_mask])
-    assert (part.chunks[0].student >= 0).sum() > 20
+    assert (part.teachers[0].chunks.student >= 0).sum() > 20

@@ -13,7 +13,7 @@ from distill_rl.data.batch.chat import render
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
-from distill_rl.data.batch.pieces import Side
+from distill_rl.data.batch.pieces import PieceLimits
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.errors import DataError
 from distill_rl.types import IGNORE_INDEX, Cursor, DocumentBatch, TokenRows
@@ -74,7 +74,7 @@ def test_a_chunk_is_the_same_text_on_both_sides(student, teacher, messages, pack
     info, (part,), ((teacher_part,),) = builder(student, teacher, max_length=400, packing=packing).build(
         documents(corpus_rows(12, 3, messages))
     )
-    (chunks,) = part.chunks
+    (chunks,) = (each.chunks for each in part.teachers)
     total, one_to_one = 0, 0
     for row in range(part.rows.shape[0]):
         count = chunks.student[row].max(initial=-1) + 1
@@ -141,7 +141,7 @@ def test_longer_rows_of_a_teacher_let_the_student_fill_its_own(teacher, student)
 
 def test_teacher_labels_are_exactly_the_chunks(student, teacher):
     _, (part,), ((teacher_part,),) = builder(student, teacher).build(documents(corpus_rows(12, 3)))
-    (chunks,) = part.chunks
+    (chunks,) = (each.chunks for each in part.teachers)
     assert np.array_equal(teacher_part.rows.labels != IGNORE_INDEX, chunks.teacher >= 0)
     following = np.roll(teacher_part.rows.input_ids, -1, axis=1)
     assert np.array_equal(teacher_part.rows.labels[chunks.teacher >= 0], following[chunks.teacher >= 0])
@@ -150,7 +150,7 @@ def test_teacher_labels_are_exactly_the_chunks(student, teacher):
 
 def test_the_end_of_a_text_is_a_chunk(student, teacher):
     _, (part,), ((teacher_part,),) = builder(student, teacher).build(documents([{"text": "kalo mi"}]))
-    (chunks,) = part.chunks
+    (chunks,) = (each.chunks for each in part.teachers)
     student_end = int(np.flatnonzero(part.rows.labels[0] == student.eos_token_id)[0])
     teacher_end = int(np.flatnonzero(teacher_part.rows.labels[0] == teacher.eos_token_id)[0])
     assert chunks.student[0, student_end] == chunks.teacher[0, teacher_end] >= 0
@@ -161,7 +161,7 @@ def test_chat_chunks_are_contents_and_ends_of_turns(student, teacher):
     _, (part,), ((teacher_part,),) = builder(student, teacher, loss_on="assistant").build(
         documents([{"messages": chat}])
     )
-    (chunks,) = part.chunks
+    (chunks,) = (each.chunks for each in part.teachers)
     texts = [spelled(student, part.rows, chunks.student[0], 0, number) for number in range(chunks.num_chunks)]
     assert "".join(texts) == "sol est<|end|>"
     ends = [spelled(teacher, teacher_part.rows, chunks.teacher[0], 0, number) for number in range(chunks.num_chunks)]
@@ -190,7 +190,7 @@ def test_special_tokens_spelled_in_messages_are_text(name):
             for token in ("<|turn|>", "<|end|>", "</s>")
         ]
         assert counts == [4, 4, 0], "only those that the template writes"
-    (chunks,) = part.chunks
+    (chunks,) = (each.chunks for each in part.teachers)
     assert chunks.num_chunks > 8
     inside = [spelled(student, part.rows, chunks.student[0], 0, number) for number in range(chunks.num_chunks)]
     if name in ("byte_level", "tiktoken"):
@@ -236,7 +236,7 @@ def test_assistant_spans_survive_nfc_of_the_template_text():
 def test_long_documents_are_cut_at_a_shared_boundary(student, teacher):
     long = " ".join(row["text"] for row in corpus_rows(6, 2))
     info, (part,), ((teacher_part,),) = builder(student, teacher, max_length=32).build(documents([{"text": long}]))
-    (chunks,) = part.chunks
+    (chunks,) = (each.chunks for each in part.teachers)
     assert info.num_truncated == 1
     assert part.rows.shape[1] <= 32
     assert teacher_part.rows.shape[1] <= 32
@@ -255,11 +255,14 @@ def test_two_teachers_share_one_student_row(student, teacher):
     batch = documents([{"text": long}, {"text": "kalo mi ter"}])
     built = builder(student, teacher, None, third, max_length=32).build(batch)
     info, (part,), (first, (same,), last) = built
-    assert [rows is None for rows in part.chunks] == [False, True, False]
+    assert [each.chunks is None for each in part.teachers] == [False, True, False]
     assert np.array_equal(same.rows.input_ids, part.rows.input_ids)
     assert same.num_labels == part.num_labels
     assert [alignment.teacher for alignment in info.alignments] == ["t0", "t2"]
-    for tokenizer, teacher_part, chunks in ((teacher, first[0], part.chunks[0]), (third, last[0], part.chunks[2])):
+    for tokenizer, teacher_part, chunks in (
+        (teacher, first[0], part.teachers[0].chunks),
+        (third, last[0], part.teachers[2].chunks),
+    ):
         for number in range(chunks.student[0].max() + 1):
             text = spelled(student, part.rows, chunks.student[0], 0, number)
             assert text == spelled(tokenizer, teacher_part.rows, chunks.teacher[0], 0, number)
@@ -274,7 +277,7 @@ def test_a_lossy_teacher_does_not_shorten_the_other_teachers_rows(student, teach
     alone, (without,), _ = builder(student, teacher, max_length=LENGTH).build(documents([{"text": unread}]))
     both, (beside,), _ = builder(student, lossy, teacher, max_length=LENGTH).build(documents([{"text": unread}]))
     assert both.num_labels == min(info.num_labels, alone.num_labels)
-    chunks, wanted = beside.chunks[1], without.chunks[0]
+    chunks, wanted = beside.teachers[1].chunks, without.teachers[0].chunks
     size = np.count_nonzero(beside.rows.labels[0] != IGNORE_INDEX)
     assert chunks.num_chunks >= 0.5 * wanted.num_chunks > 0
     assert np.array_equal(chunks.student[0, : size - 2], wanted.student[0, : size - 2])
@@ -285,12 +288,14 @@ def test_ranks_get_contiguous_parts_and_global_counts(student, teacher):
     _, (whole,), _ = builder(student, teacher).build(batch)
     _, parts, _ = builder(student, teacher, dp=2).build(batch)
     assert [part.first_row for part in parts] == [0, 4]
-    joined = np.concatenate([part.chunks[0].student for part in parts])
+    joined = np.concatenate([part.teachers[0].chunks.student for part in parts])
     # Sorted by length, the rows alternate between the ranks; the last one only fills the batch.
-    wanted = np.concatenate([whole.chunks[0].student[[0, 1, 4, 5]], whole.chunks[0].student[[2, 3, 6, 7]]])
+    wanted = np.concatenate(
+        [whole.teachers[0].chunks.student[[0, 1, 4, 5]], whole.teachers[0].chunks.student[[2, 3, 6, 7]]]
+    )
     assert np.array_equal(joined, wanted)
     assert (joined[7] == -1).all()
-    assert {part.chunks[0].num_chunks for part in parts} == {whole.chunks[0].num_chunks}
+    assert {part.teachers[0].chunks.num_chunks for part in parts} == {whole.teachers[0].chunks.num_chunks}
 
 
 def test_teachers_with_the_students_tokenizer_read_its_rows(student):
@@ -301,7 +306,7 @@ def test_teachers_with_the_students_tokenizer_read_its_rows(student):
     other, (wanted,), _ = BatchBuilder(tokenization, plan).build(batch)
     assert np.array_equal(part.rows.input_ids, wanted.rows.input_ids)
     assert np.array_equal(part.rows.input_ids, teacher_part.rows.input_ids)
-    assert part.chunks == ()
+    assert [each.chunks for each in part.teachers] == [None] * len(part.teachers)
     assert info.num_labels == other.num_labels
 
 
@@ -318,7 +323,7 @@ def test_skipped_and_failed_rows_are_empty_and_reported(student, teacher, monkey
     build = builder(student, teacher)
     _, (skipped,), _ = build.build(batch, skip=(2,))
     assert (skipped.rows.labels[3] == IGNORE_INDEX).all()
-    assert (skipped.chunks[0].student[3] == -1).all()
+    assert (skipped.teachers[0].chunks.student[3] == -1).all()
     assert (skipped.rows.labels[:3] != IGNORE_INDEX).any(axis=1).all()
     all_skipped, _, _ = build.build(batch, skip=range(4))
     assert (all_skipped.alignments[0].num_exact, all_skipped.alignments[0].methods) == (0, {})
@@ -407,7 +412,7 @@ def test_a_batch_of_pieces_does_not_depend_on_the_parts_it_was_aligned_in(studen
     in_parts = build.assemble(0, batch.cursor, [build.align(batch.documents[:1]), build.align(batch.documents[1:])])
     for left, right in zip(at_once[1][0], in_parts[1][0]):
         assert np.array_equal(left.rows.input_ids, right.rows.input_ids)
-        assert np.array_equal(left.chunks[0].student, right.chunks[0].student)
+        assert np.array_equal(left.teachers[0].chunks.student, right.teachers[0].chunks.student)
     assert at_once[0].alignments == in_parts[0].alignments
 
 
@@ -448,7 +453,7 @@ def test_every_piece_begins_with_the_special_tokens_of_a_text(student, template)
     )
     tokenizer.cls_token, tokenizer.bos_token = tokenizer.bos_token, None  # as BERT's
     count = template.count("{bos}")
-    side = Side.of(tokenizer, LENGTH)
+    side = PieceLimits.of(tokenizer, LENGTH)
     assert side.prefix == (student.bos_token_id,) * count
     ids = np.array([*side.prefix, 7, 8], dtype=np.int32)
     assert side.of_document(ids).tolist() == [*side.prefix]

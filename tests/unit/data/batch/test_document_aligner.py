@@ -26,15 +26,15 @@ def test_parts_of_a_batch_give_what_the_whole_gives(messages):
     documents = [{"row": i, **row} for i, row in enumerate(corpus_rows(9, 4, messages))]
     whole = aligner.align(documents, skip=(2, 7))
     parts = [aligner.align(documents[:5], skip=(2, 7)), aligner.align(documents[5:], skip=(2, 7))]
-    encoded = [tokens for part in parts for tokens in part.encoded]
-    alignments = [alignment for part in parts for alignment in part.alignments[1]]
-    assert sum(alignment.num_chunks for alignment in alignments) > 50
-    for tokens, expected in zip(encoded, whole.encoded, strict=True):
-        assert np.array_equal(tokens.input_ids, expected.input_ids)
-        assert np.array_equal(tokens.label_mask, expected.label_mask)
-    for alignment, expected in zip(alignments, whole.alignments[1], strict=True):
+    pieces = [piece for part in parts for document in part for piece in document.pieces]
+    expected = [piece for document in whole for piece in document.pieces]
+    assert sum(piece.alignments[1].num_chunks for piece in pieces) > 50
+    for piece, same in zip(pieces, expected, strict=True):
+        for name in ("input_ids", "label_mask"):
+            assert np.array_equal(getattr(piece.encoded, name), getattr(same.encoded, name))
         for name in ("student_ids", "teacher_ids", "student_chunk", "teacher_chunk"):
-            assert np.array_equal(getattr(alignment, name), getattr(expected, name))
+            assert np.array_equal(getattr(piece.alignments[1], name), getattr(same.alignments[1], name))
+    assert [document.is_kept for part in parts for document in part] == [i not in (2, 7) for i in range(9)]
 
 
 PLAIN = (
@@ -67,9 +67,9 @@ def beside(
     tokenization = Tokenization(learner, format="messages", max_length=999, **settings)
     teachers = {0: CrossTokenizerTeacher.of("t", learner, other, AlignerConfig(), student_stops=ends, stops=ends)}
     document = {"row": 0, "messages": chat}
-    aligned = DocumentAligner(tokenization, teachers, {0: 999}).align([document])
-    assert aligned.alignments[0][0].num_chunks > 0
-    return aligned.encoded[0], tokenization.encode_all(document)
+    ((piece,),) = (each.pieces for each in DocumentAligner(tokenization, teachers, {0: 999}).align([document]))
+    assert piece.alignments[0].num_chunks > 0
+    return piece.encoded, tokenization.encode_all(document)
 
 
 @pytest.mark.parametrize("turn", QUOTING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distill_rl.data.batch.packing import deal_by_length, first_fit
+from distill_rl.data.batch.collate import deal_by_length, first_fit
 
 
 def test_documents_go_into_the_first_row_with_room():

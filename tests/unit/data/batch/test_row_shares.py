@@ -9,7 +9,7 @@ from distill_rl.config.schema import AlignerConfig
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher
-from distill_rl.data.batch.naming import StoredTargets
+from distill_rl.data.batch.pieces import StoredTargets
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.data.routing import WEIGHTS
 from distill_rl.types import IGNORE_INDEX, Cursor, DocumentBatch
@@ -48,7 +48,7 @@ def test_rows_are_asked_for_as_a_whole(packing, crossing, split):
     info, (student,), teachers = made.build(batch)
     assert info.num_documents == COUNT
     labelled = student.rows.labels != IGNORE_INDEX
-    first, second, third = student.token_weights
+    first, second, third = (part.weights for part in student.teachers)
     assert third is None
     assert teachers[2][0].asked is None
     for i, weights in enumerate((first, second)):
@@ -74,7 +74,7 @@ def test_rows_are_asked_for_as_a_whole(packing, crossing, split):
 def test_chunks_are_those_of_asked_documents(packing):
     made = builder(packing=packing, crossing=True)
     info, (student,), teachers = made.build(DocumentBatch(0, documents(), Cursor()))
-    chunks, weights = student.chunks[1], student.token_weights[1]
+    chunks, weights = student.teachers[1].chunks, student.teachers[1].weights
     assert chunks is not None
     assert weights is not None
     assert not (chunks.student[weights.of_tokens == 0] >= 0).any()
@@ -82,7 +82,7 @@ def test_chunks_are_those_of_asked_documents(packing):
     assert not (chunks.teacher[~theirs.asked] >= 0).any()
     alone = tuple(document for document in documents(None) if WEIGHTS_OF[document["row"] % 4][1] > 0)
     plain, (part,), _ = made.build(DocumentBatch(0, alone, Cursor()))
-    assert part.chunks[1].num_chunks == chunks.num_chunks
+    assert part.teachers[1].chunks.num_chunks == chunks.num_chunks
     assert chunks.weighted == (2.0 * chunks.num_chunks, 2.0 * chunks.num_one_to_one)
     (ours,), (wanted,) = info.alignments, plain.alignments
     assert (ours.methods, ours.num_exact, ours.num_covered) == (wanted.methods, wanted.num_exact, wanted.num_covered)
@@ -101,8 +101,9 @@ def test_weights_of_one_leave_the_batch_as_it_is():
     made = builder(packing=True, crossing=True)
     _, (found,), theirs = made.build(DocumentBatch(0, documents([(1.0, 1.0, 1.0)]), Cursor()))
     _, (wanted,), others = made.build(DocumentBatch(0, documents(None), Cursor()))
-    assert wanted.token_weights == ()
-    assert found.token_weights == (None, None, None)
+    assert (wanted.by_row, found.by_row) == (False, True)
+    for batch in (wanted, found):
+        assert [part.weights for part in batch.teachers] == [None, None, None]
     assert np.array_equal(found.rows.input_ids, wanted.rows.input_ids)
     for one, other in zip(theirs, others):
         assert one[0].asked is None
@@ -113,6 +114,6 @@ def test_ranks_get_the_weights_of_their_rows():
     whole = builder(packing=True, crossing=False).build(DocumentBatch(0, documents(), Cursor()))[1][0]
     parts = builder(packing=True, crossing=False, dp=2).build(DocumentBatch(0, documents(), Cursor()))[1]
     for i in range(2):
-        joined = np.concatenate([part.token_weights[i].of_tokens for part in parts])
-        assert np.array_equal(joined[: len(whole.rows.labels)], whole.token_weights[i].of_tokens)
-        assert {part.token_weights[i].total for part in parts} == {whole.token_weights[i].total}
+        joined = np.concatenate([part.teachers[i].weights.of_tokens for part in parts])
+        assert np.array_equal(joined[: len(whole.rows.labels)], whole.teachers[i].weights.of_tokens)
+        assert {part.teachers[i].weights.total for part in parts} == {whole.teachers[i].weights.total}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distill_rl.data.batch.turn_ends import closing_stop, with_stops
+from distill_rl.data.batch.chat import closing_stop, with_stops
 
 STOPS = ("<|user|>", "<|observation|>", "<|end|>")
 TOKENS = {"tool": "<|observation|>"}

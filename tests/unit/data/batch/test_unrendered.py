@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distill_rl.data.batch.unrendered import TemplateCoverage, _message_changes
+from distill_rl.data.batch.chat import TemplateCoverage, _message_changes
 from distill_rl.errors import DataError
 from tests.helpers.tokenizers import tiny_tokenizer
 

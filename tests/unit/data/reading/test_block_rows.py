@@ -18,10 +18,9 @@ import pytest
 from distill_rl.config.schema import DataConfig, ValidationConfig
 from distill_rl.data import order
 from distill_rl.data.loader import Loader
-from distill_rl.data.reading import files, lines, records, source
-from distill_rl.data.reading.block_rows import BlockStore
+from distill_rl.data.reading import block_rows, files, records, source
+from distill_rl.data.reading.block_rows import BlockStore, LineIndex
 from distill_rl.data.reading.cache import Cache
-from distill_rl.data.reading.lines import LineIndex
 from distill_rl.data.reading.sources import open_source, split_validation
 from distill_rl.errors import DataError, UnreadableFile
 from distill_rl.types import TrainState
@@ -34,7 +33,7 @@ ROOT = Path(__file__).parents[4]
 def tiny_blocks(monkeypatch):
     """Everything is large: blocks of 256 bytes, windows of 2 KiB."""
     monkeypatch.setattr(files, "SMALL_BYTES", 0)
-    monkeypatch.setattr(lines, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(block_rows, "BLOCK_BYTES", 256)
     monkeypatch.setattr(source, "WINDOW_BYTES", 2048)
 
 

@@ -449,7 +449,7 @@ class TestBadMessages:
 
     def test_null_in_a_sliced_batch_is_named_by_its_row(self):
         """Batches of a large file are slices; the row number must count from the start of the file."""
-        from distill_rl.data.reading.columns import check_column
+        from distill_rl.data.reading.arrow_rows import check_column
 
         chats = pa.array([GOOD] * 10 + [[*GOOD, {"role": "user", "content": None}]])
         with pytest.raises(DataError, match="row 110, message 2, content"):

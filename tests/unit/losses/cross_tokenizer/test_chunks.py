@@ -71,7 +71,7 @@ def test_they_are_the_chunks_that_a_run_compares() -> None:
     documents = tuple({"row": row, "messages": chat} for row, chat in enumerate(CHATS))
     other = CrossTokenizerTeacher.of("t0", student, teacher, AlignerConfig())
     _, (ours,), _ = BatchBuilder(tokenization, plan, [other]).build(DocumentBatch(0, documents, Cursor()))
-    of_run = ours.chunks[0]
+    of_run = ours.teachers[0].chunks
     alignments = [TokenAligner(student, teacher).align_messages(chat) for chat in CHATS]
     alignments.sort(key=lambda each: -max(len(each.student_ids), len(each.teacher_ids)))  # as the rows of a run
     found = Chunks.from_alignment(

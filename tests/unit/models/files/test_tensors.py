@@ -7,9 +7,8 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from distill_rl.models.files.examine import examine
-from distill_rl.models.files.headers import read_headers
-from distill_rl.models.files.tensors import plainly_whole
+from distill_rl.models.files.facts import examine
+from distill_rl.models.files.headers import plainly_whole, read_headers
 from tests.helpers.models import FAMILIES, write_tiny_model
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")

@@ -15,11 +15,9 @@ from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.hf import _load_model
 from distill_rl.models import forward
 from distill_rl.models.export import export_model
-from distill_rl.models.files.architecture import architecture_problems
-from distill_rl.models.files.examine import examine
-from distill_rl.models.files.facts import read_model_facts
+from distill_rl.models.files.facts import examine, read_model_facts
 from distill_rl.models.files.headers import read_headers
-from distill_rl.models.files.hub import configured_stops, read_config, read_tokenizer
+from distill_rl.models.files.hub import architecture_problems, configured_stops, read_config, read_tokenizer
 from distill_rl.parallel.mesh import World
 from tests.helpers.load import load_model
 from tests.helpers.towers import FAMILIES, write_tower_model

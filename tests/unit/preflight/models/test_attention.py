@@ -9,7 +9,7 @@ import pytest
 from transformers import Gemma2Config, GPT2Config, LlamaConfig
 
 from distill_rl.config.schema import Config, ParallelConfig, StudentConfig, TeacherConfig
-from distill_rl.models.attention import choice
+from distill_rl.models import attention as choice
 from distill_rl.models.files.hub import read_config
 from distill_rl.preflight.models import attention
 from distill_rl.preflight.models.attention import attention_problems, class_problems, width_problems
@@ -53,7 +53,7 @@ def flash_attn(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None
     package.mkdir(exist_ok=True)
     (package / "__init__.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    choice.importable.cache_clear()
+    attention.importable.cache_clear()
 
 
 def test_flash_attention_must_work_and_not_only_be_there(

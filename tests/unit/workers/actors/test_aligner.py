@@ -30,7 +30,7 @@ worker._gauges.set = worker._gauges.add = shown.__setitem__
 _, documents = worker.align([{"row": 0, "text": "kalomi ter"}])
 info, *ranks = worker.assemble(0, Cursor(), documents)
 assert info.num_documents == 1 and len(ranks) == 2, (info, ranks)
-tokens = sum(len(document.input_ids) for document in documents.encoded)
+tokens = sum(len(piece.encoded.input_ids) for document in documents for piece in document.pieces)
 assert shown["aligner_seconds"] > 0 and shown["aligner_tokens"] == tokens > 0, shown
 print(" ".join(sorted({"torch", "datasets"} & sys.modules.keys())))
 """

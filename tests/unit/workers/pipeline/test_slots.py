@@ -1,7 +1,7 @@
 import pytest
 
 from distill_rl.transport.base import Slot
-from distill_rl.workers.pipeline.slots import SlotLedger
+from distill_rl.workers.pipeline.sub_batch import SlotLedger
 
 
 def test_slot_is_reused_with_the_next_even_generation():

@@ -1,1 +1,0 @@
-"""Attention implementations: which one a model takes, and attention over packed documents."""

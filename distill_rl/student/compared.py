@@ -1,0 +1,221 @@
+"""What a student needs of every teacher to be compared with it: a vocabulary projection, an output layer.
+
+Both are opened once at the start, onto this rank's device. Output layers are frozen and not part of a checkpoint. Projections
+may be learnt; then they are saved beside an export.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.functional import pad
+
+from distill_rl.align.projection import load_projection, save_projection
+from distill_rl.config.schema import TeacherConfig
+from distill_rl.losses import HiddenStates, LearnableProjection, TeacherHidden, VocabularyProjection
+from distill_rl.losses.core.streaming import accumulator
+from distill_rl.losses.targets import Teacher, Wire
+from distill_rl.models.files.hub import tokenizer_of, vocabulary_size
+from distill_rl.models.load import OutputLayer, read_output_layer
+from distill_rl.parallel.mesh import TP, World
+from distill_rl.parallel.shards import own_columns
+from distill_rl.system.made_folder import replacing
+from distill_rl.types import CrossTokenizerSpec
+
+log = logging.getLogger(__name__)
+
+Target = Wire
+"""A teacher's targets for one micro-batch, as they arrive."""
+
+
+@dataclass(frozen=True)
+class TeacherHead(OutputLayer):
+    """Computes logits from a teacher's hidden states, for the columns that this rank compares.
+
+    The bias is −inf in columns that stand for no token.
+    """
+
+    def attach(self, states: HiddenStates) -> TeacherHidden:
+        """Returns a target that joins hidden states with this output layer; its logits are not computed here.
+
+        The loss computes them a chunk at a time.
+        """
+        return TeacherHidden(
+            states.hidden, self.weight, self.softcap, self.scale, label_logprob=states.label_logprob, bias=self.bias
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CrossTokenizer:
+    """How a student is compared with a teacher of another tokenizer."""
+
+    method: str
+    """`loss.cross_tokenizer`"""
+    projection: VocabularyProjection | LearnableProjection
+    """Between the two vocabularies."""
+
+    def fixed(self) -> VocabularyProjection:
+        """The projection with its present values."""
+        return self.projection() if isinstance(self.projection, nn.Module) else self.projection
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedTeacher:
+    """A teacher, with what the student holds of it."""
+
+    settings: TeacherConfig
+    cross: CrossTokenizer | None = None
+    """None: it has the student's tokenizer."""
+    head: TeacherHead | None = None
+    """None: it does not send hidden states."""
+
+    def with_head(self, target: Target) -> Teacher:
+        """Joins hidden states with the output layer; other targets are returned as they are.
+
+        Raises:
+            ValueError: hidden states without an output layer.
+        """
+        if not isinstance(target, HiddenStates):
+            return target
+        if self.head is None:
+            raise ValueError("hidden states: need the output layer of their teacher (`head`); got None")
+        return self.head.attach(target)
+
+
+def open_teachers(
+    teachers: Sequence[TeacherConfig],
+    cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None],
+    world: World,
+    *,
+    learnable: bool,
+    columns: int,
+    tokens: int,
+) -> list[ComparedTeacher]:
+    """Opens the projections and output layers of all teachers.
+
+    Args:
+        cross_tokenizer_specs: per teacher, None if its tokenizer is the student's; empty if all are.
+        learnable, columns, tokens: as for `open_projection` and `open_head`.
+
+    Raises:
+        ConfigError: a model or tokenizer that cannot be read.
+        ValueError: a missing or damaged projection.
+    """
+    specs = tuple(cross_tokenizer_specs) or (None,) * len(teachers)
+    return [
+        ComparedTeacher(
+            teacher,
+            None if spec is None else open_projection(spec, world, learnable=learnable),
+            open_head(teacher, spec, world, columns=columns, tokens=tokens),
+        )
+        for teacher, spec in zip(teachers, specs, strict=True)
+    ]
+
+
+def open_projection(spec: CrossTokenizerSpec, world: World, *, learnable: bool) -> CrossTokenizer:
+    """Loads one projection onto the device.
+
+    The first rank logs a warning if the tokenizers differ and the file lacks the stop tokens of either one, as files of
+    earlier versions do.
+
+    Args:
+        learnable: make a projection of `xtoken` trainable; its parameter is a DTensor, replicated on all ranks.
+
+    Raises:
+        ValueError: a missing or damaged projection.
+    """
+    stored = load_projection(spec.projection)
+    same = stored.student_hash == stored.teacher_hash
+    if world.rank == 0 and not same and not (len(stored.student_stops) and len(stored.teacher_stops)):
+        log.warning(
+            "%s holds no stop tokens of both sides, as written by earlier versions: where an answer ends, they are "
+            "compared like other tokens, so a teacher with another stop token may teach not to stop; leave "
+            "projection.path out to have the file built anew",
+            spec.projection,
+        )
+    fixed = VocabularyProjection.from_projection(stored).to(world.device)
+    if not learnable or spec.method != "xtoken":
+        return CrossTokenizer(spec.method, fixed)
+    projection = LearnableProjection(fixed)
+    # On the mesh of the student's parameters, so that clipping, AdamW and checkpoints handle one kind of parameter.
+    mesh = world.parameter_mesh
+    placed = DTensor.from_local(projection.logits.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    projection.logits = nn.Parameter(placed)
+    return CrossTokenizer(spec.method, projection)
+
+
+def open_head(
+    teacher: TeacherConfig, spec: CrossTokenizerSpec | None, world: World, *, columns: int, tokens: int
+) -> TeacherHead | None:
+    """Reads a teacher's output layer onto this rank's device; None for a teacher that does not send hidden states.
+
+    If a teacher has the student's tokenizer, a rank holds the rows for its own columns of the student's logits.
+    Otherwise it holds all rows, because chunks are compared over the teacher's whole vocabulary.
+
+    Args:
+        spec: None if its tokenizer is the student's.
+        columns: of the student's logits over all ranks.
+        tokens: ids of the student's tokenizer.
+
+    Raises:
+        ConfigError: a model or tokenizer that cannot be read.
+    """
+    if teacher.export != "hidden":
+        return None
+    if spec is None:
+        return _read_head(teacher, own_columns(columns, world.mesh[TP]), tokens, world.device)
+    return _read_head(teacher, None, vocabulary_size(tokenizer_of(teacher)), world.device)
+
+
+def _read_head(teacher: TeacherConfig, rows: slice | None, tokens: int, device: torch.device) -> TeacherHead:
+    """Rows of a teacher's output layer (None: all), with zeros beyond its last one, and no probability from `tokens` on."""
+    layer = read_output_layer(teacher.model, rows, dtype=teacher.dtype, revision=teacher.revision)
+    weight, bias, first = layer.weight, layer.bias, 0 if rows is None else rows.start
+    missing = 0 if rows is None else rows.stop - rows.start - len(weight)
+    weight = pad(weight, (0, 0, 0, missing))  # both models have the same tokens; their tables may be padded differently
+    known = min(max(tokens - first, 0), len(weight))
+    if bias is not None or known < len(weight):
+        bias = weight.new_zeros(len(weight)) if bias is None else pad(bias, (0, missing))
+        bias[known:] = -torch.inf
+    # A CPU computes in fp32; converting once saves converting for every micro-batch.
+    dtype = weight.dtype if device.type == "cuda" else accumulator(weight.dtype)
+    bias = None if bias is None else bias.to(device, dtype)
+    return TeacherHead(weight.to(device, dtype), bias, layer.scale, layer.softcap)
+
+
+def save_learned(
+    projections: nn.ModuleDict,
+    cross_tokenizer_specs: Sequence[CrossTokenizerSpec | None],
+    folder: Path,
+) -> None:
+    """Writes the learned projections into `folder` as `INDEX.safetensors`, in the format that `projection.path` takes.
+
+    The folder is created only if there are any, and replaces an earlier one as a whole.
+
+    Args:
+        projections: by the index of the teacher, as in `Objective`.
+        cross_tokenizer_specs: per teacher; they name the files that the projections were loaded from.
+    """
+    if not projections:
+        return
+    with replacing(folder) as new:
+        for teacher, projection in projections.items():
+            spec = cross_tokenizer_specs[int(teacher)]
+            assert spec is not None
+            values = projection().values.detach().cpu().numpy()
+            save_projection(replace(load_projection(spec.projection), values=values), new / f"{teacher}.safetensors")
+
+
+def complete_gradient(parameter: nn.Parameter) -> None:
+    """Replaces the gradient of a replicated parameter, of which each rank has a share, by its sum over the ranks.
+
+    Collective over the parameter's mesh. Does nothing if there is no gradient, or if it is not a DTensor.
+    """
+    if isinstance(parameter.grad, DTensor):
+        parameter.grad = parameter.grad.redistribute(placements=[Replicate()] * parameter.grad.device_mesh.ndim)
