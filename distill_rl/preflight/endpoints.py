@@ -11,7 +11,7 @@ from distill_rl.config.rules.endpoints import endpoint_problems
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import first_line, problem
 from distill_rl.models.families import engine_length_problem, length_limit
-from distill_rl.preflight.models.opened import Findings, Opened
+from distill_rl.run.opened import OpenedModel, OpenedRun, RunFindings
 from distill_rl.system.redact import in_text
 
 if TYPE_CHECKING:
@@ -24,17 +24,17 @@ _DOCUMENTS, _TOKENS = 8, 512
 
 
 def check_endpoints(
-    config: Config, teachers: Sequence[Opened], documents: Sequence[Mapping[str, Any]], findings: Findings, *, ask: bool
+    run: OpenedRun, documents: Sequence[Mapping[str, Any]], findings: RunFindings, *, ask: bool
 ) -> None:
     """Adds to the findings what served teachers cannot do, and a note on what each does.
 
     Args:
-        teachers: the running ones, opened.
         documents: a sample of the training data; may be empty.
         ask: False: the servers need not run yet. They are then asked when the run starts, which a note says.
     """
+    config = run.config
     broken = list(endpoint_problems(config))
-    for opened in teachers:
+    for opened in run.teachers:
         settings = opened.settings
         if not (isinstance(settings, TeacherConfig) and settings.backend == "endpoint"):
             continue
@@ -55,12 +55,9 @@ def check_endpoints(
             findings.notes.append(_note(config, opened, settings, probed))
 
 
-def _probe(config: Config, opened: Opened, settings: TeacherConfig, documents: Sequence[Mapping[str, Any]]) -> Probed:
-    """Asks the servers of one teacher.
-
-    Raises:
-        ConfigError: an address, the token or the certificates cannot be used.
-    """
+def _probe(
+    config: Config, opened: OpenedModel, settings: TeacherConfig, documents: Sequence[Mapping[str, Any]]
+) -> Probed:
     from distill_rl.teacher.backends.endpoint.probe import Probed, probe, sample_of_ids
     from distill_rl.teacher.backends.endpoint.token import token_of
 
@@ -77,7 +74,7 @@ def _probe(config: Config, opened: Opened, settings: TeacherConfig, documents: S
     return probe(opened.key, settings, token, ids=ids, documents=prompts, k=k, length=length)
 
 
-def _length_problems(config: Config, opened: Opened, settings: TeacherConfig, probed: Probed) -> Iterator[str]:
+def _length_problems(config: Config, opened: OpenedModel, settings: TeacherConfig, probed: Probed) -> Iterator[str]:
     """Yields at most one line: the servers' context is not that for which the model's frequencies are right."""
     from distill_rl.models.files.hub import read_config
 
@@ -112,8 +109,7 @@ def _prompts(tokenizer: Any, documents: Sequence[Mapping[str, Any]], length: int
             return
 
 
-def _note(config: Config, opened: Opened, settings: TeacherConfig, probed: Probed) -> str:
-    """What the servers of a teacher do, on one line."""
+def _note(config: Config, opened: OpenedModel, settings: TeacherConfig, probed: Probed) -> str:
     parts = [f"raw log-probs of the top {config.loss.top_k} and of every id that was tried"]
     if probed.context is not None:
         parts.append(f"a context of {probed.context:,} tokens")
