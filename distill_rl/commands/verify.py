@@ -105,7 +105,6 @@ def _is_quantized(settings: TeacherConfig) -> bool:
 def _quantized(run: OpenedRun, facts: Facts) -> Iterator[tuple[TeacherConfig, Any, int]]:
     """Yields every teacher to compare, the tokenizer whose ids it reads in the run, and how many of these count."""
     for teacher, known in zip(run.teachers, facts.teachers):
-        assert isinstance(teacher.settings, TeacherConfig)
         if _is_quantized(teacher.settings):
             reader = run.student if teacher.cross_tokenizer_loss is None else teacher
             assert known.vocabulary_size is not None

@@ -132,7 +132,7 @@ def inspect(
     stores.store_problems(run, findings)
     run.open_models(findings)
     if trains:
-        models.look_at_adapters(run.student, findings)
+        models.look_at_adapters(run, findings)
     problems += models.fit_problems(run, gpus=gpus)
     compared, lines = pairs.compare_vocabularies(run)
     for teacher, comparison in zip(run.teachers, compared):

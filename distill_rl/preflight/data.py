@@ -270,8 +270,7 @@ def _expect(
     """The facts of the sources with those of their samples, and what a step is expected to compute."""
     # Documents are tokenised by every tokenizer of the run, but not aligned: pieces are taken to be as long as rows allow.
     config, data, kind = run.config, run.config.data, run.train.kind
-    teachers = zip(run.teachers, running_teachers(config))
-    lengths = [teacher_length(config, settings) for opened, settings in teachers if opened.cross_tokenizer_loss]
+    lengths = [teacher_length(config, opened.settings) for opened in run.crossing]
     tokenizers = [opened.tokenizer for opened in (run.student, *run.crossing)]
     if not all(samples) or not all(tokenizers):
         return tuple(sources), None

@@ -21,13 +21,13 @@ from distill_rl.config.layout import (
 from distill_rl.config.measured import is_suite_score
 from distill_rl.config.memory.parts import WorkerMemory
 from distill_rl.config.quantization import AS_STORED
-from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, problem, problems_of
 from distill_rl.models.attention.choice import installed
 from distill_rl.models.families import head_size
 from distill_rl.models.kernels import liger_problems
 from distill_rl.models.vllm.engine import cpu_head_sizes
-from distill_rl.run.opened import OpenedModel, RunFindings
+from distill_rl.run.opened import OpenedModel, OpenedTeacher, RunFindings
 from distill_rl.system.files import size_text
 from distill_rl.system.install import install_extra
 from distill_rl.system.processes.child import call_in_child
@@ -104,7 +104,7 @@ def router_problems(config: Config, student: OpenedModel) -> Iterator[str]:
         yield problem("loss.router_weight", rule, f"{config.loss.router_weight:g}", "set it to 0")
 
 
-def backend_problems(config: Config, teachers: Sequence[OpenedModel], gpus: int) -> Iterator[str]:
+def backend_problems(config: Config, teachers: Sequence[OpenedTeacher], gpus: int) -> Iterator[str]:
     """Yields what `loss.backend: triton` lacks, one line each: a GPU, and a kernel for what is compared.
 
     Whether its package is installed is not looked at here (`extra_problems`).
@@ -123,7 +123,6 @@ def backend_problems(config: Config, teachers: Sequence[OpenedModel], gpus: int)
     if not gpus and config.ray.address is None and not interpreted():
         yield problem("loss.backend", "triton needs a GPU; none is visible", None, "set loss.backend=auto")
     for teacher in teachers:
-        assert isinstance(teacher.settings, TeacherConfig)
         method, export = teacher.cross_tokenizer_loss, teacher.settings.export
         rule = ""
         if method is not None and method not in CHUNK_METHODS:

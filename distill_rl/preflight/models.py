@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from distill_rl.config.facts import row_width, runs_model, width_divisor, width_multiple
 from distill_rl.config.quantization import AS_STORED
-from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
+from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError, problem
 from distill_rl.models.attention.choice import (
     ON_CPU,
@@ -34,16 +34,16 @@ from distill_rl.models.files.headers import holds_several, tied_problems
 from distill_rl.models.files.tensors import dtype_problems, plainly_whole
 from distill_rl.models.lora.layers import survey
 from distill_rl.models.quantization.stored import as_stored_problem, method_of, missing_packages
-from distill_rl.run.opened import OpenedModel, OpenedRun, RunFindings
+from distill_rl.run.opened import OpenedModel, OpenedRun, OpenedTeacher, RunFindings
 
 
-def look_at_adapters(student: OpenedModel, findings: RunFindings) -> None:
+def look_at_adapters(run: OpenedRun, findings: RunFindings) -> None:
     """Adds what is trained to the student's facts; names that no layer has are added to the findings.
 
     Nothing without adapters, and nothing if the student's config could not be read.
     """
-    assert isinstance(student.settings, StudentConfig)
-    lora, folder = student.settings.lora, student.folder
+    student = run.student
+    lora, folder = run.config.student.lora, student.folder
     if lora is None or folder is None or student.config is None:
         return
     found = findings.attempt("student.lora", lambda: survey(folder, lora, student.shapes))
@@ -264,7 +264,7 @@ def _implementation(model: OpenedModel, *, packing: bool, gpus: int) -> str:
         return "eager"
 
 
-def stored_problems(teachers: Sequence[OpenedModel], *, gpus: int) -> Iterator[str]:
+def stored_problems(teachers: Sequence[OpenedTeacher], *, gpus: int) -> Iterator[str]:
     """Yields what is against loading a teacher as it is stored, one line each.
 
     Whether its method works on a GPU that this process does not look at is found out when it is loaded, before step 1.
@@ -275,7 +275,6 @@ def stored_problems(teachers: Sequence[OpenedModel], *, gpus: int) -> Iterator[s
     """
     for opened in teachers:
         settings, key = opened.settings, f"{opened.key}.quantization"
-        assert isinstance(settings, TeacherConfig)
         if settings.quantization != AS_STORED or not runs_model(settings) or opened.config is None:
             continue
         assert opened.folder is not None

@@ -12,12 +12,12 @@ from distill_rl.align.chats.form import texts_of
 from distill_rl.align.projection import load_projection
 from distill_rl.align.tokenizer.vocabulary import common_vocabulary
 from distill_rl.config.derive import EXPORTS
-from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.config.schema import Config
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.data.routing import asked, weights_of
 from distill_rl.errors import ConfigError, problem
 from distill_rl.models.files.beginning import ADVICE, unwritten_beginning
-from distill_rl.run.opened import Comparison, OpenedModel, OpenedRun, RunFindings
+from distill_rl.run.opened import Comparison, OpenedModel, OpenedRun, OpenedTeacher, RunFindings
 from distill_rl.run.shared_vocabulary import some
 
 ALIGNED_ROWS = 32
@@ -37,8 +37,7 @@ def compare_vocabularies(run: OpenedRun) -> tuple[list[Comparison | None], list[
     sizes = [student.vocabulary_size]  # of what is compared token by token
     has_topk = False
     for teacher in run.teachers:
-        comparison, settings = None, teacher.settings
-        assert isinstance(settings, TeacherConfig)
+        comparison = None
         if student.tokenizer_hash and teacher.tokenizer_hash:
             try:
                 comparison = Comparison.of(config, student, teacher)
@@ -53,7 +52,7 @@ def compare_vocabularies(run: OpenedRun) -> tuple[list[Comparison | None], list[
             continue
         assert comparison.shared is not None
         sizes.append(comparison.shared.size)
-        has_topk = has_topk or settings.export == "topk"
+        has_topk = has_topk or teacher.settings.export == "topk"
     size = min((size for size in sizes if size is not None), default=0)
     if has_topk and config.loss.top_k > size:
         rule = f"must not exceed the {size} ids of the student's tokenizer"
@@ -61,10 +60,9 @@ def compare_vocabularies(run: OpenedRun) -> tuple[list[Comparison | None], list[
     return comparisons, problems
 
 
-def _pair_problems(config: Config, method: str, student: OpenedModel, teacher: OpenedModel) -> Iterator[str]:
+def _pair_problems(config: Config, method: str, student: OpenedModel, teacher: OpenedTeacher) -> Iterator[str]:
     """Yields what is against the cross-tokenizer loss `method` with a teacher, one line each."""
     settings = teacher.settings
-    assert isinstance(settings, TeacherConfig)
     if settings.export not in EXPORTS[method]:
         remedy = f"set {teacher.key}.export={EXPORTS[method][0]}, or another loss.cross_tokenizer"
         rule = f"the loss {method} needs {' or '.join(EXPORTS[method])}"
@@ -168,7 +166,7 @@ def check_alignment(run: OpenedRun, source: Sequence[Any], findings: RunFindings
             teacher.advice = findings.attempt(teacher.key, aligned) or ""
 
 
-def _align(config: Config, source: Any, student: OpenedModel, teacher: OpenedModel) -> str:
+def _align(config: Config, source: Any, student: OpenedModel, teacher: OpenedTeacher) -> str:
     """Which loss suits a pair, by the first ALIGNED_ROWS documents; empty if they have no content."""
     settings = config.aligner
     aligner = TokenAligner(

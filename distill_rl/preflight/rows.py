@@ -17,7 +17,7 @@ from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.data.batch.unrendered import Part, TemplateCoverage
 from distill_rl.data.routing import asked, weights_of
 from distill_rl.errors import ConfigError, DataError, problem
-from distill_rl.run.opened import OpenedModel, RunFindings
+from distill_rl.run.opened import OpenedModel, OpenedTeacher, RunFindings
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHOWN = 60
@@ -43,7 +43,7 @@ def check_chats(
     config: Config,
     rows: Sequence[Mapping[str, Any]],
     student: OpenedModel,
-    teachers: Sequence[OpenedModel],
+    teachers: Sequence[OpenedTeacher],
     findings: RunFindings,
 ) -> None:
     """Renders a sample of chats as the run will, and adds what is wrong or worth knowing to the findings.
@@ -114,7 +114,7 @@ def _render_all(
     return texts
 
 
-def _other_template(teacher: OpenedModel, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> Iterator[str]:
+def _other_template(teacher: OpenedTeacher, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> Iterator[str]:
     """Yields a note on a teacher that reads the student's rows, if its own chat template writes them in another way."""
     tokenizer = teacher.tokenizer
     reads = f"{teacher.key}: {teacher.name} reads chats as the student's chat template writes them"

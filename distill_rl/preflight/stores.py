@@ -46,7 +46,6 @@ def store_problems(run: OpenedRun, findings: RunFindings) -> None:
     """Adds to the findings how the stores that teachers are read from do not fit what the run asks for."""
     for teacher in run.teachers:
         if teacher.store is not None:
-            assert isinstance(teacher.settings, TeacherConfig)
             findings.problems += _problems(run.config, teacher.key, teacher.settings, teacher.store)
             findings.notes += _notes(f"{teacher.key}.store", teacher.store)
 
@@ -118,7 +117,6 @@ def cache_problems(run: OpenedRun, findings: RunFindings, *, on_gpu: bool, captu
     config = run.config
     for opened in run.teachers:
         settings = opened.settings
-        assert isinstance(settings, TeacherConfig)
         if settings.cache is None or not (Path(settings.cache) / FILE).exists():
             continue
         if opened.folder is None or opened.vocabulary_size is None:
@@ -217,7 +215,6 @@ def compare_documents(run: OpenedRun, findings: RunFindings, say: Callable[[str]
             continue
         opened = run.teachers[i]
         settings = opened.settings
-        assert isinstance(settings, TeacherConfig)
         if settings.missing == "fail":
             remedy = f"capture them, or set {opened.key}.missing to skip or live"
             rule = f"{settings.store} must have all documents of the run"
@@ -334,9 +331,9 @@ def _divider(
     tokenization = Tokenization.of(student.tokenizer, data, format=run.train.kind, stops=student.stops)
     split = splits_documents(config, run.train.kind)
     crossing, lengths = {}, {}
-    for i, (opened, settings) in enumerate(zip(run.teachers, running_teachers(config))):
+    for i, opened in enumerate(run.teachers):
         if opened.cross_tokenizer_loss is not None:
-            lengths[i] = teacher_length(config, settings)
+            lengths[i] = teacher_length(config, opened.settings)
             crossing[i] = CrossTokenizerTeacher.of(
                 opened.name,
                 student.tokenizer,

@@ -24,7 +24,7 @@ from distill_rl.data.order import Order
 from distill_rl.data.reading.source import Source
 from distill_rl.errors import ConfigError, StoreError, first_line
 from distill_rl.models.files.hub import resolve
-from distill_rl.run.opened import OpenedModel, OpenedRun, training_batches, with_adapters
+from distill_rl.run.opened import OpenedRun, OpenedTeacher, training_batches, with_adapters
 from distill_rl.store.manifest import FILE, SERVED, Manifest, describe_teacher, require_same, write_manifest
 from distill_rl.system.files import sha256
 from distill_rl.types import CrossTokenizerSpec, DocumentBatch, RunPaths, TrainState
@@ -137,7 +137,7 @@ def _order_name(config: Config, *, windowed: bool) -> str:
     return f"run.seed={config.run.seed}{', shuffled blocks, version 1' if windowed else ''}"
 
 
-def _cross_tokenizer_spec(run: OpenedRun, teacher: OpenedModel) -> CrossTokenizerSpec:
+def _cross_tokenizer_spec(run: OpenedRun, teacher: OpenedTeacher) -> CrossTokenizerSpec:
     """How the student learns from a teacher over chunks of text: by `projection.path`, or one that is built and kept."""
     config, student, loss = run.config, run.student, teacher.cross_tokenizer_loss
     assert loss is not None

@@ -94,13 +94,12 @@ class Comparison:
     """Whether it is the tokenizers that limit it, not the teacher's embedding table."""
 
     @classmethod
-    def of(cls, config: Config, student: OpenedModel, teacher: OpenedModel) -> Comparison:
+    def of(cls, config: Config, student: OpenedModel, teacher: OpenedTeacher) -> Comparison:
         """Compares two tokenizers that are open.
 
         Raises:
             ConfigError: the settings do not allow such a pair.
         """
-        assert isinstance(teacher.settings, TeacherConfig)
         shared = shared_vocabulary(
             student.tokenizer,
             teacher.tokenizer,
@@ -138,12 +137,6 @@ class OpenedModel:
     """Added tokens of the tokenizer for which the model has no embedding row, and which no text may contain."""
     stops: tuple[int, ...] = ()
     """Ids by which the model ends an answer, besides those that its tokenizer names."""
-    comparison: Comparison | None = None
-    """Of a teacher; None: not known."""
-    advice: str = ""
-    """For a teacher with another tokenizer: which cross-tokenizer loss suits it, by a sample of the training data."""
-    store: Store | None = None
-    """For a teacher that is read from a store."""
 
     @property
     def in_vllm(self) -> bool:
@@ -151,18 +144,19 @@ class OpenedModel:
         return in_vllm(self.settings)
 
     @property
-    def is_served(self) -> bool:
-        return isinstance(self.settings, TeacherConfig) and self.settings.backend == "endpoint"
+    def runs(self) -> bool:
+        """Whether the run loads the model."""
+        return True
 
     @property
-    def cross_tokenizer_loss(self) -> str | None:
-        """None if the teacher is compared token by token."""
-        return None if self.comparison is None else self.comparison.loss
+    def has_config(self) -> bool:
+        """Whether the model's configuration is there, not its tokenizer alone."""
+        return True
 
     @property
-    def shared(self) -> SharedVocabulary | None:
-        """What a teacher that is compared token by token shares with the student."""
-        return None if self.comparison is None else self.comparison.shared
+    def needs_weights(self) -> bool:
+        """Whether a local folder of the model must have weights."""
+        return True
 
     @property
     def columns(self) -> int:
@@ -196,7 +190,7 @@ class OpenedModel:
         tokenizer, described = hub.tokenizer_of(self.settings), described_by(self.settings)
         self.stops = hub.configured_stops(*described)
         self.folder = hub.resolve(*described)
-        if not self.is_served and (self.folder / "config.json").is_file():
+        if self.has_config and (self.folder / "config.json").is_file():
             self.config = hub.read_config(*described, quantized=may_be_quantized(self.settings))
         self._take(tokenizer)
 
@@ -206,30 +200,18 @@ class OpenedModel:
         Raises:
             ConfigError: they cannot be read.
         """
-        if isinstance(self.settings, TeacherConfig) and not runs_model(self.settings):
+        if not self.runs:
             return
         folder = hub.resolve(self.settings.model, self.settings.revision, weights=True)
         if self.facts is None:
             self.folder = folder
             self._measure()
 
-    @property
-    def identity(self) -> str:
-        """What makes a teacher's targets: the hash of its weights or, if it does not run here, what its store or name says."""
-        assert isinstance(self.settings, TeacherConfig)
-        if self.is_served:
-            return served_identity(self.settings)
-        if only_reads(self.settings):
-            store = Path(self.settings.store or "")
-            return (read_manifest(store) if self.store is None else self.store.manifest).weights
-        assert self.folder is not None
-        return model_files.teacher_identity(self.settings, self.folder)
-
     def open(self, findings: RunFindings) -> None:
         """Opens as much as possible. What fails is added to the findings; missing weights only of a local folder."""
         model = self.settings
         path, revision = described_by(model)
-        if self.is_served or self._holds_a_tokenizer_only():
+        if not self.has_config:
             folder = _located(f"{self.key}.tokenizer", path, None, findings)
             if folder is not None:
                 self.folder = folder
@@ -238,9 +220,7 @@ class OpenedModel:
             return
         folder = _located(f"{self.key}.model", path, revision, findings)
         if folder is not None:
-            self._open_weights(
-                folder, findings, needed=Path(path).expanduser().is_dir() and not self._is_only_described()
-            )
+            self._open_weights(folder, findings, needed=Path(path).expanduser().is_dir() and self.needs_weights)
             if model_files.is_adapter(folder):  # its line says what to do; that it lacks a tokenizer, too, adds nothing
                 folder = None
         if model.tokenizer is not None and path == model.model:
@@ -250,17 +230,6 @@ class OpenedModel:
         if self.beyond:
             what = f"{self.name} has {self.columns:,} embedding rows, and none for added tokens of its tokenizer"
             findings.notes.append(f"{what} ({some(self.beyond)}); rows that contain one are left out as bad rows")
-
-    def _holds_a_tokenizer_only(self) -> bool:
-        """Whether its store was filled by a server, of whose model only the tokenizer is known."""
-        return self.store is not None and not (self.store.folder / TEACHER / "config.json").is_file()
-
-    def _is_only_described(self) -> bool:
-        """Whether the folder need not have weights: nobody loads it, or it is a store's that lacks its model."""
-        model = self.settings
-        if isinstance(model, StudentConfig):
-            return False
-        return not runs_model(model) or model.model == teacher_folder(model.store or "")
 
     def _open_weights(self, folder: Path, findings: RunFindings, *, needed: bool) -> None:
         """Reads config.json and the headers of the weights, which are a problem only if they are `needed`."""
@@ -296,6 +265,58 @@ class OpenedModel:
         self.vocabulary_size = readable_ids(tokenizer, self.columns, stops=self.stops)
 
 
+@dataclass
+class OpenedTeacher(OpenedModel):
+    settings: TeacherConfig
+    comparison: Comparison | None = None
+    """None: not known."""
+    advice: str = ""
+    """With another tokenizer: which cross-tokenizer loss suits it, by a sample of the training data."""
+    store: Store | None = None
+    """That it is read from."""
+
+    @property
+    def is_served(self) -> bool:
+        return self.settings.backend == "endpoint"
+
+    @property
+    def runs(self) -> bool:
+        return runs_model(self.settings)
+
+    @property
+    def has_config(self) -> bool:
+        # A store that was filled by a server has a tokenizer alone.
+        if self.store is not None and not (self.store.folder / TEACHER / "config.json").is_file():
+            return False
+        return not self.is_served
+
+    @property
+    def needs_weights(self) -> bool:
+        # The model may be a store's, which describes it alone.
+        return self.runs and self.settings.model != teacher_folder(self.settings.store or "")
+
+    @property
+    def cross_tokenizer_loss(self) -> str | None:
+        """None if the teacher is compared token by token."""
+        return None if self.comparison is None else self.comparison.loss
+
+    @property
+    def shared(self) -> SharedVocabulary | None:
+        """What a teacher that is compared token by token shares with the student."""
+        return None if self.comparison is None else self.comparison.shared
+
+    @property
+    def identity(self) -> str:
+        """What makes the targets: the hash of the weights or, if the model does not run here, what its store or name says."""
+        if self.is_served:
+            return served_identity(self.settings)
+        if only_reads(self.settings):
+            store = Path(self.settings.store or "")
+            return (read_manifest(store) if self.store is None else self.store.manifest).weights
+        assert self.folder is not None
+        return model_files.teacher_identity(self.settings, self.folder)
+
+
 def _located(key: str, name: str, revision: str | None, findings: RunFindings) -> Path | None:
     """The local folder of a model or tokenizer, which may be in the hub's cache; None, with a line, if there is none."""
     if name == MISSING or not name.strip():  # the rules of the configuration report it
@@ -310,7 +331,7 @@ def _located(key: str, name: str, revision: str | None, findings: RunFindings) -
 class OpenedRun:
     config: Config
     student: OpenedModel
-    teachers: list[OpenedModel]
+    teachers: list[OpenedTeacher]
     """The running ones."""
     sources: list[tuple[str, Source | None]] = field(default_factory=list)
     """Every source of the data with the setting that names it; None for one that could not be opened."""
@@ -323,7 +344,7 @@ class OpenedRun:
     def of(cls, config: Config) -> OpenedRun:
         """A run of which nothing is open yet."""
         teachers = [
-            OpenedModel(f"teachers.{i}", f"teacher {t.name}", t) for i, t in enumerate(running_teachers(config))
+            OpenedTeacher(f"teachers.{i}", f"teacher {t.name}", t) for i, t in enumerate(running_teachers(config))
         ]
         return cls(config, OpenedModel("student", "student", config.student), teachers)
 
@@ -332,7 +353,7 @@ class OpenedRun:
         return [self.student, *self.teachers]
 
     @property
-    def crossing(self) -> list[OpenedModel]:
+    def crossing(self) -> list[OpenedTeacher]:
         """The teachers that are compared over chunks of text."""
         return [teacher for teacher in self.teachers if teacher.cross_tokenizer_loss is not None]
 
@@ -388,16 +409,15 @@ class OpenedRun:
     def open_stores(self, findings: RunFindings) -> None:
         """Opens the stores that teachers are read from. What fails is added to the findings."""
         for teacher in self.teachers:
-            settings = teacher.settings
-            if isinstance(settings, TeacherConfig) and settings.backend == "store" and settings.store:
-                teacher.store = findings.attempt(f"{teacher.key}.store", partial(Store, Path(settings.store)))
+            if teacher.settings.backend == "store" and teacher.settings.store:
+                teacher.store = findings.attempt(f"{teacher.key}.store", partial(Store, Path(teacher.settings.store)))
 
     def open_models(self, findings: RunFindings) -> None:
         """Opens the models, after the stores, in which a teacher may be described. What fails is added to the findings."""
-        for model in self.models:
-            settings = model.settings
-            if not (isinstance(settings, TeacherConfig) and settings.backend == "store" and model.store is None):
-                model.open(findings)
+        self.student.open(findings)
+        for teacher in self.teachers:
+            if teacher.settings.backend != "store" or teacher.store is not None:
+                teacher.open(findings)
 
     def open_data(self, findings: RunFindings, cache: Cache) -> None:
         """Opens the data as far as possible. What fails is added to the findings.

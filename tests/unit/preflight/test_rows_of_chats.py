@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distill_rl.config.schema import Config, DataConfig
 from distill_rl.preflight.rows import check_chats
-from distill_rl.run.opened import Comparison, OpenedModel, RunFindings
+from distill_rl.run.opened import Comparison, OpenedModel, OpenedTeacher, RunFindings
 from tests.helpers.tokenizers import tiny_tokenizer
 
 CUTS_THOUGHTS = (
@@ -37,7 +37,7 @@ def test_a_turn_that_is_taken_out_need_not_be_found_in_what_a_teacher_reads() ->
     config = Config(data=DataConfig(path="data", loss_on="all", unrendered="warn"))
     chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "kalobe", "weight": 0}] * 2
     student = OpenedModel("student", "student", config.student, tokenizer=ours)
-    teacher = OpenedModel(
+    teacher = OpenedTeacher(
         "teachers.0", "teacher big", config.student, tokenizer=theirs, comparison=Comparison("hybrid")
     )
     findings = RunFindings()
