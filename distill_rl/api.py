@@ -107,10 +107,10 @@ def distill(
         KeyboardInterrupt: Ctrl-C.
         Preempted: SIGTERM, SIGUSR1 or SIGHUP ended the run; `resume="auto"` continues it.
     """
-    from distill_rl.commands.train import run_config
     from distill_rl.observe.sinks.sinks import read_records
     from distill_rl.preflight import gather
-    from distill_rl.preflight.run_directory import paths_of
+    from distill_rl.run import run
+    from distill_rl.run.run_directory import paths_of
 
     if not _one_at_a_time.acquire(blocking=False):
         raise ConfigError("distill", "runs once at a time in a process", None, "wait for the other call")
@@ -122,10 +122,10 @@ def distill(
                 _source(config), (), _expanded(settings), clean=clean, say=lambda text: say(f"data      {text}")
             )
             found = replace(found, problems=[_in_python(line) for line in found.problems])
-            checked = found.require_valid()
-            paths = paths_of(checked)
+            opened = found.require_run()
+            paths = paths_of(opened.config)
             paths = type(paths)(paths.root.absolute())
-            code = run_config(checked, Signals(embedded=True), found.facts, clean=clean)
+            code = run.train(opened, found.facts, Signals(embedded=True), clean=clean)
     except DistillError as error:
         error.remedy = _in_python(error.remedy)
         raise
@@ -155,7 +155,8 @@ def capture(config: Source | None = None, /, *, out: str | PathLike[str], **sett
         ConfigError, DistillError, KeyboardInterrupt, Preempted: as for `distill`; after the last two the same call
             continues.
     """
-    from distill_rl.commands.capture import gather_capture, run_config
+    from distill_rl.commands.capture import gather_capture
+    from distill_rl.run import run
 
     folder = Path(out).expanduser().absolute()
     if not _one_at_a_time.acquire(blocking=False):
@@ -163,7 +164,7 @@ def capture(config: Source | None = None, /, *, out: str | PathLike[str], **sett
     try:
         with console():
             found = gather_capture(_source(config), folder, settings=_expanded(settings))
-            code = run_config(found.require_valid(), Signals(embedded=True), found.facts, folder)
+            code = run.capture(found.require_run(), found.facts, Signals(embedded=True), folder)
     finally:
         _one_at_a_time.release()
     if code == EXIT_PREEMPTED:

@@ -28,7 +28,7 @@ _OUTCOMES = {True: ("pass", None), False: ("FAIL", "bold red"), None: ("nothing 
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TextRows:
     texts: list[str]
     """Non-empty texts: the rows themselves, or the contents of the messages of chats."""
     chats: list[Chat]
@@ -36,7 +36,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class TokenizerPair:
     """Two tokenizers, and their aligner."""
 
     student: Any
@@ -44,7 +44,7 @@ class Pair:
     aligner: TokenAligner
 
     @classmethod
-    def read(cls, student: str, teacher: str) -> Pair:
+    def read(cls, student: str, teacher: str) -> TokenizerPair:
         """Reads the tokenizers and stop tokens of two folders or hub names.
 
         Raises:
@@ -101,7 +101,7 @@ def align(
 
     if limit < 1:
         raise ConfigError("--limit", "must be 1 or more", limit)
-    pair = Pair.read(student, teacher)
+    pair = TokenizerPair.read(student, teacher)
     columns: dict[str, Any] = {"text_key": text_key, "messages_key": messages_key, "split": split}
     data = DataConfig(path=path, **{key: value for key, value in columns.items() if value is not None})
     rows = read_rows(data, limit)
@@ -126,13 +126,12 @@ def align(
 
 
 def _write(path: Path, figures: Mapping[str, Any], messages: Sequence[str], checks: Sequence[Check]) -> None:
-    """Writes the figures of the audit, the warnings and the results of the checks to a JSON file."""
     from distill_rl.system.files import write_json
 
     write_json(path, {**figures, "warnings": messages, "checks": [asdict(check) for check in checks]})
 
 
-def read_rows(data: DataConfig, limit: int) -> Rows:
+def read_rows(data: DataConfig, limit: int) -> TextRows:
     """Returns at most `limit` evenly spaced rows: the chats, and all non-empty texts, the chats' messages included.
 
     Raises:
@@ -150,7 +149,7 @@ def read_rows(data: DataConfig, limit: int) -> Rows:
     texts = [text for row in rows for text in texts_of(row)]
     if not texts:
         raise DataError("--data", "must hold text", f"{len(rows)} empty rows")
-    return Rows(texts, chats)
+    return TextRows(texts, chats)
 
 
 def refusals(report: CoverageReport) -> list[str]:
@@ -176,7 +175,7 @@ def warnings(report: CoverageReport) -> list[str]:
     return [f"{rule}; {report.aligned_share:.1%} of the student's tokens are compared"]
 
 
-def template_warnings(rows: Rows, pair: Pair) -> list[str]:
+def template_warnings(rows: TextRows, pair: TokenizerPair) -> list[str]:
     """Tokenizers without the chat template that a run on these chats needs, one line each; none if rows are texts."""
     if not rows.chats:
         return []
@@ -191,7 +190,7 @@ def _reasons(report: CoverageReport) -> str:
     return f" ({reasons})" if reasons else ""
 
 
-def verify_pair(pair: Pair, rows: Rows) -> list[Check]:
+def verify_pair(pair: TokenizerPair, rows: TextRows) -> list[Check]:
     """The results of all checks of a pair on evenly spaced rows, each text cut to VERIFIED_CHARACTERS.
 
     Checks of chats have no rows to look at if a tokenizer has no chat template, and are left out if the rows are texts.
@@ -202,8 +201,7 @@ def verify_pair(pair: Pair, rows: Rows) -> list[Check]:
     from distill_rl.align.chats.endings import align_training_rows
     from distill_rl.align.projection import build_projection
     from distill_rl.align.verify import check_alignment, check_chats
-    from distill_rl.preflight.pair.losses import check_losses
-    from distill_rl.preflight.pair.stops import check_stops
+    from distill_rl.preflight.verify import check_losses, check_stops
 
     texts = [text[:VERIFIED_CHARACTERS] for text in _spaced(rows.texts)]
     chats = _spaced(pair.readable(rows.chats))
@@ -275,10 +273,7 @@ def print_checks(console: Console, checks: Sequence[Check]) -> None:
 
 
 def _match_lines(report: CoverageReport) -> Iterator[tuple[str, str]]:
-    """(label, text) for each line of the audit about how the two tokenizations match, in the order of printing.
-
-    These are texts, methods, chunks and vocabularies, and why a side does not spell its text, if one does not.
-    """
+    """(label, text) for each line of the audit about how the two tokenizations match, in the order of printing."""
     chunks = sum(report.chunk_lengths.values())
     lengths = list(report.chunk_lengths.items())
     shown = ", ".join(f"{size} {count / chunks:.1%}" for size, count in lengths[:LENGTHS_SHOWN]) or "none"

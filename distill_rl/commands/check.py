@@ -9,7 +9,7 @@ from distill_rl.config.derive import GIB, DerivedSizes, sizes
 from distill_rl.config.facts import Facts, ModelFacts, running_teachers, splits_documents
 from distill_rl.config.memory.student import fused_chunk, fused_loss, micro_batch_logits
 from distill_rl.config.memory.teacher import teacher_logits
-from distill_rl.config.rules.validate import notes, problems
+from distill_rl.config.rules.validate import notes
 from distill_rl.config.save import to_yaml
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
@@ -33,10 +33,11 @@ def check(path: str, overrides: Sequence[str]) -> int:
     reading: list[str] = []
     with status(f"checking  {path}"):
         checked = gather(path, overrides, clean=True, download=False, say=reading.append)
-    if checked.config is not None:
-        print(to_yaml(checked.config), end="")
-        if not problems(checked.config):  # sizes of invalid settings are meaningless
-            print("\n".join(f"# {line}" for line in summary(checked.config, checked.facts)))
+    if checked.opened is not None:
+        config = checked.opened.config
+        print(to_yaml(config), end="")
+        if not checked.opened.rules:  # sizes of invalid settings are meaningless
+            print("\n".join(f"# {line}" for line in summary(config, checked.facts)))
     for line in reading:
         print(f"# data       {printable(line)}")
     for note in checked.notes:
@@ -104,7 +105,6 @@ def summary(config: Config, facts: Facts) -> list[str]:
 
 
 def _batch(config: Config, facts: Facts, derived: DerivedSizes) -> str:
-    """The documents of a step and what they become, in words."""
     documents = config.train.global_batch_size
     if facts.data_kind is not None and splits_documents(config, facts.data_kind):
         return f"{documents} documents; those longer than a row of {config.data.max_length:,} tokens are split"
@@ -113,10 +113,7 @@ def _batch(config: Config, facts: Facts, derived: DerivedSizes) -> str:
 
 
 def _transport(config: Config, facts: Facts) -> str:
-    """The transport that a run on this machine would use, and why; `cannot work here` for one that cannot.
-
-    On a cluster it is chosen later, and the line says so.
-    """
+    """The transport that a run on this machine would use, and why; `cannot work here` for one that cannot."""
     if config.ray.address is not None:
         return f"{config.transport}: chosen or checked after joining the cluster"
     try:
@@ -136,7 +133,6 @@ def _logits(config: Config, student: ModelFacts, *, on_gpu: bool) -> str:
 
 
 def _steps(config: Config, derived: DerivedSizes) -> str:
-    """The number of steps and epochs, in words."""
     if config.train.minutes is not None:
         most = "" if derived.total_steps is None else f", at most {derived.total_steps:,},"
         return f"as many steps{most} as take {config.train.minutes:g} minutes"
@@ -151,13 +147,8 @@ def _count(number: int | None) -> str:
 
 
 def _sum(parts: Mapping[str, int]) -> tuple[str, str]:
-    """A sum of bytes and its parts as text, in one unit and rounded so that what is printed adds up.
-
-    Parts that round to nothing are left out.
-
-    Args:
-        parts: bytes by name.
-    """
+    """A sum of bytes and its parts as text, in one unit and rounded so that what is printed adds up."""
+    # Parts that round to nothing are left out.
     total = sum(parts.values())
     unit, name, digits = (GIB, "GiB", 2) if total >= GIB else (2**20, "MiB", 1)
     steps = {part: count * 10**digits / unit for part, count in parts.items()}
@@ -171,5 +162,4 @@ def _sum(parts: Mapping[str, int]) -> tuple[str, str]:
 
 
 def _bytes(count: int) -> str:
-    """A number of bytes as `1.25 GiB` or, below 0.1 GiB, `12.3 MiB`."""
     return f"{count / GIB:.2f} GiB" if count >= GIB // 10 else f"{count / 2**20:.1f} MiB"

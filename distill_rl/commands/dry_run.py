@@ -21,7 +21,8 @@ from distill_rl.config.schema import Config, SlurmConfig
 from distill_rl.config.schema.slurm import GPUS_PER_NODE, OPTIONS
 from distill_rl.errors import ConfigError, DistillError, problem, problems_of
 from distill_rl.observe.log import say, setup_console
-from distill_rl.preflight import gather, run_directory
+from distill_rl.preflight import gather
+from distill_rl.run import run_directory
 from distill_rl.system.files import name_problem, write_atomic
 from distill_rl.system.install import LAUNCH, PACKAGE, clone
 from distill_rl.transport.choose import require_between_nodes
@@ -61,9 +62,51 @@ def write_batch_script(
     """
     setup_console()
     points = _points(arrays)
+    configs, (nodes, gpus) = _checked(path, overrides, points, gpus_per_node, change, trains=store is None, then=then)
+    config = load_config(path, [*overrides, "ray.address=auto"]) if points else configs[0]
+    run = run_directory.paths_of(config).root.absolute()
+    run.mkdir(parents=True, exist_ok=True)
+    settings, script = (run / name for name in run_directory.SUBMISSION[:2])
+    save_config(_submitted(config, without_suites=bool(then)), settings)
+    if points:
+        lines = ["\t".join([name, *each]) for name, each in points]
+        write_atomic(run / ARRAY, "".join(f"{line}\n" for line in lines))
+    common = _where_it_runs(config) | {"RUN_DIR": str(run), "ARRAY": str(run / ARRAY) if points else ""}
+    values = {
+        "CONFIG": str(settings),
+        "STORE": "" if store is None else str(store),
+        "REQUEUE": config.slurm.requeue,
+        "RAY_DASHBOARD": "true" if config.ray.dashboard else "",
+    }
+    options = sbatch_options(config, run, nodes=nodes, gpus=gpus, folder=Path.cwd(), tasks=len(points))
+    write_atomic(script, fill((LAUNCH / "slurm.sbatch").read_text("utf-8"), options, config.slurm, common | values))
+    say(f"layout    {nodes} {'node' if nodes == 1 else 'nodes'}, {gpus} {'GPU' if gpus == 1 else 'GPUs'} on each")
+    if points:
+        say(f"array     {len(points)} runs: {', '.join(name for name, _ in points)}")
+    say(f"wrote     {settings}")
+    say(f"wrote     {script}")
+    command = _sbatch(config, script)
+    if then:
+        follows = _write_following_evaluation(config, run, common, tasks=len(points))
+        command = f"job=$({command.replace('sbatch', 'sbatch --parsable', 1)}) && {follows}"
+    say(f"submit    {command}")
+    return 0
+
+
+def _checked(
+    path: str,
+    overrides: Sequence[str],
+    points: Sequence[tuple[str, list[str]]],
+    gpus_per_node: int | None,
+    change: Callable[[Config, list[str]], Config],
+    *,
+    trains: bool,
+    then: str | None,
+) -> tuple[list[Config], tuple[int, int]]:
+    """The settings of every run, checked for a cluster, and the nodes, and GPUs on each, that all of them need."""
     # With an address, this machine's own GPUs and cores are not checked. The job replaces it by its cluster's address.
     checked = [
-        gather(path, [*overrides, *settings, "ray.address=auto"], change=change, trains=store is None, ask=False)
+        gather(path, [*overrides, *settings, "ray.address=auto"], change=change, trains=trains, ask=False)
         for _, settings in points or [("", [])]
     ]
     if gpus_per_node is not None and gpus_per_node < 0:
@@ -79,57 +122,32 @@ def write_batch_script(
         except ConfigError as error:
             problems += error.problems
     if not problems and then and not configs[0].evaluate.suites:
-        problems.append(
-            problem("--then eval", "needs evaluate.suites and evaluate.data", remedy="set them, or leave it out")
-        )
-    used = [config if store is None else without_student(config) for config in configs]
+        remedy = "set them, or leave it out"
+        problems.append(problem("--then eval", "needs evaluate.suites and evaluate.data", remedy=remedy))
+    used = [config if trains else without_student(config) for config in configs]
     layouts = {layout(config, _gpus_of_a_node(config, gpus_per_node)) for config in used}
     if len(layouts) > 1:
-        problems.append(
-            problem("--array", "all runs must need as many nodes and GPUs", remedy="write a script for each")
-        )
+        rule = "all runs must need as many nodes and GPUs"
+        problems.append(problem("--array", rule, remedy="write a script for each"))
     if problems:
         raise ConfigError.many(list(dict.fromkeys(problems)))
-    config = load_config(path, [*overrides, "ray.address=auto"]) if points else configs[0]
-    run = run_directory.paths_of(config).root.absolute()
-    run.mkdir(parents=True, exist_ok=True)
-    settings, script = (run / name for name in run_directory.SUBMISSION[:2])
-    submitted = replace(
-        config, ray=replace(config.ray, address=None), checkpoint=replace(config.checkpoint, resume=None)
-    )
-    if then:
+    return configs, layouts.pop()
+
+
+def _submitted(config: Config, *, without_suites: bool) -> Config:
+    ray, checkpoint = replace(config.ray, address=None), replace(config.checkpoint, resume=None)
+    submitted = replace(config, ray=ray, checkpoint=checkpoint)
+    if without_suites:
         submitted = replace(submitted, evaluate=replace(submitted.evaluate, suites=[]))
-    save_config(submitted, settings)
-    if points:
-        lines = ["\t".join([name, *each]) for name, each in points]
-        write_atomic(run / ARRAY, "".join(f"{line}\n" for line in lines))
-    ((nodes, gpus),) = layouts
-    common = _where_it_runs(config) | {"RUN_DIR": str(run), "ARRAY": str(run / ARRAY) if points else ""}
-    values = {
-        "CONFIG": str(settings),
-        "STORE": "" if store is None else str(store),
-        "REQUEUE": config.slurm.requeue,
-        "RAY_DASHBOARD": "true" if config.ray.dashboard else "",
-    }
-    options = sbatch_options(config, run, nodes=nodes, gpus=gpus, folder=Path.cwd(), tasks=len(points))
-    write_atomic(script, fill((LAUNCH / "slurm.sbatch").read_text("utf-8"), options, config.slurm, common | values))
-    say(f"layout    {nodes} {'node' if nodes == 1 else 'nodes'}, {gpus} {'GPU' if gpus == 1 else 'GPUs'} on each")
-    if points:
-        say(f"array     {len(points)} runs: {', '.join(name for name, _ in points)}")
-    say(f"wrote     {settings}")
+    return submitted
+
+
+def _write_following_evaluation(config: Config, run: Path, values: Mapping[str, str], *, tasks: int) -> str:
+    """Writes the script that evaluates the export of a run, or of each of its array; returns the command that submits it."""
+    script, where = run / EVALUATION, "{run}" if tasks else str(run)
+    _write_evaluation(script, config, _evaluation(config, where), {**values, "OUT": f"{where}/evals"}, run, tasks)
     say(f"wrote     {script}")
-    if then:
-        where = "{run}" if points else str(run)
-        arguments = _evaluation(config, where)
-        _write_evaluation(run / EVALUATION, config, arguments, common | {"OUT": f"{where}/evals"}, run, len(points))
-        say(f"wrote     {run / EVALUATION}")
-    command = _sbatch(config, script)
-    if then:
-        after = "aftercorr" if points else "afterok"
-        follows = _sbatch(config, run / EVALUATION, f"--dependency={after}:$job")
-        command = f"job=$({command.replace('sbatch', 'sbatch --parsable', 1)}) && {follows}"
-    say(f"submit    {command}")
-    return 0
+    return _sbatch(config, script, f"--dependency={'aftercorr' if tasks else 'afterok'}:$job")
 
 
 def write_evaluation_script(out: Path, arguments: Sequence[str], settings: Sequence[str]) -> int:
@@ -190,11 +208,7 @@ def _evaluation(config: Config, run: str) -> list[str]:
 
 
 def _points(arrays: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Name and settings of every run of an array, the last setting varying fastest; empty without one.
-
-    Raises:
-        ConfigError: what is given is no list of values, or two runs have one name.
-    """
+    """Name and settings of every run of an array, the last setting varying fastest; empty without one."""
     axes = []
     for text in arrays:
         key, equals, values = text.partition("=")
@@ -217,7 +231,6 @@ def _sbatch(config: Config, script: Path, *options: str) -> str:
 
 
 def _where_it_runs(config: Config) -> dict[str, str]:
-    """The variables of a batch script that name this package, this interpreter and the container."""
     return {
         "DISTILL_RL_ROOT": str(clone() or PACKAGE),
         "VENV": "" if config.slurm.container else sys.prefix,
@@ -226,21 +239,11 @@ def _where_it_runs(config: Config) -> dict[str, str]:
 
 
 def _gpus_of_a_node(config: Config, given: int | None) -> int:
-    """GPUs of each node of the cluster: as given, or else those of the section."""
     known = config.slurm.gpus_per_node if given is None else given
     return GPUS_PER_NODE if known is None else known
 
 
 def _batch_script_problems(config: Config, path: str, overrides: Sequence[str], gpus_per_node: int | None) -> list[str]:
-    """Problems that only a run from a batch script on such nodes has, one line each.
-
-    A secret in the settings, a variable that has another value in the job, a resume from a step folder, folders that
-    Slurm cannot be told, or disaggregated workers on several nodes with a transport that works on one only.
-
-    Args:
-        path, overrides: as for `read_config`.
-    """
-
     problems = problems_of(lambda: require_no_secret(config))
     for key, text in texts(path, overrides):
         for name in sorted(OF_A_JOB.intersection(variables_in(text))):

@@ -50,7 +50,7 @@ class ExecutorOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class EvaluationRequest:
     """The command line of `distill-rl eval`."""
 
     models: Sequence[str]
@@ -79,7 +79,7 @@ def command(**options: Any) -> int:
         return kind(**{entry.name: options[entry.name] for entry in fields(kind) if entry.name in options})
 
     return evaluate(
-        Request(
+        EvaluationRequest(
             options["models"],
             options["suites"],
             options["data"],
@@ -91,7 +91,6 @@ def command(**options: Any) -> int:
 
 
 def _write_script(options: Mapping[str, Any]) -> int:
-    """Writes a batch script with the arguments of this command line."""
     from distill_rl.commands.dry_run import write_evaluation_script
 
     if options["out"] is None:
@@ -109,7 +108,7 @@ def _write_script(options: Mapping[str, Any]) -> int:
     return write_evaluation_script(options["out"], arguments, options["slurm"])
 
 
-def evaluate(request: Request) -> int:
+def evaluate(request: EvaluationRequest) -> int:
     """Runs all suites on all models, prints a table and, if `out` is given, writes results, items and a log there.
 
     Sets HF_HUB_OFFLINE for this process, and handles SIGTERM, SIGUSR1, SIGHUP and Ctrl-C while it runs.
@@ -162,7 +161,7 @@ def evaluate(request: Request) -> int:
     return 0
 
 
-def prepare(request: Request) -> tuple[list[Model], list[LoadedSuite]]:
+def prepare(request: EvaluationRequest) -> tuple[list[Model], list[LoadedSuite]]:
     """The models and the loaded suites of a command line, checked; no weights are read and nothing is started.
 
     Raises:
@@ -237,7 +236,7 @@ def parse_models(arguments: Sequence[str], out: Path | None) -> list[Model]:
     return [Model(name, path, out and (out if single else out / name)) for name, path in folders.items()]
 
 
-def require_valid(request: Request) -> None:
+def require_valid(request: EvaluationRequest) -> None:
     """Checks --shards, --deadline, --gpus-per-shard, --tp and --ray-address of a command line.
 
     Raises:
@@ -266,12 +265,7 @@ def require_valid(request: Request) -> None:
 
 
 def _executor(options: ExecutorOptions, signals: Signals, out: Path | None) -> AbstractContextManager[Executor]:
-    """A context manager with the executor that runs the models: in this process for 0 shards, else in Ray actors.
-
-    Args:
-        signals: handlers that are restored after Ray has started, and polled while waiting.
-        out: folder of the results, whose `logs` receives the actors' logs; None: no logs are kept.
-    """
+    """A context manager with the executor that runs the models: in this process for 0 shards, else in Ray actors."""
     if options.shards == 0:
         from distill_rl.evals.executor import LocalExecutor
 

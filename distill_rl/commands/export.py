@@ -108,7 +108,6 @@ def export(
 
 
 def _write(wanted: _Export, source: Checkpoint) -> int:
-    """Writes the folder from a checkpoint; returns the checkpoint's step."""
     import torch
 
     from distill_rl.config.schema import ParallelConfig
@@ -169,11 +168,7 @@ def _exceeds(folder: Path, size: int) -> bool:
 
 
 def _renew_card(wanted: _Export, step: int) -> None:
-    """Brings the model card of a finished export up to date. One that somebody has edited is left as it is.
-
-    Raises:
-        ConfigError: an edited card, and a licence to put into it.
-    """
+    """Brings the model card of a finished export up to date. One that somebody has edited is left as it is."""
     from distill_rl.models.files.hub import card_header
     from distill_rl.observe.report.card_header import OWN, is_untouched
     from distill_rl.system.files import write_atomic
@@ -188,11 +183,7 @@ def _renew_card(wanted: _Export, step: int) -> None:
 
 
 def _find(wanted: _Export, checkpoint: str) -> Checkpoint:
-    """The checkpoint of a step (`120`, `step-120`), the newest valid one for `latest`, or the `best`.
-
-    Raises:
-        CheckpointError: it does not exist or is damaged.
-    """
+    """The checkpoint of a step (`120`, `step-120`), the newest valid one for `latest`, or the `best`."""
     folder = wanted.paths.checkpoints
     if checkpoint == "best":
         return _store(wanted).best()
@@ -209,11 +200,7 @@ def _find(wanted: _Export, checkpoint: str) -> Checkpoint:
 
 
 def _number(wanted: _Export, checkpoint: str) -> int:
-    """The step of a checkpoint that is not `latest`; -1 if it is no step.
-
-    Raises:
-        CheckpointError: `best`, and no checkpoint has a score.
-    """
+    """The step of a checkpoint that is not `latest`; -1 if it is no step."""
     if checkpoint == "best":
         return _store(wanted).best().state.train.step
     number = checkpoint.removeprefix("step-")
@@ -221,7 +208,6 @@ def _number(wanted: _Export, checkpoint: str) -> int:
 
 
 def _store(wanted: _Export) -> checkpoints.CheckpointStore:
-    """The checkpoints of the run."""
     best_by = wanted.config.checkpoint.best_by
     return checkpoints.CheckpointStore(
         wanted.paths.checkpoints, keep_last=1, keep_best=0, best_by=best_by, scores=wanted.paths.scores
@@ -229,11 +215,6 @@ def _store(wanted: _Export) -> checkpoints.CheckpointStore:
 
 
 def _bytes(text: str) -> int:
-    """The bytes of a size such as `5GB`; units are decimal.
-
-    Raises:
-        ConfigError: it is none.
-    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]b)", text.strip().lower())
     size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
     if size < 1:

@@ -39,11 +39,11 @@ def follow(runs: Sequence[Path], *, once: bool) -> int:
     if len(runs) > 1:
         width = max(len(run.name) for run in runs)
         for run in runs:
-            known = _Known(run)
+            known = _KnownState(run)
             print(printable(f"{run.name:<{width}}  {_state(run)}, step {known.step_text}"))
         return 0
     (run,) = runs
-    known = _Known(run)
+    known = _KnownState(run)
     print(f"state     {_state(run)}")
     print(f"step      {known.step_text}")
     if faults := [line for line in known.lines if _FAULT.search(line)]:
@@ -67,7 +67,7 @@ def follow(runs: Sequence[Path], *, once: bool) -> int:
             time.sleep(_POLL_S)
 
 
-class _Known:
+class _KnownState:
     """What a run's log and records tell so far."""
 
     def __init__(self, run: Path):

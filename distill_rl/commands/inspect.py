@@ -29,9 +29,9 @@ from distill_rl.data.routing import asked, weights_of
 from distill_rl.errors import ConfigError, DataError, problem
 from distill_rl.observe.log import printable, status
 from distill_rl.observe.terminal import open_console
-from distill_rl.preflight.batches import open_builder
-from distill_rl.preflight.job import RowInputs, open_rows
+from distill_rl.run.opened import OpenedRun, open_rows
 from distill_rl.types import IGNORE_INDEX, Cursor, RankBatch, Row, row_of
+from distill_rl.workers.pipeline.batches import make_builder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,8 +71,7 @@ def inspect(
     """
     with status(f"reading   {path}"):
         config = _read(path, overrides, rows, chosen)
-        inputs = open_rows(config)
-        viewer = _Viewer(inputs, packed=chosen is None)
+        viewer = _Viewer(open_rows(config), packed=chosen is None)
         found = viewer.first(rows or ROWS) if chosen is None else viewer.chosen(chosen)
     console = open_console(110)
     if not as_json:
@@ -103,11 +102,6 @@ def _some(lines: Iterable[str]) -> list[str]:
 
 
 def _read(path: str, overrides: Sequence[str], rows: int | None, chosen: Sequence[int] | None) -> Config:
-    """The settings, as far as they decide what rows hold.
-
-    Raises:
-        ConfigError: bad options or settings, all problems at once.
-    """
     lines = []
     if rows is not None and chosen is not None:
         lines.append(problem("--rows and --row", "exclude each other", None, "--row shows single rows of the data"))
@@ -253,7 +247,7 @@ class _Arrays:
 
 
 @dataclass
-class _Side:
+class _RowSide:
     """One side of a row."""
 
     text: str = ""
@@ -293,7 +287,7 @@ class _Document:
         left_out = list(aligned.pieces[0].encoded.left_out)
         return cls(row_of(document), weights_of(document), left_out, sides, held, texts.taken_out(document))
 
-    def add(self, i: int, piece: int, side: _Side) -> int:
+    def add(self, i: int, piece: int, side: _RowSide) -> int:
         """Adds what a row holds to a side of it; returns the number of the document's tokens before that."""
         ids, place = self.held[i][piece]
         text, tokens = self.sides[i].part(ids, place, len(side.text))
@@ -304,13 +298,9 @@ class _Document:
 
 @dataclass
 class _Viewer:
-    """Makes rows as the run does, and describes them.
+    """Makes rows as the run does, and describes them."""
 
-    Args:
-        packed: whether documents share rows if `data.packing` says so.
-    """
-
-    inputs: RowInputs
+    run: OpenedRun
     packed: bool
     notes: list[str] = field(default_factory=list)
     """Documents that the run leaves out."""
@@ -318,7 +308,7 @@ class _Viewer:
     """Documents at which the run would end, one line each."""
 
     def __post_init__(self) -> None:
-        config = self.inputs.config
+        config = self.run.config
         # A template that leaves something out is shown, even where the run refuses it.
         self._builder = self._open("warn")
         self._strict = cache(lambda: self._open("fail"))
@@ -327,17 +317,22 @@ class _Viewer:
 
     def _open(self, unrendered: Any) -> BatchBuilder:
         """The builder of the run's rows, on this machine, which may have no GPU; an aligner on a GPU changes no result."""
-        config, plan = self.inputs.config, self.inputs.plan
+        config, plan = self.run.config, self.run.plan
         config = replace(config, data=replace(config.data, unrendered=unrendered))
         if config.aligner.dp.backend == "cuda":
             config = replace(config, aligner=replace(config.aligner, dp=replace(config.aligner.dp, backend="numba")))
         plan = plan if self.packed else replace(plan, packing=False)
-        return open_builder(config, self.inputs.train.kind, plan, self.inputs.other_tokenizer)
+        teachers = [
+            None if teacher.cross_tokenizer_loss is None else (teacher.tokenizer, teacher.stops)
+            for teacher in self.run.teachers
+        ]
+        student = (self.run.student.tokenizer, self.run.student.stops)
+        return make_builder(config, self.run.train.kind, plan, student, teachers)
 
     def first(self, count: int) -> Iterator[dict[str, Any]]:
         """Yields the first rows of the run, up to a batch at which it would end."""
         shown = 0
-        for batch in self.inputs.loader():
+        for batch in self.run.loader():
             self.notes += [f"row {bad.row} is left out: {bad.reason}" for bad in batch.bad_rows]
             for row in self._rows(batch.documents):
                 yield {"step": batch.index + 1, **row}
@@ -353,7 +348,7 @@ class _Viewer:
         Raises:
             ConfigError: one of them is not trained on, because the data do not have it or because it is held out.
         """
-        train = self.inputs.train
+        train = self.run.train
         parts = train.sources if isinstance(train, Mixture) else (train,)
         total = sum(part.rows_in_all for part in parts)
         where = "data.sources" if isinstance(train, Mixture) else "data.path"
@@ -395,7 +390,7 @@ class _Viewer:
 
     def _align(self, document: Mapping[str, Any]) -> AlignedDocument | None:
         """The tokens of a document; None if there is no way to show them. What the run refuses is noted."""
-        refuses = self.inputs.config.data.unrendered == "fail"
+        refuses = self.run.config.data.unrendered == "fail"
         try:
             (aligned,) = self._builder.align([document])
         except (DataError, ValueError) as error:
@@ -409,14 +404,8 @@ class _Viewer:
         return aligned
 
     def _row(self, arrays: _Arrays, row: int, held: Sequence[tuple[_Document, int]]) -> dict[str, Any]:
-        """The description of a row, as --json prints it.
-
-        Args:
-            row: its index.
-            held: the documents that it holds, in order, each with the index of its piece.
-        """
-        student = _Side()
-        teachers = {i: _Side() for i in arrays.chunks if any(i in document.sides for document, _ in held)}
+        student = _RowSide()
+        teachers = {i: _RowSide() for i in arrays.chunks if any(i in document.sides for document, _ in held)}
         listed: list[dict[str, Any]] = []
         for document, piece in held:
             first = len(student.tokens)
@@ -450,7 +439,7 @@ class _Viewer:
             "tokens": tokens,
             "teachers": {
                 self._names[i]: {
-                    "loss": self.inputs.methods[i],
+                    "loss": self.run.teachers[i].cross_tokenizer_loss,
                     "text": side.text,
                     "tokens": side.tokens,
                     "chunks": _chunks(
@@ -475,13 +464,9 @@ class _Viewer:
         chunks: Mapping[str, Any],
         taken_out: np.ndarray,
     ) -> None:
-        """Says of the tokens of a document in a row that are not learnt, or not from all teachers, why.
-
-        Args:
-            chunks: by name of the teacher, int32 [n]: the chunk of each token of the row, −1 for none.
-            taken_out: as of the document.
-        """
-        data, roles = self.inputs.config.data, self._builder.tokenization.roles
+        """Says of the tokens of a document in a row that are not learnt, or not from all teachers, why."""
+        # `chunks` are by name of the teacher, int32 [n]: the chunk of each token of the row, −1 for none.
+        data, roles = self.run.config.data, self._builder.tokenization.roles
         setting = "data.loss_roles" if data.loss_roles else f"data.loss_on={data.loss_on}"
         outside = "not the assistant's" if roles == ("assistant",) else f"not of {' or '.join(roles)}"
         first, of_piece = document["start_token"], document["tokens_before"] > 0
@@ -506,15 +491,15 @@ class _Viewer:
             return ""
         return (
             ": only cross-entropy trains it"
-            if self.inputs.config.loss.ce_weight
+            if self.run.config.loss.ce_weight
             else ": nothing trains it (loss.ce_weight=0)"
         )
 
     def _source(self, row: Row) -> str:
         """The path of a document's data, or the name of its source."""
-        train = self.inputs.train
+        train = self.run.train
         if not isinstance(train, Mixture):
-            return self.inputs.config.data.path or ""
+            return self.run.config.data.path or ""
         counts = train.count([row if isinstance(row, int) else row[0]])
         return next(name for name, count in counts.items() if count)
 
@@ -525,12 +510,8 @@ def _chunks(
     student: Sequence[Mapping[str, Any]],
     teacher: Sequence[Mapping[str, Any]],
 ) -> list[list[Any]]:
-    """The chunks of a row: the student's tokens, the teacher's, and the kind: 1:1, 1:n, n:1, m:n, or stop.
-
-    Args:
-        numbers: of each side, int32 [n]: the chunk of every token, −1 for none.
-        special: of each side, bool [ids].
-    """
+    """The chunks of a row: the student's tokens, the teacher's, and the kind: 1:1, 1:n, n:1, m:n, or stop."""
+    # Of each side, `numbers` are int32 [n], the chunk of every token or −1, and `special` is bool [ids].
     found = []
     for chunk in range(int(numbers[0].max(initial=-1)) + 1):
         ranges = [np.flatnonzero(of_side == chunk)[[0, -1]] + [0, 1] for of_side in numbers]
@@ -544,7 +525,6 @@ def _chunks(
 
 
 def _print(console: Console, row: Mapping[str, Any], *, by_token: bool) -> None:
-    """Prints a row: figures, the text with what is learnt, and the chunks of teachers with another tokenizer."""
     from rich.table import Table
     from rich.text import Text
 
@@ -583,7 +563,6 @@ def _print(console: Console, row: Mapping[str, Any], *, by_token: bool) -> None:
 
 
 def _describe(document: Mapping[str, Any]) -> str:
-    """What a row holds of a document, in words."""
     count, before, total = (document[key] for key in ("end_token", "tokens_before", "tokens_in_all"))
     count -= document["start_token"]
     held = f"{count:,} tokens"

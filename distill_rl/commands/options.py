@@ -91,20 +91,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _command(commands: Any, name: str, function: str, summary: str, description: str) -> Callable[..., Any]:
-    """Adds a command and returns `add_argument` of its parser, which adds its options.
-
-    Args:
-        commands: the parser's subparsers.
-        function: `module.function` in the folder `commands`, which `cli` calls.
-        summary: help in the list of commands.
-    """
+    """Adds a command and returns `add_argument` of its parser, which adds its options."""
     parser = commands.add_parser(name, help=summary, description=description)
     parser.set_defaults(command=function)
     return parser.add_argument
 
 
 def _add_inspect(commands: Any) -> None:
-    """Adds the command inspect to the subparsers."""
     description = (
         "Show rows as they will be trained on: every token, which of them are learnt and why the others are not, where "
         "documents join, the chunks that a teacher with another tokenizer is compared over, and what a chat template "
@@ -121,7 +114,6 @@ def _add_inspect(commands: Any) -> None:
 
 
 def _add_plan(commands: Any) -> None:
-    """Adds the command plan to the subparsers."""
     add = _command(
         commands,
         "plan",
@@ -137,7 +129,6 @@ def _add_plan(commands: Any) -> None:
 
 
 def _add_quickstart(commands: Any) -> None:
-    """Adds the command quickstart to the subparsers."""
     description = (
         "Distil a small student that sorts, train the same student on the same noisy answers without a teacher, and "
         "compare the two. Takes about two minutes; needs no GPU and no download."
@@ -166,7 +157,6 @@ def _add_quickstart(commands: Any) -> None:
 
 
 def _add_try(commands: Any) -> None:
-    """Adds the command try to the subparsers."""
     description = (
         "Try two models on a text, without a configuration: check the pair, choose method and settings, train the student "
         "with the teacher and for the same time without it, and compare both on text that was held out, in bits per byte. "
@@ -189,7 +179,6 @@ def _add_try(commands: Any) -> None:
 
 
 def _add_store(commands: Any) -> None:
-    """Adds the commands capture and store to the subparsers."""
     description = (
         "Run the teachers of a configuration over its data and store what they would send to a student, so that any "
         "number of students can be trained without them (docs/store.md). The same command continues after a stop."
@@ -228,7 +217,6 @@ def _add_store(commands: Any) -> None:
 
 
 def _add_service(commands: Any) -> None:
-    """Adds the commands that manage runs on a Ray cluster to the subparsers: submit, status, logs, stop."""
     description = (
         "Check a configuration here and run it on an existing Ray cluster, under the name run.name. Folders must be "
         "on a file system that the cluster shares. See docs/operations.md, Service."
@@ -260,7 +248,6 @@ def _add_service(commands: Any) -> None:
 
 
 def _add_eval(commands: Any) -> None:
-    """Adds the command eval to the subparsers."""
     description = "Score model folders on evaluation suites, offline. The same command continues after a stop."
     add = _command(commands, "eval", "evaluate.command", "score models on evaluation suites", description)
     # fmt: off
@@ -297,7 +284,6 @@ def _add_eval(commands: Any) -> None:
 
 
 def _add_align(commands: Any) -> None:
-    """Adds the command align to the subparsers."""
     description = (
         "Print how two tokenizations of a text match, what they have in common, and which loss suits them. "
         "Only reads the tokenizers. Exits with 2 if a student could learn nothing from such a teacher."
@@ -319,7 +305,6 @@ def _add_align(commands: Any) -> None:
 
 
 def _add_verify(commands: Any) -> None:
-    """Adds the command verify to the subparsers."""
     verify = commands.add_parser("verify", help="measure what quantised weights cost a teacher")
     actions = verify.add_subparsers(title="actions", metavar="ACTION", required=True)
     description = (
@@ -336,7 +321,6 @@ def _add_verify(commands: Any) -> None:
 
 
 def _add_export_and_report(commands: Any) -> None:
-    """Adds the commands export and report to the subparsers."""
     description = (
         "Write a checkpoint of a run as a Hugging Face model folder, without Ray, and upload it if asked to. Uploading takes "
         "the login of the hub's own tools: HF_TOKEN, or `hf auth login`."
@@ -396,7 +380,6 @@ def _add_resume(add: Callable[..., Any]) -> None:
 
 
 def _names(text: str) -> list[str]:
-    """The names of a comma-separated list."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 

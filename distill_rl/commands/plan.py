@@ -52,7 +52,6 @@ def plan(path: str, overrides: Sequence[str], *, gpus: int, card: str, gpus_per_
 
 
 def _require_sizes(config: Config, facts: Facts) -> None:
-    """Raises ConfigError unless there is one teacher and the sizes of both models are known."""
     teachers = running_teachers(config)
     if len(teachers) != 1 or teachers[0].backend != "hf":
         rule, found = (
@@ -69,7 +68,6 @@ def _require_sizes(config: Config, facts: Facts) -> None:
 
 
 def _print(config: Config, facts: Facts, cluster: Cluster, found: Sequence[Prediction]) -> None:
-    """Prints the best splits, and what follows from the best."""
     console = open_console(140)
     rows, length = config.train.global_batch_size, config.data.max_length
     batch = f"assumed to be {rows:,} full rows of {length:,} tokens, as no sample was read"
@@ -126,7 +124,6 @@ def advice(best: Prediction) -> list[str]:
 
 
 def _limit(best: Prediction) -> str:
-    """What a step is waiting for."""
     teacher, student = best.teacher.total, best.student.total
     if best.driver > 0.2 * best.step:
         return f"the driver: {best.driver:.2f} s of a step are its calls; larger batches make it matter less"
@@ -138,7 +135,6 @@ def _limit(best: Prediction) -> str:
 
 
 def _weakest(best: Prediction) -> str:
-    """What breaks first if the run grows."""
     if best.memory > TIGHT:
         return f"memory: {best.memory:.0%} of a GPU's, as estimated"
     if best.driver > 0.1 * best.step:

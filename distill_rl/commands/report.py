@@ -83,7 +83,6 @@ def _runs_of(path: Path) -> list[Path]:
 
 
 def _print_runs(paths: Sequence[Path]) -> None:
-    """Prints a table of runs: their last figures and, of suites, their last scores."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
@@ -140,14 +139,6 @@ def print_scores(evaluation: Evaluation) -> None:
 
 
 def _table(rows: Sequence[Score], evaluation: Evaluation, *, with_failures: bool) -> Table:
-    """The table of one suite, one row per model, with score, interval and number of items.
-
-    If there is a baseline, the differences to it and their intervals are added.
-
-    Args:
-        rows: the models' scores on this suite.
-        with_failures: whether to add a column with the counts of items that were not right.
-    """
     from rich import box
     from rich.markup import escape
     from rich.table import Table
@@ -177,6 +168,5 @@ def _table(rows: Sequence[Score], evaluation: Evaluation, *, with_failures: bool
 
 
 def _failures(row: Score, evaluation: Evaluation) -> str:
-    """Counts of the outcomes other than right, as `label count, ...`; those that did not occur are left out."""
     counts = row.whole.outcomes
     return ", ".join(f"{label} {counts[name]:,}" for name, label in evaluation.outcomes().items() if counts.get(name))

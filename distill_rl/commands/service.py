@@ -17,7 +17,7 @@ from distill_rl.config.schema import Config
 from distill_rl.errors import DistillError, problems_of
 from distill_rl.observe.log import printable, say, setup_console
 from distill_rl.preflight import gather
-from distill_rl.preflight.run_directory import paths_of
+from distill_rl.run.run_directory import paths_of
 from distill_rl.service import runs
 from distill_rl.service.runs import Run
 from distill_rl.system.signals import EXIT_PREEMPTED
@@ -162,37 +162,26 @@ def submission_file(config: Config, submission_id: str) -> Path:
 
 
 def _cluster_problems(config: Config) -> list[str]:
-    """Problems that a run has on a cluster only, one line each."""
     return problems_of(lambda: runs.require_usable(config.run.name), lambda: require_no_secret(config))
 
 
 def _withdraw(service: Service, file: Path) -> None:
-    """Removes the configuration of a failed submission, unless a job uses it or the cluster does not answer.
-
-    A request can succeed although its answer was lost.
-    """
+    """Removes the configuration of a failed submission, unless a job uses it or the cluster does not answer."""
+    # A request can succeed although its answer was lost.
     with suppress(DistillError):
         if not any(file.name in job.entrypoint for job in service.jobs()):
             file.unlink(missing_ok=True)
 
 
 def _service(address: str | None) -> Service:
-    """The service at an address, imported only here since it needs Ray's job client.
-
-    Raises:
-        ConfigError: no cluster there, or one that this user cannot or must not use; see `Service`.
-    """
+    """The service at an address, imported only here since it needs Ray's job client."""
     from distill_rl.service.client import Service
 
     return Service(address)
 
 
 def _environment(config: Config) -> dict[str, str]:
-    """Environment variables of the run's process, in addition to those that the cluster was started with.
-
-    They are those of `worker_environment`, without DISTILL_RL_ATTEMPT; the time that the run has to save when Ray stops
-    it, 600 seconds or two step timeouts if that is more; and RAY_AUTH_MODE=disabled if tokens are not in use here.
-    """
+    # The run has 600 seconds to save when Ray stops it, or two step timeouts if that is more.
     from distill_rl.workers.cluster import access
     from distill_rl.workers.cluster.session import worker_environment
 
@@ -206,10 +195,7 @@ def _environment(config: Config) -> dict[str, str]:
 
 
 def _kill(service: Service, run: Run) -> None:
-    """Ends a run without saving, with a second job on the machine of its driver; Ray has no request for this.
-
-    Returns as soon as that job is submitted.
-    """
+    """Ends a run without saving, with a second job on the machine of its driver; Ray has no request for this."""
     where = {"entrypoint_label_selector": {"ray.io/node-id": run.node}} if run.node else {}
     service.submit(
         entrypoint([run.python, "-m", "distill_rl.service.end", run.submission_id]),
@@ -229,10 +215,7 @@ def _wait(service: Service, run: Run, deadline_s: float) -> bool:
 
 
 def _follow(service: Service, run: Run) -> int:
-    """Prints the log of a run line by line, from its beginning, until the run ends, and returns its exit code.
-
-    Asks the cluster every half second, and up to every 5 seconds while nothing new arrives.
-    """
+    """Prints the log of a run line by line, from its beginning, until the run ends, and returns its exit code."""
     shown, pause = 0, _POLL_S
     while True:
         current = runs.runs([service.job(run.submission_id)])[run.name]
@@ -247,7 +230,6 @@ def _follow(service: Service, run: Run) -> int:
 
 
 def _show(text: str) -> None:
-    """Prints text from elsewhere without control characters, and flushes it."""
     for line in text.splitlines():
         print(printable(line.expandtabs()))
     sys.stdout.flush()

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distill_rl.config.facts import Facts, running_teachers, runs_model
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.data.batch.tokenization import Encoded, Tokenization
+from distill_rl.data.reading.sources import open_source
 from distill_rl.errors import ConfigError, DataError
 from distill_rl.observe.log import printable, say, setup_console, status
 from distill_rl.preflight import gather
+from distill_rl.run.opened import OpenedRun
 
 if TYPE_CHECKING:
-    from distill_rl.data.batch.tokenization import Encoded
     from distill_rl.teacher.comparison import Comparison
 
 
@@ -39,14 +41,15 @@ def teacher(path: str, overrides: Sequence[str], *, rows: int, full: str | None,
             path, overrides, clean=True, say=lambda text: say(f"data      {text}"), trains=False, ask=False
         )
         config = checked.require_valid(lambda config: _problems(config, rows=rows, full=full))
+        run = checked.require_run()
     import torch
 
     from distill_rl.teacher.comparison import compare
 
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     found = []
-    for settings, tokenizer, vocabulary_size in _quantized(config, checked.facts):
-        documents = _documents(config, tokenizer, rows)
+    for settings, tokenizer, vocabulary_size in _quantized(run, checked.facts):
+        documents = _documents(run, tokenizer, rows)
         say(f"comparing {settings.name} with and without quantization: {settings.quantization}, on {device}")
         comparison = compare(
             config, settings, documents, vocabulary_size=vocabulary_size, device=device, full=full
@@ -80,7 +83,6 @@ def lines(found: Comparison) -> Iterator[str]:
 
 
 def _problems(config: Config, *, rows: int, full: str | None) -> Iterator[str]:
-    """Yields what this command needs and lacks, one line each."""
     teachers = [settings for settings in running_teachers(config) if _is_quantized(settings)]
     stored = [settings.name for settings in teachers if settings.quantization == AS_STORED]
     if rows < 1:
@@ -100,29 +102,20 @@ def _is_quantized(settings: TeacherConfig) -> bool:
     return settings.quantization is not None and runs_model(settings)
 
 
-def _quantized(config: Config, facts: Facts) -> Iterator[tuple[TeacherConfig, object, int]]:
+def _quantized(run: OpenedRun, facts: Facts) -> Iterator[tuple[TeacherConfig, Any, int]]:
     """Yields every teacher to compare, the tokenizer whose ids it reads in the run, and how many of these count."""
-    from distill_rl.models.files.hub import tokenizer_of, vocabulary_size
-
-    for settings, known in facts.by_teacher(config):
-        if _is_quantized(settings):
-            tokenizer = tokenizer_of(config.student if known.cross_tokenizer_loss is None else settings)
-            size = vocabulary_size(tokenizer) if known.vocabulary_size is None else known.vocabulary_size
-            yield settings, tokenizer, size
+    for teacher, known in zip(run.teachers, facts.teachers):
+        if _is_quantized(teacher.settings):
+            reader = run.student if teacher.cross_tokenizer_loss is None else teacher
+            assert known.vocabulary_size is not None
+            yield teacher.settings, reader.tokenizer, known.vocabulary_size
 
 
-def _documents(config: Config, tokenizer: object, rows: int) -> list[Encoded]:
-    """At most `rows` evenly spaced documents with something to train on, cut at `data.max_length`.
-
-    Raises:
-        DataError: there is none, or the data cannot be read.
-    """
-    from distill_rl.data.batch.tokenization import Tokenization
-    from distill_rl.data.reading.sources import open_source
-    from distill_rl.models.files.hub import stops_of
-
-    source = open_source(config.data)
-    tokenization = Tokenization.of(tokenizer, config.data, format=source.kind, stops=stops_of(config.student))
+def _documents(run: OpenedRun, tokenizer: Any, rows: int) -> list[Encoded]:
+    """At most `rows` evenly spaced documents with something to train on, cut at `data.max_length`."""
+    config = run.config
+    source = open_source(config.data)  # what is held out for validation belongs to the sample, too
+    tokenization = Tokenization.of(tokenizer, config.data, format=source.kind, stops=run.student.stops)
     places = sorted({i * len(source) // rows for i in range(rows)}) if len(source) else []
     documents = []
     for place in places:

@@ -4,7 +4,7 @@ Data that fit in memory, or are memory-mapped, have one permutation of all rows 
 in blocks (row groups of Parquet, stretches of lines), of which only a few fit in memory: `WindowedOrder` shuffles the
 blocks of an epoch, cuts them into windows of bounded size, and shuffles the rows inside every window. Checkpoints hold
 a position in the order, so nothing in this file may change what an order gives; a new one needs a new name
-(`preflight.job`).
+(`run.job`).
 """
 
 from __future__ import annotations

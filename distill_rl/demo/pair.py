@@ -22,10 +22,9 @@ from distill_rl.models.files.hub import read_config as read_model_config
 from distill_rl.models.files.hub import resolve
 from distill_rl.observe.log import say
 from distill_rl.preflight import Checked, gather
-from distill_rl.preflight.machine import size_text
-from distill_rl.preflight.memory import compare_memory
-from distill_rl.preflight.models.lora import with_adapters
-from distill_rl.preflight.models.opened import Findings
+from distill_rl.preflight.machine import compare_memory
+from distill_rl.run.opened import RunFindings, with_adapters
+from distill_rl.system.files import size_text
 from distill_rl.system.install import install_extra
 from distill_rl.transport.room import total_bytes
 
@@ -302,9 +301,9 @@ def _fit(request: Request, known: Known, facts: Facts) -> Fit:
         if rules(config):
             continue
         smallest = fit
-        findings, here = Findings(), facts
+        findings, here = RunFindings(), facts
         if facts.student is not None:
-            here = replace(facts, student=with_adapters(config, facts.student, Facts()))
+            here = replace(facts, student=with_adapters(config, facts.student))
         compare_memory(config, here, findings, host=host, gpus=gpus)
         if not any(line.startswith("memory") for line in (*findings.problems, *findings.notes)):
             break

@@ -25,7 +25,7 @@ from distill_rl.evals.results.compare import of_run
 from distill_rl.observe.log import say
 from distill_rl.observe.report.report import write_report
 from distill_rl.observe.sinks.sinks import read_records
-from distill_rl.preflight.run_directory import in_use
+from distill_rl.run.run_directory import in_use
 from distill_rl.system.files import write_json
 from distill_rl.system.install import CONFIGS
 from distill_rl.transport.room import SHM, SPARE_OBJECT_STORE, available_bytes

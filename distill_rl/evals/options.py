@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DataError
 from distill_rl.evals.backends.base import BackendName, Settings
 from distill_rl.evals.suites import registry
@@ -71,6 +72,20 @@ class LoadedSuite:
             content = (item.id, item.prefix, item.prompt, item.choices, item.answer)
             digest.update(json.dumps(content, default=dict).encode())
         return digest.hexdigest()
+
+
+def evaluation_options(config: Config, *, final: bool = False) -> Options:
+    """Returns how a run's suites are run: during training, or (`final`) on the export at the end."""
+    evaluate = config.evaluate
+    return Options(
+        num_fewshot=evaluate.num_fewshot,
+        max_new_tokens=evaluate.max_new_tokens,
+        limit=evaluate.final_limit if final else evaluate.limit,
+        seed=config.run.seed,
+        replace_others=True,
+        backend=evaluate.backend,
+        settings=Settings(batch_size=evaluate.batch_size, tensor_parallel=evaluate.parallel.tp),
+    )
 
 
 def load_questions(names: Sequence[str], data: Path, options: Options) -> list[LoadedSuite]:

@@ -1,33 +1,41 @@
-"""Checks the data by opening them and reading a sample of rows."""
+"""Checks the data by reading a sample of rows, and says what it shows of a run: tokens, padding, positions of a step."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from distill_rl.config.facts import Facts
-from distill_rl.config.reading.walk import MISSING
-from distill_rl.config.rules import validate
+import numpy as np
+
+from distill_rl.config.facts import (
+    Facts,
+    SampleFacts,
+    SourceFacts,
+    StepFacts,
+    running_teachers,
+    splits_documents,
+    teacher_length,
+)
 from distill_rl.config.rules.data import concatenation_problem
 from distill_rl.config.schema import Config, DataConfig
-from distill_rl.errors import DataError, problem
-from distill_rl.models.files.facts import visible_gpus
-from distill_rl.preflight.models.opened import Findings, Opened
-from distill_rl.preflight.models.pairs import check_alignment, template_problems
-from distill_rl.preflight.rows.chats import check_chats
-from distill_rl.preflight.rows.expected import expect, source_facts
-from distill_rl.preflight.rows.labels import check_labels
-from distill_rl.preflight.rows.routing import routing_notes
-from distill_rl.preflight.stores.documents import compare_documents
-
-if TYPE_CHECKING:
-    from distill_rl.data.reading.cache import Cache
-    from distill_rl.data.reading.source import Source
-    from distill_rl.data.routing import Routing
+from distill_rl.data.batch.collate import BatchPlan, arrange_lengths, widths
+from distill_rl.data.batch.tokenization import Tokenization
+from distill_rl.data.loader import Joining, empty
+from distill_rl.data.mixture import MixedSource, Mixture
+from distill_rl.data.order import random_order
+from distill_rl.data.reading.cache import Cache
+from distill_rl.data.reading.source import Source
+from distill_rl.data.reading.sources import each_source
+from distill_rl.data.routing import plain_value, plain_values, weights_of
+from distill_rl.errors import DataError, UnreadableFile, problem
+from distill_rl.preflight.pairs import check_alignment, template_problems
+from distill_rl.preflight.rows import check_chats, check_labels
+from distill_rl.preflight.stores import compare_documents
+from distill_rl.run.opened import OpenedRun, RunFindings
 
 SAMPLED_ROWS = 64
 """Number of rows read from the start; as many more are read evenly spaced over the data."""
@@ -35,67 +43,73 @@ COMPARED_ROWS = 4096
 """Most training documents that are compared with those to validate on."""
 _PLACES = 8
 """Of data that are read by blocks, the rows that are spaced are read at this many places."""
+_SHOWN_VALUES = 6
+"""Most values of a column that are named."""
+_STEPS = 256
+"""Most steps over which means of a sample are taken."""
 
 
-def data_facts(config: Config, student: Opened, teachers: list[Opened], findings: Findings, cache: Cache) -> Facts:
+def data_facts(
+    run: OpenedRun, findings: RunFindings, cache: Cache, *, on_gpu: bool
+) -> tuple[Facts, list[Mapping[str, Any]]]:
     """Opens the data as the loader will, reads a sample of rows of each source, and counts the training documents.
 
     Problems are added to `findings`: rows, too few documents, chats and their templates, `data.loss_on`, and, if there is
-    no problem of any kind yet, tokenizers that align on none of the documents. The facts hold `num_documents`, `data_kind`,
-    `sources` and `step` alone, or nothing if the data could not be opened; what is found in a sample is left out if there
-    is a problem. Data with nothing to train on are a problem, too.
+    no problem of any kind yet, tokenizers that align on none of the documents. Data with nothing to train on are a
+    problem, too.
 
     Args:
-        student, teachers: as opened, the teachers with their `cross_tokenizer_loss` set.
-        cache: if nothing may be written, hub data sets are not downloaded, and only their existence is checked.
+        run: with its models open and its teachers compared.
+        cache: as of `OpenedRun.open_data`.
+        on_gpu: whether rows go to GPUs.
+
+    Returns:
+        Facts with `num_documents`, `data_kind`, `sources` and `step` alone, or with nothing if the data could not be
+        opened; what is found in a sample is left out if there is a problem. And the training documents of the sample.
     """
-    opened = _open(config, findings, cache)
-    sources = [source for _, source in opened if source is not None]
-    if not sources or len(sources) < len(opened):
-        for key, source in opened:
-            if source is not None:
-                _read_sample(config, key, source, findings)
-        return Facts()
-    divided = _divide(config, sources, findings, cache)
-    if divided is None:
-        return Facts()
-    training, validation = divided
-    data, problems = config.data, findings.problems
+    config, problems = run.config, findings.problems
+    run.open_data(findings, cache)
+    training, validation = run.train, run.validation
+    if training is None:
+        if any(source is None for _, source in run.sources):
+            for key, source in run.sources:
+                if source is not None:
+                    _read_sample(config, key, source, findings)
+        return Facts(), []
     num_problems = len(problems)
-    main = "data.sources" if data.sources else "data.path"
+    main = "data.sources" if config.data.sources else "data.path"
     parts = _parts(training)
-    samples = [_read_sample(config, key, part, findings) for (key, _), part in zip(opened, parts)]
+    samples = [_read_sample(config, key, part, findings) for (key, _), part in zip(run.sources, parts)]
     documents = [*chain(*(sample.values() for sample in samples))]
     held_out = [] if validation is None else [*_read_sample(config, "data.validation", validation, findings).values()]
     if held_out and len(problems) == num_problems:
         findings.notes += _trained_on(held_out, validation, documents, parts)
     if len(problems) == num_problems:
         for part, sampled in zip(parts, samples):
-            findings.notes += routing_notes(config, part, sampled)
+            findings.notes += _routing_notes(config, part, sampled)
     if training.kind == "messages" and len(problems) == num_problems:
-        check_chats(config, documents + held_out, student, teachers, findings)
+        check_chats(config, documents + held_out, run.student, run.teachers, findings)
     problems += _count_problems(config, main, training, findings)
-    problems += _kind_problems(data, training.kind)
-    problems += template_problems(config, training.kind, student, teachers)
+    problems += _kind_problems(config.data, training.kind)
+    problems += template_problems(run)
     if not any(text.startswith(("data.", "student")) for text in problems):
-        check_labels(config, main, training.kind, documents, student, findings)
+        check_labels(config, main, training.kind, documents, run.student, findings)
         if validation is not None:
-            check_labels(config, "data.validation", training.kind, held_out, student, findings)
-    findings.documents = documents
+            check_labels(config, "data.validation", training.kind, held_out, run.student, findings)
     if not problems:
-        check_alignment(config, documents, student, teachers, findings)
-    if not any(text.startswith(("data.", "student")) for text in problems) and not validate.problems(config):
-        compare_documents(config, training, validation, student, teachers, findings, cache.say)
+        check_alignment(run, documents, findings)
+    if not any(text.startswith(("data.", "student")) for text in problems) and not run.rules:
+        compare_documents(run, findings, cache.say)
     facts = Facts(
         num_documents=len(training) if training.exact else None,
         data_kind=training.kind,
-        sources=tuple(source_facts(data, training)),
+        sources=tuple(_source_facts(config.data, training)),
     )
-    if problems or validate.problems(config):
-        return facts
+    if problems or run.rules:
+        return facts, documents
     even = [[sample[row] for row in _spread(part) if row in sample] for part, sample in zip(parts, samples)]
-    found, step = expect(config, training.kind, facts.sources, even, student, teachers, on_gpu=visible_gpus() > 0)
-    return replace(facts, sources=found, step=step)
+    found, step = _expect(run, facts.sources, even, on_gpu=on_gpu)
+    return replace(facts, sources=found, step=step), documents
 
 
 def _trained_on(
@@ -104,18 +118,14 @@ def _trained_on(
     sampled: Sequence[Mapping[str, Any]],
     parts: Sequence[Source],
 ) -> Iterator[str]:
-    """Yields at most one line: documents to validate on that are also trained on, so that validation measures memory too.
-
-    Args:
-        held_out: a sample of the validation documents.
-        sampled: of the training documents; some thousands more are read.
-    """
+    """Yields at most one line: documents to validate on that are also trained on, so that validation measures memory too."""
 
     def key(document: Mapping[str, Any]) -> str:
         return json.dumps(
             {name: value for name, value in document.items() if name not in ("row", "rows")}, sort_keys=True
         )
 
+    # Beside the sample, some thousands of the training documents are read.
     training, most = {key(document) for document in sampled}, COMPARED_ROWS // len(parts)
     for part in parts:
         for row in range(0, len(part), 1 if part.windowed else max(1, -(-len(part) // most)))[:most]:
@@ -133,7 +143,6 @@ def _trained_on(
 
 
 def _kind_problems(data: DataConfig, kind: str) -> Iterator[str]:
-    """Yields settings that the kind of the data, `text` or `messages`, does not allow, one line each."""
     if kind == "text" and (data.loss_on == "assistant" or data.loss_roles):
         key = "data.loss_roles" if data.loss_roles else "data.loss_on"
         turns = "turns" if data.loss_roles else "assistant turns"
@@ -143,76 +152,43 @@ def _kind_problems(data: DataConfig, kind: str) -> Iterator[str]:
         yield concatenation_problem("chats")
 
 
-def _open(config: Config, findings: Findings, cache: Cache) -> list[tuple[str, Source | None]]:
-    """Every source with the setting that names it; None for one that could not be opened, which `findings` say why."""
-    from distill_rl.data.reading.sources import HubError, each_source, is_hub_name, open_one
-    from distill_rl.models.files.facts import find_data_set
-
-    routing = _routing(config)
-    opened: list[tuple[str, Source | None]] = []
-    for key, settings in each_source(config.data):
-        path, source = settings.path, None
-        if path is None or path == MISSING or not path.strip():
-            pass
-        elif not cache.write and is_hub_name(path):
-            missing, reason = find_data_set(key, path)
-            findings.problems += filter(None, [missing])
-            findings.unreachable += filter(None, [reason])
-        else:
-            try:
-                source = findings.attempt(
-                    key,
-                    lambda: open_one(key, settings, cache=cache, routing=routing),  # noqa: B023 (called at once)
-                    let_pass=HubError,
-                )
-            except HubError as error:
-                findings.unreachable.append(str(error))
-        opened.append((key, source))
-    return opened
-
-
-def _routing(config: Config) -> Routing | None:
-    """Which teachers a row is for."""
-    from distill_rl.data.routing import Routing
-
-    return Routing.of(config)
-
-
-def _divide(config: Config, sources: list[Source], findings: Findings, cache: Cache) -> Any:
-    """The documents to train on, and those to validate on or None; None alone if that is not possible."""
-    from distill_rl.data.reading.sources import HubError, mixture_of, split_validation
-
-    data = config.data
-    source: Any = sources[0]
-    if data.sources:
-        if any(entry.weight <= 0 for entry in data.sources):  # reported as settings
-            return None
-        source = findings.attempt("data.sources", lambda: mixture_of(data, sources))
-        if source is None:
-            return None
-    try:
-        divided = findings.attempt(
-            "data.validation",
-            lambda: split_validation(source, data, config.run.seed, cache=cache, routing=_routing(config)),
-            let_pass=HubError,
-        )
-    except HubError as error:
-        findings.unreachable.append(str(error))
-        return None
-    return divided or (source, None)
-
-
 def _parts(training: Any) -> tuple[Source, ...]:
-    """The sources of the training documents."""
     return getattr(training, "sources", (training,))
 
 
-def _count_problems(config: Config, key: str, training: Any, findings: Findings) -> Iterator[str]:
-    """Yields a problem if there are fewer documents than a global batch has; notes if their number is not known.
+def _routing_notes(config: Config, source: Source, documents: Mapping[int, Any]) -> Iterator[str]:
+    """Yields how many rows of a sample, by index, each teacher is asked for, and values of `where` that no row has."""
+    routing = source.layout.routing
+    found = [document for document in documents.values() if document is not None]
+    if routing is None or not found:
+        return
+    rows = [source.columns(i) for i, document in documents.items() if document is not None]
+    for i, (choice, teacher) in enumerate(zip(routing.choices, running_teachers(config))):
+        if choice is None:
+            continue
+        count = sum((weights_of(document) or ())[i] > 0 for document in found)
+        yield f"teachers.{i}: {teacher.name} is asked for {count} of {len(rows)} rows of a sample"
+        for column, wanted in teacher.where.items():
+            seen = {plain_value(row.get(column), "") for row in rows} - {None}
+            for value in wanted if isinstance(wanted, list) else [wanted]:
+                if not plain_values(value) <= seen:
+                    shown = sorted(filter(None, seen))
+                    others = ", ".join(repr(each) for each in shown[:_SHOWN_VALUES]) + (
+                        ", ..." if len(shown) > _SHOWN_VALUES else ""
+                    )
+                    yield (
+                        f"teachers.{i}.where.{column}: no row of a sample of {len(rows)} has {value!r}; they have "
+                        f"{others or 'no value'}"
+                    )
+    nobody = sum(not any(weight > 0 for weight in weights_of(document) or ()) for document in found)
+    if nobody:
+        has_ce = config.loss.ce_weight > 0 or config.loss.dynamic_scale != "off"
+        then = "they are trained on with CE alone" if has_ce else "loss.ce_weight is 0, so nothing is learnt from them"
+        yield f"teachers: none is asked for {nobody} of {len(rows)} rows of a sample; {then}"
 
-    Args:
-        key: the setting that names the data.
-    """
+
+def _count_problems(config: Config, key: str, training: Any, findings: RunFindings) -> Iterator[str]:
+    """Yields a problem if there are fewer documents than a global batch has; notes if their number is not known."""
     batch, path = config.train.global_batch_size, config.data.path
     if not training.exact:
         findings.notes.append(
@@ -225,17 +201,8 @@ def _count_problems(config: Config, key: str, training: Any, findings: Findings)
         yield problem(key, rule, path, "lower train.global_batch_size, or give more data")
 
 
-def _read_sample(config: Config, key: str, source: Any, findings: Findings) -> dict[int, Any]:
-    """The documents of a sample, by index; with `data.bad_rows: fail` those before the first that is bad, a problem.
-
-    With `skip`, bad rows are noted, and are a problem if there are no others.
-
-    Args:
-        key: the setting with which the line about a bad row begins.
-    """
-    from distill_rl.data.loader import empty
-    from distill_rl.errors import DataError, UnreadableFile
-
+def _read_sample(config: Config, key: str, source: Any, findings: RunFindings) -> dict[int, Any]:
+    """The documents of a sample, by index; with `data.bad_rows: fail` those before the first that is bad, a problem."""
     documents: dict[int, Any] = {}
     bad: list[str] = []
     for row in sample(source):
@@ -260,7 +227,7 @@ def _read_sample(config: Config, key: str, source: Any, findings: Findings) -> d
         findings.notes.append(
             f"{key}: {len(bad)} of {len(bad) + len(documents)} rows of a sample will be left out; the first: {bad[0]}"
         )
-    elif bad:
+    elif bad:  # and no others
         findings.problems.append(problem(key, "some row must be readable", f"{len(bad)} bad rows; the first: {bad[0]}"))
     return documents
 
@@ -271,13 +238,148 @@ def sample(source: Any) -> list[int]:
 
 
 def _spread(source: Any) -> list[int]:
-    """About SAMPLED_ROWS rows, evenly spaced; all rows of small data.
-
-    Of data that are read by blocks, these lie at a few places, so that few blocks are read.
-    """
+    """About SAMPLED_ROWS rows, evenly spaced; all rows of small data."""
     count = len(source)
     if not getattr(source, "windowed", False):
         return [*range(0, count, max(1, count // SAMPLED_ROWS))]
-    run = SAMPLED_ROWS // _PLACES
-    places = range(0, count - run, max(1, count // _PLACES))
-    return sorted({place + i for place in places for i in range(run)})
+    # Of data that are read by blocks, the rows lie at a few places, so that few blocks are read.
+    length = SAMPLED_ROWS // _PLACES
+    places = range(0, count - length, max(1, count // _PLACES))
+    return sorted({place + i for place in places for i in range(length)})
+
+
+def _source_facts(data: DataConfig, training: Source | Mixture) -> Iterator[SourceFacts]:
+    """Yields the facts of each source of the training documents, without those that need a sample."""
+    members = training.members if isinstance(training, Mixture) else [MixedSource(training, 1.0, data.path or "")]
+    total = sum(member.weight for member in members)
+    for member, (_, settings) in zip(members, each_source(data)):
+        part = member.source
+        recognised = settings.format == "auto" and part.layout.format in ("sharegpt", "alpaca")
+        count = len(part) if part.exact else None
+        yield SourceFacts(member.name, part.layout.format, count, member.weight / total, recognised)
+
+
+def _expect(
+    run: OpenedRun,
+    sources: Sequence[SourceFacts],
+    samples: Sequence[Sequence[Mapping[str, Any]]],
+    *,
+    on_gpu: bool,
+) -> tuple[tuple[SourceFacts, ...], StepFacts | None]:
+    """The facts of the sources with those of their samples, and what a step is expected to compute."""
+    # Documents are tokenised by every tokenizer of the run, but not aligned: pieces are taken to be as long as rows allow.
+    config, data, kind = run.config, run.config.data, run.train.kind
+    lengths = [teacher_length(config, opened.settings) for opened in run.crossing]
+    tokenizers = [opened.tokenizer for opened in (run.student, *run.crossing)]
+    if not all(samples) or not all(tokenizers):
+        return tuple(sources), None
+    limits = np.array([data.max_length, *lengths])
+    plan = BatchPlan.from_config(config, 0, split=splits_documents(config, kind)).for_device(on_gpu=on_gpu)
+    joining = Joining.of(data)
+    read = [_TokenizedSample.of(config, kind, documents, tokenizers, joining) for documents in samples]
+
+    def steps(samples: Sequence[_TokenizedSample], shares: Sequence[float]) -> tuple[float, float, float]:
+        """The means over some steps of positions and tokens, and the share of documents that are too long."""
+        positions, tokens, too_long = [], [], []
+        for lengths in _steps(samples, shares, config.train.global_batch_size, joining):
+            pieces = _pieces(lengths, limits, split=plan.split)
+            positions.append(_positions(pieces, limits, plan))
+            tokens.append(pieces[:, 0].sum())
+            too_long.append((lengths > limits).any(axis=1))
+        return float(np.mean(positions)), float(np.mean(tokens)), float(np.concatenate(too_long).mean())
+
+    found = []
+    for source, part in zip(sources, read):
+        positions, tokens, too_long = steps([part], [1.0])
+        sample = SampleFacts(float(part.lengths[:, 0].mean()), too_long, plan.split, 1 - tokens / positions)
+        found.append(replace(source, sample=sample))
+    positions, tokens, _ = steps(read, [source.share for source in sources])
+    return tuple(found), StepFacts(round(positions), tokens / positions)
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenizedSample:
+    """The documents of a sample as the tokenizers read them."""
+
+    lengths: np.ndarray
+    """int64 [documents, tokenizers], in tokens, not cut."""
+    characters: np.ndarray
+    """int64 [documents]; of chats 0."""
+    joint: np.ndarray
+    """int64 [tokenizers]: tokens that a joint between two texts adds, negative if special tokens vanish there."""
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        kind: str,
+        documents: Sequence[Mapping[str, Any]],
+        tokenizers: Sequence[Any],
+        joining: Joining | None,
+    ) -> _TokenizedSample:
+        """Tokenises documents."""
+        lengths = _lengths(config, kind, documents, tokenizers)
+        characters = np.array([len(document.get("text", "")) for document in documents], dtype=np.int64)
+        if joining is None:
+            return cls(lengths, characters, np.zeros(len(tokenizers), dtype=np.int64))
+        separator, nothing = _lengths(config, kind, [{"text": joining.separator}, {"text": ""}], tokenizers)
+        return cls(lengths, characters, separator - 2 * nothing)
+
+
+def _steps(
+    samples: Sequence[_TokenizedSample], shares: Sequence[float], batch_size: int, joining: Joining | None
+) -> Iterator[np.ndarray]:
+    """Yields int64 [documents, tokenizers] for several steps: the lengths of documents of all samples, joined if texts are."""
+    # Each sample has its share of the documents. They are drawn evenly from it, and again if they are too few.
+    orders = [random_order(0, (i,), len(sample.lengths)) for i, sample in enumerate(samples)]
+    given = np.zeros(len(samples), dtype=np.int64)
+    for step in range(min(max(sum(map(len, orders)) // batch_size, 1), _STEPS)):
+        before = given.copy()
+        for place in range(step * batch_size, (step + 1) * batch_size):
+            given[np.argmax(np.array(shares) * (place + 1) - given)] += 1  # the one that is furthest behind
+        chosen = [
+            np.sort(order[np.arange(first, end) % len(order)]) for order, first, end in zip(orders, before, given)
+        ]
+        lengths = np.concatenate([sample.lengths[rows] for sample, rows in zip(samples, chosen)])
+        if joining is None:
+            yield lengths
+            continue
+        characters = np.concatenate([sample.characters[rows] for sample, rows in zip(samples, chosen)])
+        joint = samples[0].joint
+        groups = joining.groups(characters.tolist())
+        yield np.stack([lengths[group].sum(axis=0) + joint * (group.stop - group.start - 1) for group in groups])
+
+
+def _lengths(
+    config: Config, kind: str, documents: Sequence[Mapping[str, Any]], tokenizers: Sequence[Any]
+) -> np.ndarray:
+    """int64 [documents, tokenizers]: tokens of each document for each tokenizer, not cut."""
+    columns = []
+    for tokenizer in tokenizers:
+        # What a template leaves out is checked with the chats (`rows.py`).
+        read = Tokenization(
+            tokenizer, format=kind, loss_on="all", max_length=config.data.max_length, unrendered="warn"
+        ).encode_all
+        columns.append([len(read(document).input_ids) for document in documents])
+    return np.array(columns, dtype=np.int64).T
+
+
+def _pieces(lengths: np.ndarray, limits: np.ndarray, *, split: bool) -> np.ndarray:
+    """int64 [pieces, sides]: the lengths of what rows hold of the documents: their beginnings, or all of them in pieces."""
+    # A document longer than a row on some side is divided in the same proportion on all sides.
+    fill = (lengths / limits).max(axis=1)  # in rows, on the side that is full first
+    whole = np.minimum(1 / np.maximum(fill, 1e-9), 1)[:, None]
+    if not split:
+        return np.minimum(np.rint(lengths * whole).astype(np.int64), limits)
+    pieces = []
+    for document, rows, part in zip(lengths, fill, whole):
+        full = np.minimum(np.rint(document * part).astype(np.int64), limits)
+        count = max(int(np.ceil(rows)), 1)
+        pieces += [full] * (count - 1) + [np.minimum(document - full * (count - 1), limits)]
+    return np.maximum(np.stack(pieces), 0)
+
+
+def _positions(lengths: np.ndarray, limits: np.ndarray, plan: Any) -> int:
+    """Positions that the student computes for a batch of documents with these lengths."""
+    members = arrange_lengths(lengths, limits, plan)
+    return int(widths([int(lengths[row, 0].sum()) for row in members], plan).sum())

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from distill_rl.config.facts import teacher_length
 from distill_rl.config.rules.endpoints import endpoint_problems
-from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.config.schema import Config
 from distill_rl.errors import first_line, problem
 from distill_rl.models.families import engine_length_problem, length_limit
-from distill_rl.preflight.models.opened import Findings, Opened
+from distill_rl.run.opened import OpenedRun, OpenedTeacher, RunFindings
 from distill_rl.system.redact import in_text
 
 if TYPE_CHECKING:
@@ -24,19 +24,18 @@ _DOCUMENTS, _TOKENS = 8, 512
 
 
 def check_endpoints(
-    config: Config, teachers: Sequence[Opened], documents: Sequence[Mapping[str, Any]], findings: Findings, *, ask: bool
+    run: OpenedRun, documents: Sequence[Mapping[str, Any]], findings: RunFindings, *, ask: bool
 ) -> None:
     """Adds to the findings what served teachers cannot do, and a note on what each does.
 
     Args:
-        teachers: the running ones, opened.
         documents: a sample of the training data; may be empty.
         ask: False: the servers need not run yet. They are then asked when the run starts, which a note says.
     """
+    config = run.config
     broken = list(endpoint_problems(config))
-    for opened in teachers:
-        settings = opened.settings
-        if not (isinstance(settings, TeacherConfig) and settings.backend == "endpoint"):
+    for opened in run.teachers:
+        if not opened.is_served:
             continue
         if not ask:
             findings.notes.append(f"{opened.key}.url: the server is asked when the run starts")
@@ -46,25 +45,23 @@ def check_endpoints(
             text.startswith(tuple(f"{opened.key}.{name}" for name in ("url", "api", "token_env"))) for text in broken
         ):
             continue
-        probed = findings.attempt(f"{opened.key}.url", partial(_probe, config, opened, settings, documents))
+        probed = findings.attempt(f"{opened.key}.url", partial(_probe, config, opened, documents))
         if probed is None:
             continue
-        probed.problems += _length_problems(config, opened, settings, probed)
+        probed.problems += _length_problems(config, opened, probed)
         findings.problems += probed.problems
         if not probed.problems:
-            findings.notes.append(_note(config, opened, settings, probed))
+            findings.notes.append(_note(config, opened, probed))
 
 
-def _probe(config: Config, opened: Opened, settings: TeacherConfig, documents: Sequence[Mapping[str, Any]]) -> Probed:
-    """Asks the servers of one teacher.
-
-    Raises:
-        ConfigError: an address, the token or the certificates cannot be used.
-    """
+def _probe(
+    config: Config, opened: OpenedTeacher, documents: Sequence[Mapping[str, Any]]
+) -> Probed:
     from distill_rl.teacher.backends.endpoint.probe import Probed, probe, sample_of_ids
     from distill_rl.teacher.backends.endpoint.token import token_of
 
-    length, tokenizer = teacher_length(config, settings), opened.tokenizer
+    settings, tokenizer = opened.settings, opened.tokenizer
+    length = teacher_length(config, settings)
     try:
         token = token_of(settings)
     except Exception as error:
@@ -77,13 +74,13 @@ def _probe(config: Config, opened: Opened, settings: TeacherConfig, documents: S
     return probe(opened.key, settings, token, ids=ids, documents=prompts, k=k, length=length)
 
 
-def _length_problems(config: Config, opened: Opened, settings: TeacherConfig, probed: Probed) -> Iterator[str]:
+def _length_problems(config: Config, opened: OpenedTeacher, probed: Probed) -> Iterator[str]:
     """Yields at most one line: the servers' context is not that for which the model's frequencies are right."""
     from distill_rl.models.files.hub import read_config
 
     if opened.folder is None or not (opened.folder / "config.json").is_file():
         return
-    model, length = read_config(opened.folder, quantized=True), teacher_length(config, settings)
+    model, length = read_config(opened.folder, quantized=True), teacher_length(config, opened.settings)
     context = max(length + 1, probed.context or 0)
     if broken := engine_length_problem(model, "an inference server", length, context):
         limit = length_limit(model)
@@ -112,8 +109,8 @@ def _prompts(tokenizer: Any, documents: Sequence[Mapping[str, Any]], length: int
             return
 
 
-def _note(config: Config, opened: Opened, settings: TeacherConfig, probed: Probed) -> str:
-    """What the servers of a teacher do, on one line."""
+def _note(config: Config, opened: OpenedTeacher, probed: Probed) -> str:
+    settings = opened.settings
     parts = [f"raw log-probs of the top {config.loss.top_k} and of every id that was tried"]
     if probed.context is not None:
         parts.append(f"a context of {probed.context:,} tokens")

@@ -1,4 +1,4 @@
-"""Checks what this machine offers: packages of extras, GPUs, kernels and disk space."""
+"""Checks what this machine offers: packages of extras, GPUs, kernels, disk space, memory and /dev/shm."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+from distill_rl.config.derive import all_rings, sizes, stored_targets
 from distill_rl.config.facts import Facts, gpus_per_rank, running_teachers, runs_model
 from distill_rl.config.layout import (
     evaluator_problem,
@@ -18,15 +19,23 @@ from distill_rl.config.layout import (
     suites_every,
 )
 from distill_rl.config.measured import is_suite_score
+from distill_rl.config.memory.parts import WorkerMemory
 from distill_rl.config.quantization import AS_STORED
-from distill_rl.config.schema import Config, TeacherConfig
-from distill_rl.errors import problem, problems_of
+from distill_rl.config.schema import Config
+from distill_rl.errors import ConfigError, problem, problems_of
 from distill_rl.models.attention import installed
+from distill_rl.models.families import head_size, liger_problems
 from distill_rl.models.vllm import cpu_head_sizes
-from distill_rl.preflight.models.opened import Opened
+from distill_rl.run.opened import OpenedModel, OpenedTeacher, RunFindings
+from distill_rl.system.files import size_text
 from distill_rl.system.install import install_extra
 from distill_rl.system.processes.child import call_in_child
 from distill_rl.transport.choose import expected
+from distill_rl.transport.room import ENLARGE_SHM, SPARE_OBJECT_STORE, object_store_room, object_store_size
+from distill_rl.transport.segment import memfd_usable
+
+NEAR = 0.9
+"""From this share of the memory on there is a note: the estimate may be too low, and others use memory too."""
 
 _VLLM_DEADLINE_S = 600.0
 """For a process that imports vllm: ten seconds on an idle machine, far longer on a busy one or from a cold disk."""
@@ -68,7 +77,7 @@ def extra_problems(config: Config) -> Iterator[str]:
             yield problem(key, rule, value, remedy)
 
 
-def kernel_problems(config: Config, student: Opened, gpus: int) -> Iterator[str]:
+def kernel_problems(config: Config, student: OpenedModel, gpus: int) -> Iterator[str]:
     """Yields what `student.kernels: liger` lacks, one line each: a GPU, and a model that liger supports.
 
     Whether its package is installed is not looked at here (`extra_problems`).
@@ -78,8 +87,6 @@ def kernel_problems(config: Config, student: Opened, gpus: int) -> Iterator[str]
     Args:
         gpus: number visible on this machine.
     """
-    from distill_rl.models.families import liger_problems
-
     if config.student.kernels != "liger":
         return
     remedy = "set student.kernels=torch"
@@ -89,14 +96,14 @@ def kernel_problems(config: Config, student: Opened, gpus: int) -> Iterator[str]
         yield from (problem("student.kernels", rule, None, remedy) for rule in liger_problems(student.config))
 
 
-def router_problems(config: Config, student: Opened) -> Iterator[str]:
+def router_problems(config: Config, student: OpenedModel) -> Iterator[str]:
     """Yields at most one problem: `loss.router_weight` is set for a student without routers."""
     if config.loss.router_weight and student.facts is not None and not student.facts.num_experts:
         rule = f"needs a student that is a mixture of experts; {student.facts.family} is not"
         yield problem("loss.router_weight", rule, f"{config.loss.router_weight:g}", "set it to 0")
 
 
-def backend_problems(config: Config, teachers: Sequence[Opened], gpus: int) -> Iterator[str]:
+def backend_problems(config: Config, teachers: Sequence[OpenedTeacher], gpus: int) -> Iterator[str]:
     """Yields what `loss.backend: triton` lacks, one line each: a GPU, and a kernel for what is compared.
 
     Whether its package is installed is not looked at here (`extra_problems`).
@@ -115,7 +122,6 @@ def backend_problems(config: Config, teachers: Sequence[Opened], gpus: int) -> I
     if not gpus and config.ray.address is None and not interpreted():
         yield problem("loss.backend", "triton needs a GPU; none is visible", None, "set loss.backend=auto")
     for teacher in teachers:
-        assert isinstance(teacher.settings, TeacherConfig)
         method, export = teacher.cross_tokenizer_loss, teacher.settings.export
         rule = ""
         if method is not None and method not in CHUNK_METHODS:
@@ -129,7 +135,7 @@ def backend_problems(config: Config, teachers: Sequence[Opened], gpus: int) -> I
             yield problem("loss.backend", rule, None, "set loss.backend=auto")
 
 
-def head_problems(config: Config, teachers: Sequence[Opened], gpus: int) -> Iterator[str]:
+def head_problems(config: Config, teachers: Sequence[OpenedModel], gpus: int) -> Iterator[str]:
     """Yields teachers whose heads vLLM's attention does not support on CPUs, one line each.
 
     Only vLLM knows the sizes, and importing it takes seconds, in a process of its own. Nothing on GPUs, for a run that
@@ -139,8 +145,6 @@ def head_problems(config: Config, teachers: Sequence[Opened], gpus: int) -> Iter
         teachers: the running ones.
         gpus: number visible on this machine.
     """
-    from distill_rl.models.families import head_size
-
     heads = {opened.key: head_size(opened.config) for opened in teachers if opened.in_vllm and opened.config}
     if not heads or gpus or config.ray.address is not None or not installed("vllm"):
         return
@@ -201,13 +205,6 @@ def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
 
 
 def _cuda_aligner_problems(gpus: int) -> Iterator[str]:
-    """Yields what the aligners' CUDA kernel lacks on this machine, at most one line.
-
-    Numba's simulator, which replaces a GPU in tests, needs nothing.
-
-    Args:
-        gpus: number visible on this machine.
-    """
     from distill_rl.align.dp.device import missing_for_cuda
 
     missing = missing_for_cuda()
@@ -243,6 +240,102 @@ def space_problems(config: Config, facts: Facts) -> Iterator[str]:
         yield problem("run.dir", rule, config.run.dir, "free some space, lower checkpoint.keep_last, or change run.dir")
 
 
-def size_text(count: int) -> str:
-    """A number of bytes as text in MiB, or in GiB from one GiB on, such as `1.5 GiB`."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+def compare_memory(
+    config: Config, facts: Facts, findings: RunFindings, *, host: int, gpus: Sequence[int], valid: bool = True
+) -> None:
+    """Adds to the findings what the workers cannot have on this machine, and what comes near.
+
+    Only what is clearly impossible is a problem; what comes near is a note. Nothing is compared for a run that joins a
+    cluster.
+
+    Args:
+        host: bytes of this machine, or of the control group that limits this process.
+        gpus: bytes of every visible GPU; empty if not known.
+        valid: whether the settings are; otherwise only whether Ray can start is looked at.
+    """
+    if config.ray.address is not None:
+        return
+    room = findings.attempt("/dev/shm", object_store_room)
+    if not valid:
+        return
+    if room is not None:
+        _compare_shm(config, facts, findings, room)
+    if facts.gpus:
+        _compare_gpus(config, facts, findings, gpus)
+    else:
+        _compare_host(sizes(config, facts).memory, findings, host)
+
+
+def _compare_host(workers: Sequence[WorkerMemory], findings: RunFindings, host: int) -> None:
+    """Compares all workers together with the memory of a machine without GPUs."""
+    total = sum(worker.count * worker.total for worker in workers)
+    if total <= NEAR * host:
+        return
+    parts = ", ".join(f"{worker.count} x {size_text(worker.total)} {worker.worker}" for worker in workers)
+    rule = f"the workers need about {size_text(total)} of memory ({parts}), and this machine has {size_text(host)}"
+    remedy = "lower train.micro_batch_size or data.max_length, take smaller models, or join a cluster with ray.address"
+    # `least` is the estimate divided by the most by which it was too high, without what processes share.
+    if sum(worker.least for worker in workers) > host:
+        findings.problems.append(problem("memory", rule, None, remedy))
+    else:
+        findings.notes.append(problem("memory", rule, None, f"if that is not enough, {remedy}"))
+
+
+def _compare_gpus(config: Config, facts: Facts, findings: RunFindings, gpus: Sequence[int]) -> None:
+    """Compares what shares one GPU with the GPUs' memory, of which what engines of vLLM take does not count."""
+    if not gpus:
+        return
+    engines = shared_by_engines(config)
+    gpus = [int(size * max(0.0, 1 - engines)) for size in gpus]
+    workers = sizes(config, facts).memory
+    # Each worker and, colocated, the first ranks of student and teachers together.
+    sharing: list[tuple[WorkerMemory, ...]] = [(worker,) for worker in workers]
+    ranks = tuple(worker for worker in workers if worker.worker != "evaluator")
+    if config.ray.placement == "colocated" and len(ranks) > 1:
+        sharing.append(ranks)
+    refused: set[str] = set()
+    for group in sharing:
+        names = " and ".join(worker.worker for worker in group)
+        total = sum(worker.total for worker in group)
+        # A problem is compared with the largest GPU, a note with the smallest, because Ray decides who gets which.
+        impossible = sum(worker.least // worker.count for worker in group) > max(gpus)
+        if not impossible and total <= NEAR * min(gpus):
+            continue
+        has = size_text(max(gpus) if impossible else min(gpus))
+        has += " beside the teachers of vLLM" if engines else ""
+        rule = f"{names} on one GPU need about {size_text(total)}, and it has {has}"
+        if len(group) == 1:
+            rule = f"a process of {names} needs about {size_text(total)} on its GPU, which has {has}"
+        if impossible:
+            if not refused & {worker.worker for worker in group}:  # that one alone is too large is said already
+                findings.problems.append(problem("memory", rule, None, _GPU_REMEDY))
+            refused |= {worker.worker for worker in group}
+        else:
+            findings.notes.append(problem("memory", rule, None, f"if that is not enough, {_GPU_REMEDY}"))
+
+
+_GPU_REMEDY = (
+    "raise parallel.tp, parallel.sp or student.parallel.dp, lower train.micro_batch_size or data.max_length, "
+    "set student.activation_checkpointing=true or teachers[].quantization=int8, or train adapters only with student.lora={} (and student.quantization=int4)"
+)
+
+
+def _compare_shm(config: Config, facts: Facts, findings: RunFindings, room: int) -> None:
+    """Compares the targets in flight with the free bytes of /dev/shm: the object store's, and rings where memfd cannot be used."""
+    remedy = f"{ENLARGE_SHM}, or lower prefetch.depth, loss.top_k or train.global_batch_size"
+    try:
+        transport = expected(config.transport, gpus=facts.gpus).name
+    except ConfigError:  # reported with the GPUs
+        return
+    if transport == "object_store":
+        targets = stored_targets(config, facts)
+        _, spilled = findings.attempt("/tmp", lambda: object_store_size(targets, room)) or (0, 0)
+        if spilled:
+            what = f"targets of {size_text(targets)} in flight and {size_text(SPARE_OBJECT_STORE)} for batches"
+            rule = f"{what} do not fit into the {size_text(room)} that are free: Ray may spill to disk, which is slow"
+            findings.notes.append(problem("/dev/shm", rule, None, remedy))
+    elif transport == "shared_memory" and not memfd_usable():
+        rings = all_rings(config, facts)
+        if rings > room:
+            rule = f"the teachers' rings need {size_text(rings)} of it, because memfd cannot be used here"
+            findings.problems.append(problem("/dev/shm", rule, f"{size_text(room)} free", remedy))

@@ -5,35 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from distill_rl.config.measured import best_metrics, is_suite_score
 from distill_rl.config.schema import Config
 from distill_rl.errors import DistillError, problem
-from distill_rl.preflight.models.opened import Findings, Opened
-
-if TYPE_CHECKING:
-    from distill_rl.evals.options import Options
+from distill_rl.run.opened import OpenedModel, RunFindings
 
 
-def evaluation_options(config: Config, *, final: bool = False) -> Options:
-    """Returns how the run's suites are run: during training, or (`final`) on the export at the end."""
-    from distill_rl.evals.backends.base import Settings
-    from distill_rl.evals.options import Options
-
-    evaluate = config.evaluate
-    return Options(
-        num_fewshot=evaluate.num_fewshot,
-        max_new_tokens=evaluate.max_new_tokens,
-        limit=evaluate.final_limit if final else evaluate.limit,
-        seed=config.run.seed,
-        replace_others=True,
-        backend=evaluate.backend,
-        settings=Settings(batch_size=evaluate.batch_size, tensor_parallel=evaluate.parallel.tp),
-    )
-
-
-def check_suites(config: Config, student: Opened, teachers: Sequence[Opened], findings: Findings) -> None:
+def check_suites(config: Config, student: OpenedModel, teachers: Sequence[OpenedModel], findings: RunFindings) -> None:
     """Opens the run's suites, and adds what is wrong or worth knowing to the findings.
 
     Wrong are unknown suites, bad data, options that no suite uses, and suites of chats for a model without a chat
@@ -43,7 +22,7 @@ def check_suites(config: Config, student: Opened, teachers: Sequence[Opened], fi
     evaluate = config.evaluate
     if not (evaluate.suites and evaluate.data):
         return
-    from distill_rl.evals.options import chat_problem, chat_suites, load_questions, without_effect
+    from distill_rl.evals.options import chat_problem, chat_suites, evaluation_options, load_questions, without_effect
 
     options = replace(evaluation_options(config), limit=None)
     try:

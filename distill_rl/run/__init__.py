@@ -1,1 +1,1 @@
-"""One run: its loop, its checkpoints, and the look-ahead that keeps teachers ahead of the student."""
+"""One run: what is open of its files, its directory and job, its loop and checkpoints, and the look-ahead of its teachers."""

@@ -10,17 +10,17 @@ from itertools import chain
 
 from distill_rl.observe.log import say
 from distill_rl.observe.terminal import ProgressBar
-from distill_rl.preflight.job import Job
+from distill_rl.run.job import Job
 from distill_rl.run.prefetch import Lookahead
-from distill_rl.run.skipped_rows import SkippedRows
+from distill_rl.run.start import CaptureActors, start_capture
+from distill_rl.run.steps import SkippedRows
 from distill_rl.system.signals import EXIT_PREEMPTED, Signals
 from distill_rl.types import DocumentBatch
 from distill_rl.workers.pipeline.sub_batch import PendingBatch
-from distill_rl.workers.start import CaptureActors, start_capture
 
 
 @dataclass(slots=True)
-class Progress:
+class CaptureProgress:
     """What a capture has done so far, over all teachers."""
 
     documents: int = 0
@@ -42,7 +42,7 @@ class Progress:
         ]
 
 
-def capture(job: Job, signals: Signals) -> int:
+def capture_targets(job: Job, signals: Signals) -> int:
     """Stores the targets of all documents that the stores lack, and returns the exit code of the process.
 
     0 when all is stored; EXIT_PREEMPTED if a request to stop came: what was computed is then stored, and the same
@@ -53,7 +53,7 @@ def capture(job: Job, signals: Signals) -> int:
         DistillError: a worker failed and cannot be recovered from, or the disk is full. What was written is kept.
     """
     with start_capture(job, signals) as actors:
-        progress = Progress(began=time.monotonic())
+        progress = CaptureProgress(began=time.monotonic())
         restarts = actors.teachers.restarts  # while they started, when there was nothing to write
         stopped = _go_through(job, actors, signals, progress)
         written = actors.teachers.finish()
@@ -76,7 +76,7 @@ def capture(job: Job, signals: Signals) -> int:
     return 0
 
 
-def _go_through(job: Job, actors: CaptureActors, signals: Signals, progress: Progress) -> bool:
+def _go_through(job: Job, actors: CaptureActors, signals: Signals, progress: CaptureProgress) -> bool:
     """Captures all batches; returns whether a request to stop ended that early."""
     batches, total = _batches(job)
     skipped = SkippedRows(job.paths.bad_rows, job.config.data.max_bad_rows)
@@ -99,7 +99,6 @@ def _go_through(job: Job, actors: CaptureActors, signals: Signals, progress: Pro
 
 
 def _batches(job: Job) -> tuple[Iterator[DocumentBatch], int]:
-    """The batches of the training documents, in the order of a run, then those held out; and their number."""
     training = job.loader()
     if job.validation is None:
         return iter(training), training.total_steps

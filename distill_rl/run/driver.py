@@ -15,36 +15,37 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import Self
 
 from distill_rl.config.derive import warmup_note
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.layout import suites_every
 from distill_rl.config.measured import KD, is_suite_score
+from distill_rl.config.save import fingerprint
 from distill_rl.data.loader import ENDLESS
 from distill_rl.data.mixture import Mixture
 from distill_rl.errors import DistillError
 from distill_rl.observe.log import say
 from distill_rl.observe.metrics import Metric, merge, values
-from distill_rl.observe.sinks.sinks import open_observer
+from distill_rl.observe.sinks.sinks import Observer, open_observer
 from distill_rl.observe.timing import StepTimer
-from distill_rl.preflight import run_directory
-from distill_rl.preflight.job import Job
-from distill_rl.run.advice import advice, moved_rate
+from distill_rl.run import run_directory
 from distill_rl.run.card import card_of
-from distill_rl.run.checkpoints.of_run import about, checkpoint_store, find_checkpoint, saver_of
+from distill_rl.run.checkpoints import store as checkpoints
+from distill_rl.run.checkpoints.saver import Saver
 from distill_rl.run.checkpoints.store import Checkpoint, CheckpointStore, SavedState
-from distill_rl.run.learning import Learning
-from distill_rl.run.pace import Pace, settled
+from distill_rl.run.job import Job
 from distill_rl.run.prefetch import Lookahead
-from distill_rl.run.run_evaluations import evaluations_of
-from distill_rl.run.skipped_rows import SkippedRows
+from distill_rl.run.start import ROLES, Roles, RunActors, start_actors
+from distill_rl.run.steps import Learning, Pace, SkippedRows, advice, moved_rate, settled
 from distill_rl.system.signals import EXIT_PREEMPTED, Signals
 from distill_rl.types import DocumentBatch, TrainState
 from distill_rl.workers.cluster.gauges import GaugeSink, write_targets
 from distill_rl.workers.cluster.hosts import HostLost
+from distill_rl.workers.evaluation.evaluations import Evaluations
 from distill_rl.workers.pipeline.sub_batch import PendingBatch
-from distill_rl.workers.start import ROLES, Roles, RunActors, start_actors
 
 log = logging.getLogger(__name__)
 
@@ -418,3 +419,81 @@ class Driver:
             scores=measured | dict(scores or {}),
             methods=[None if spec is None else spec.method for spec in self.job.cross_tokenizer_specs],
         )
+
+
+def checkpoint_store(job: Job) -> CheckpointStore:
+    """Returns the store of a run's checkpoints, whose manifests name library versions and fingerprints.
+
+    Reads and writes nothing in the folder.
+    """
+    settings = job.config.checkpoint
+    return CheckpointStore(
+        job.paths.checkpoints,
+        keep_last=settings.keep_last,
+        keep_best=settings.keep_best,
+        best_by=settings.best_by,
+        scores=job.paths.scores,
+        about=about(job),
+    )
+
+
+def about(job: Job) -> dict[str, dict[str, str]]:
+    """Returns what manifests of checkpoints say of a run."""
+    libraries = {name: version(name) for name in ("torch", "transformers")}
+    return {"libraries": libraries, "fingerprints": {"config": fingerprint(job.config), **job.fingerprints}}
+
+
+def saver_of(store: CheckpointStore, job: Job, actors: RunActors) -> Saver:
+    """Returns the saver of a run's checkpoints, a context manager; in the background if `checkpoint.async_save`."""
+    return Saver(
+        store,
+        actors.student.collective,
+        in_background=job.config.checkpoint.async_save,
+        deadline_s=job.config.ray.step_timeout_s,
+        dead=lambda: any(name.startswith("student-dp") for name in actors.calls.dead()),
+        interrupted=lambda: actors.calls.interrupted(),
+    )
+
+
+def find_checkpoint(job: Job, store: CheckpointStore) -> Checkpoint | None:
+    """Returns the checkpoint that `checkpoint.resume` names, verified, or None for a fresh start.
+
+    Prints the path of the one to resume from, and a line for each damaged one that is passed over; nothing for None.
+
+    Raises:
+        CheckpointError: the checkpoint asked for is missing or damaged, or was made from other data, tokenizers or
+            models.
+    """
+    checkpoint = checkpoints.find(store, job.config.checkpoint.resume, lambda text: say(f"damaged   {text}"))
+    if checkpoint:
+        checkpoints.require_same(
+            checkpoint.state.fingerprints, job.going_on(checkpoint.state.fingerprints).fingerprints
+        )
+        say(f"resuming  from {checkpoint.path}")
+    return checkpoint
+
+
+def evaluations_of(
+    job: Job, actors: RunActors, observer: Observer, store: CheckpointStore, signals: Signals
+) -> Evaluations:
+    """Returns the evaluations of a run, which keep files in its folder `evals` and record scores to `observer`.
+
+    Scores of steps during training go to `store`, too.
+
+    They evaluate copies of the student's weights, and do nothing if the run has no evaluator.
+    """
+
+    def copy(folder: Path) -> str | None:
+        problems = actors.student.collective("copy", os.fspath(folder), what=f"copying the weights to {folder}")
+        return next((problem for problem in problems if problem is not None), None)
+
+    return Evaluations(
+        actors.evaluator,
+        job.config,
+        actors.calls,
+        job.paths,
+        copy=copy,
+        record=observer.record,
+        compare=store.scores.add,
+        stopping=lambda: signals.preempted,
+    )

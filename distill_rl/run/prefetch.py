@@ -46,7 +46,6 @@ class Lookahead(Generic[Job, Item]):
             self._release(self._pending.pop())
 
     def _fill(self) -> None:
-        """Submits jobs until depth + 1 items are pending or no job is left."""
         while len(self._pending) <= self._depth:
             try:
                 job = next(self._jobs)

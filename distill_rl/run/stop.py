@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distill_rl.preflight import run_directory
+from distill_rl.run import run_directory
 from distill_rl.run.checkpoints.store import newest_step
 from distill_rl.types import RunPaths
 

@@ -23,8 +23,8 @@ from distill_rl.losses import (
     token_agreement,
 )
 from distill_rl.losses.agreement import top_tokens
-from distill_rl.losses.core.logits import Student, columns_of
 from distill_rl.losses.core.checks import Backend
+from distill_rl.losses.core.logits import Student, columns_of
 from distill_rl.losses.targets import Teacher
 from distill_rl.models.inputs import to_device
 from distill_rl.student.compared import ComparedTeacher, CrossTokenizer, Target

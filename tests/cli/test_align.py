@@ -106,7 +106,7 @@ def test_a_failed_check_is_shown_and_exits_1(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from distill_rl.align.verify import Check
-    from distill_rl.preflight.pair import losses
+    from distill_rl.preflight import verify as losses
 
     monkeypatch.setattr(losses, "check_losses", lambda *_, **__: [Check("a loss is right", False, "off by 1")])
     folders = (str(root / name) for name in ("student", "teacher"))

@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill_rl.config.load import load_config
 from distill_rl.observe.metrics import described
-from distill_rl.preflight.job import prepare
-from distill_rl.preflight.run_directory import paths_of
+from distill_rl.run.job import prepare
+from distill_rl.run.opened import open_rows
+from distill_rl.run.run_directory import paths_of
 from tests.helpers.command import distill_rl, records
 from tests.helpers.corpus import corpus_rows
 from tests.helpers.models import write_tiny_model
@@ -185,7 +186,7 @@ def texts(path: Path) -> list[str]:
 
 def batches(config: Path, root: Path) -> Iterator[list[str]]:
     loaded, rows = load_config(config), texts(root / "train.jsonl")
-    for batch in prepare(loaded, paths_of(loaded)).loader():
+    for batch in prepare(open_rows(loaded), paths_of(loaded)).loader():
         yield [rows[number] for number in batch.row_numbers]
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import StoreError
-from distill_rl.preflight.stores.make import make_store
+from distill_rl.run.job import make_store
 from distill_rl.store.manifest import read_manifest, write_manifest
 from distill_rl.store.shard import Record, Shard, serialize
 from distill_rl.store.store import Store

@@ -9,7 +9,7 @@ from distill_rl.align.chats.rendering import Chat
 from distill_rl.align.projection import build_projection
 from distill_rl.align.verify import check_alignment, check_chats
 from distill_rl.losses import METHODS
-from distill_rl.preflight.pair.losses import check_losses
+from distill_rl.preflight.verify import check_losses
 from tests.helpers.align import FAMILIES, SENTENCES, family
 from tests.helpers.tokenizers import seeded_words
 

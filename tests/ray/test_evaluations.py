@@ -13,7 +13,7 @@ import pytest
 
 from distill_rl.config.schema import Config, RayConfig, TeacherConfig
 from distill_rl.evals.run import Model
-from distill_rl.preflight.run_directory import paths_of
+from distill_rl.run.run_directory import paths_of
 from distill_rl.workers.actors.evaluator import Evaluated
 from distill_rl.workers.actors.rank import Worker
 from distill_rl.workers.cluster.calls import Calls

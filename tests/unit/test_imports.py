@@ -37,17 +37,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": BASE | {"config", "parallel"},
     "teacher": LIBRARY | {"store"},
     "student": LIBRARY,
-    "evals": BASE | {"data", "models", "parallel", "observe"},
-    "preflight": BASE | {"config", "losses", "data", "models", "align", "transport", "evals", "store", "teacher"},
-    "workers": ENGINES | {"preflight", "evals", "store", "scaling"},
-    "run": ENGINES | {"workers", "preflight"},
+    "evals": BASE | {"config", "data", "models", "parallel", "observe"},
+    "preflight": BASE
+    | {"config", "losses", "data", "models", "align", "transport", "evals", "store", "teacher", "run"},
+    "workers": ENGINES | {"evals", "store", "scaling"},
+    "run": ENGINES | {"workers", "evals", "store", "scaling"},
     "service": BASE | {"config", "observe", "workers"},
     "commands": RUN | {"scaling", "service", "store", "demo"},
     "cli": BASE | {"commands", "observe", "evals"},
-    "demo": BASE | {"align", "config", "data", "models", "observe", "evals", "parallel", "preflight", "transport"},
+    "demo": BASE
+    | {"align", "config", "data", "models", "observe", "evals", "parallel", "preflight", "run", "transport"},
     "scaling": {"errors", "types", "config"},
     "__main__": {"cli"},
-    "api": BASE | {"commands", "config", "observe", "preflight"},
+    "api": BASE | {"commands", "config", "observe", "preflight", "run"},
     "__init__": {"api", "config", "errors", "system"},
 }
 

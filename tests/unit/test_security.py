@@ -18,7 +18,7 @@ from distill_rl.config.save import to_yaml
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import printable
-from distill_rl.preflight import run_directory
+from distill_rl.run import run_directory
 from distill_rl.workers.cluster.session import allowed_variables
 
 PACKAGE = Path(distill_rl.__file__).parent

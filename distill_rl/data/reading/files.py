@@ -22,10 +22,11 @@ import pyarrow.parquet as pq
 from distill_rl.data.reading import records
 from distill_rl.data.reading.arrow_rows import HeadRows, TableRows, check_column, check_type, restore_of
 from distill_rl.data.reading.block_rows import BlockStore, GroupRows, LineIndex, LineRows, SameFile, WholeFile
-from distill_rl.data.reading.cache import Cache, replacing, size_text
+from distill_rl.data.reading.cache import Cache, replacing
 from distill_rl.data.reading.layouts import RowLayout
 from distill_rl.data.reading.records import AS_JSON, COMPRESSIONS, SampleBy, stored_columns, stored_row
 from distill_rl.errors import DataError
+from distill_rl.system.files import size_text
 
 _PACKABLE = (".json", ".jsonl", ".ndjson", ".txt", ".csv")
 SUFFIXES = (".arrow", ".parquet", *_PACKABLE, *(kind + packed for kind in _PACKABLE for packed in COMPRESSIONS))

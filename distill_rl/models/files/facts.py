@@ -132,16 +132,17 @@ def in_time(request: Callable[[], Any], seconds: float | None = None) -> Any:
     return answer[0] if answer else None
 
 
-def read_model_facts(folder: Path, config: Any) -> ModelFacts:
+def read_model_facts(folder: Path, config: Any, headers: Mapping[str, Any] | None = None) -> ModelFacts:
     """Returns the facts of a model folder in which `folder_problems` finds nothing.
 
-    Reads the headers of its safetensors files. An output layer that is tied to the embedding is not counted as
+    An output layer that is tied to the embedding is not counted as
     parameters.
 
     Args:
         config: its `PretrainedConfig`, which has the same names for all families.
+        headers: from `read_headers`; None: they are read.
     """
-    tensors = read_headers(folder)
+    tensors = read_headers(folder) if headers is None else headers
     tied = bool(config.tie_word_embeddings)
     counted = {name: entry for name, entry in tensors.items() if not (tied and name == "lm_head.weight")}
     heads = int(config.num_attention_heads)

@@ -63,16 +63,7 @@ def read(path: Path, *, within: Path | None = None) -> Checkpoint:
 
 
 def _require_trust(path: Path, within: Path | None) -> None:
-    """Checks that no other user could have written a checkpoint, before anything in it is read.
-
-    Args:
-        within: the folder that must directly contain it once links are followed; None: any.
-
-    Raises:
-        CheckpointError: it is no folder, or is or contains a link or special file; it, a file in it or its parent
-            folder (with one named `checkpoints`, also the parent of that) belongs to another user (root excepted) or
-            can be changed by one; or it is not in `within`.
-    """
+    # Who may write to the folder above (of one named `checkpoints`, also to the one above that) could swap it.
     if not path.is_dir():
         raise CheckpointError(str(path), "must be a folder with a checkpoint", "nothing like it")
     folder = path.resolve().parent
@@ -94,13 +85,7 @@ def _require_trust(path: Path, within: Path | None) -> None:
 
 
 def _read(path: Path, within: Path | None) -> Checkpoint:
-    """Verifies a checkpoint and returns it, as `read` does, but lets errors from unexpected content of its files pass.
-
-    Raises:
-        CheckpointError: it may not be trusted, or its files differ from the manifest.
-        KeyError, TypeError, AttributeError, ValueError, OSError: the manifest or state has not the expected content, or
-            a file cannot be read.
-    """
+    """Verifies a checkpoint and returns it, as `read` does, but lets errors from unexpected content of its files pass."""
     _require_trust(path, within)
     manifest = read_json(path / MANIFEST, path)
     if manifest.get("format", 0) > _FORMAT:
@@ -133,11 +118,7 @@ def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_seal(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Checks that a manifest's file is as it was written, and that its hash of itself, which older ones lack, is right.
-
-    Raises:
-        CheckpointError: it was changed.
-    """
+    """Checks that a manifest's file is as it was written, and that its hash of itself, which older ones lack, is right."""
     as_written = f"{json.dumps(manifest, indent=2, sort_keys=True)}\n" == (path / MANIFEST).read_text()
     unsealed = manifest.keys() == {"format", "version", "files"}  # written before manifests had a hash of themselves
     if not as_written or not (unsealed or manifest == sealed(manifest)):

@@ -230,10 +230,8 @@ class _BackgroundSave:
         self.thread.join(_PATIENCE_S)
 
     def _work(self) -> None:
-        """Thread: waits for the ranks and commits the draft; if that fails, drops the draft and keeps the error.
-
-        The error is kept in `error` as a CheckpointError, and logged as a warning unless the save was cancelled.
-        """
+        """Thread: waits for the ranks and commits the draft; if that fails, drops the draft and keeps the error."""
+        # The error is a CheckpointError, and logged as a warning unless the save was cancelled.
         try:
             self._await_ranks()
             self._store.commit(self.draft)
@@ -250,12 +248,7 @@ class _BackgroundSave:
             self._store.drop(self.draft)
 
     def _await_ranks(self) -> None:
-        """Waits until the ranks have written the draft and all of its files are visible on this node.
-
-        Raises:
-            CheckpointError: a rank failed, the marker did not appear within `deadline_s` seconds or the files within
-                another 120, or the save was cancelled.
-        """
+        """Waits until the ranks have written the draft and all of its files are visible on this node."""
         marker = self.draft.marker
         rule = f"must be written within ray.step_timeout_s={self._deadline_s:g} s"
         self._await(marker.exists, rule, self._deadline_s)
@@ -270,15 +263,6 @@ class _BackgroundSave:
         )
 
     def _await(self, condition: Callable[[], bool], rule: str, deadline_s: float) -> None:
-        """Waits until `condition` is true, calling it every tenth of a second.
-
-        Args:
-            rule: the rule in the error about a missed deadline.
-            deadline_s: seconds from now.
-
-        Raises:
-            CheckpointError: the deadline has passed, or the save was cancelled.
-        """
         deadline = time.monotonic() + deadline_s
         while not condition():
             if self._cancelled.wait(_POLL_S):
@@ -289,11 +273,7 @@ class _BackgroundSave:
 
 @contextmanager
 def _as_worker_error(what: str) -> Iterator[None]:
-    """Turns a CheckpointError or OSError of the block into the WorkerError that ends a run; other errors pass.
-
-    Args:
-        what: what the block does, for the message.
-    """
+    """Turns a CheckpointError or OSError of the block into the WorkerError that ends a run; other errors pass."""
     try:
         yield
     except (CheckpointError, OSError) as error:

@@ -11,7 +11,9 @@ Its owner, mode, location and manifest are checked before anything in it is read
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import re
 import secrets
 import shutil
@@ -33,7 +35,6 @@ from distill_rl.run.checkpoints.files import (
     read_score,
     sealed,
 )
-from distill_rl.run.checkpoints.scores import ScoreFile
 from distill_rl.system import ownership
 from distill_rl.system.files import size_of, sync_tree, write_json
 from distill_rl.system.made_folder import put_in_place
@@ -207,7 +208,6 @@ class CheckpointStore:
                 log.warning("%s is of a later step than the one resumed from; kept as %s", path, kept.name)
 
     def _folders(self) -> list[Path]:
-        """Returns the folders called `step-N`, unverified, by ascending step."""
         return sorted((path for path in self._root.glob("step-*") if _step(path) >= 0), key=_step)
 
     def _size_of_last(self) -> int:
@@ -248,6 +248,47 @@ class CheckpointStore:
         """Returns the score of a checkpoint; None if it has none. Older versions kept the validation loss in it only."""
         score = self.scores.get(_step(path), self._best_by)
         return read_score(path) if score is None and self._best_by == KD else score
+
+
+class ScoreFile:
+    """The file `scores.json`: step → metric → value, by which checkpoints are compared.
+
+    A suite's score arrives after the checkpoint of its step is complete, so it cannot be a part of that. One process
+    writes the file; other threads may read the object.
+
+    Args:
+        path: a damaged file counts as empty.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._by_step: dict[str, dict[str, float]] = {}
+        try:
+            stored = json.loads(path.read_bytes())
+            self._by_step = {str(int(step)): dict(scores) for step, scores in stored.items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            pass
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds what was measured at a step; values that are not finite are left out."""
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        key = str(step)
+        # Replaced, not changed, because a thread may be reading it.
+        self._write({**self._by_step, key: self._by_step.get(key, {}) | finite})
+
+    def get(self, step: int, metric: str) -> float | None:
+        """Returns what was measured; None if it was not."""
+        return self._by_step.get(str(step), {}).get(metric)
+
+    def drop_after(self, step: int) -> None:
+        """Forgets later steps, which a run that resumes from `step` trains again."""
+        kept = {key: scores for key, scores in self._by_step.items() if int(key) <= step}
+        if kept != self._by_step:
+            self._write(kept)
+
+    def _write(self, by_step: dict[str, dict[str, float]]) -> None:
+        self._by_step = by_step
+        write_json(self._path, by_step)
 
 
 def steps(root: Path) -> list[int]:
@@ -317,17 +358,10 @@ def require_same(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
 
 
 def _short(fingerprint: str) -> str:
-    """A fingerprint whose hashes are cut to 16 digits, enough to tell them apart."""
     return re.sub(r"\b([0-9a-f]{16})[0-9a-f]+\b", r"\1", fingerprint)
 
 
 def _no_room(needed: int, free: int, cause: str = "") -> tuple[str, str, str]:
-    """Returns the rule, value and remedy of a CheckpointError about lack of space.
-
-    Args:
-        needed: bytes; 0 if unknown.
-        cause: the error that was met, to add; empty: none.
-    """
     rule = f"a checkpoint needs {needed} bytes of free space" if needed else "a checkpoint needs free space"
     value = f"{free} bytes ({cause})" if cause else f"{free} bytes"
     return rule, value, "free some space, or lower checkpoint.keep_last"

@@ -66,7 +66,7 @@ class AlignerWorker(Worker):
             os.environ["CUDA_VISIBLE_DEVICES"] = str(ray.get_gpu_ids()[0])
         if any(self._other_tokenizer) and self._config.aligner.dp.backend == "cuda":
             _require_cuda()
-        from distill_rl.preflight.batches import open_builder
+        from distill_rl.workers.pipeline.batches import open_builder
 
         self._builder = open_builder(self._config, self._data_format, self._plan, self._other_tokenizer)
         log.info("tokenizers are loaded")

@@ -67,6 +67,17 @@ def nodes() -> list[Node]:
     return sorted(alive, key=lambda node: [-node.resources.get(kind, 0) for kind in ("GPU", "CPU")])
 
 
+def capacity() -> tuple[float, float]:
+    """GPUs and CPUs of the cluster that this process has joined."""
+    resources = ray.cluster_resources()
+    return resources.get("GPU", 0.0), resources.get("CPU", 0.0)
+
+
+def this_node() -> str:
+    """The id of the machine of this process in the cluster."""
+    return ray.get_runtime_context().get_node_id()
+
+
 def describe(node: Node) -> str:
     """What a machine offers, such as `8 GPUs (H100), 96 CPUs`, for a record of the run."""
     kinds = [name.partition(":")[2] for name in node.resources if name.startswith("accelerator_type:")]
@@ -200,7 +211,7 @@ def _local_ray(
             interrupted()
             directory = _private_directory() / secrets.token_hex(2)
         hosts.watch(roots)
-        if settings.dashboard:
+        if context.dashboard_url:
             _tell_dashboard(context.dashboard_url)
         yield
     finally:

@@ -155,11 +155,12 @@ def _in_a_process(function: Any, *arguments: Any) -> float:
 
 def _batches(config: Any) -> tuple[Any, list[Any], list[Any]]:
     """The job of a configuration, and for every step the student's and the teacher's rows."""
-    from distill_rl.preflight.batches import open_builder
-    from distill_rl.preflight.job import prepare
-    from distill_rl.preflight.run_directory import paths_of
+    from distill_rl.workers.pipeline.batches import open_builder
+    from distill_rl.run.job import prepare
+    from distill_rl.run.opened import open_rows
+    from distill_rl.run.run_directory import paths_of
 
-    job = prepare(config, paths_of(config))
+    job = prepare(open_rows(config), paths_of(config))
     builder = open_builder(config, job.data_format, job.plan, [False])
     student, teacher = [], []
     for batch in job.loader():

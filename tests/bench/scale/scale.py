@@ -123,12 +123,13 @@ def drive(config_path: Path, per_process: int, with_death: bool = True) -> dict[
     """
     from distill_rl.config.load import load_config
     from distill_rl.observe.log import log_file
-    from distill_rl.preflight import run_directory
-    from distill_rl.preflight.job import prepare
+    from distill_rl.run import run_directory
     from distill_rl.run.driver import Driver
+    from distill_rl.run.job import prepare
+    from distill_rl.run.opened import open_rows
+    from distill_rl.run.start import Roles
     from distill_rl.system.signals import Signals
     from distill_rl.workers.cluster.group import WorkerGroup
-    from distill_rl.workers.start import Roles
     from tests.bench.scale.hosts import HostedGroup
     from tests.bench.scale.stubs import StubStudent, StubTeacher
 
@@ -150,7 +151,7 @@ def drive(config_path: Path, per_process: int, with_death: bool = True) -> dict[
         run_directory.occupy(config, clean=True) as paths,
         log_file(paths.logs / "driver.log"),
         signals,
-        LoopAlone.open(prepare(config, paths), signals, roles) as driver,
+        LoopAlone.open(prepare(open_rows(config), paths), signals, roles) as driver,
     ):
         driver.run()
         return {"objects": _references()}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from distill_rl.commands.evaluate import (
+    EvaluationRequest,
     ExecutorOptions,
-    Request,
     parse_models,
     print_table,
     require_valid,
@@ -20,9 +20,9 @@ from distill_rl.evals.options import Options
 from distill_rl.evals.results.result import OUTCOMES
 
 
-def request_of(where: ExecutorOptions, backend: str = "hf", tensor_parallel: int = 1) -> Request:
+def request_of(where: ExecutorOptions, backend: str = "hf", tensor_parallel: int = 1) -> EvaluationRequest:
     options = Options(backend=backend, settings=Settings(tensor_parallel=tensor_parallel))  # type: ignore[arg-type]
-    return Request(["m"], ["mmlu"], Path("d"), options, None, where)
+    return EvaluationRequest(["m"], ["mmlu"], Path("d"), options, None, where)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_valid_settings_are_accepted(where: ExecutorOptions) -> None:
         (request_of(ExecutorOptions(shards=0, gpus_per_shard=1.0)), "--gpus-per-shard: has no effect here: --shards 0"),
     ],
 )
-def test_invalid_settings_are_refused(refused: Request, words: str) -> None:
+def test_invalid_settings_are_refused(refused: EvaluationRequest, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         require_valid(refused)
     assert words in caught.value.problems[0]

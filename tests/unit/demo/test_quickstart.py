@@ -161,7 +161,7 @@ def test_missing_configuration_is_reported(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_run_of_the_quickstart_has_one_thread_in_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distill_rl.workers.start import threads_per_worker
+    from distill_rl.run.start import threads_per_worker
 
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
     monkeypatch.delenv("DISTILL_RL_THREADS", raising=False)

@@ -14,7 +14,7 @@ from distill_rl.demo.measure import Begun, Measured, Prompt, make_prompts
 from distill_rl.demo.pair import Request, count, in_words
 from distill_rl.errors import ConfigError
 from distill_rl.evals.suites.base import Item
-from distill_rl.run.pace import settled
+from distill_rl.run.steps import settled
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

@@ -13,7 +13,7 @@ from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.models.files.hub import read_tokenizer, tokenizer_hash, tokenizer_of
 from distill_rl.preflight import gather, inspect, visible_gpus
-from distill_rl.preflight.job import open_rows
+from distill_rl.run.opened import OpenedRun, open_rows
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -37,7 +37,7 @@ def test_good_configuration_has_all_facts(material):
 
 
 def test_inspect_agrees_with_gather(material):
-    inspected = inspect(load_config(material / "run.yaml"))
+    inspected = inspect(OpenedRun.of(load_config(material / "run.yaml")))
     assert (inspected.problems, inspected.unreachable) == ([], [])
     assert inspected.facts == gather(material / "run.yaml").facts
 
@@ -223,7 +223,7 @@ def test_added_tokens_beyond_the_table_are_allowed_and_rows_with_them_refused(pr
     ):  # fmt: skip
         rows = open_rows(load_config(material / "run.yaml", [*overrides, *models]))
         assert (rows.num_ids, rows.plan.num_ids) == (320, 320)
-        tokenization = Tokenization(rows.tokenizer, format="text", loss_on="all", max_length=64)
+        tokenization = Tokenization(rows.student.tokenizer, format="text", loss_on="all", max_length=64)
         with pytest.raises(ValueError) as refused:  # noqa: PT011 (the whole line follows)
             BatchBuilder(tokenization, rows.plan).align([{"row": 31, "text": "lo <image> ka"}])
         assert str(refused.value) == (

@@ -13,9 +13,9 @@ from distill_rl.config.derive import all_rings, sizes, stored_targets
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.models.files.facts import gpu_bytes
-from distill_rl.preflight import memory
-from distill_rl.preflight.memory import NEAR, compare_memory
-from distill_rl.preflight.models.opened import Findings
+from distill_rl.preflight import machine as memory
+from distill_rl.preflight.machine import NEAR, compare_memory
+from distill_rl.run.opened import RunFindings
 
 MODEL = ModelFacts("llama", 10**9, 2048, 8192, 16, 32, 8, 32000, False, 4 * 10**9)
 ALONE = Facts(student=MODEL)
@@ -38,8 +38,8 @@ def taught(config: Config) -> Config:
     return config
 
 
-def compared(config: Config, facts: Facts, *, host: int = 2**60, gpus: tuple[int, ...] = ()) -> Findings:
-    findings = Findings()
+def compared(config: Config, facts: Facts, *, host: int = 2**60, gpus: tuple[int, ...] = ()) -> RunFindings:
+    findings = RunFindings()
     compare_memory(config, facts, findings, host=host, gpus=gpus)
     return findings
 
@@ -51,13 +51,13 @@ def test_only_memory_that_cannot_suffice_is_refused(config: Config) -> None:
     (line,) = compared(config, ALONE, host=student.least - 1).problems
     assert line.startswith("memory: the workers need about ")
     config.ray.address = "auto"
-    assert compared(config, ALONE, host=1) == Findings(), "a cluster is not this machine"
+    assert compared(config, ALONE, host=1) == RunFindings(), "a cluster is not this machine"
 
 
 def test_memory_near_the_limit_is_noted(config: Config) -> None:
     (student,) = sizes(config, ALONE).memory
     enough = int(student.total / NEAR) + 1
-    assert compared(config, ALONE, host=enough) == Findings()
+    assert compared(config, ALONE, host=enough) == RunFindings()
     for host in (enough - 2, student.least):
         found = compared(config, ALONE, host=host)
         assert found.problems == []
@@ -73,10 +73,10 @@ def test_a_worker_that_no_gpu_can_hold_is_refused(taught: Config) -> None:
     (line,) = found.problems
     assert line.startswith("memory: a process of student needs about ")
     assert "raise parallel.tp" in line
-    assert compared(taught, ON_GPUS, gpus=()) == Findings(), "what is not known is not compared"
-    assert compared(taught, replace(TAUGHT, gpus=0), gpus=(1,)) == Findings()
+    assert compared(taught, ON_GPUS, gpus=()) == RunFindings(), "what is not known is not compared"
+    assert compared(taught, replace(TAUGHT, gpus=0), gpus=(1,)) == RunFindings()
     taught.ray.address = "auto"
-    assert compared(taught, ON_GPUS, gpus=(1, 1)) == Findings()
+    assert compared(taught, ON_GPUS, gpus=(1, 1)) == RunFindings()
 
 
 def test_workers_that_share_a_gpu_are_compared_together(taught: Config) -> None:
@@ -96,7 +96,7 @@ def test_a_gpu_that_is_nearly_full_is_noted(taught: Config) -> None:
     assert found.problems == []
     (note,) = found.notes
     assert note.startswith("memory: a process of student needs about ")
-    assert compared(taught, ON_GPUS, gpus=(int(student.total / NEAR) + 1, 2**50)) == Findings()
+    assert compared(taught, ON_GPUS, gpus=(int(student.total / NEAR) + 1, 2**50)) == RunFindings()
 
 
 def test_parts_of_a_process_are_counted_once_however_many_there_are(taught: Config) -> None:
@@ -118,7 +118,7 @@ def shm(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 def test_targets_that_do_not_fit_into_shm_are_noted(taught: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = stored_targets(taught, TAUGHT) + 256 * 2**20
     shm(monkeypatch, int(needed / 0.8) + 2)
-    assert compared(taught, TAUGHT) == Findings()
+    assert compared(taught, TAUGHT) == RunFindings()
     shm(monkeypatch, int(needed / 0.8) - 2)
     found = compared(taught, TAUGHT)
     assert found.problems == []
@@ -127,7 +127,7 @@ def test_targets_that_do_not_fit_into_shm_are_noted(taught: Config, monkeypatch:
     assert "Ray may spill to disk" in note
     assert "--shm-size" in note
     taught.transport = "shared_memory"
-    assert compared(taught, TAUGHT) == Findings(), "rings are memfds, which /dev/shm does not limit"
+    assert compared(taught, TAUGHT) == RunFindings(), "rings are memfds, which /dev/shm does not limit"
 
 
 def test_a_container_with_64_mb_of_shm_is_refused(taught: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_rings_without_memfd_need_room_in_shm(taught: Config, monkeypatch: pytes
     assert rings > 80 * 2**20
     monkeypatch.setattr(memory, "memfd_usable", lambda: False)
     shm(monkeypatch, rings)
-    assert compared(taught, TAUGHT) == Findings()
+    assert compared(taught, TAUGHT) == RunFindings()
     shm(monkeypatch, rings - 1)
     (line,) = compared(taught, TAUGHT).problems
     assert line.startswith("/dev/shm: the teachers' rings need ")

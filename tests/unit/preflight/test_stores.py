@@ -19,7 +19,7 @@ from distill_rl.data.reading import files
 from distill_rl.models.files.facts import fingerprint_model
 from distill_rl.models.files.hub import read_tokenizer, tokenizer_hash
 from distill_rl.preflight import Checked, gather
-from distill_rl.preflight.stores import documents
+from distill_rl.preflight import stores as documents
 from distill_rl.store.manifest import TEACHER, describe_teacher, write_manifest
 from distill_rl.store.shard import Record, serialize
 from distill_rl.store.store import Store
@@ -223,7 +223,7 @@ def test_missing_documents_are_counted_and_named(kit):
 
 
 def test_a_long_look_up_says_how_far_it_is(kit, monkeypatch):
-    monkeypatch.setattr("distill_rl.preflight.stores.documents._SAY_EVERY_S", 0)
+    monkeypatch.setattr("distill_rl.preflight.stores._SAY_EVERY_S", 0)
     said: list[str] = []
     kit.check(kit.store(), *EPOCH, say=said.append)
     assert [line for line in said if "are looked up" in line and "stores" not in line] == [

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from distill_rl.config.schema import Config, StudentConfig
-from distill_rl.preflight.models.opened import Findings, Opened
 from distill_rl.preflight.suites import check_suites
+from distill_rl.run.opened import OpenedModel, RunFindings
 from tests.helpers.suites import write_suite
 from tests.helpers.tokenizers import tiny_tokenizer
 
-STUDENT = Opened("student", "student", StudentConfig(), tokenizer=tiny_tokenizer())
+STUDENT = OpenedModel("student", "student", StudentConfig(), tokenizer=tiny_tokenizer())
 
 
 def config_with(*suites: str, data: Path | None) -> Config:
@@ -24,8 +24,8 @@ def config_with(*suites: str, data: Path | None) -> Config:
     return config
 
 
-def suite_problems(config: Config, student: Opened) -> list[str]:
-    findings = Findings()
+def suite_problems(config: Config, student: OpenedModel) -> list[str]:
+    findings = RunFindings()
     check_suites(config, student, [], findings)
     assert not findings.notes
     return findings.problems
@@ -62,7 +62,7 @@ def test_suite_of_chats_needs_a_chat_template(tmp_path: Path) -> None:
 def test_options_that_only_some_suites_use_are_noted(tmp_path: Path) -> None:
     (tmp_path / "exact_match.jsonl").write_text('{"prompt": "x", "answer": "y"}\n')
     (tmp_path / "gsm8k.jsonl").write_text('{"question": "1 + 1?", "answer": "It is 2. #### 2"}\n')
-    config, findings = config_with("exact_match", "gsm8k", data=tmp_path), Findings()
+    config, findings = config_with("exact_match", "gsm8k", data=tmp_path), RunFindings()
     config.evaluate.num_fewshot, config.evaluate.max_new_tokens = 2, 8
     check_suites(config, STUDENT, [], findings)
     assert findings.problems == []

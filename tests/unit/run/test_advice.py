@@ -8,7 +8,7 @@ import pytest
 
 from distill_rl.config.schema import Config, ScheduleConfig, TeacherConfig
 from distill_rl.observe.metrics import Metric
-from distill_rl.run.advice import advice, moved_rate
+from distill_rl.run.steps import advice, moved_rate
 from distill_rl.types import RunPaths
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from distill_rl.errors import DistillError, NumericsError
 from distill_rl.observe.metrics import Metric, values
-from distill_rl.run.learning import Learning, teachers_to_blame
+from distill_rl.run.steps import Learning, teachers_to_blame
 
 
 def step(*, skipped=0.0, unlabelled=0.0, nll=2.0, **kd):

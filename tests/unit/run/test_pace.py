@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from distill_rl.config.schema import Config, ScheduleConfig, TrainConfig
-from distill_rl.run.pace import Pace, settled
+from distill_rl.run.steps import Pace, settled
 from distill_rl.student.optim import Schedule
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from distill_rl.errors import DataError
-from distill_rl.run.skipped_rows import SkippedRows
+from distill_rl.run.steps import SkippedRows
 from distill_rl.types import BadRow, Cursor, DocumentBatch
 from distill_rl.workers.pipeline.aligner_pool import BadRows
 

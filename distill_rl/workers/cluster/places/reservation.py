@@ -20,6 +20,9 @@ from distill_rl.workers.cluster.places.turns import Queue, queue, ticket, waits
 _POLL_S, _QUEUE_POLL_S = 0.25, 1.0
 """Seconds between two looks at what was asked for: alone, and in a queue, where every look asks the head for all groups."""
 
+Reserved = tuple[PlacementPlan, PlacementGroup]
+"""Where the actors of a run go, and what is reserved for them."""
+
 
 @contextmanager
 def reserve(
@@ -30,7 +33,7 @@ def reserve(
     interrupted: Callable[[], None],
     waiting: Callable[[Queue], None] = lambda queue: None,
     lost: Callable[[], object] = lambda: False,
-) -> Iterator[tuple[PlacementPlan, PlacementGroup]]:
+) -> Iterator[Reserved]:
     """Reserves all bundles at once in the cluster, for as long as the block runs. Yields the plan and Ray's placement group.
 
     On a cluster that was joined, runs that came before go first.

@@ -1,1 +1,0 @@
-"""What a run across tokenizers depends on, checked for a user's own pair of tokenizers: the losses on its chunks and its stop tokens."""

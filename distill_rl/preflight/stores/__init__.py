@@ -1,1 +1,0 @@
-"""Stores of teacher targets before a run starts: making them, what they hold, and whether they have every document."""
