@@ -108,7 +108,7 @@ def distill(
         Preempted: SIGTERM, SIGUSR1 or SIGHUP ended the run; `resume="auto"` continues it.
     """
     from distill_rl.commands.train import run_config
-    from distill_rl.observe.sinks.sinks import read_records
+    from distill_rl.observe.sinks import read_records
     from distill_rl.preflight import gather
     from distill_rl.preflight.run_directory import paths_of
 

@@ -16,7 +16,7 @@ from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, StoreError
 from distill_rl.observe.log import log_file, say, setup_console, status
 from distill_rl.preflight import Checked, gather, run_directory
-from distill_rl.system import ownership
+from distill_rl.system.folders import close_folder
 from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
 from distill_rl.types import RunPaths
 
@@ -89,7 +89,7 @@ def run_config(config: Config, signals: Signals, facts: Facts, out: Path) -> int
     if config.ray.address is not None:  # workers on an existing cluster have other working directories
         config = absolute(config)
     out.mkdir(parents=True, exist_ok=True)
-    ownership.close_folder(out)
+    close_folder(out)
     with run_directory.occupy(config, clean=False) as paths, log_file(paths.logs / "driver.log"), signals:
         try:
             return _run(config, paths, signals, facts)

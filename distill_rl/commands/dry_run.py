@@ -22,8 +22,8 @@ from distill_rl.config.schema.slurm import GPUS_PER_NODE, OPTIONS
 from distill_rl.errors import ConfigError, DistillError, problem, problems_of
 from distill_rl.observe.log import say, setup_console
 from distill_rl.preflight import gather, run_directory
+from distill_rl.system.environment import LAUNCH, PACKAGE, clone
 from distill_rl.system.files import name_problem, write_atomic
-from distill_rl.system.install import LAUNCH, PACKAGE, clone
 from distill_rl.transport.choose import require_between_nodes
 
 ARRAY, EVALUATION = "array.tsv", "evaluate.sbatch"

@@ -143,7 +143,7 @@ def _step_in_folder(wanted: _Export, checkpoint: str) -> int | None:
     """The step of the export that the folder holds, if that is what is wanted; None if it has to be exported."""
     from distill_rl.models.files.headers import weight_problems
     from distill_rl.models.files.licence import card_header
-    from distill_rl.observe.report.card_header import OWN
+    from distill_rl.observe.report.card import OWN
 
     held = card_header(wanted.folder).get(OWN)
     if not isinstance(held, dict) or weight_problems("export", wanted.folder):
@@ -175,7 +175,7 @@ def _renew_card(wanted: _Export, step: int) -> None:
         ConfigError: an edited card, and a licence to put into it.
     """
     from distill_rl.models.files.licence import card_header
-    from distill_rl.observe.report.card_header import OWN, is_untouched
+    from distill_rl.observe.report.card import OWN, is_untouched
     from distill_rl.system.files import write_atomic
 
     file = wanted.folder / "README.md"

@@ -19,7 +19,7 @@ from distill_rl.observe.log import printable, say, setup_console
 from distill_rl.preflight import gather
 from distill_rl.preflight.run_directory import paths_of
 from distill_rl.service import runs
-from distill_rl.service.runs import Run
+from distill_rl.service.runs import JobRun
 from distill_rl.system.signals import EXIT_PREEMPTED
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def _environment(config: Config) -> dict[str, str]:
     }
 
 
-def _kill(service: Service, run: Run) -> None:
+def _kill(service: Service, run: JobRun) -> None:
     """Ends a run without saving, with a second job on the machine of its driver; Ray has no request for this.
 
     Returns as soon as that job is submitted.
@@ -218,7 +218,7 @@ def _kill(service: Service, run: Run) -> None:
     )
 
 
-def _wait(service: Service, run: Run, deadline_s: float) -> bool:
+def _wait(service: Service, run: JobRun, deadline_s: float) -> bool:
     """Waits until a run has ended, for at most `deadline_s` seconds, and returns whether it has."""
     deadline = time.monotonic() + deadline_s
     while not runs.runs([service.job(run.submission_id)])[run.name].ended:
@@ -228,7 +228,7 @@ def _wait(service: Service, run: Run, deadline_s: float) -> bool:
     return True
 
 
-def _follow(service: Service, run: Run) -> int:
+def _follow(service: Service, run: JobRun) -> int:
     """Prints the log of a run line by line, from its beginning, until the run ends, and returns its exit code.
 
     Asks the cluster every half second, and up to every 5 seconds while nothing new arrives.

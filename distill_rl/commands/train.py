@@ -120,7 +120,7 @@ def _run(config: Config, paths: RunPaths, signals: Signals, facts: Facts, comman
         KeyboardInterrupt: asked to stop now; what is saved and lost has been printed.
     """
     say("opening   models and data")
-    from distill_rl.evals.results.compare import of_run
+    from distill_rl.evals.compare import of_run
     from distill_rl.observe.report.report import write_report
     from distill_rl.preflight.job import prepare
     from distill_rl.run.driver import Driver

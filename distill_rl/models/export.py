@@ -23,7 +23,7 @@ from distill_rl.models.lora.adapters import Adapter, gather, injected_in
 from distill_rl.models.parallelize import reshard, tie_again
 from distill_rl.models.weights import WeightFiles, tensors_in_files
 from distill_rl.parallel.shards import gather_to_first
-from distill_rl.system.made_folder import replacing
+from distill_rl.system.folders import replacing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

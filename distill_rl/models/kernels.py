@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distill_rl.errors import ConfigError
-from distill_rl.system.install import install_extra
+from distill_rl.system.environment import install_extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -47,7 +47,7 @@ from distill_rl.preflight.models.pairs import (
 from distill_rl.preflight.models.quantization import stored_problems
 from distill_rl.preflight.stores.check import cache_problems, room_problems, stored_ids_problems
 from distill_rl.preflight.suites import check_suites
-from distill_rl.transport.room import total_bytes
+from distill_rl.system.memory import total_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+from distill_rl.system.files import size_text
 from distill_rl.config.facts import Facts, gpus_per_rank, running_teachers, runs_model
 from distill_rl.config.layout import (
     evaluator_problem,
@@ -24,8 +25,8 @@ from distill_rl.errors import problem, problems_of
 from distill_rl.models.attention.choice import installed
 from distill_rl.models.vllm.engine import cpu_head_sizes
 from distill_rl.preflight.models.opened import Opened
-from distill_rl.system.install import install_extra
-from distill_rl.system.processes.child import call_in_child
+from distill_rl.system.environment import install_extra
+from distill_rl.system.processes import call_in_child
 from distill_rl.transport.choose import expected
 
 _VLLM_DEADLINE_S = 600.0
@@ -208,7 +209,7 @@ def _cuda_aligner_problems(gpus: int) -> Iterator[str]:
     Args:
         gpus: number visible on this machine.
     """
-    from distill_rl.align.dp.device import missing_for_cuda
+    from distill_rl.align.dp.windows import missing_for_cuda
 
     missing = missing_for_cuda()
     if missing and not gpus:
@@ -241,8 +242,3 @@ def space_problems(config: Config, facts: Facts) -> Iterator[str]:
         exports = f"the export and {copies} copies to evaluate" if copies else "the export"
         rule = f"{count} checkpoints and {exports} need about {size_text(needed)}, and {size_text(usage.free)} are free"
         yield problem("run.dir", rule, config.run.dir, "free some space, lower checkpoint.keep_last, or change run.dir")
-
-
-def size_text(count: int) -> str:
-    """A number of bytes as text in MiB, or in GiB from one GiB on, such as `1.5 GiB`."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

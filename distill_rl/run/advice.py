@@ -7,7 +7,7 @@ import math
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.observe.metrics import Metrics
-from distill_rl.observe.sinks.sinks import read_records
+from distill_rl.observe.sinks import read_records
 from distill_rl.student.optim import Schedule
 from distill_rl.types import RunPaths
 

@@ -8,8 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 
-from distill_rl.observe.log import say
-from distill_rl.observe.terminal import ProgressBar
+from distill_rl.observe.log import ProgressBar, say
 from distill_rl.preflight.job import Job
 from distill_rl.run.prefetch import Lookahead
 from distill_rl.run.skipped_rows import SkippedRows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from distill_rl.observe.sinks.sinks import Observer
+from distill_rl.observe.sinks import Observer
 from distill_rl.preflight.job import Job
 from distill_rl.run.checkpoints.store import CheckpointStore
 from distill_rl.system.signals import Signals

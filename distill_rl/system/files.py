@@ -191,6 +191,11 @@ def sync_tree(root: str | Path) -> None:
         sync(directory)
 
 
+def size_text(count: int) -> str:
+    """A number of bytes as `1.2 GiB`, or below a gibibyte `12.3 MiB`."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
 def size_of(root: str | Path) -> int:
     """Bytes of all files in the folder `root` and below; 0 if there is no such folder.
 

@@ -27,7 +27,7 @@ from distill_rl.preflight.run_directory import paths_of
 from distill_rl.run.checkpoints import files
 from distill_rl.run.checkpoints.store import require_same
 from distill_rl.student.engine import StudentEngine
-from distill_rl.teacher.backends.base import TeacherBackend
+from distill_rl.teacher.base import TeacherBackend
 from distill_rl.teacher.build import build_teacher
 from distill_rl.types import BatchInfo, DocumentBatch, RankBatch, Row, row_of
 

@@ -11,8 +11,7 @@ from os.path import commonprefix
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-from distill_rl.align.chats.form import REASONING_KEYS, SWITCHES, text_of
-from distill_rl.align.chats.rendering import CharSpan, Message, in_form, message_spans, render
+from distill_rl.align.chats import REASONING_KEYS, SWITCHES, CharSpan, Message, in_form, message_spans, render, text_of
 from distill_rl.data.batch.turn_ends import closing_stop, with_stops
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.errors import DataError, WorkerError

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from distill_rl.align.chats.rendering import CharSpan
+from distill_rl.align.chats import CharSpan
 
 _MARK = "\ue000"
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": {}}}

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from distill_rl.align.chats.form import REASONING_KEYS, SWITCHES, text_of
-from distill_rl.align.chats.rendering import Message, render
+from distill_rl.align.chats import REASONING_KEYS, SWITCHES, Message, render, text_of
 from distill_rl.data.reading.convert import SHAREGPT_ROLES
 from distill_rl.data.reading.layouts import template_options
 from distill_rl.errors import DataError

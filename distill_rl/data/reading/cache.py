@@ -14,7 +14,6 @@ from pathlib import Path
 
 from distill_rl.errors import DataError
 
-GIB = 1 << 30
 _ABANDONED_S = 24 * 3600.0
 
 
@@ -90,8 +89,3 @@ def _unwritable(folder: Path, error: OSError) -> DataError:
         "set HF_DATASETS_CACHE to another folder",
     )
     return DataError(str(folder), rule, str(error), remedy)
-
-
-def size_text(count: int) -> str:
-    """A number of bytes as `1.2 GiB`, or below a gibibyte `12.3 MiB`."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.1f} MiB"

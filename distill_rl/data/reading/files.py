@@ -22,7 +22,8 @@ import pyarrow.parquet as pq
 from distill_rl.data.reading import records
 from distill_rl.data.reading.arrow_rows import HeadRows, TableRows, restore_of
 from distill_rl.data.reading.block_rows import BlockStore, GroupRows, LineRows, SameFile, WholeFile
-from distill_rl.data.reading.cache import Cache, replacing, size_text
+from distill_rl.data.reading.cache import Cache, replacing
+from distill_rl.system.files import size_text
 from distill_rl.data.reading.columns import check_column, check_type
 from distill_rl.data.reading.layouts import Layout
 from distill_rl.data.reading.lines import LineIndex

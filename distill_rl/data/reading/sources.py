@@ -15,7 +15,8 @@ from distill_rl.data.mixture import Interleaved, Mixture
 from distill_rl.data.order import random_order
 from distill_rl.data.reading import files
 from distill_rl.data.reading.block_rows import BlockStore
-from distill_rl.data.reading.cache import Cache, size_text
+from distill_rl.data.reading.cache import Cache
+from distill_rl.system.files import size_text
 from distill_rl.data.reading.layouts import Layout, choose_layout
 from distill_rl.data.reading.locate import DataFile, HubError, Loaded, Part, is_hub_name, locate
 from distill_rl.data.reading.records import compression_of, kind_of

@@ -15,7 +15,7 @@ from distill_rl.errors import ConfigError, first_line, problem
 from distill_rl.models.files.headers import read_headers, tied_problems
 from distill_rl.models.files.hub import read_config
 from distill_rl.models.files.tensors import compare
-from distill_rl.system.processes.child import call_in_child
+from distill_rl.system.processes import call_in_child
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

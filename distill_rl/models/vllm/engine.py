@@ -21,8 +21,8 @@ from typing import Any
 from distill_rl.errors import ConfigError, DistillError, GpuMemoryError, first_line
 from distill_rl.models.vllm.guard import SharedMemoryGuard
 from distill_rl.models.vllm.memory import free_memory, require_room
+from distill_rl.system.environment import install_extra
 from distill_rl.system.gpu_memory import is_out_of_memory
-from distill_rl.system.install import install_extra
 
 GPU_FRACTION = 0.9
 """Of an engine's share of a GPU, what it allocates. The rest is for CUDA contexts and graphs, which it does not count."""

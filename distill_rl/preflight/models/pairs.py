@@ -88,7 +88,7 @@ def _pair_problems(config: Config, settings: TeacherConfig, student: Opened, tea
         teacher: with `cross_tokenizer_loss` set and its tokenizer open, like the student's.
     """
     from distill_rl.align import Vocabulary
-    from distill_rl.align.tokenizer.vocabulary import common_vocabulary
+    from distill_rl.align.vocabulary import common_vocabulary
     from distill_rl.preflight.models.shared_vocabulary import some
 
     method = teacher.cross_tokenizer_loss
@@ -225,7 +225,7 @@ def _align(config: Config, source: Any, student: Opened, teacher: Opened) -> str
             instance because a chat template refuses it.
     """
     from distill_rl.align import TokenAligner, audit
-    from distill_rl.align.chats.form import texts_of
+    from distill_rl.align.chats import texts_of
     from distill_rl.data.reading.layouts import template_options
 
     settings = config.aligner

@@ -19,7 +19,7 @@ from torch import Tensor
 from distill_rl.align import TokenAligner
 from distill_rl.align.alignment import COUNTS
 from distill_rl.align.projection import Projection, build_projection
-from distill_rl.align.verify import Check, check_bound
+from distill_rl.align.verify import PropertyCheck, check_bound
 from distill_rl.losses import (
     METHODS,
     ChunkOutput,
@@ -45,7 +45,7 @@ AVERAGES = {"xtoken": ("mean", "chain"), "gold": ("mean", "chain"), "hkl": ("mea
 
 def check_losses(
     aligner: TokenAligner, projection: Projection, student_tokenizer: Any, texts: Sequence[str]
-) -> list[Check]:
+) -> list[PropertyCheck]:
     """Compares every method with the plain reference, and checks that KD is 0 for a teacher that equals the student.
 
     Returns two results per method; a failed check raises nothing. Random logits from a fixed seed take the place of
@@ -65,7 +65,7 @@ def check_losses(
     return [*_against_reference(projection, sample, draw), *_against_itself(identity, sample, draw)]
 
 
-def _against_reference(projection: Projection, sample: Sample, draw: torch.Generator) -> Iterator[Check]:
+def _against_reference(projection: Projection, sample: Sample, draw: torch.Generator) -> Iterator[PropertyCheck]:
     """Yields one result per method: whether KD, CE and the gradient equal those of the plain reference, to BOUND.
 
     Each method is run on random logits with every export and every average of chunks that it supports.
@@ -91,7 +91,7 @@ def _against_reference(projection: Projection, sample: Sample, draw: torch.Gener
         yield check_bound(name, errors, BOUND, f"{counts}: off by")
 
 
-def _against_itself(identity: Projection, sample: Sample, draw: torch.Generator) -> Iterator[Check]:
+def _against_itself(identity: Projection, sample: Sample, draw: torch.Generator) -> Iterator[PropertyCheck]:
     """Yields one result per method: whether KD is 0, to BOUND, for a teacher that equals the student.
 
     Both have one tokenization, every token a chunk, and the same logits.

@@ -8,7 +8,7 @@ import torch
 
 from distill_rl.align import Alignment, TokenAligner
 from distill_rl.align.projection import Projection
-from distill_rl.align.verify import Check, check_each
+from distill_rl.align.verify import PropertyCheck, check_each
 from distill_rl.losses import (
     METHODS,
     Chunks,
@@ -26,7 +26,7 @@ _TOP_K = 32
 Pair = tuple[int, int]
 
 
-def check_stops(aligner: TokenAligner, projection: Projection, rows: Sequence[Alignment]) -> list[Check]:
+def check_stops(aligner: TokenAligner, projection: Projection, rows: Sequence[Alignment]) -> list[PropertyCheck]:
     """The results of three checks of stop tokens; an empty list for two copies of one tokenizer.
 
     Paired stop tokens are stops to the losses, stops are mapped to stops only, and by the gradient of every method a

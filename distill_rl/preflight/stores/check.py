@@ -15,7 +15,7 @@ from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import StoreError, problem
 from distill_rl.models.files.facts import teacher_identity
 from distill_rl.models.files.hub import cached
-from distill_rl.preflight.machine import size_text
+from distill_rl.system.files import size_text
 from distill_rl.preflight.models.opened import Findings, Opened
 from distill_rl.preflight.models.pairs import compared_ids
 from distill_rl.preflight.stores.make import manifest_of

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from distill_rl.align.projection import load_projection, save_projection
 from distill_rl.losses import LearnableProjection, VocabularyProjection
 from distill_rl.parallel.mesh import World
-from distill_rl.system.made_folder import replacing
+from distill_rl.system.folders import replacing
 from distill_rl.types import CrossTokenizerSpec
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import ray
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.errors import ConfigError
-from distill_rl.system.peak_memory import peak_gib
+from distill_rl.system.memory import peak_gib
 from distill_rl.types import Cursor, DocumentBatch, Row
 from distill_rl.workers.actors.rank import Worker
 from distill_rl.workers.cluster.gauges import Gauges
@@ -124,7 +124,7 @@ def _require_cuda() -> None:
     Raises:
         ConfigError: something is missing.
     """
-    from distill_rl.align.dp.device import missing_for_cuda
+    from distill_rl.align.dp.windows import missing_for_cuda
 
     if missing := missing_for_cuda():
         raise ConfigError("aligner.dp.backend", missing.rule, "cuda", missing.remedy)

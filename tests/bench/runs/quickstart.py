@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from tests.bench import harness
-from distill_rl.demo.table import ROWS
+from distill_rl.demo.quickstart import ROWS
 
 _SAMPLE_S = 0.5
 _HELP_RUNS = 11
