@@ -15,7 +15,6 @@ import numpy as np
 from distill_rl.align import Alignment, TokenAligner, Vocabulary
 from distill_rl.align.chats import Chat, Message
 
-
 # How answers end: the stop tokens of both sides, and the number of rows that end in a pair of them.
 
 @dataclass(frozen=True)

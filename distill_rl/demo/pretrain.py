@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.demo.material import ListProblem, Recipe, ModelSizes, training_row
+from distill_rl.demo.recipe import ListProblem, ModelSizes, Recipe, training_row
 from distill_rl.observe.log import ProgressBar
 from distill_rl.types import IGNORE_INDEX
 

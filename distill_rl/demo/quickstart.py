@@ -16,7 +16,8 @@ from typing import Any
 from distill_rl.config.load import load_config
 from distill_rl.config.rules.validate import problems
 from distill_rl.config.schema import TrainConfig
-from distill_rl.demo.material import RECIPE, RECIPES, Material, make_material
+from distill_rl.demo.material import Material, make_material
+from distill_rl.demo.recipe import RECIPE, RECIPES
 from distill_rl.demo.runs import ChildRun, figures, run_all
 from distill_rl.errors import ConfigError
 from distill_rl.evals.compare import of_run

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -24,14 +23,14 @@ import numpy as np
 from distill_rl import __version__
 from distill_rl.config.load import load_config
 from distill_rl.config.schema import Config
-from distill_rl.demo.measure import BEGUN, TrialFindings, Measured, Prompt, Subject, measure
+from distill_rl.demo.measure import BEGUN, Measured, Prompt, Subject, TrialFindings, measure
 from distill_rl.demo.pair import (
     FEWEST_HELD_OUT,
     WITHOUT,
     WITHOUT_TEACHER,
     TrialPair,
-    TrialRequest,
     TrialPaths,
+    TrialRequest,
     begin,
     claimed,
     count,

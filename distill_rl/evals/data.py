@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 from distill_rl.errors import DataError, first_line
 from distill_rl.evals.suites.base import Item, Questions
 
-# Facts about the published data: row counts, content hashes, and the worked examples of the papers.
-
 # Reads rows of questions from Parquet, JSON lines, JSON, CSV and Arrow files, and from folders saved by `datasets`.
 
 T = TypeVar("T")
@@ -502,6 +500,8 @@ def _snapshot(folder: Path) -> Path:
 def _canonical(name: str) -> str:
     return "".join(char for char in name.lower().removeprefix("datasets--") if char.isalnum())
 
+
+# Facts about the published data: row counts, content hashes, and the worked examples of the papers.
 
 @dataclass(frozen=True, slots=True)
 class PublishedSplit:

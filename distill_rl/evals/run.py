@@ -19,7 +19,7 @@ from distill_rl.evals.backends.base import Output
 from distill_rl.evals.executor import Executor, SuiteTask
 from distill_rl.evals.grading.grader import Graded, Grader
 from distill_rl.evals.options import LoadedSuite, Options, chat_problem, chat_suites, without_effect
-from distill_rl.evals.results import Row, ResultStore, choice_row, completion_row, locked, processed_tokens, summarise
+from distill_rl.evals.results import ResultStore, Row, choice_row, completion_row, locked, processed_tokens, summarise
 from distill_rl.evals.suites import registry
 from distill_rl.evals.suites.base import Item
 from distill_rl.observe.log import ProgressBar, get, print_line, printable

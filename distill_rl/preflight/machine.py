@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from distill_rl.system.files import size_text
 from distill_rl.config.facts import Facts, gpus_per_rank, running_teachers, runs_model
 from distill_rl.config.layout import (
     evaluator_problem,
@@ -26,6 +25,7 @@ from distill_rl.models.attention.choice import installed
 from distill_rl.models.vllm.engine import cpu_head_sizes
 from distill_rl.preflight.models.opened import Opened
 from distill_rl.system.environment import install_extra
+from distill_rl.system.files import size_text
 from distill_rl.system.processes import call_in_child
 from distill_rl.transport.choose import expected
 

@@ -14,8 +14,8 @@ from distill_rl.config.memory.parts import WorkerMemory
 from distill_rl.config.rules.validate import problems as rules
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, problem
-from distill_rl.system.files import size_text
 from distill_rl.preflight.models.opened import Findings
+from distill_rl.system.files import size_text
 from distill_rl.system.memory import ENLARGE_SHM, SPARE_OBJECT_STORE, object_store_room, object_store_size
 from distill_rl.transport.choose import expected
 from distill_rl.transport.segment import memfd_usable

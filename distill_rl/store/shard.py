@@ -32,11 +32,6 @@ SUFFIX = ".safetensors"
 TOKENS, BLOCKS = "tokens", "blocks"
 _INDEX = ("names", "first", "prefix", "length", "whole", "sizes", "checksums")
 """The tensors of the index, in the order in which they enter its checksum."""
-# The formats of a store: how targets become the columns of a record, and back.
-#
-# exact     the tensors of the wire format as they are: a run from the store has the bits of a live one
-# compact   ids entropy-coded, log-probs quantised (`compact.py`): a tenth of the bytes, for top-k targets
-
 _DTYPES = {
     "U8": "u1",
     "I16": "<i2",
@@ -318,6 +313,11 @@ class Shard:
     def _damaged(self, rule: str, place: tuple[int, int]) -> StoreError:
         return StoreError(f"{self.path}, bytes {place[0]:,} to {place[1]:,}", rule, None, REMEDY)
 
+
+# The formats of a store: how targets become the columns of a record, and back.
+#
+# exact     the tensors of the wire format as they are: a run from the store has the bits of a live one
+# compact   ids entropy-coded, log-probs quantised (`compact.py`): a tenth of the bytes, for top-k targets
 
 _NUMPY_DTYPES = {"ids": "I32", "logprobs": "F32", "rest_logprob": "F32", "label_logprob": "F32"}
 """Of what a compact block decodes to."""

@@ -11,7 +11,6 @@ from pathlib import Path, PurePosixPath
 
 from distill_rl.errors import ConfigError
 
-
 # How much memory this process has held at most.
 
 def reset_peak(device: str = "cpu") -> None:

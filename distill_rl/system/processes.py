@@ -21,7 +21,6 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, BinaryIO, TypeVar
 
-
 from distill_rl.errors import WorkerError
 from distill_rl.system.signals import requests
 

@@ -14,14 +14,12 @@ from distill_rl.config.facts import is_chosen_by_row, only_reads, targets_store
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.parallel.mesh import World
 from distill_rl.store.store import Store, StoreWriter
-from distill_rl.teacher.base import PromptScorer, TeacherBackend
-from distill_rl.teacher.base import token_of
+from distill_rl.teacher.base import PromptScorer, TeacherBackend, token_of
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.teacher.scored import ScoredTeacher
 from distill_rl.teacher.stored import StoredTeacher
 from distill_rl.transport.base import Layout
 from distill_rl.types import RankBatch
-
 
 # A teacher that is asked for some of the rows only (`teachers[].where`, `teachers[].weight_column`).
 

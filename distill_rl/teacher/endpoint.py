@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -17,7 +16,6 @@ from distill_rl.errors import ConfigError, DistillError, NumericsError, problem
 from distill_rl.teacher.base import MASS_TOLERANCE, Scores
 from distill_rl.teacher.endpoint_client import Client, Closed, Down, Refused, Reply, Server
 from distill_rl.teacher.endpoint_dialects import DIALECTS, ModelCard, WrongAnswer, models_of
-
 
 # The `PromptScorer` of a served teacher: each prompt is one request, and many are in flight at a time.
 

@@ -45,7 +45,6 @@ from distill_rl.system.gpu_memory import gpu_phase
 from distill_rl.transport.base import Layout
 from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
 
-
 # From a teacher's hidden states to its targets, a chunk of tokens at a time.
 #
 # The logits of all tokens together would be far larger than the targets. So for each chunk of tokens: compute the logits,

@@ -5,23 +5,11 @@ The CPU counterpart of `cuda_ipc`. One segment holds the ring's words and, from 
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import mmap
-import os
-import secrets
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from distill_rl.errors import TransportError
-from distill_rl.system.folders import OwnedFolder, claim, remove_abandoned
-from distill_rl.system.memory import available_bytes
-from distill_rl.transport.segment import Address, Backing, Segment
 from distill_rl.transport.base import Offer, Receipt, Ring
 from distill_rl.transport.ring import (
     OpenedRing,
@@ -32,6 +20,7 @@ from distill_rl.transport.ring import (
     slot_stride,
     state_bytes,
 )
+from distill_rl.transport.segment import Address, Backing, Segment
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distill_rl.demo.material import RECIPE, make_material
+from distill_rl.demo.material import make_material
+from distill_rl.demo.recipe import RECIPE
 from distill_rl.system.environment import ROOT
 from tests.bench import harness
 

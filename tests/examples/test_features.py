@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl.demo.material import RECIPES, make_material
+from distill_rl.demo.material import make_material
+from distill_rl.demo.recipe import RECIPES
 from tests.helpers.command import distill_rl, series
 from tests.helpers.corpus import corpus_rows, write_corpus
 from tests.helpers.served import StandIn

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl.demo.material import RECIPES
+from distill_rl.demo.recipe import RECIPES
 from tests.helpers.command import Cluster, Ended, environment, run_python, series
 from tests.helpers.page import Page
 

@@ -13,7 +13,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test.sh vllm")
 
-from distill_rl.demo.material import RECIPE, ModelSizes, make_material
+from distill_rl.demo.material import make_material
+from distill_rl.demo.recipe import RECIPE, ModelSizes
 from tests.cli.conftest import Material
 from tests.cli.test_capture import config_of, stored
 from tests.faults.conftest import assert_same_student, disturb, undisturbed

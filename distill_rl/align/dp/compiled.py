@@ -9,8 +9,8 @@ import numpy as np
 from numba import njit
 
 from distill_rl.align.dp.problem import (
-    COLUMN_GAP,
     COLUMNS,
+    COLUMN_GAP,
     EQUAL,
     EQUAL_SCORE,
     GAP_SCORE,
@@ -18,15 +18,14 @@ from distill_rl.align.dp.problem import (
     MAX_JOIN,
     NEVER,
     NONE,
-    ROW_GAP,
     ROWS,
+    ROW_GAP,
     UNEQUAL,
     UNEQUAL_SCORE,
     WindowProblem,
     trace_back,
 )
 from distill_rl.align.side import TokenSide
-
 
 # Compares what two sides' tokens spell, in compiled code and without a copy of either text.
 #

@@ -18,7 +18,17 @@ import numpy as np
 from numba import cuda
 
 from distill_rl.align.dp.compiled import choose
-from distill_rl.align.dp.problem import COLUMNS, EQUAL, JOIN_SCORE, MAX_JOIN, NEVER, NONE, ROWS, WindowProblem, trace_back
+from distill_rl.align.dp.problem import (
+    COLUMNS,
+    EQUAL,
+    JOIN_SCORE,
+    MAX_JOIN,
+    NEVER,
+    NONE,
+    ROWS,
+    WindowProblem,
+    trace_back,
+)
 
 SCRATCH_BYTES = 512 * 2**20
 """Device memory for the cells of one launch; if more windows are given, there are several launches"""

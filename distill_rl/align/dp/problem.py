@@ -381,6 +381,8 @@ def trace_back(moves, low, offsets, row_marks, column_marks):  # type: ignore[no
     return count
 
 
+# The dynamic programme in NumPy, a row of cells at a time; compiles nothing, about 30 times slower than Numba.
+
 def solve_in_numpy(problems: list[WindowProblem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
     """The best alignment of each problem within its strip, in order: (row marks, column marks, number of chunks).
 
@@ -393,8 +395,6 @@ def solve_in_numpy(problems: list[WindowProblem]) -> list[tuple[np.ndarray, np.n
         solved.append((rows, columns, count))
     return solved
 
-
-# The dynamic programme in NumPy, a row of cells at a time; compiles nothing, about 30 times slower than Numba.
 
 def _fill(problem: WindowProblem) -> np.ndarray:
     """uint8 [cells]: the best move into every cell of the problem's strip, in the order of `WindowProblem.offsets`."""

@@ -48,7 +48,6 @@ from distill_rl.align.ids import same_spelling
 from distill_rl.align.spans import chunk_bounds, keep_chunks
 from distill_rl.align.vocabulary import Vocabulary
 
-
 # Whether Numba can compile and run CUDA kernels here, and if not, why.
 
 class Missing(NamedTuple):

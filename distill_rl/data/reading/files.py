@@ -23,12 +23,12 @@ from distill_rl.data.reading import records
 from distill_rl.data.reading.arrow_rows import HeadRows, TableRows, restore_of
 from distill_rl.data.reading.block_rows import BlockStore, GroupRows, LineRows, SameFile, WholeFile
 from distill_rl.data.reading.cache import Cache, replacing
-from distill_rl.system.files import size_text
 from distill_rl.data.reading.columns import check_column, check_type
 from distill_rl.data.reading.layouts import Layout
 from distill_rl.data.reading.lines import LineIndex
 from distill_rl.data.reading.records import AS_JSON, COMPRESSIONS, SampleBy, stored_columns, stored_row
 from distill_rl.errors import DataError
+from distill_rl.system.files import size_text
 
 _PACKABLE = (".json", ".jsonl", ".ndjson", ".txt", ".csv")
 SUFFIXES = (".arrow", ".parquet", *_PACKABLE, *(kind + packed for kind in _PACKABLE for packed in COMPRESSIONS))

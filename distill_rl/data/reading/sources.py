@@ -16,13 +16,13 @@ from distill_rl.data.order import random_order
 from distill_rl.data.reading import files
 from distill_rl.data.reading.block_rows import BlockStore
 from distill_rl.data.reading.cache import Cache
-from distill_rl.system.files import size_text
 from distill_rl.data.reading.layouts import Layout, choose_layout
 from distill_rl.data.reading.locate import DataFile, HubError, Loaded, Part, is_hub_name, locate
 from distill_rl.data.reading.records import compression_of, kind_of
 from distill_rl.data.reading.source import Source
 from distill_rl.data.routing import Routing
 from distill_rl.errors import DataError
+from distill_rl.system.files import size_text
 
 __all__ = ["HubError", "Source", "each_source", "is_hub_name", "open_one", "open_source", "split_validation"]
 

@@ -6,32 +6,19 @@ means, so that its parts still add up.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from statistics import fmean
-from statistics import median
-from typing import Any
 import json
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from distill_rl.errors import DataError
-from distill_rl.observe.sinks import SECONDS
-from distill_rl.observe.sinks import STEPS
-from distill_rl.observe.sinks import broken_lines
-from distill_rl.observe.sinks import read_records
-from distill_rl.types import RunPaths
-from distill_rl.observe.metrics import FAULTS
-from distill_rl.observe.metrics import is_sum
-from distill_rl.observe.sinks import ALL_RATE
-from distill_rl.observe.sinks import IDEAL
-from distill_rl.observe.sinks import MFU
-from distill_rl.observe.sinks import RATE
+from statistics import fmean, median
+from typing import Any
 
+from distill_rl.errors import DataError
+from distill_rl.observe.metrics import FAULTS, is_sum
+from distill_rl.observe.sinks import ALL_RATE, IDEAL, MFU, RATE, SECONDS, STEPS, broken_lines, read_records
+from distill_rl.types import RunPaths
 
 MAX_POINTS, MIN_POINTS, MAX_AREA_POINTS = 2000, 500, 120
 """Points of a curve that all runs of a page share; those that a run has at least; points of a stacked curve."""

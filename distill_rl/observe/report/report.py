@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from datetime import UTC
-from datetime import datetime
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from statistics import median
 from typing import Any
+
 from distill_rl import __version__
 from distill_rl.config.load import load_config
-from distill_rl.config.save import fingerprint
-from distill_rl.config.save import flat
+from distill_rl.config.save import fingerprint, flat
 from distill_rl.errors import DistillError
 from distill_rl.observe.metrics import FAULTS
-from distill_rl.observe.report.charts import ReportRun
-from distill_rl.observe.report.charts import faults
-from distill_rl.observe.sinks import ALL_RATE
-from distill_rl.observe.sinks import ALL_TOKENS
-from distill_rl.observe.sinks import MFU
-from distill_rl.observe.sinks import RATE
-from distill_rl.observe.sinks import SECONDS
-from distill_rl.observe.sinks import TOKENS
-import json
-from distill_rl.observe.report.scores import OUTCOMES
-import os
-from pathlib import Path
-from distill_rl.observe.report.charts import Chart
-from distill_rl.observe.report.charts import Steps, points_per_curve
-from distill_rl.observe.report.page import joined
-from distill_rl.observe.report.page import write_page
-from distill_rl.observe.report.charts import read_runs
-from distill_rl.observe.report.scores import Evaluation
-from distill_rl.observe.report.charts import Section
-from distill_rl.observe.report.charts import constants
-from distill_rl.observe.report.charts import score_charts
-from distill_rl.observe.report.charts import sections
-
+from distill_rl.observe.report.charts import (
+    Chart,
+    ReportRun,
+    Section,
+    Steps,
+    constants,
+    faults,
+    number,
+    points_per_curve,
+    read_runs,
+    score_charts,
+    sections,
+)
+from distill_rl.observe.report.page import joined, write_page
+from distill_rl.observe.report.scores import OUTCOMES, Evaluation
+from distill_rl.observe.sinks import ALL_RATE, ALL_TOKENS, MFU, RATE, SECONDS, TOKENS
 
 # Tables of what a run is: its settings, its software and machines, and in what several runs differ.
 

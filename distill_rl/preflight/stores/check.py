@@ -15,20 +15,12 @@ from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import StoreError, problem
 from distill_rl.models.files.facts import teacher_identity
 from distill_rl.models.files.hub import cached
-from distill_rl.system.files import size_text
 from distill_rl.preflight.models.opened import Findings, Opened
 from distill_rl.preflight.models.pairs import compared_ids
 from distill_rl.preflight.stores.make import manifest_of
-from distill_rl.store.manifest import (
-    FILE,
-    SHARDS,
-    Manifest,
-    description_problems,
-    served_identity,
-    short,
-)
+from distill_rl.store.manifest import FILE, SHARDS, Manifest, description_problems, served_identity, short
 from distill_rl.store.store import Store, unmarked
-from distill_rl.system.files import size_of
+from distill_rl.system.files import size_of, size_text
 
 _TOKEN_BYTES = 6
 """Bytes of a token in a store beside its targets: the token, and its part of the index."""

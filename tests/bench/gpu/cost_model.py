@@ -11,7 +11,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distill_rl.scaling.model import CARDS, KINDS, PHASES, Card, CostPart, Step, microseconds, student_parts, teacher_parts
+from distill_rl.scaling.model import (
+    CARDS,
+    KINDS,
+    PHASES,
+    Card,
+    CostPart,
+    Step,
+    microseconds,
+    student_parts,
+    teacher_parts,
+)
 from distill_rl.system.environment import ROOT
 from tests.bench.gpu.shapes import PAIRS, Pair
 

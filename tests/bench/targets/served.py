@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from distill_rl.teacher import scored, vllm
 
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.models.attention.choice import installed
 from distill_rl.parallel.mesh import open_world
+from distill_rl.teacher import scored, vllm
 from distill_rl.teacher.base import TeacherBackend
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.teacher.scored import ScoredTeacher

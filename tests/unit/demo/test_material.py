@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from distill_rl.demo.material import CROSS, RECIPE, Material, ModelSizes, draw_rows, make_material, teacher_problems
+from distill_rl.demo.material import Material, draw_rows, make_material, teacher_problems
+from distill_rl.demo.recipe import CROSS, RECIPE, ModelSizes
 
 SMALL: dict[str, Any] = {
     "teacher": ModelSizes(16, 32, 1, 2),

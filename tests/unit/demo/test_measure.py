@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from distill_rl.config.load import read_config
 from distill_rl.config.schema import Config
 from distill_rl.demo import bits
-from distill_rl.demo.measure import BEGUN, TrialFindings, Reading, Subject, _memory_in_one_line, find
+from distill_rl.demo.measure import BEGUN, Reading, Subject, TrialFindings, _memory_in_one_line, find
 from distill_rl.errors import DataError, DistillError, GpuMemoryError
 from distill_rl.models.attention.choice import installed
 from distill_rl.models.files.beginning import unwritten_beginning, write_beginning

@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-from distill_rl.demo.material import (
+from distill_rl.demo.recipe import (
     DIGITS,
     TASKS,
     WORDS,

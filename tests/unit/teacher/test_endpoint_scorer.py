@@ -18,8 +18,7 @@ import pytest
 
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import ConfigError, DistillError, NumericsError, WorkerError
-from distill_rl.teacher.base import Scores
-from distill_rl.teacher.base import token_of
+from distill_rl.teacher.base import Scores, token_of
 from distill_rl.teacher.endpoint import EndpointScorer
 from distill_rl.teacher.endpoint_client import Client, Down, Refused
 from distill_rl.teacher.endpoint_dialects import WrongAnswer

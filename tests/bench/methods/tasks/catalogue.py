@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from distill_rl.demo.material import CROSS, RECIPE
+from distill_rl.demo.recipe import CROSS, RECIPE
 from tests.bench.methods.settings import FROM_GEMMA, HALF, HALF_FROM_GEMMA, LANGUAGES, ROWS
 from tests.bench.methods.tasks.base import Task
 from tests.bench.methods.tasks.language import Language

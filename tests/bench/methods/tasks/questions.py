@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from distill_rl.config.load import load_config
-from distill_rl.demo.material import Material, Recipe, draw_rows, make_material, question_row, training_row
+from distill_rl.demo.material import Material, draw_rows, make_material
+from distill_rl.demo.recipe import Recipe, question_row, training_row
 from distill_rl.system.environment import CONFIGS
 from distill_rl.system.files import sha256, write_json_lines
 from distill_rl.system.folders import made_once

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distill_rl.errors import DataError
-from distill_rl.observe.report.scores import Difference, Evaluation, ScorePart, Score, read_runs, read_score
+from distill_rl.observe.report.scores import Difference, Evaluation, Score, ScorePart, read_runs, read_score
 
 WHOLE = {
     "suite": "mmlu",

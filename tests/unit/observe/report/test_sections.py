@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from distill_rl.observe.report.charts import Section, constants, sections
-from distill_rl.observe.report.charts import ReportRun
+from distill_rl.observe.report.charts import ReportRun, Section, constants, sections
 
 
 def make_run(*metrics: str, name: str = "r", steps: int = 3, **values: list[Any]) -> ReportRun:
