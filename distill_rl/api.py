@@ -107,7 +107,7 @@ def distill(
         KeyboardInterrupt: Ctrl-C.
         Preempted: SIGTERM, SIGUSR1 or SIGHUP ended the run; `resume="auto"` continues it.
     """
-    from distill_rl.observe.sinks.sinks import read_records
+    from distill_rl.observe.sinks import read_records
     from distill_rl.preflight import gather
     from distill_rl.run import run
     from distill_rl.run.run_directory import paths_of

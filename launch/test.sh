@@ -56,7 +56,7 @@ gpu)
     ;;
 vllm)
     source "$DISTILL_RL_ROOT/launch/setup-vllm.sh"
-    exec "$PYTHON_VLLM" -m pytest tests/vllm tests/unit/evals/backends/test_vllm.py tests/unit/teacher/backends/test_vllm.py "$@"
+    exec "$PYTHON_VLLM" -m pytest tests/vllm tests/unit/evals/backends/test_vllm.py tests/unit/teacher/test_vllm.py "$@"
     ;;
 triton)
     # Without an environment that has Triton, the tests are skipped and name what is missing.

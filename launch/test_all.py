@@ -20,7 +20,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from distill_rl.observe.terminal import open_console
+from distill_rl.observe.log import open_console
 
 ROOT = Path(__file__).parents[1]
 MAX_REASONS = 3

@@ -31,8 +31,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-TOGETHER = ("tests/ray", "tests/unit/store/compact")
-"""All files of such a folder go to one process: the first shares one Ray, the second a codec that takes long to compile"""
+TOGETHER = ("tests/ray/", "tests/unit/store/test_compact")
+"""All files whose path begins so go to one process: the first share one Ray, the second a codec that takes long to compile"""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,6 +58,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return next((folder for folder in TOGETHER if file.startswith(f"{folder}/")), file)
+            return next((start for start in TOGETHER if file.startswith(start)), file)
 
     return Scheduling(config, log)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distill_rl.align.chats.rendering import CharSpan
+from distill_rl.align.chats import CharSpan
 from distill_rl.align.spans import chunk_bounds, keep_chunks, no_token_pairs
 
 COUNTS = ("1:1", "1:n", "n:1", "m:n")
@@ -95,11 +95,7 @@ class Alignment:
         return replace(self.part((0, 0), stop), dropped=dropped)
 
     def _where_to_cut(self, limits: tuple[int, int]) -> tuple[int, int]:
-        """Number of tokens (student, teacher) to keep so that both limits hold; the rule is that of `cut`.
-
-        Args:
-            limits: most tokens (student, teacher).
-        """
+        """Number of tokens (student, teacher) to keep so that both limits hold; the rule is that of `cut`."""
         within = self.boundaries[_within(self.boundaries, limits)]
         boundary = (int(within[-1, 0]), int(within[-1, 1])) if len(within) else (0, 0)
         sizes = len(self.student_ids), len(self.teacher_ids)
@@ -225,12 +221,10 @@ class Alignment:
 
 
 def _sizes(chunk: np.ndarray, count: int) -> np.ndarray:
-    """int64 [count]: number of tokens of each chunk; tokens in no chunk (−1) are not counted."""
     return np.bincount(chunk + 1, minlength=count + 1)[1:]
 
 
 def _within(ends: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
-    """bool [k]: which of the token counts [k, 2] lie within the limits on both sides."""
     return (ends[:, 0] <= limits[0]) & (ends[:, 1] <= limits[1])
 
 

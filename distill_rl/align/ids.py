@@ -16,20 +16,20 @@ from itertools import product
 
 import numpy as np
 
-from distill_rl.align.side import Side
-from distill_rl.align.spans import Chunks, chunks_by_ends, gather_bytes, keep_chunks
-from distill_rl.align.tokenizer.vocabulary import SPACE, Vocabulary
+from distill_rl.align.side import TokenSide
+from distill_rl.align.spans import TokenChunks, chunks_by_ends, gather_bytes, keep_chunks
+from distill_rl.align.vocabulary import SPACE, Vocabulary
 
 Window = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 """(student ids, teacher ids) → chunk indices of both, −1 for none"""
-Pair = tuple[Side, Side]
+Pair = tuple[TokenSide, TokenSide]
 
 
 @dataclass(frozen=True)
 class IdAlignment:
     """The result of `IdAligner`: the chunks, and how they were found."""
 
-    chunks: Chunks
+    chunks: TokenChunks
     sides: Pair
     """The sides without the dummy spaces that were taken off to match them"""
     same_bytes: bool
@@ -49,15 +49,15 @@ class IdAligner:
     def __init__(self, compiled: bool, window: Window | None) -> None:
         self._compiled, self._window = compiled, window
 
-    def _equal(self, student: Side, teacher: Side) -> bool:
+    def _equal(self, student: TokenSide, teacher: TokenSide) -> bool:
         """Whether two sides spell the same bytes; both must spell equally many."""
         if not self._compiled:
             return student.spell().tobytes() == teacher.spell().tobytes()
-        from distill_rl.align.compare import same_bytes
+        from distill_rl.align.dp.compiled import same_bytes
 
         return same_bytes(student, teacher)
 
-    def align_same_bytes(self, student: Side, teacher: Side) -> IdAlignment | None:
+    def align_same_bytes(self, student: TokenSide, teacher: TokenSide) -> IdAlignment | None:
         """Chunks of two sides that spell the same bytes; None if they do not.
 
         Spaces that may be dummies are taken off in every combination, the likeliest first; the `sides` of the result
@@ -70,10 +70,10 @@ class IdAligner:
             chunks, _, _ = chunks_by_ends(*ends)
             if self._equal(*sides):
                 full = [side.full(chunk) for side, chunk in zip(sides, (chunks.student, chunks.teacher))]
-                return IdAlignment(Chunks(full[0], full[1], chunks.count), sides, True)
+                return IdAlignment(TokenChunks(full[0], full[1], chunks.count), sides, True)
         return None
 
-    def align(self, student: Side, teacher: Side, *, everything_by_dp: bool = False) -> IdAlignment:
+    def align(self, student: TokenSide, teacher: TokenSide, *, everything_by_dp: bool = False) -> IdAlignment:
         """Chunks of two sides: by bytes and, where these differ, by the window's solver.
 
         If the bytes differ and there is no solver, only the equal bytes at the beginning are aligned. The chunk arrays
@@ -89,12 +89,10 @@ class IdAligner:
             return IdAlignment(_as_chunks(full), (student, teacher), same is not None, "dp")
         return same or self._align_different_bytes(student, teacher)
 
-    def _align_different_bytes(self, student: Side, teacher: Side) -> IdAlignment:
-        """Chunks of the equal bytes at both ends and, by the window's solver, of the tokens in between.
-
-        Without a solver, or if one side's bytes are only the beginning of the other's, just the equal beginning is
-        aligned. Of the readings with and without dummy spaces, the one with the longest equal beginning is used.
-        """
+    def _align_different_bytes(self, student: TokenSide, teacher: TokenSide) -> IdAlignment:
+        """Chunks of the equal bytes at both ends and, by the window's solver, of the tokens in between."""
+        # Without a solver, or if one side's bytes are only the beginning of the other's, just the equal beginning is
+        # aligned. Of the readings with and without dummy spaces, the one with the longest equal beginning is used.
         pairs = product(student.readings(), teacher.readings())
         readings = [(sides, [side.spell() for side in sides]) for sides in pairs]
         sides, spelled = max(readings, key=lambda reading: _common_prefix(*reading[1]))
@@ -124,34 +122,20 @@ class IdAligner:
 
 
 def _write_chunks(rows: list[np.ndarray], parts: Sequence[np.ndarray], starts: Sequence[int], count: int) -> int:
-    """Writes chunks counted from 0 into both sides' `rows`, in place, numbered from `count` on; returns the new count.
-
-    Args:
-        rows, parts: (student, teacher): int32, chunk indices or −1.
-        starts: the token at which each part is written.
-        count: number of chunks that the rows have already.
-    """
+    """Writes chunks counted from 0 into both sides' `rows`, in place, numbered from `count` on; returns the new count."""
     for row, part, start in zip(rows, parts, starts):
         row[start : start + len(part)] = np.where(part >= 0, part + count, -1)
     return count + _as_chunks(parts).count
 
 
-def _as_chunks(sides: Sequence[np.ndarray]) -> Chunks:
-    """`Chunks` of two sides' indices (student, teacher); their number is the highest index + 1, or 0 without any."""
-    return Chunks(sides[0], sides[1], max((int(side.max()) + 1 for side in sides if len(side)), default=0))
+def _as_chunks(sides: Sequence[np.ndarray]) -> TokenChunks:
+    return TokenChunks(sides[0], sides[1], max((int(side.max()) + 1 for side in sides if len(side)), default=0))
 
 
 def _window_stops(spelled: Sequence[np.ndarray], ends: Sequence[np.ndarray], starts: Sequence[int]) -> tuple[int, int]:
-    """Token counts (student, teacher) at the window's end: the first shared boundary in the equal bytes at the end.
-
-    All tokens if the sides share no boundary there. Boundaries are counted in bytes from the end of the text, so that
-    shared ones have equal numbers. Bytes that the head has already used are not used again.
-
-    Args:
-        spelled: uint8: the bytes of each side.
-        ends: int64 [n], [m]: the byte at which each token ends.
-        starts: number of tokens in each side's head, which is aligned already.
-    """
+    """Token counts (student, teacher) at the window's end: the first shared boundary in the equal bytes at the end."""
+    # All tokens if the sides share no boundary there. Boundaries are counted in bytes from the end of the text, so
+    # that shared ones have equal numbers. Bytes that the head has already used are not used again.
     sizes = [len(part) for part in spelled]
     unused = (size - (int(end[start - 1]) if start else 0) for size, end, start in zip(sizes, ends, starts))
     common = min(_common_prefix(spelled[0][::-1], spelled[1][::-1]), *unused)
@@ -170,7 +154,6 @@ def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
 
 
 def _total(ends: np.ndarray) -> int:
-    """The number of bytes that tokens spell, from where each of them ends."""
     return int(ends[-1]) if len(ends) else 0
 
 

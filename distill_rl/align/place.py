@@ -7,9 +7,9 @@ import re
 import numpy as np
 
 from distill_rl.align.alignment import Tokenized
-from distill_rl.align.spans import Chunks, TokenPositions, gather_bytes, keep_chunks
-from distill_rl.align.tokenizer.families import WHITE_SPACE
-from distill_rl.align.tokenizer.vocabulary import SPACE, Vocabulary
+from distill_rl.align.spans import TokenChunks, TokenPositions, gather_bytes, keep_chunks
+from distill_rl.align.tokenizer import WHITE_SPACE
+from distill_rl.align.vocabulary import SPACE, Vocabulary
 
 _WHITE_SPACE = re.compile(b"(?:%b)*" % b"|".join(re.escape(letter.encode()) for letter in WHITE_SPACE))
 
@@ -90,18 +90,12 @@ def place_by_bytes(
 
 
 def _may_have_dummy(vocabulary: Vocabulary, section: int) -> bool:
-    """Whether the tokenizer may put a dummy space before the token at index `section`: 0, or behind a special token.
-
-    A tokenizer that puts one before a text is taken to put one behind special tokens, too.
-    """
     return vocabulary.dummy or (section > 0 and vocabulary.dummy_after_special)
 
 
 def _written_length(vocabulary: Vocabulary, token: int, text: bytes, cursor: int) -> int:
-    """Returns how many bytes of `text` a special token takes up at `cursor`; 0 if it is not written there.
-
-    They include the white space that the token strips.
-    """
+    """Returns how many bytes of `text` a special token takes up at `cursor`; 0 if it is not written there."""
+    # They include the white space that the token strips.
     strips_before, strips_behind = vocabulary.strips.get(token, (False, False))
     literal = vocabulary.literal(token)
     start = _skip_white_space(text, cursor) if strips_before else cursor
@@ -186,17 +180,8 @@ def _check_groups(
     starts: np.ndarray,
     stops: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compares each group's bytes with those that it covers, byte by byte and all groups at once.
-
-    One leading space may be added or missing where the tokenizer does that (`dummy`, `drops_spaces`).
-
-    Args:
-        ids, group: intp [n], int64 [n]: the tokens and their groups.
-        text: UTF-8.
-        starts, stops: int64 [groups]: the bytes of the text that each group covers.
-    Returns:
-        bool [groups]: whether the group spells what it covers; bool [groups]: whether it does so behind a dummy space.
-    """
+    """Compares each group's bytes with those that it covers, byte by byte and all groups at once."""
+    # One leading space may be added or missing where the tokenizer does that (`dummy`, `drops_spaces`).
     count = len(starts)
     lengths = vocabulary.lengths.take(ids).astype(np.int64)
     spelled = gather_bytes(vocabulary.flat, vocabulary.starts.take(ids), lengths, lengths.cumsum())
@@ -221,7 +206,7 @@ def _check_groups(
     return faithful, has_dummy & faithful
 
 
-def keep_same_place(chunks: Chunks, student: TokenPositions, teacher: TokenPositions) -> Chunks:
+def keep_same_place(chunks: TokenChunks, student: TokenPositions, teacher: TokenPositions) -> TokenChunks:
     """Chunks without those whose two sides lie at different places of the text, renumbered.
 
     The same object if no chunk is removed. Two tokens that spell the same may still be different occurrences. They are
@@ -251,7 +236,7 @@ def keep_same_place(chunks: Chunks, student: TokenPositions, teacher: TokenPosit
     if keep.all():
         return chunks
     kept = keep_chunks(keep, chunks.student, chunks.teacher)
-    return Chunks(kept[0], kept[1], int(np.count_nonzero(keep)), chunks.lossy_ends)
+    return TokenChunks(kept[0], kept[1], int(np.count_nonzero(keep)), chunks.lossy_ends)
 
 
 def byte_positions(text: str) -> np.ndarray:

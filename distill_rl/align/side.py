@@ -9,13 +9,13 @@ from functools import cached_property
 import numpy as np
 
 from distill_rl.align.spans import as_slice, gather_bytes, spread
-from distill_rl.align.tokenizer.vocabulary import Vocabulary
+from distill_rl.align.vocabulary import Vocabulary
 
 Indices = slice | np.ndarray
 
 
 @dataclass(frozen=True)
-class Side:
+class TokenSide:
     """The tokens of one side that spell text."""
 
     vocabulary: Vocabulary
@@ -34,7 +34,7 @@ class Side:
     """Indices into `ids` of tokens whose leading space was taken off as a dummy"""
 
     @classmethod
-    def of(cls, vocabulary: Vocabulary, ids: np.ndarray, mask: np.ndarray | None = None, *, name: str = "ids") -> Side:
+    def of(cls, vocabulary: Vocabulary, ids: np.ndarray, mask: np.ndarray | None = None, *, name: str = "ids") -> TokenSide:
         """The side made of int32 ids [n], without those whose mask is 0.
 
         Args:
@@ -64,7 +64,7 @@ class Side:
         textless = textless + real.start if isinstance(real, slice) else real[textless]
         return cls(vocabulary, len(ids), _select(real, spelling), wide[spelling], lengths[spelling], textless)
 
-    def readings(self) -> Iterator[Side]:
+    def readings(self) -> Iterator[TokenSide]:
         """Yields variants of this side without spaces that may be dummies: before the text, and behind special tokens.
 
         The first variant lacks all of them, which is the likeliest case; the last one is the side unchanged. No variant
@@ -78,10 +78,8 @@ class Side:
                 yield self._without_spaces(places)
 
     def _possible_dummies(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Indices into `ids` of tokens that may begin with a dummy space: the first token, and later ones.
-
-        The later ones are those behind a special token. Only tokens that begin with a space count.
-        """
+        """Indices into `ids` of tokens that may begin with a dummy space: the first token, and later ones."""
+        # The later ones are those behind a special token. Only tokens that begin with a space count.
         vocabulary = self.vocabulary
         first: tuple[int, ...] = ()
         later: tuple[int, ...] = ()
@@ -93,12 +91,10 @@ class Side:
             later = tuple(place for place in behind if vocabulary.opens_with_space(self.ids[place]))
         return first, later
 
-    def _without_spaces(self, places: tuple[int, ...]) -> Side:
-        """This side with the leading space taken off the tokens at these indices into `ids`.
-
-        Each of them must begin with a space. A token that was nothing but the space leaves the side, since it no longer
-        spells text. Returns the side itself if there are no indices.
-        """
+    def _without_spaces(self, places: tuple[int, ...]) -> TokenSide:
+        """This side with the leading space taken off the tokens at these indices into `ids`."""
+        # Each of them must begin with a space. A token that was nothing but the space leaves the side, since it no
+        # longer spells text. Returns the side itself if there are no indices.
         if not places:
             return self
         lengths = self.lengths.copy()

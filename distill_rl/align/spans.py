@@ -24,7 +24,7 @@ def no_token_pairs() -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Chunks:
+class TokenChunks:
     """Chunk indices of two sides' tokens."""
 
     student: np.ndarray
@@ -109,7 +109,7 @@ def shared_ends(student_ends: np.ndarray, teacher_ends: np.ndarray) -> tuple[np.
     return marked.take(student_ends), in_teacher
 
 
-def chunks_by_ends(student_ends: np.ndarray, teacher_ends: np.ndarray) -> tuple[Chunks, np.ndarray, np.ndarray]:
+def chunks_by_ends(student_ends: np.ndarray, teacher_ends: np.ndarray) -> tuple[TokenChunks, np.ndarray, np.ndarray]:
     """Chunks of two tokenizations that begin at the same byte and have no token without bytes.
 
     Args:
@@ -121,16 +121,11 @@ def chunks_by_ends(student_ends: np.ndarray, teacher_ends: np.ndarray) -> tuple[
     closes = shared_ends(student_ends, teacher_ends)
     last = [side.nonzero()[0] for side in closes]
     chunk = [_chunk_of_token(*side) for side in zip(closes, last)]
-    return Chunks(chunk[0], chunk[1], len(last[0])), last[0], last[1]
+    return TokenChunks(chunk[0], chunk[1], len(last[0])), last[0], last[1]
 
 
 def _chunk_of_token(closes: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """int32 [n]: number of chunks that have closed before each token; −1 after the last chunk.
-
-    Args:
-        closes: bool [n]: which tokens end a chunk.
-        last: the indices of those tokens, ascending.
-    """
+    """int32 [n]: number of chunks that have closed before each token; −1 after the last chunk."""
     if len(last) == len(closes):
         return np.arange(len(closes), dtype=np.int32)
     chunk = np.zeros(len(closes), np.int32)
@@ -165,7 +160,7 @@ def chunk_bounds(chunk: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]
     return firsts, stops
 
 
-def chunks_of_places(student: TokenPositions, teacher: TokenPositions) -> Chunks:
+def chunks_of_places(student: TokenPositions, teacher: TokenPositions) -> TokenChunks:
     """Chunks of two tokenizations of one text whose tokens all spell what they cover; no spans, and nothing is lossy.
 
     Tokens that cover no text, and tokens past the last shared end, are in no chunk.
@@ -177,10 +172,10 @@ def chunks_of_places(student: TokenPositions, teacher: TokenPositions) -> Chunks
         spread(part, covering, len(side.ends))
         for side, covering, part in zip(sides, tokens, (chunks.student, chunks.teacher))
     ]
-    return Chunks(rows[0], rows[1], chunks.count)
+    return TokenChunks(rows[0], rows[1], chunks.count)
 
 
-def chunks_by_spans(student: TokenPositions, teacher: TokenPositions, spans: np.ndarray) -> Chunks:
+def chunks_by_spans(student: TokenPositions, teacher: TokenPositions, spans: np.ndarray) -> TokenChunks:
     """Chunks inside spans of two texts that read the same, and the lossy stretches in them.
 
     Steps:
@@ -228,20 +223,13 @@ def chunks_by_spans(student: TokenPositions, teacher: TokenPositions, spans: np.
     count = int(np.count_nonzero(valid))
     chunks = keep_chunks(valid, *candidates)
     rows = [spread(part, tokens, len(positions.starts)) for (positions, tokens, _), part in zip(sides, chunks)]
-    return Chunks(rows[0], rows[1], count, np.stack(stops, axis=1)[in_one_span & ~valid])
+    return TokenChunks(rows[0], rows[1], count, np.stack(stops, axis=1)[in_one_span & ~valid])
 
 
 def _inside(
     positions: TokenPositions, first: np.ndarray, last: np.ndarray, bases: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The tokens that cover text and lie in one of the spans, and their starts and ends on the common axis.
-
-    Three arrays, int64 [t].
-
-    Args:
-        first, last: int64 [k], ascending: where each span begins and ends in the side's text.
-        bases: int64 [k]: where each span begins on the common axis.
-    """
+    """The tokens that cover text and lie in one of the spans, and their starts and ends on the common axis."""
     tokens = (positions.ends > positions.starts).nonzero()[0]
     if not len(first):
         return tokens[:0], tokens[:0], tokens[:0]

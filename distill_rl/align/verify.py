@@ -13,13 +13,75 @@ from typing import Any
 import numpy as np
 
 from distill_rl.align import Alignment, TokenAligner, Vocabulary
-from distill_rl.align.chats.rendering import Chat, Message
+from distill_rl.align.chats import Chat, Message
+
+# How answers end: the stop tokens of both sides, and the number of rows that end in a pair of them.
+
+@dataclass(frozen=True)
+class Endings:
+    """Both sides' stop tokens, and how many of the aligned rows end in a pair of them."""
+
+    student_stops: list[str]
+    """The stop tokens' text"""
+    teacher_stops: list[str]
+    rows: int
+    ending: int
+    """Rows in which a pair of stop tokens follows the last chunk; only these teach a student to stop"""
+
+
+def endings(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Chat] = ()) -> Endings:
+    """Aligns rows as a run reads them, and reports both sides' stop tokens and how many rows end in a pair of them.
+
+    Args:
+        chats: if there are any, they are aligned in place of the texts.
+
+    Raises:
+        ValueError: chats, and a tokenizer without a chat template; a lone surrogate.
+        jinja2.TemplateError: a chat that a template rejects.
+    """
+    rows = align_training_rows(aligner, texts, chats)
+    return Endings(
+        student_stops=[_literal(aligner.student, token) for token in aligner.student.stops],
+        teacher_stops=[_literal(aligner.teacher, token) for token in aligner.teacher.stops],
+        rows=len(rows),
+        ending=sum(ends_in_stop(aligner, row) for row in rows),
+    )
+
+
+def align_training_rows(aligner: TokenAligner, texts: Sequence[str], chats: Sequence[Chat] = ()) -> list[Alignment]:
+    """One alignment per row, as a run reads it, but not cut to a length.
+
+    Rows are the chats, each rendered with both sides' own templates, or, if there are none, the texts, followed by eos.
+
+    Raises:
+        ValueError: chats, and a tokenizer without a chat template; a lone surrogate.
+        jinja2.TemplateError: a chat that a template rejects.
+    """
+    if chats:
+        return [aligner.align_messages(chat.messages, options=chat.options) for chat in chats]
+    return [
+        aligner.pair(aligner.tokenize_student(text, end=True), aligner.tokenize_teacher(text, end=True))
+        for text in map(aligner.normalize, texts)
+    ]
+
+
+def ends_in_stop(aligner: TokenAligner, row: Alignment) -> bool:
+    """Whether a pair of stop tokens follows the last chunk of an alignment; with no chunks, whether there is a pair."""
+    last = int(np.flatnonzero(row.student_chunk >= 0).max(initial=-1))
+    return any(
+        student > last and int(row.student_ids[student]) in aligner.student.stops for student, _ in row.stop_pairs
+    )
+
+
+def _literal(vocabulary: Vocabulary, token: int) -> str:
+    return vocabulary.literal(token).decode(errors="replace") or f"id {token}"
+
 
 _PAD_LEFT, _PAD_RIGHT = 3, 5
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class PropertyCheck:
     """What was checked, whether it holds, and how this was found."""
 
     name: str
@@ -30,7 +92,7 @@ class Check:
     """How many items were checked, the first one that failed, or the worst value and its bound"""
 
 
-def check_each(name: str, problems: Iterable[str | None], items: str) -> Check:
+def check_each(name: str, problems: Iterable[str | None], items: str) -> PropertyCheck:
     """The result of a check of many items, which passes if none has a problem.
 
     Without items it neither passes nor fails (`passed` is None). `detail` names the first problem and its index.
@@ -44,11 +106,11 @@ def check_each(name: str, problems: Iterable[str | None], items: str) -> Check:
     failed = [(i, problem) for i, problem in enumerate(results) if problem is not None]
     if failed:
         i, problem = failed[0]
-        return Check(name, False, f"{len(failed)} of {len(results)} {items} fail, first at index {i}: {problem}")
-    return Check(name, True if results else None, f"{len(results)} {items}")
+        return PropertyCheck(name, False, f"{len(failed)} of {len(results)} {items} fail, first at index {i}: {problem}")
+    return PropertyCheck(name, True if results else None, f"{len(results)} {items}")
 
 
-def check_bound(name: str, values: Sequence[float], bound: float, what: str) -> Check:
+def check_bound(name: str, values: Sequence[float], bound: float, what: str) -> PropertyCheck:
     """The result of a check that all measured numbers are at most `bound`. NaN fails.
 
     Args:
@@ -57,12 +119,12 @@ def check_bound(name: str, values: Sequence[float], bound: float, what: str) -> 
         what: put before the largest value in `detail`.
     """
     value = float(np.max(values))
-    return Check(name, value <= bound, f"{what} {value:.1e}, at most {bound:.0e}")
+    return PropertyCheck(name, value <= bound, f"{what} {value:.1e}, at most {bound:.0e}")
 
 
 def check_alignment(
     aligner: TokenAligner, student_tokenizer: Any, teacher_tokenizer: Any, texts: Sequence[str]
-) -> list[Check]:
+) -> list[PropertyCheck]:
     """The results of seven checks of what the aligner guarantees, on `texts`.
 
     The first three checks (equal bytes, order, chunks that cannot be divided) also run on the texts truncated to half.
@@ -99,7 +161,7 @@ def check_alignment(
     ]
 
 
-def check_chats(aligner: TokenAligner, chats: Sequence[Chat]) -> list[Check]:
+def check_chats(aligner: TokenAligner, chats: Sequence[Chat]) -> list[PropertyCheck]:
     """The results of two checks on chats: equal bytes on both sides of a chunk, and paired ends of answers.
 
     Each side renders a chat with its own template. Without chats the checks neither pass nor fail.
@@ -224,11 +286,7 @@ def _half(aligner: TokenAligner, text: str, row: Alignment) -> Alignment:
 
 
 def _chunks_problem(aligner: TokenAligner, row: Alignment, text: bytes) -> str | None:
-    """Checks that every chunk spells the same bytes on both sides. Returns what is wrong, or None.
-
-    Args:
-        text: the whole text, by which a dummy space before it is recognised; empty: none is removed (chats).
-    """
+    """Checks that every chunk spells the same bytes on both sides. Returns what is wrong, or None."""
     student = _chunk_bytes(aligner.student, row.student_ids, row.student_chunk, row.num_chunks, text)
     teacher = _chunk_bytes(aligner.teacher, row.teacher_ids, row.teacher_chunk, row.num_chunks, text)
     for i, (left, right) in enumerate(zip(student, teacher)):

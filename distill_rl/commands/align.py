@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distill_rl.errors import ConfigError, DataError
-from distill_rl.observe.terminal import open_console
+from distill_rl.observe.log import open_console
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from distill_rl.align import CoverageReport, TokenAligner
-    from distill_rl.align.chats.endings import Endings
-    from distill_rl.align.chats.rendering import Chat
-    from distill_rl.align.verify import Check
+    from distill_rl.align.chats import Chat
+    from distill_rl.align.verify import PropertyCheck, Endings
     from distill_rl.config.schema import DataConfig
 
 VERIFIED, VERIFIED_CHARACTERS = 32, 8000
@@ -96,7 +95,7 @@ def align(
     from rich.markup import escape
 
     from distill_rl.align import audit
-    from distill_rl.align.chats.endings import endings
+    from distill_rl.align.verify import endings
     from distill_rl.config.schema import DataConfig
 
     if limit < 1:
@@ -113,7 +112,7 @@ def align(
     messages = [] if problems else [*warnings(report), *template_warnings(rows, pair)]
     for message in messages:
         console.print(escape(f"warning    {message}\n"))
-    checks: list[Check] = []
+    checks: list[PropertyCheck] = []
     if verify and not problems:
         checks = verify_pair(pair, rows)
         print_checks(console, checks)
@@ -137,8 +136,7 @@ def read_rows(data: DataConfig, limit: int) -> TextRows:
     Raises:
         DataError: the data are missing or damaged, or no row that was read has text.
     """
-    from distill_rl.align.chats.form import texts_of
-    from distill_rl.align.chats.rendering import Chat
+    from distill_rl.align.chats import Chat, texts_of
     from distill_rl.data.reading.cache import Cache
     from distill_rl.data.reading.layouts import template_options
     from distill_rl.data.reading.sources import open_source
@@ -198,7 +196,6 @@ def verify_pair(pair: TokenizerPair, rows: TextRows) -> list[Check]:
     Raises:
         ValueError: no text with a chunk.
     """
-    from distill_rl.align.chats.endings import align_training_rows
     from distill_rl.align.projection import build_projection
     from distill_rl.align.verify import check_alignment, check_chats
     from distill_rl.preflight.verify import check_losses, check_stops
@@ -253,7 +250,7 @@ def print_report(console: Console, student: str, teacher: str, report: CoverageR
     console.print(f"suggested  {report.advice}\n")
 
 
-def print_checks(console: Console, checks: Sequence[Check]) -> None:
+def print_checks(console: Console, checks: Sequence[PropertyCheck]) -> None:
     """Prints a table with the outcome of every check (pass, FAIL, or nothing checked), and how many passed."""
     from rich import box
     from rich.markup import escape

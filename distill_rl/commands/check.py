@@ -15,7 +15,7 @@ from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import printable, status
 from distill_rl.preflight import gather
-from distill_rl.scaling.advice import suggestions
+from distill_rl.scaling.splits import suggestions
 from distill_rl.transport.choose import expected
 
 

@@ -24,7 +24,6 @@ from distill_rl.observe.log import say, setup_console
 from distill_rl.preflight import gather
 from distill_rl.run import run_directory
 from distill_rl.system.files import name_problem, write_atomic
-from distill_rl.system.install import LAUNCH, PACKAGE, clone
 from distill_rl.transport.choose import require_between_nodes
 
 ARRAY, EVALUATION = "array.tsv", "evaluate.sbatch"

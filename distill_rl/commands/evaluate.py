@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distill_rl.errors import ConfigError, DataError, DistillError
-from distill_rl.observe.log import get, log_file, printable, say, setup_console
-from distill_rl.observe.terminal import open_console
+from distill_rl.observe.log import get, log_file, open_console, printable, say, setup_console
 from distill_rl.system.files import name_problem
 from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
 
@@ -124,8 +123,7 @@ def evaluate(request: EvaluationRequest) -> int:
     """
     setup_console()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    from distill_rl.evals.progress import ConsoleProgress
-    from distill_rl.evals.run import evaluate_models
+    from distill_rl.evals.run import ConsoleProgress, evaluate_models
 
     with ExitStack() as stack:
         signals = stack.enter_context(Signals())
@@ -326,7 +324,7 @@ def warn_about_too_long_items(results: Results) -> None:
 
 def _count(part: Mapping[str, Any], name: str) -> int:
     """Number of items of a result that failed in this way (a key of FAILURE_HEADINGS)."""
-    from distill_rl.evals.results.result import num_ungraded
+    from distill_rl.evals.results import num_ungraded
 
     if name == "ungraded":
         return num_ungraded(part["outcomes"])

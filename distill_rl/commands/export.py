@@ -142,7 +142,7 @@ def _step_in_folder(wanted: _Export, checkpoint: str) -> int | None:
     """The step of the export that the folder holds, if that is what is wanted; None if it has to be exported."""
     from distill_rl.models.files.headers import weight_problems
     from distill_rl.models.files.hub import card_header
-    from distill_rl.observe.report.card_header import OWN
+    from distill_rl.observe.report.card import OWN
 
     held = card_header(wanted.folder).get(OWN)
     if not isinstance(held, dict) or weight_problems("export", wanted.folder):
@@ -170,7 +170,7 @@ def _exceeds(folder: Path, size: int) -> bool:
 def _renew_card(wanted: _Export, step: int) -> None:
     """Brings the model card of a finished export up to date. One that somebody has edited is left as it is."""
     from distill_rl.models.files.hub import card_header
-    from distill_rl.observe.report.card_header import OWN, is_untouched
+    from distill_rl.observe.report.card import OWN, is_untouched
     from distill_rl.system.files import write_atomic
 
     file = wanted.folder / "README.md"

@@ -10,9 +10,8 @@ from contextlib import closing
 from pathlib import Path
 
 from distill_rl.errors import ConfigError, problem
-from distill_rl.observe.log import printable, setup_console
-from distill_rl.observe.sinks.sinks import SECONDS, STEPS, ProgressSink
-from distill_rl.observe.terminal import clock_time
+from distill_rl.observe.log import clock_time, printable, setup_console
+from distill_rl.observe.sinks import SECONDS, STEPS, ProgressSink
 
 _POLL_S = 1.0
 _SILENT_S = 30.0

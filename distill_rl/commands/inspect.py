@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distill_rl.align import Tokenized
-from distill_rl.align.chats.form import SWITCHES
-from distill_rl.align.tokenizer.encoder import Encoder
+from distill_rl.align.chats import SWITCHES
+from distill_rl.align.tokenizer import TextEncoder
 from distill_rl.config.facts import running_teachers
 from distill_rl.config.load import read_config
 from distill_rl.config.rules import validate
@@ -28,7 +28,7 @@ from distill_rl.data.mixture import Mixture
 from distill_rl.data.routing import asked, weights_of
 from distill_rl.errors import ConfigError, DataError, problem
 from distill_rl.observe.log import printable, status
-from distill_rl.observe.terminal import open_console
+from distill_rl.observe.log import open_console
 from distill_rl.run.opened import OpenedRun, open_rows
 from distill_rl.types import IGNORE_INDEX, Cursor, RankBatch, Row, row_of
 from distill_rl.workers.pipeline.batches import make_builder
@@ -180,7 +180,7 @@ class _Texts:
 
     def __init__(self, builder: BatchBuilder):
         self._builder = builder
-        self._encoder = cache(Encoder)
+        self._encoder = cache(TextEncoder)
 
     def read(self, document: Mapping[str, Any]) -> tuple[_Tokens, dict[int, _Tokens]]:
         """All tokens of a document: the student's, and those of teachers with their own tokenizer that are asked for it."""

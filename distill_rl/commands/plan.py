@@ -11,10 +11,9 @@ from rich.table import Table
 from distill_rl.config.facts import Facts, running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
-from distill_rl.observe.log import status
-from distill_rl.observe.terminal import open_console
+from distill_rl.observe.log import open_console, status
 from distill_rl.preflight import gather
-from distill_rl.scaling.cluster import MEMORY, Cluster
+from distill_rl.scaling.model import MEMORY, Cluster
 from distill_rl.scaling.splits import Prediction, rank
 
 SHOWN = 8

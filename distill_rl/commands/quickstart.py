@@ -20,7 +20,7 @@ def quickstart(*, real: bool, accept_terms: bool, stored: bool, config: Path | N
     if accept_terms and not (real and options["cross"]):
         raise ConfigError("--accept-terms", "goes with --real --cross alone")
     if not real:
-        return demo.quickstart(demo.Options(stored=stored, config=config, **options))
+        return demo.quickstart(demo.QuickstartOptions(stored=stored, config=config, **options))
     for flag, given in (("--stored", stored), ("--config", config)):
         if given:
             raise ConfigError(flag, "does not go with --real, which chooses its settings as `distill-rl try` does")

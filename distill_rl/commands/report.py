@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distill_rl.errors import ConfigError, DataError
-from distill_rl.observe.log import say
-from distill_rl.observe.terminal import open_console
+from distill_rl.observe.log import open_console, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,7 +46,7 @@ def report(paths: Sequence[Path], out: Path | None = None, baseline: str | None 
         ConfigError: a folder that holds neither, an unknown baseline, or a file that cannot be written.
         DataError: damaged results, one line each.
     """
-    from distill_rl.evals.results import compare
+    from distill_rl.evals import compare
 
     paths = [run for path in paths for run in _runs_of(path)]
     if all((path / "metrics.jsonl").is_file() for path in paths):
@@ -87,8 +86,8 @@ def _print_runs(paths: Sequence[Path]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from distill_rl.observe.report.runs import read_run
-    from distill_rl.observe.report.settings import figures
+    from distill_rl.observe.report.charts import read_run
+    from distill_rl.observe.report.report import figures
 
     rows = {}
     for path in paths:

@@ -19,7 +19,7 @@ from distill_rl.observe.log import printable, say, setup_console
 from distill_rl.preflight import gather
 from distill_rl.run.run_directory import paths_of
 from distill_rl.service import runs
-from distill_rl.service.runs import Run
+from distill_rl.service.runs import JobRun
 from distill_rl.system.signals import EXIT_PREEMPTED
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def _kill(service: Service, run: Run) -> None:
     )
 
 
-def _wait(service: Service, run: Run, deadline_s: float) -> bool:
+def _wait(service: Service, run: JobRun, deadline_s: float) -> bool:
     """Waits until a run has ended, for at most `deadline_s` seconds, and returns whether it has."""
     deadline = time.monotonic() + deadline_s
     while not runs.runs([service.job(run.submission_id)])[run.name].ended:

@@ -18,7 +18,7 @@ from distill_rl.preflight import gather
 from distill_rl.run.opened import OpenedRun
 
 if TYPE_CHECKING:
-    from distill_rl.teacher.comparison import Comparison
+    from distill_rl.run.opened import Comparison
 
 
 def teacher(path: str, overrides: Sequence[str], *, rows: int, full: str | None, out: Path | None) -> int:
@@ -63,7 +63,7 @@ def teacher(path: str, overrides: Sequence[str], *, rows: int, full: str | None,
     return 0
 
 
-def lines(found: Comparison) -> Iterator[str]:
+def lines(found: TeacherComparison) -> Iterator[str]:
     """A comparison as a table."""
     yield f"teacher {found.teacher}: {found.quantization}, {found.documents} documents, {found.tokens:,} positions"
     yield f"  KL(full || quantised)       {found.kl_mean:.3g} nats per token, 99 % below {found.kl_p99:.3g}"

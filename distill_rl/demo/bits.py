@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill_rl.align.chats.form import text_of
+from distill_rl.align.chats import text_of
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.models import forward
@@ -28,7 +28,7 @@ CHUNK_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedText:
     """A document as one model reads it."""
 
     ids: np.ndarray
@@ -39,7 +39,7 @@ class Encoded:
     """UTF-8 bytes of the text that they spell."""
 
 
-def encode(tokenizer: Any, document: Mapping[str, Any], data: DataConfig) -> Encoded:
+def encode(tokenizer: Any, document: Mapping[str, Any], data: DataConfig) -> EncodedText:
     """The tokens of a held-out document, and the bytes that they stand for.
 
     Of a text all tokens count but special ones. If the tokenizer writes none before the text, its first token is not
@@ -56,13 +56,13 @@ def encode(tokenizer: Any, document: Mapping[str, Any], data: DataConfig) -> Enc
     unpredicted = 0
     if counted[:1].any():
         unpredicted, counted[0] = int(ends[0, 1]), False
-    return Encoded(ids, counted, len(text[unpredicted:].encode("utf-8", "surrogatepass")))
+    return EncodedText(ids, counted, len(text[unpredicted:].encode("utf-8", "surrogatepass")))
 
 
-def begun(document: Encoded, token: int) -> Encoded:
+def begun(document: EncodedText, token: int) -> EncodedText:
     """The document with a token before it; as before, its own first token does not count."""
     ids, counted = np.insert(document.ids, 0, token), np.insert(document.counted, 0, False)
-    return Encoded(ids, counted, document.num_bytes)
+    return EncodedText(ids, counted, document.num_bytes)
 
 
 def beginning(tokenizer: Any, document: Mapping[str, Any], longest: int | None) -> Mapping[str, Any]:
@@ -75,7 +75,7 @@ def beginning(tokenizer: Any, document: Mapping[str, Any], longest: int | None) 
     return document if len(ends) <= longest else {**document, "text": text[: max(ends[:longest])]}
 
 
-def _encode_chat(tokenizer: Any, document: Mapping[str, Any], data: DataConfig) -> Encoded:
+def _encode_chat(tokenizer: Any, document: Mapping[str, Any], data: DataConfig) -> EncodedText:
     tokenization = Tokenization(
         tokenizer,
         format="messages",
@@ -91,7 +91,7 @@ def _encode_chat(tokenizer: Any, document: Mapping[str, Any], data: DataConfig) 
     roles = tokenization.roles
     contents = [text_of(message) for message in document["messages"] if not roles or message["role"] in roles]
     num_bytes = sum(len(content.encode("utf-8", "surrogatepass")) for content in contents)
-    return Encoded(encoded.input_ids.astype(np.int64), counted, num_bytes)
+    return EncodedText(encoded.input_ids.astype(np.int64), counted, num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class _Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BitsBatch:
     """Rows of documents, padded on the right, where causal attention does not look."""
 
     ids: Tensor
@@ -121,7 +121,7 @@ class Batch:
     """[R]: tokens of each row."""
 
 
-def batches(documents: Sequence[Encoded], length: int) -> Iterator[Batch]:
+def batches(documents: Sequence[EncodedText], length: int) -> Iterator[BitsBatch]:
     """Yields the documents in rows of at most `length` tokens, and about BATCH_TOKENS positions at a time."""
     for rows in _batches(sorted(_windows(documents, length), key=lambda window: -len(window.ids))):
         longest = len(rows[0].ids)
@@ -132,17 +132,15 @@ def batches(documents: Sequence[Encoded], length: int) -> Iterator[Batch]:
             ids[i, :size], targets[i, :size], counted[i, :size] = row.ids, row.targets, row.counted
         lengths = tuple(len(row.ids) for row in rows)
         owners = np.repeat([row.document for row in rows], counted.sum(axis=1))
-        yield Batch(
+        yield BitsBatch(
             torch.from_numpy(ids), torch.from_numpy(counted), torch.from_numpy(targets[counted]), owners, lengths
         )
 
 
-def _windows(documents: Sequence[Encoded], length: int) -> Iterator[_Window]:
-    """Yields the documents as rows of at most `length` tokens, in which every token but the first is predicted once.
-
-    A document that is longer goes on in another row, which begins with the last token that the one before it predicts.
-    Rows without a counted token are left out.
-    """
+def _windows(documents: Sequence[EncodedText], length: int) -> Iterator[_Window]:
+    """Yields the documents as rows of at most `length` tokens, in which every token but the first is predicted once."""
+    # A document that is longer goes on in another row, which begins with the last token that the one before it
+    # predicts. Rows without a counted token are left out.
     for i, document in enumerate(documents):
         last = len(document.ids) - 1
         for start in range(0, last, length):
@@ -153,7 +151,7 @@ def _windows(documents: Sequence[Encoded], length: int) -> Iterator[_Window]:
 
 
 @torch.no_grad()
-def bits(model: Any, documents: Sequence[Encoded], length: int) -> np.ndarray:
+def bits(model: Any, documents: Sequence[EncodedText], length: int) -> np.ndarray:
     """fp64 [documents]: the sum over the counted tokens of each document of −log2 of their probability.
 
     Probabilities are computed in fp32 over all columns of the output layer, and summed in fp64.
@@ -180,7 +178,7 @@ def _batches(rows: Sequence[_Window]) -> Iterator[list[_Window]]:
         yield batch
 
 
-def _nats(model: Any, batch: Batch) -> np.ndarray:
+def _nats(model: Any, batch: BitsBatch) -> np.ndarray:
     """−log p of every counted token of a batch, fp64 [N]."""
     read, mask, wanted = (part.to(model.device) for part in (batch.ids, batch.counted, batch.targets))
     positions = row_positions(model.config, batch.lengths, read.shape[1], read.device)
@@ -198,5 +196,4 @@ def _nats(model: Any, batch: Batch) -> np.ndarray:
 
 
 def _chosen(logits: Tensor, ids: Tensor) -> Tensor:
-    """Log-probabilities of one id per row of logits [N, V]; fp32 [N]."""
     return logits.float().log_softmax(-1).gather(1, ids[:, None])[:, 0]

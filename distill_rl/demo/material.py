@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from distill_rl.demo.recipe import RECIPE, Recipe
-from distill_rl.demo.tasks import Problem, draw_problems, question_row, training_row, with_wrong_answers
+from distill_rl.demo.recipe import (
+    RECIPE,
+    ListProblem,
+    Recipe,
+    draw_problems,
+    question_row,
+    training_row,
+    with_wrong_answers,
+)
 from distill_rl.system.files import write_json_lines
-from distill_rl.system.made_folder import made_once, point_at
+from distill_rl.system.folders import made_once, point_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +59,12 @@ class Material:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class MaterialRows:
     """The problems of the data files."""
 
-    train: list[Problem]
-    validation: list[Problem]
-    test: list[Problem]
+    train: list[ListProblem]
+    validation: list[ListProblem]
+    test: list[ListProblem]
 
     @property
     def held_out(self) -> frozenset[str]:
@@ -79,7 +87,7 @@ def make_material(root: str | Path, seed: int, recipe: Recipe = RECIPE) -> Mater
     return Material(folder)
 
 
-def draw_rows(seed: int, recipe: Recipe) -> Rows:
+def draw_rows(seed: int, recipe: Recipe) -> MaterialRows:
     """The problems of the data files, by seed and recipe alone. Every prompt occurs once in all three sets together.
 
     A share `recipe.wrong_share` of the training problems has a wrong answer.
@@ -89,20 +97,16 @@ def draw_rows(seed: int, recipe: Recipe) -> Rows:
     validation = list(islice(draw_problems(f"{seed} validation", taken), recipe.validation_rows))
     taken |= {problem.prompt for problem in validation}
     clean = list(islice(draw_problems(f"{seed} train", taken), recipe.training_rows))
-    return Rows(with_wrong_answers(f"{seed} wrong", clean, recipe.wrong_share), validation, test)
+    return MaterialRows(with_wrong_answers(f"{seed} wrong", clean, recipe.wrong_share), validation, test)
 
 
-def teacher_problems(seed: int, rows: Rows) -> Iterator[Problem]:
+def teacher_problems(seed: int, rows: MaterialRows) -> Iterator[ListProblem]:
     """Training data of the teacher: an endless series of problems with right answers, without the held-out prompts."""
     return draw_problems(f"{seed} teacher", rows.held_out)
 
 
 def _make(material: Material, seed: int, recipe: Recipe) -> None:
-    """Makes the data files, both tokenizers and both models in the folder of `material`, and trains the teacher; takes
-    a while.
-
-    The folder must not exist. Switches off the progress bars of transformers in this process.
-    """
+    """Makes data, tokenizers and models, and trains the teacher, which takes a while."""
     from transformers.utils import logging
 
     from distill_rl.demo.pretrain import new_model, train_teacher

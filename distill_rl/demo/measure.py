@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.align.chats.form import text_of
+from distill_rl.align.chats import text_of
 from distill_rl.config.facts import may_be_quantized
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.errors import DataError, GpuMemoryError, WorkerError, first_line
@@ -20,7 +20,7 @@ from distill_rl.models.files.hub import unwritten_beginning
 from distill_rl.system.gpu_memory import amounts, is_out_of_memory
 
 if TYPE_CHECKING:
-    from distill_rl.demo.bits import Encoded
+    from distill_rl.demo.bits import EncodedText
 
 SAMPLES = 3
 NEW_TOKENS = 48
@@ -92,12 +92,12 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class TrialFindings:
     prompts: tuple[Prompt, ...]
     models: Mapping[str, Measured]
 
 
-def measure(config: Config, subjects: Sequence[Subject], reading: Reading, parent: int) -> Findings:
+def measure(config: Config, subjects: Sequence[Subject], reading: Reading, parent: int) -> TrialFindings:
     """Measures models, one after another.
 
     Args:
@@ -107,13 +107,13 @@ def measure(config: Config, subjects: Sequence[Subject], reading: Reading, paren
     Raises:
         DistillError: a model or the text cannot be read, or memory is too small.
     """
-    from distill_rl.system.processes.parent import end_with
+    from distill_rl.system.processes import end_with
 
     end_with(parent)
     return find(config, subjects, reading)
 
 
-def find(config: Config, subjects: Sequence[Subject], reading: Reading) -> Findings:
+def find(config: Config, subjects: Sequence[Subject], reading: Reading) -> TrialFindings:
     """As `measure`, in this process."""
     from distill_rl.models.files.hub import read_config, tokenizer_of
 
@@ -132,10 +132,10 @@ def find(config: Config, subjects: Sequence[Subject], reading: Reading) -> Findi
                 found[subject.name] = _teacher(teacher, begins, encoded[-1], reading.length)
             else:
                 found[subject.name] = _student(subject.folder, begins, encoded[0], prompts, reading.length)
-    return Findings(prompts, found)
+    return TrialFindings(prompts, found)
 
 
-def _student(folder: Path, begins: Any, encoded: Sequence[Encoded], prompts: Sequence[Prompt], length: int) -> Measured:
+def _student(folder: Path, begins: Any, encoded: Sequence[EncodedText], prompts: Sequence[Prompt], length: int) -> Measured:
     """Measures a student with whole weights, as others will use it."""
     from distill_rl.evals.backends.base import Settings
     from distill_rl.evals.backends.hf import HfBackend
@@ -147,7 +147,7 @@ def _student(folder: Path, begins: Any, encoded: Sequence[Encoded], prompts: Seq
         return _measured(backend.model, begins, encoded, length, texts)
 
 
-def _teacher(teacher: TeacherConfig, begins: Any, encoded: Sequence[Encoded], length: int) -> Measured:
+def _teacher(teacher: TeacherConfig, begins: Any, encoded: Sequence[EncodedText], length: int) -> Measured:
     """Measures a teacher as the training loads it: whole weights may be more than fits."""
     import torch
 
@@ -166,7 +166,7 @@ def _teacher(teacher: TeacherConfig, begins: Any, encoded: Sequence[Encoded], le
             torch.cuda.empty_cache()
 
 
-def _measured(model: Any, begins: Any, encoded: Sequence[Encoded], length: int, texts: Sequence[str] = ()) -> Measured:
+def _measured(model: Any, begins: Any, encoded: Sequence[EncodedText], length: int, texts: Sequence[str] = ()) -> Measured:
     """The bits of the documents; and of some with a first token, if the tokenizer `begins` does not write it."""
     from distill_rl.demo import bits
 
@@ -215,7 +215,7 @@ def held_out(config: Config) -> list[Mapping[str, Any]]:
 
 def readable(
     documents: Sequence[Mapping[str, Any]], readers: Sequence[tuple[Any, int]], config: Config, longest: int | None
-) -> tuple[list[Mapping[str, Any]], list[list[Encoded]]]:
+) -> tuple[list[Mapping[str, Any]], list[list[EncodedText]]]:
     """The documents in which student and teacher predict something, and how each reads them; all models are measured on these.
     As in the training, those are left out that have a token for which a model has no embedding row.
 
@@ -229,7 +229,7 @@ def readable(
     from distill_rl.demo import bits
 
     kept: list[Mapping[str, Any]] = []
-    encoded: list[list[Encoded]] = [[] for _ in readers]
+    encoded: list[list[EncodedText]] = [[] for _ in readers]
     for document in documents:
         try:
             beginning = bits.beginning(readers[0][0], document, longest)

@@ -3,30 +3,429 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import IO, Any
 
-from distill_rl.config.facts import TOKENS, Facts, ModelFacts
+from omegaconf import OmegaConf
+
+from distill_rl.config.facts import GPU_WIDTH_MULTIPLE, TOKENS, Facts, ModelFacts
 from distill_rl.config.load import read_config
 from distill_rl.config.rules.validate import problems as rules
-from distill_rl.config.schema import Config
-from distill_rl.demo import choose, files
-from distill_rl.demo.choose import Fit, Known, Settings
+from distill_rl.config.save import escaped
+from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.demo.measure import Reading
 from distill_rl.errors import ConfigError, problem
 from distill_rl.models.attention import installed
 from distill_rl.models.files.facts import gpu_bytes, read_model_facts
-from distill_rl.models.files.hub import read_config as read_model_config
 from distill_rl.models.files.hub import resolve
-from distill_rl.observe.log import say
+from distill_rl.models.files.hub import read_config as read_model_config
+from distill_rl.observe.log import printable, say
 from distill_rl.preflight import Checked, gather
 from distill_rl.preflight.machine import compare_memory
-from distill_rl.run.opened import RunFindings, with_adapters
-from distill_rl.system.files import size_text
-from distill_rl.system.install import install_extra
-from distill_rl.transport.room import total_bytes
+from distill_rl.run.opened import with_adapters
+from distill_rl.config.reading.walk import Findings
+from distill_rl.system.environment import install_extra
+from distill_rl.system.files import lock_file, size_text, write_atomic
+from distill_rl.system.memory import total_bytes
+from distill_rl.system.redact import redact
+from distill_rl.types import RunPaths
+
+# The folder of a trial: two run directories, the configuration, the result and the report.
+
+WITH, WITHOUT = "with-teacher", "without-teacher"
+"""Names of the two run directories."""
+CONFIGURATION, RESULT, REPORT = "try.yaml", "result.json", "report.html"
+_LOCK = ".lock"
+_ATTEMPTS = 10
+_NAME = re.compile(r"[^\w.-]+")
+
+
+class TrialPaths:
+    """The paths in the folder of a trial."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.configuration, self.result, self.report = root / CONFIGURATION, root / RESULT, root / REPORT
+        self.taught, self.control = RunPaths(root / WITH), RunPaths(root / WITHOUT)
+
+
+def default_out(student: str, teacher: str) -> Path:
+    """The folder of a trial that is given none."""
+    names = (_NAME.sub("-", Path(name).name) or "model" for name in (student, teacher))
+    return Path("runs") / f"try-{'-'.join(names)}"
+
+
+def out_problems(root: Path, *, clean: bool, resume: bool = False) -> Iterator[str]:
+    """Yields at most one problem: the folder of a new trial is a file or holds something.
+
+    Args:
+        clean: whether an earlier trial in it will be deleted.
+        resume: whether a trial in it that was stopped will be gone on with.
+    """
+    if os.path.lexists(root) and not root.is_dir():
+        found = "a file" if root.exists() else "a link to nothing"
+        yield problem(f"{root}", "the folder of a trial must be a folder", found, "choose another --out")
+    elif root.is_dir() and _entries(root):
+        is_trial = (root / CONFIGURATION).is_file()
+        stopped = is_trial and not (root / RESULT).exists()
+        if resume and stopped:
+            return
+        if clean and not is_trial:
+            rule = f"holds files and no earlier trial (no {CONFIGURATION})"
+            yield problem(f"{root}", rule, remedy="choose another --out")
+        elif not clean:
+            remedy = "choose another --out"
+            if is_trial:
+                remedy = f"{'go on with --resume, ' if stopped else ''}start over with --clean, or {remedy}"
+            yield problem(f"{root}", "the folder is in use", remedy=remedy)
+
+
+@contextmanager
+def claimed(root: Path, *, clean: bool, resume: bool = False) -> Iterator[None]:
+    """Keeps the folder of a trial from other trials until the block ends; it is made if needed.
+
+    The lock is removed at the end, and so is what was made, if nothing came into it. A folder that has problems
+    (`out_problems`) is left alone: it will be refused with all others.
+
+    Raises:
+        ConfigError: another trial uses the folder, or it cannot be made or written.
+    """
+    if any(out_problems(root, clean=clean, resume=resume)):
+        yield
+        return
+    new = [folder for folder in (root, *root.parents) if not folder.exists()]
+    try:
+        lock = _locked(root)
+    except BlockingIOError:
+        remedy = "wait for it, or choose another --out"
+        raise ConfigError(f"{root}", "the folder is in use", "another `distill-rl try`", remedy) from None
+    except OSError as error:
+        rule = "the folder of a trial must be one that can be made and written"
+        raise ConfigError(f"{root}", rule, error.strerror, "choose another --out") from None
+    try:
+        yield
+    finally:
+        with lock, suppress(OSError):
+            (root / _LOCK).unlink()
+            for folder in new:
+                folder.rmdir()
+
+
+def _locked(root: Path) -> IO[str]:
+    """The lock file of a folder, made if needed, open and locked."""
+    for _ in range(_ATTEMPTS):
+        root.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # its last holder removed the folder
+            lock = (root / _LOCK).open("a")
+            try:
+                if not lock_file(lock, root):
+                    raise BlockingIOError
+                if os.path.samestat(os.fstat(lock.fileno()), (root / _LOCK).stat()):
+                    return lock
+            except BaseException:
+                lock.close()
+                raise
+            lock.close()  # its last holder removed it, and others would lock a new one
+    raise BlockingIOError
+
+
+def begin(paths: TrialPaths, *, clean: bool) -> None:
+    """Empties the folder of a trial, which is `claimed`.
+
+    Raises:
+        ConfigError: something has come into it that may not be deleted.
+    """
+    if problems := [*out_problems(paths.root, clean=clean)]:
+        raise ConfigError.many(problems)
+    for entry in _entries(paths.root):
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+def _entries(root: Path) -> list[Path]:
+    return [entry for entry in root.iterdir() if entry.name != _LOCK]
+
+
+def write_configuration(path: Path, config: Config, comments: Sequence[str]) -> None:
+    """Writes a configuration for people: settings that differ from their defaults, below lines of comment.
+
+    Secrets are redacted.
+    """
+    tree = escaped(redact(differing(asdict(config), asdict(Config()))))
+    lines = [f"# {printable(comment)}".rstrip() for comment in comments]
+    write_atomic(path, "\n".join(lines) + "\n\n" + OmegaConf.to_yaml(OmegaConf.create(tree)))
+
+
+def differing(tree: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a configuration's tree that differ from its defaults, in their order; of teachers, theirs."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        default = defaults.get(key)
+        if value == default:
+            continue
+        if key == "teachers":
+            found[key] = [differing(teacher, asdict(TeacherConfig())) for teacher in value]
+        elif isinstance(value, dict) and isinstance(default, dict) and default:
+            found[key] = differing(value, default)
+        else:
+            found[key] = value
+    return found
+
+
+# The settings of a trial: what is chosen for a pair of models, a text and a machine, and why. Pure arithmetic.
+
+Settings = dict[str, Any]
+"""By dotted key, as of the configuration."""
+
+LONGEST_ROW_GPU, LONGEST_ROW = 2048, 512
+SHORTEST_ROW = 128
+DOCUMENTS_PER_ROW = 4
+"""Rows are to have room for this many documents of the mean length, so that few are longer than a row."""
+TOKENS_PER_STEP_GPU, TOKENS_PER_STEP = 16_384, 2048
+"""Few enough for hundreds of steps in minutes."""
+MOST_DOCUMENTS = 256
+MOST_EPOCHS = 20
+TOP_K = 64
+WARMUP_STEPS = 5
+ADAPTERS_LR = 10
+"""Adapters take a rate so many times as large."""
+LR_OF_A_BILLION, LR_POWER, LR_RANGE = 5e-5, 0.4, (1e-5, 3e-3)
+"""Rate for a billion parameters, the power of their number by which it falls, and its limits."""
+CE_WEIGHT = 0.5
+FEWEST_DOCUMENTS = 16
+HELD_OUT_SHARE, LARGEST_SHARE = 0.1, 0.25
+"""Most of the documents that may be held out, and most of them where they are few."""
+FEWEST_HELD_OUT = 8
+"""Documents with which two students can be compared: fewer say little about any other text."""
+MEASURE_SHARE = 0.1
+"""Part of the time of a training that measuring the larger model once may take."""
+MEASURED_TOKENS = (2048, 50_000)
+FLOPS_PER_CORE, FLOPS_PER_GPU = 2e10, 5e13
+"""What a forward pass gets of a core or a GPU, cautiously."""
+_BITS = {"int8": "in 8 bits", "int4": "in 4 bits", "fp8": "in 8 bits", "as_stored": "as it is stored"}
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the choice depends on."""
+
+    gpus: int
+    cores: int
+    student_parameters: int
+    teacher_parameters: int
+    positions: int | None
+    """Longest input of both models, in tokens; None: not limited."""
+    vocabulary: int
+    """Ids of the smaller tokenizer."""
+    documents: int
+    tokens_per_document: float
+    """Mean, of the student's tokenizer."""
+    chats: bool
+    turns_known: bool
+    """Of chats: whether the assistant's turns can be told from the rest."""
+    minutes: float
+    """Of each training."""
+    quantizes: bool = False
+    """Whether the package is installed that weights of 8 and 4 bits need."""
+    steps: int | None = None
+    """Of each training, if it does not end after `minutes`."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.gpus > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A way to make a training smaller; from fast to small in FITS."""
+
+    micro_batch: int
+    checkpointing: bool = False
+    apart: bool = False
+    """Teacher and student on GPUs of their own."""
+    eight_bits: bool = False
+    """The teacher's weights in 8 bits."""
+    adapters: bool = False
+    """Adapters are trained in place of all weights."""
+    four_bits: bool = False
+    """The teacher's weights, and those of the student beside its adapters, in 4 bits."""
+
+    @property
+    def quantized(self) -> bool:
+        return self.eight_bits or self.four_bits
+
+    def settings(self) -> Settings:
+        chosen: Settings = {"train.micro_batch_size": self.micro_batch}
+        if self.checkpointing:
+            chosen["student.activation_checkpointing"] = True
+        if self.apart:
+            chosen["ray.placement"] = "disaggregated"
+        if self.eight_bits:
+            chosen["teachers.0.quantization"] = "int8"
+        if self.adapters:
+            chosen["student.lora"] = {}
+        if self.four_bits:
+            chosen |= {"teachers.0.quantization": "int4", "student.quantization": "int4"}
+        return chosen
+
+
+FITS = (Fit(8), Fit(4), Fit(2), Fit(1), Fit(1, checkpointing=True))
+SMALLEST = (
+    Fit(1, checkpointing=True, eight_bits=True),
+    Fit(1, checkpointing=True, adapters=True),
+    Fit(1, checkpointing=True, eight_bits=True, adapters=True),
+    Fit(1, checkpointing=True, adapters=True, four_bits=True),
+)
+"""What changes the result, too, and comes after everything else."""
+
+
+def fits(known: Known, documents: int) -> Iterator[Fit]:
+    """Yields ways to train, the fastest first, for a number of documents per step.
+
+    CPUs gain nothing from more than four rows at a time.
+    """
+    for fit in FITS:
+        if fit.micro_batch <= min(documents, 8 if known.on_gpu else 4):
+            yield fit
+    if known.gpus > 1:
+        yield Fit(1, checkpointing=True, apart=True)
+    for fit in SMALLEST:
+        if known.quantizes or not fit.quantized:
+            yield fit
+
+
+def row_length(known: Known) -> int:
+    """`data.max_length`: room for several documents of the text, within what both models can read."""
+    wanted = _power_of_two_from(DOCUMENTS_PER_ROW * known.tokens_per_document)
+    length = min(max(wanted, SHORTEST_ROW), LONGEST_ROW_GPU if known.on_gpu else LONGEST_ROW)
+    if known.positions is None:
+        return length
+    # Rows on a GPU are padded to a multiple, and the padded width counts.
+    limit = known.positions // GPU_WIDTH_MULTIPLE * GPU_WIDTH_MULTIPLE if known.on_gpu else known.positions
+    return min(length, limit or known.positions)
+
+
+def documents_per_step(known: Known, length: int) -> int:
+    """`train.global_batch_size`: a power of two, at most a quarter of the text."""
+    tokens = TOKENS_PER_STEP_GPU if known.on_gpu else TOKENS_PER_STEP
+    each = min(known.tokens_per_document, length) if known.chats else known.tokens_per_document
+    most = min(tokens / max(each, 1.0), MOST_DOCUMENTS, known.documents / 4)
+    return 2 ** math.floor(math.log2(max(most, 1)))
+
+
+def learning_rate(parameters: int, *, adapters: bool = False) -> float:
+    """`optimizer.lr`, with one digit; smaller models take larger rates, and so do adapters."""
+    low, high = LR_RANGE
+    rate = LR_OF_A_BILLION * (1e9 / max(parameters, 1)) ** LR_POWER * (ADAPTERS_LR if adapters else 1)
+    return float(f"{min(max(rate, low), high):.0e}")
+
+
+def held_out(known: Known) -> int:
+    """Number of documents that are held out: as many as the larger model can read in a tenth of `minutes`.
+
+    At most a tenth of the text; but at least FEWEST_HELD_OUT, or a quarter of a text that is shorter than four times that.
+    """
+    count = min(_readable_tokens(known) / max(known.tokens_per_document, 1.0), HELD_OUT_SHARE * known.documents)
+    fewest = min(FEWEST_HELD_OUT, math.floor(LARGEST_SHARE * known.documents))
+    return max(round(count), fewest, 1)
+
+
+def longest_measured(known: Known) -> int | None:
+    """Most tokens of a held-out text that are measured, so that long texts take no longer; None: all. Chats are not cut."""
+    count, tokens = held_out(known), _readable_tokens(known)
+    if known.chats or round(tokens / max(known.tokens_per_document, 1.0)) >= count:
+        return None
+    return math.floor(tokens / count)
+
+
+def _readable_tokens(known: Known) -> float:
+    """Tokens that the larger model can read in a tenth of `minutes`, within MEASURED_TOKENS."""
+    flops = known.gpus * FLOPS_PER_GPU if known.on_gpu else known.cores * FLOPS_PER_CORE
+    largest = max(known.student_parameters, known.teacher_parameters, 1)
+    low, high = MEASURED_TOKENS
+    return min(max(MEASURE_SHARE * 60 * known.minutes * flops / (2 * largest), low), high)
+
+
+def choose(known: Known, fit: Fit, *, adapters: bool | None = None) -> Settings:
+    """All settings of the training with the teacher, but for models, data, length and folder.
+
+    Args:
+        adapters: whether adapters are trained, which the rate depends on; None: as `fit` says.
+    """
+    length = row_length(known)
+    precision = "bf16" if known.on_gpu else "fp32"
+    chosen: Settings = {
+        "student.dtype": precision,
+        "teachers.0.dtype": precision,
+        "data.max_length": length,
+        "data.validation.fraction": held_out(known) / known.documents,
+        "data.validation.max_documents": held_out(known),
+        "loss.top_k": min(TOP_K, known.vocabulary),
+        "loss.kd_weight": 1.0,
+        "loss.ce_weight": CE_WEIGHT,
+        "optimizer.lr": learning_rate(
+            known.student_parameters, adapters=fit.adapters if adapters is None else adapters
+        ),
+        "schedule.warmup_steps": WARMUP_STEPS,
+        "train.epochs": float(MOST_EPOCHS),
+        "train.global_batch_size": documents_per_step(known, length),
+        "checkpoint.keep_last": 1,
+    }
+    if known.chats and known.turns_known:
+        chosen["data.loss_on"] = "assistant"
+    return chosen | fit.settings()
+
+
+WITHOUT_TEACHER: Mapping[str, Any] = {"loss.kd_weight": 0.0, "loss.ce_weight": 1.0}
+
+
+def reasons(known: Known, method: str, config: Config) -> list[str]:
+    """What was chosen and why, a line each.
+
+    Args:
+        method: how teacher and student are compared: `same` for token by token, or the cross-tokenizer loss.
+        config: of the training, with what the user chose instead.
+    """
+    loss, batch = config.loss, config.train.global_batch_size
+    if method == "same":
+        how = f"same tokenizer: token by token, the teacher's {loss.top_k} likeliest tokens and the rest as one"
+    else:
+        how = f"different tokenizers: {method}, over chunks of text that both can spell"
+    on = "the assistant's turns" if config.data.loss_on == "assistant" else "all tokens"
+    ce = f", with {loss.ce_weight:g} x cross-entropy with the text" if loss.ce_weight else ""
+    device = f"{known.gpus} GPU{'s' if known.gpus > 1 else ''}" if known.on_gpu else f"CPU, {known.cores} cores"
+    documents = f"documents of {known.tokens_per_document:,.0f} tokens on average"
+    why = f"few, for many steps in {known.minutes:g} min" if known.steps is None else f"{known.steps:,} of them"
+    return [
+        f"method    {how}; on {on}{ce}",
+        f"rows      of {config.data.max_length} tokens, for {documents}; {way(config)}",
+        f"step      {batch} document{'s' if batch > 1 else ''}: {why}",
+        f"rate      {config.optimizer.lr:g}: smaller models take larger ones; {config.schedule.warmup_steps} steps of warm-up, "
+        f"then a {config.schedule.kind} to the end",
+        f"device    {device}: {config.student.dtype}",
+    ]
+
+
+def way(config: Config) -> str:
+    """How rows are trained on, with what makes the training smaller."""
+    rows, teacher, student = config.train.micro_batch_size, config.teachers[0].quantization, config.student.quantization
+    more = [", activations computed again"] if config.student.activation_checkpointing else []
+    more += [", teacher and student on GPUs of their own"] if config.ray.placement == "disaggregated" else []
+    more += [f", the teacher {_BITS[teacher]}"] if teacher else []
+    more += [", low-rank adapters in place of all weights"] if config.student.lora is not None else []
+    more += [f", the student's other weights {_BITS[student]}"] if student else []
+    return f"{rows} row{'' if rows == 1 else 's'} at a time{''.join(more)}"
+
+
+def _power_of_two_from(number: float) -> int:
+    return int(2 ** math.ceil(math.log2(max(number, 1.0))))
+
 
 RESERVED = {
     "student.model": "STUDENT",
@@ -62,7 +461,7 @@ _NO_ROOM = (
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TrialRequest:
     """What the command line asks for."""
 
     student: str
@@ -87,7 +486,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class TrialPair:
     """Two models and a text that can be tried."""
 
     config: Config
@@ -107,16 +506,16 @@ class Pair:
     def reading(self) -> Reading:
         """How the models read the held-out text."""
         length = min(self.known.positions or MEASURED_LENGTH, MEASURED_LENGTH)
-        return Reading(length, choose.longest_measured(self.known), same=self.method == TOKENS)
+        return Reading(length, longest_measured(self.known), same=self.method == TOKENS)
 
     @property
     def reasons(self) -> list[str]:
         """What was chosen and why, a line each."""
-        lines = choose.reasons(self.known, self.method, self.config)
+        lines = reasons(self.known, self.method, self.config)
         return lines + ([f"yours     {' '.join(self.overrides)}"] if self.overrides else [])
 
 
-def examine(request: Request) -> Pair:
+def examine(request: TrialRequest) -> TrialPair:
     """Opens models and text, chooses the settings, and checks the training as `distill-rl check` does.
 
     Fetches models that are on the hub.
@@ -127,7 +526,7 @@ def examine(request: Request) -> Pair:
     problems = [*_request_problems(request)]
     positions = _positions(request.student, request.teacher)
     first: Settings = {
-        "data.max_length": min(positions or choose.SHORTEST_ROW, choose.SHORTEST_ROW),
+        "data.max_length": min(positions or SHORTEST_ROW, SHORTEST_ROW),
         "loss.top_k": 1,
         "train.global_batch_size": 1,
         "train.micro_batch_size": 1,
@@ -158,13 +557,13 @@ def examine(request: Request) -> Pair:
     assert checked.config is not None
     if problems := [*_whole_problems(request, checked.config, models[0], on_gpu=known.on_gpu)]:
         raise ConfigError.many(problems)
-    return Pair(checked.config, student, teacher, known, method, models, checked.notes, request.overrides)
+    return TrialPair(checked.config, student, teacher, known, method, models, checked.notes, request.overrides)
 
 
-def settings_of(request: Request, chosen: Settings) -> Settings:
+def settings_of(request: TrialRequest, chosen: Settings) -> Settings:
     """The settings of the training with the teacher, by dotted key, without overrides."""
     return {
-        "run": {"dir": os.fspath(request.out.absolute()), "name": files.WITH, "seed": request.seed},
+        "run": {"dir": os.fspath(request.out.absolute()), "name": WITH, "seed": request.seed},
         "student": {"model": _local(request.student)},
         "teachers": [{"model": _local(request.teacher), "dtype": chosen.get("teachers.0.dtype", "fp32")}],
         "data": {"path": _local(request.text)},
@@ -173,12 +572,8 @@ def settings_of(request: Request, chosen: Settings) -> Settings:
     }
 
 
-def _gather(request: Request, chosen: Settings, problems: Sequence[str]) -> Checked:
-    """Checks a training with these settings and the user's.
-
-    Raises:
-        ConfigError: its problems, after those that are given.
-    """
+def _gather(request: TrialRequest, chosen: Settings, problems: Sequence[str]) -> Checked:
+    """Checks a training with these settings and the user's."""
     checked = gather(
         settings_of(request, chosen), request.overrides, clean=True, say=lambda text: say(f"data      {text}")
     )
@@ -189,7 +584,6 @@ def _gather(request: Request, chosen: Settings, problems: Sequence[str]) -> Chec
 
 
 def _is_no_batch(override: str) -> bool:
-    """Whether an override is not about the sizes of batches, which the first look at the files does not need."""
     return not override.startswith(("train.global_batch_size", "train.micro_batch_size"))
 
 
@@ -207,21 +601,21 @@ def in_words(line: str) -> str:
     return f"{_NAMES.get(key, key)}{colon}{rest}"
 
 
-def _request_problems(request: Request) -> Iterator[str]:
+def _request_problems(request: TrialRequest) -> Iterator[str]:
     """Yields what is wrong with the command line itself."""
     for text in request.overrides:
         if (name := RESERVED.get(text.partition("=")[0].strip())) is not None:
             yield problem(text, f"is set by {name}", remedy=f"use {name}")
     yield from _held_out_problems(request)
-    yield from files.out_problems(request.out, clean=request.clean, resume=request.continued)
+    yield from out_problems(request.out, clean=request.clean, resume=request.continued)
     if _local(request.student) == _local(request.teacher):
         rule = "must be two models: a model has nothing to learn from itself"
         yield problem("STUDENT and TEACHER", rule, request.student, "give the model to train first, then its teacher")
 
 
-def _held_out_problems(request: Request) -> Iterator[str]:
+def _held_out_problems(request: TrialRequest) -> Iterator[str]:
     """Yields a problem if the user's settings hold nothing out."""
-    key, ours = "data.validation.fraction", choose.HELD_OUT_SHARE
+    key, ours = "data.validation.fraction", HELD_OUT_SHARE
     config, invalid = read_config(settings_of(request, {key: ours}), request.overrides)
     if config is None or key in invalid.keys or config.data.validation.path:
         return
@@ -230,7 +624,7 @@ def _held_out_problems(request: Request) -> Iterator[str]:
         yield problem(key, rule, config.data.validation.fraction, "leave it out")
 
 
-def _pair_problems(request: Request, known: Known) -> Iterator[str]:
+def _pair_problems(request: TrialRequest, known: Known) -> Iterator[str]:
     """Yields what is wrong with the models beside each other."""
     sizes = known.student_parameters, known.teacher_parameters
     if sizes[0] > LARGER * sizes[1]:
@@ -242,15 +636,15 @@ def _pair_problems(request: Request, known: Known) -> Iterator[str]:
         yield problem("STUDENT", rule, request.student, remedy)
 
 
-def _text_problems(request: Request, facts: Facts) -> Iterator[str]:
+def _text_problems(request: TrialRequest, facts: Facts) -> Iterator[str]:
     """Yields what is wrong with the size of the text."""
-    if facts.num_documents is not None and facts.num_documents < choose.FEWEST_DOCUMENTS:
-        rule = f"must have at least {choose.FEWEST_DOCUMENTS} documents, of which some are held out"
+    if facts.num_documents is not None and facts.num_documents < FEWEST_DOCUMENTS:
+        rule = f"must have at least {FEWEST_DOCUMENTS} documents, of which some are held out"
         remedy = "give more text; of a .txt file every line is a document"
         yield problem("TEXT", rule, f"{facts.num_documents} in {request.text}", remedy)
 
 
-def _whole_problems(request: Request, config: Config, student: ModelFacts, *, on_gpu: bool) -> Iterator[str]:
+def _whole_problems(request: TrialRequest, config: Config, student: ModelFacts, *, on_gpu: bool) -> Iterator[str]:
     """Yields a problem if the student can be trained with quantised weights, but its whole weights cannot be measured."""
     if config.student.quantization is None:
         return
@@ -266,7 +660,7 @@ def _whole_problems(request: Request, config: Config, student: ModelFacts, *, on
         )
 
 
-def _known(request: Request, facts: Facts, models: tuple[ModelFacts, ModelFacts], positions: int | None) -> Known:
+def _known(request: TrialRequest, facts: Facts, models: tuple[ModelFacts, ModelFacts], positions: int | None) -> Known:
     sample = facts.sources[0].sample if facts.sources else None
     sizes = [facts.vocabulary_size, *(teacher.vocabulary_size for teacher in facts.teachers)]
     return Known(
@@ -276,7 +670,7 @@ def _known(request: Request, facts: Facts, models: tuple[ModelFacts, ModelFacts]
         teacher_parameters=models[1].parameters,
         positions=positions,
         vocabulary=min(size for size in sizes if size is not None),
-        documents=facts.num_documents or choose.FEWEST_DOCUMENTS,
+        documents=facts.num_documents or FEWEST_DOCUMENTS,
         tokens_per_document=100.0 if sample is None else sample.tokens_per_document,
         chats=facts.data_kind == "messages",
         turns_known=True,
@@ -286,16 +680,14 @@ def _known(request: Request, facts: Facts, models: tuple[ModelFacts, ModelFacts]
     )
 
 
-def _fit(request: Request, known: Known, facts: Facts) -> Fit:
-    """The fastest way to train that leaves some of the memory; the smallest if none does, which the checks then refuse.
-
-    Ways that do not go with the user's settings, such as rows that do not divide the user's batch, are passed over.
-    """
-    documents = choose.documents_per_step(known, choose.row_length(known))
+def _fit(request: TrialRequest, known: Known, facts: Facts) -> Fit:
+    """The fastest way to train that leaves some of the memory; the smallest if none does, which the checks then refuse."""
+    # Ways that do not go with the user's settings, such as rows that do not divide the user's batch, are passed over.
+    documents = documents_per_step(known, row_length(known))
     host, gpus = total_bytes(), gpu_bytes() if known.on_gpu else ()
     smallest = Fit(1)
-    for fit in choose.fits(known, documents):
-        config, _ = read_config(settings_of(request, choose.choose(known, fit)), request.overrides)
+    for fit in fits(known, documents):
+        config, _ = read_config(settings_of(request, choose(known, fit)), request.overrides)
         if config is None:
             break
         if rules(config):
@@ -310,11 +702,11 @@ def _fit(request: Request, known: Known, facts: Facts) -> Fit:
     return smallest
 
 
-def _chosen(request: Request, known: Known, fit: Fit) -> Settings:
+def _chosen(request: TrialRequest, known: Known, fit: Fit) -> Settings:
     """The settings for a way to train, with the rate that suits what is trained with the user's settings."""
-    config, _ = read_config(settings_of(request, choose.choose(known, fit)), request.overrides)
+    config, _ = read_config(settings_of(request, choose(known, fit)), request.overrides)
     adapters = None if config is None else config.student.lora is not None
-    return choose.choose(known, fit, adapters=adapters)
+    return choose(known, fit, adapters=adapters)
 
 
 def _facts(folder: Path) -> ModelFacts:

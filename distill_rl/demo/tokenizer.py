@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from distill_rl.demo.tasks import DIGITS, TASKS, WORDS
+from distill_rl.demo.recipe import DIGITS, TASKS, WORDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

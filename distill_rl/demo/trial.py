@@ -15,27 +15,152 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import numpy as np
 
 from distill_rl import __version__
 from distill_rl.config.load import load_config
 from distill_rl.config.schema import Config
-from distill_rl.demo import compare, files
-from distill_rl.demo.choose import WITHOUT_TEACHER
-from distill_rl.demo.files import TrialPaths
-from distill_rl.demo.measure import BEGUN, Findings, Measured, Subject, measure
-from distill_rl.demo.pair import Pair, Request, count, examine
+from distill_rl.demo.measure import BEGUN, Measured, Prompt, Subject, TrialFindings, measure
+from distill_rl.demo.pair import (
+    FEWEST_HELD_OUT,
+    WITHOUT,
+    WITHOUT_TEACHER,
+    TrialPair,
+    TrialPaths,
+    TrialRequest,
+    begin,
+    claimed,
+    count,
+    default_out,
+    examine,
+    write_configuration,
+)
 from distill_rl.demo.runs import ChildRun, figures, run_all
-from distill_rl.evals.results.compare import of_run
+from distill_rl.evals.compare import of_run
 from distill_rl.models.files.hub import ADVICE
-from distill_rl.observe.log import say, status
+from distill_rl.observe.log import open_console, printable, say, status
 from distill_rl.observe.report.report import write_report
 from distill_rl.system.files import write_json
-from distill_rl.system.processes.child import call_in_child
+from distill_rl.system.processes import call_in_child
 from distill_rl.system.signals import requests
 from distill_rl.types import RunPaths
+
+# The result of a trial: bits per byte of four models on the same text, and whether the teacher made a difference.
+
+BEFORE, TAUGHT, CONTROL, TEACHER = "student_before", "with_teacher", "without_teacher", "teacher"
+ROWS = {
+    TEACHER: "teacher",
+    BEFORE: "student, before",
+    CONTROL: "student, trained without the teacher",
+    TAUGHT: "student, trained with the teacher",
+}
+_BAR = 24
+_RESAMPLES = 2000
+_SHOWN = 160
+"""Characters of a sample that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class BitsDifference:
+    """Bits per byte that the teacher saved: those without it minus those with it."""
+
+    saved: float
+    low: float
+    high: float
+    """95 % interval, over documents."""
+    documents: int
+    """Held out."""
+
+    @property
+    def interval(self) -> list[float] | None:
+        """None for too few documents, among which an interval is narrow by chance."""
+        return [self.low, self.high] if self.documents >= FEWEST_HELD_OUT else None
+
+    @property
+    def verdict(self) -> str:
+        if self.interval is None:
+            held = f"{self.documents} document{'' if self.documents == 1 else 's'} held out, at least {FEWEST_HELD_OUT} needed"
+            return f"Too little text to tell whether the teacher helped: {held}; give more documents."
+        interval = f"(95 % interval {self.low:+.3f} to {self.high:+.3f})"
+        if self.low > 0:
+            return (
+                f"The teacher helped: {self.saved:.3f} bits per byte fewer than the same steps without it {interval}."
+            )
+        if self.high < 0:
+            return (
+                f"The teacher did harm: {-self.saved:.3f} bits per byte more than the same steps without it {interval}."
+            )
+        return (
+            f"No difference that this much held-out text could show: {self.saved:+.3f} bits per byte saved {interval}."
+        )
+
+
+def difference(taught: Measured, control: Measured, seed: int = 0) -> BitsDifference:
+    """What the teacher saved, with an interval from documents that are drawn again, with replacement, for both models alike."""
+    pairs = np.array([taught.bits, control.bits, taught.num_bytes], dtype=np.float64)
+    drawn = np.random.default_rng(seed).integers(pairs.shape[1], size=(_RESAMPLES, pairs.shape[1]))
+    with_it, without, size = pairs[:, drawn].sum(axis=2)
+    low, high = np.quantile((without - with_it) / size, (0.025, 0.975))
+    return BitsDifference(control.bits_per_byte - taught.bits_per_byte, float(low), float(high), len(taught.bits))
+
+
+def print_result(
+    models: Mapping[str, Measured], outcome: BitsDifference, trainings: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Prints a table of bits per byte with bars, and what it says.
+
+    Args:
+        models: the models of ROWS.
+        trainings: steps and seconds by model, of those that were trained.
+    """
+    from rich import box
+    from rich.table import Table
+
+    some = models[BEFORE]
+    title = f"Bits per byte on {len(some.bits):,} held-out documents, {sum(some.num_bytes):,} bytes (less is better)"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table.add_column("model", no_wrap=True)
+    table.add_column("bits per byte", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("training", no_wrap=True)
+    most = max(measured.bits_per_byte for measured in models.values())
+    for name, label in ROWS.items():
+        value, training = models[name].bits_per_byte, trainings.get(name)
+        bar = "█" * max(1, round(_BAR * value / most))
+        told = (
+            ""
+            if training is None
+            else f"{training['steps']:,} step{'' if training['steps'] == 1 else 's'} in {training['seconds']:.0f} s"
+        )
+        table.add_row(label, f"{value:.3f}", bar, told, style="bold" if name == TAUGHT else None)
+    console = open_console(110)
+    console.print()
+    console.print(table)
+    seconds = [trainings[name]["seconds"] / max(trainings[name]["steps"], 1) for name in (TAUGHT, CONTROL)]
+    cost = f" A step with the teacher took {seconds[0] / seconds[1]:.1f} times as long." if min(seconds) > 0 else ""
+    print(outcome.verdict + cost)
+
+
+def print_samples(prompts: Sequence[Prompt], models: Mapping[str, Measured]) -> None:
+    """Prints held-out prompts, how they go on, and how each student goes on with them."""
+    for i, prompt in enumerate(prompts):
+        print(f"\n  prompt           {_shown(prompt.shown, end=True)}")
+        print(f"  text             {_shown(prompt.reference)}")
+        for name, label in ((BEFORE, "before"), (CONTROL, "without teacher"), (TAUGHT, "with teacher")):
+            print(f"  {label:<16} {_shown(models[name].samples[i])}")
+    print(flush=True)
+
+
+def _shown(text: str, *, end: bool = False) -> str:
+    """A text on one line, cut; at its beginning with `end`."""
+    line = printable(" ".join(text.split()))
+    if len(line) <= _SHOWN:
+        return line or "(nothing)"
+    return f"… {line[-_SHOWN:]}" if end else f"{line[:_SHOWN]} …"
+
 
 OVERHEAD_S = 60.0
 """What starting four processes with their workers takes, roughly; large models take longer to load."""
@@ -47,26 +172,7 @@ TIMES_LONGER = 10
 """How much longer the training is that is proposed to go on with."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Those of the command line."""
-
-    student: str
-    teacher: str
-    text: str
-    minutes: float
-    """Of each training."""
-    out: Path | None
-    seed: int
-    clean: bool
-    overrides: Sequence[str]
-    steps: int | None = None
-    """Of each training, in place of minutes."""
-    continued: bool = False
-    """Go on with a trial that was stopped."""
-
-
-def try_pair(options: Options) -> int:
+def try_pair(request: TrialRequest) -> int:
     """Tries a student and a teacher on a text, and prints and writes what came of it; returns the exit code.
 
     0 at the end, whatever the comparison says; that of a training that failed or was stopped. Everything is written into
@@ -79,48 +185,35 @@ def try_pair(options: Options) -> int:
         KeyboardInterrupt: Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP, while no training was running.
     """
     start = time.perf_counter()
-    out = options.out or files.default_out(options.student, options.teacher)
-    request = Request(
-        options.student,
-        options.teacher,
-        options.text,
-        options.minutes,
-        options.seed,
-        out,
-        options.clean,
-        options.overrides,
-        options.steps,
-        options.continued,
-    )
-    paths = TrialPaths(out)
-    with _stopped_by_signals(), files.claimed(out, clean=options.clean, resume=options.continued):
+    paths = TrialPaths(request.out)
+    with _stopped_by_signals(), claimed(request.out, clean=request.clean, resume=request.continued):
         with status("checking  models and text"):
             pair = examine(request)
         _introduce(request, pair)
         found = _measured(pair, "teacher, student", [
-            Subject(compare.TEACHER, pair.teacher, teacher=True, begin=True),
-            Subject(compare.BEFORE, pair.student, begin=True),
+            Subject(TEACHER, pair.teacher, teacher=True, begin=True),
+            Subject(BEFORE, pair.student, begin=True),
         ])  # fmt: skip
-        before = found.models[compare.BEFORE].bits_per_byte
-        say(f"measured  teacher {found.models[compare.TEACHER].bits_per_byte:.3f}, student {before:.3f} bits per byte")
+        before = found.models[BEFORE].bits_per_byte
+        say(f"measured  teacher {found.models[TEACHER].bits_per_byte:.3f}, student {before:.3f} bits per byte")
         for line in beginning_lines(found.models):
             say(line)
-        if not (options.continued and paths.configuration.exists()):
-            files.begin(paths, clean=options.clean)
-            files.write_configuration(paths.configuration, pair.config, _comments(request, pair))
+        if not (request.continued and paths.configuration.exists()):
+            begin(paths, clean=request.clean)
+            write_configuration(paths.configuration, pair.config, _comments(request, pair))
         if code := _train(paths):
-            again = "the same command goes on" if options.continued else "go on with --resume"
+            again = "the same command goes on" if request.continued else "go on with --resume"
             say(f"stopped   {again}, or start over with --clean")
             return code
         trained = _measured(pair, "both students", [
-            Subject(compare.CONTROL, paths.control.export), Subject(compare.TAUGHT, paths.taught.export),
+            Subject(CONTROL, paths.control.export), Subject(TAUGHT, paths.taught.export),
         ])  # fmt: skip
         models = {**found.models, **trained.models}
         _conclude(request, pair, paths, replace(found, models=models), start)
     return 0
 
 
-def _introduce(request: Request, pair: Pair) -> None:
+def _introduce(request: TrialRequest, pair: TrialPair) -> None:
     """Prints what was found, what was chosen and why, and how long it will take."""
     known = pair.known
     (student, teacher), held = pair.models, pair.config.data.validation.max_documents
@@ -146,7 +239,7 @@ def _introduce(request: Request, pair: Pair) -> None:
     )
 
 
-def _measured(pair: Pair, what: str, subjects: Sequence[Subject]) -> Findings:
+def _measured(pair: TrialPair, what: str, subjects: Sequence[Subject]) -> TrialFindings:
     """Measures models in a process of their own."""
     say(f"measure   {what}: bits per byte of the held-out text, continuations")
     least, times = MEASURING_TIMES_S
@@ -157,7 +250,7 @@ def _measured(pair: Pair, what: str, subjects: Sequence[Subject]) -> Findings:
 
 def beginning_lines(models: Mapping[str, Measured]) -> list[str]:
     """A line for each model that reads the text worse because its tokenizer does not write the model's first token."""
-    read = (("teacher", "teachers.0", compare.TEACHER), ("student", "student", compare.BEFORE))
+    read = (("teacher", "teachers.0", TEACHER), ("student", "student", BEFORE))
     return [
         f"note      {name}: {begun.as_read:.3f} bits per byte of {BEGUN} documents as its tokenizer reads them, {begun.begun:.3f} "
         f"with {begun.token} before each; give one that writes it ({key}.tokenizer=FOLDER; {ADVICE})"
@@ -168,7 +261,7 @@ def beginning_lines(models: Mapping[str, Measured]) -> list[str]:
 
 def _train(paths: TrialPaths) -> int:
     """Trains with the teacher, then without it; returns 0, or the exit code of the one that failed."""
-    control = (f"run.name={files.WITHOUT}", *(f"{key}={value:g}" for key, value in WITHOUT_TEACHER.items()))
+    control = (f"run.name={WITHOUT}", *(f"{key}={value:g}" for key, value in WITHOUT_TEACHER.items()))
     # The configuration of the first training, once it has ended, has the steps that its minutes have become.
     for what, run, configuration, overrides in (
         ("with the teacher", paths.taught, paths.configuration, ()),
@@ -185,28 +278,24 @@ def _train(paths: TrialPaths) -> int:
     return 0
 
 
-def _conclude(request: Request, pair: Pair, paths: TrialPaths, found: Findings, start: float) -> None:
+def _conclude(request: TrialRequest, pair: TrialPair, paths: TrialPaths, found: TrialFindings, start: float) -> None:
     """Writes the configuration that repeats the training, the result and the report; prints all that is to be seen."""
     models, trained = found.models, load_config(paths.taught.config)
     config = replace(pair.config, train=trained.train, schedule=trained.schedule)
-    files.write_configuration(paths.configuration, config, _comments(request, pair))
+    write_configuration(paths.configuration, config, _comments(request, pair))
     shutil.rmtree(paths.control.checkpoints, ignore_errors=True)
-    trainings = {compare.TAUGHT: _training(paths.taught), compare.CONTROL: _training(paths.control)}
-    outcome = compare.difference(
-        models[compare.TAUGHT],
-        models[compare.CONTROL],
-        request.seed,
-    )
+    trainings = {TAUGHT: _training(paths.taught), CONTROL: _training(paths.control)}
+    outcome = difference(models[TAUGHT], models[CONTROL], request.seed)
     seconds = time.perf_counter() - start
     write_json(paths.result, _result(request, pair, paths, found, outcome, trainings, seconds))
     evaluation = of_run(paths.taught.root, [paths.control.root])
     write_report(paths.taught.root, evaluation=evaluation, comparisons=[paths.control.root], out=paths.report)
-    compare.print_result(models, outcome, trainings)
-    compare.print_samples(found.prompts, models)
+    print_result(models, outcome, trainings)
+    print_samples(found.prompts, models)
     for name, path in (("student", paths.taught.export), ("report", paths.report), ("result", paths.result)):
         say(f"{name:<9} {path}")
     say(f"settings  {paths.configuration}: repeats the training with the teacher, bit for bit")
-    longer = longer_training(pair.config, trainings[compare.TAUGHT]["steps"])
+    longer = longer_training(pair.config, trainings[TAUGHT]["steps"])
     say(f"go on     {shlex.join(['distill-rl', 'train', '-c', os.fspath(paths.configuration), *longer])}")
     say(f"time      {seconds:.0f} s in all")
 
@@ -224,17 +313,17 @@ def longer_training(config: Config, steps: int) -> list[str]:
 
 
 def _result(
-    request: Request,
-    pair: Pair,
+    request: TrialRequest,
+    pair: TrialPair,
     paths: TrialPaths,
-    found: Findings,
-    outcome: compare.Difference,
+    found: TrialFindings,
+    outcome: BitsDifference,
     trainings: Mapping[str, Mapping[str, Any]],
     seconds: float,
 ) -> dict[str, Any]:
     """The contents of result.json."""
     models = found.models
-    some = models[compare.BEFORE]
+    some = models[BEFORE]
     return {
         "version": __version__,
         "student": request.student,
@@ -244,7 +333,7 @@ def _result(
         "steps": request.steps,
         "seed": request.seed,
         "method": pair.method,
-        "bits_per_byte": {name: models[name].bits_per_byte for name in compare.ROWS},
+        "bits_per_byte": {name: models[name].bits_per_byte for name in ROWS},
         "saved_by_teacher": {"bits_per_byte": outcome.saved, "interval": outcome.interval},
         "verdict": outcome.verdict,
         "held_out": {"documents": len(some.bits), "bytes": sum(some.num_bytes)},
@@ -262,13 +351,13 @@ def _result(
     }
 
 
-def _comments(request: Request, pair: Pair) -> list[str]:
+def _comments(request: TrialRequest, pair: TrialPair) -> list[str]:
     """The comment above the settings."""
     command = ["distill-rl", "try", request.student, request.teacher, request.text]
     command += ["--minutes", f"{request.minutes:g}"] if request.steps is None else ["--steps", str(request.steps)]
     if request.seed:
         command += ["--seed", str(request.seed)]
-    if request.out != files.default_out(request.student, request.teacher):
+    if request.out != default_out(request.student, request.teacher):
         command += ["--out", os.fspath(request.out)]
     return [f"Chosen by `{shlex.join([*command, *request.overrides])}`:", "", *pair.reasons]
 

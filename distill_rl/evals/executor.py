@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Backend, BackendName, Output, Settings
@@ -15,6 +15,7 @@ from distill_rl.system.gpu_memory import gpu_phase
 if TYPE_CHECKING:
     from distill_rl.parallel.mesh import World
 
+
 BATCHES_PER_CHUNK = 4
 """Batches of log-likelihood items per chunk, so that a shared prefix is seldom computed more than once."""
 VLLM_CHUNK = 512
@@ -22,7 +23,7 @@ VLLM_CHUNK = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class SuiteTask:
     """How the items of a suite are run."""
 
     choose: bool
@@ -48,7 +49,7 @@ class Executor(Protocol):
         """
         ...
 
-    def run(self, task: Task, items: Sequence[Item]) -> Iterator[list[tuple[int, Output]]]:
+    def run(self, task: SuiteTask, items: Sequence[Item]) -> Iterator[list[tuple[int, Output]]]:
         """Runs items on the loaded model, lazily, while the caller iterates.
 
         Yields lists of (index into `items`, output), as they finish: every item exactly once, in any order.
@@ -96,7 +97,7 @@ class LocalExecutor:
                 raise
         self.device = str(self._backend.device)
 
-    def run(self, task: Task, items: Sequence[Item]) -> Iterator[list[tuple[int, Output]]]:
+    def run(self, task: SuiteTask, items: Sequence[Item]) -> Iterator[list[tuple[int, Output]]]:
         """Runs items on the loaded model, in the chunks of `chunks`, while the caller iterates; yields per chunk the
         list of (index into `items`, output). Needs an earlier `load`."""
         assert self._loaded is not None
@@ -104,7 +105,7 @@ class LocalExecutor:
         for chunk in chunks(items, task, name, settings.batch_size):
             yield [(chunk[i], output) for i, output in self.outputs(task, [items[index] for index in chunk])]
 
-    def outputs(self, task: Task, items: Sequence[Item]) -> Iterator[tuple[int, Output]]:
+    def outputs(self, task: SuiteTask, items: Sequence[Item]) -> Iterator[tuple[int, Output]]:
         """Yields (index into `items`, output) for the items of one chunk, in any order.
 
         The output holds the log-likelihoods of the choices if `task.choose`, and a greedy completion otherwise. Needs
@@ -150,7 +151,7 @@ def open_backend(folder: Path, name: BackendName, settings: Settings, world: Wor
     raise ConfigError("backend", "must be hf or vllm", name)
 
 
-def chunks(items: Sequence[Item], task: Task, backend: BackendName, batch_size: int) -> list[list[int]]:
+def chunks(items: Sequence[Item], task: SuiteTask, backend: BackendName, batch_size: int) -> list[list[int]]:
     """Divides the items into the chunks that a backend gets in one call; returns one list of indices into `items` per
     chunk.
 
@@ -181,3 +182,68 @@ def _num_characters(item: Item) -> int:
     if isinstance(item.prompt, str):
         return len(item.prompt)
     return sum(len(message["content"]) for message in item.prompt)
+
+
+# One copy of a model on several ranks: the first rank decides what is run, and the others follow.
+#
+# Only the first rank has suites, grading, results and progress. It sends every call that runs the model to the others,
+# because all ranks must make the same calls in the same order.
+
+class LeadingExecutor:
+    """The executor of the first rank. The other ranks must be in `follow` until `close`.
+
+    Args:
+        local: runs this rank's part of the model.
+        world: the ranks of the model.
+    """
+
+    def __init__(self, local: LocalExecutor, world: World):
+        self.device = ""
+        self._local, self._world = local, world
+        self._loaded: tuple[BackendName, int] | None = None
+
+    def load(self, folder: Path, backend: BackendName, settings: Settings) -> None:
+        """Loads every rank's part of the model in `folder`, as `LocalExecutor.load`, and sets `device`."""
+        _broadcast(self._world, ("load", folder, backend, settings))
+        self._local.load(folder, backend, settings)
+        self._loaded = backend, settings.batch_size
+        self.device = self._local.device
+
+    def run(self, task: SuiteTask, items: Sequence[Item]) -> Iterator[list[tuple[int, Output]]]:
+        """Runs items on all ranks, chunk by chunk, as `LocalExecutor.run`."""
+        assert self._loaded is not None
+        for chunk in chunks(items, task, *self._loaded):
+            part = [items[index] for index in chunk]
+            _broadcast(self._world, ("outputs", task, part))
+            yield [(chunk[i], output) for i, output in self._local.outputs(task, part)]
+
+    def close(self) -> None:
+        """Frees this rank's part of the model, and makes the other ranks return from `follow`."""
+        self._local.close()
+        _broadcast(self._world, None)
+
+
+def follow(local: LocalExecutor, world: World) -> None:
+    """Makes the calls of the first rank's `LeadingExecutor` on this rank until that is closed; then frees the model.
+
+    Raises:
+        DistillError: as the call that failed.
+        RuntimeError: the first rank has died, or has sent nothing for as long as the process group waits.
+    """
+    try:
+        while (message := _broadcast(world)) is not None:
+            call, *arguments = message
+            if call == "load":
+                local.load(*arguments)
+            else:
+                for _ in local.outputs(*arguments):
+                    pass
+    finally:
+        local.close()
+
+
+def _broadcast(world: World, message: object = None) -> Any:
+    """`broadcast_from_first`. It needs torch, which what imports this module does without until a model is split."""
+    from distill_rl.parallel.mesh import broadcast_from_first
+
+    return broadcast_from_first(world, message)

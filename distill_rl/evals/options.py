@@ -164,12 +164,6 @@ def chat_problem(chats: Sequence[str], what: str) -> str:
 
 
 def _require_valid_sizes(options: Options) -> None:
-    """Checks the numbers in the options: `limit`, `batch_size`, `max_new_tokens` and `tp` must be 1 or
-    more, `num_fewshot` 0 or more; None passes.
-
-    Raises:
-        ConfigError: one line for each number that is too small.
-    """
     sizes = {
         "limit": options.limit,
         "batch_size": options.settings.batch_size,
@@ -188,10 +182,7 @@ def _require_valid_sizes(options: Options) -> None:
 
 
 def _id_problems(suite: Suite, questions: Questions) -> list[str]:
-    """Returns an error line if a suite has no items or repeated ids (up to five are named); otherwise an empty list.
-
-    Ids must be unique because rows are matched by them when an evaluation continues and when models are compared.
-    """
+    """Returns an error line if a suite has no items or repeated ids (up to five are named); otherwise an empty list."""
     if not questions.items:
         return [str(DataError(f"suite {suite.name}", "must have at least one item", "none"))]
     counts = Counter(item.id for item in questions.items)
@@ -202,10 +193,7 @@ def _id_problems(suite: Suite, questions: Questions) -> list[str]:
 
 
 def _draw(items: Sequence[Item], limit: int | None, seed: int) -> tuple[str, ...]:
-    """Returns the ids of `limit` items (None: of all) in a random order, of which a smaller limit takes the first part.
-
-    The order depends only on `seed` and the set of ids, which must be unique, and not on how the data are stored.
-    """
+    """Returns the ids of `limit` items (None: of all) in a random order, of which a smaller limit takes the first part."""
     ids = sorted(item.id for item in items)
     random.Random(seed).shuffle(ids)
     return tuple(ids[:limit])

@@ -3,27 +3,220 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distill_rl import __version__
 from distill_rl.errors import ConfigError, DistillError, WorkerError
 from distill_rl.evals.backends.base import Output
-from distill_rl.evals.executor import Executor, Task
+from distill_rl.evals.executor import Executor, SuiteTask
 from distill_rl.evals.grading.grader import Graded, Grader
 from distill_rl.evals.options import LoadedSuite, Options, chat_problem, chat_suites, without_effect
-from distill_rl.evals.progress import Progress
-from distill_rl.evals.results.result import Row, choice_row, completion_row, processed_tokens, summarise
-from distill_rl.evals.results.store import Store, locked
+from distill_rl.evals.results import ResultStore, Row, choice_row, completion_row, locked, processed_tokens, summarise
 from distill_rl.evals.suites import registry
 from distill_rl.evals.suites.base import Item
-from distill_rl.system.files import sha256
+from distill_rl.observe.log import ProgressBar, get, print_line, printable
+from distill_rl.system.files import sha256, write_atomic
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+# Progress of an evaluation: a bar on a terminal, log lines elsewhere, or counts in a file for another process.
+
+class SuiteProgress:
+    """Progress of one suite on one model; this one shows nothing."""
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Receives newly graded rows, each of which must be passed once; does nothing with them here."""
+
+
+class EvalProgress:
+    """Receives the progress of an evaluation; this one shows nothing but warnings, which go to the log."""
+
+    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> AbstractContextManager[SuiteProgress]:
+        """Returns a context manager around the evaluation of one suite on one model; it yields the object whose `add`
+        is to be called with every batch of newly graded rows.
+
+        Args:
+            model, suite: names to show.
+            total: items of the suite.
+            rows: graded rows that an earlier, interrupted run left; they count as done from the start.
+        """
+        return nullcontext(SuiteProgress())
+
+    def already_finished(self, model: str, suite: str, result: Mapping[str, Any]) -> None:
+        """Called for a suite that an earlier run finished, in place of `suite`; does nothing here.
+
+        Args:
+            model, suite: names to show.
+            result: the stored result.
+        """
+
+    def warn(self, text: str) -> None:
+        """Reports a warning about the evaluation; here as a warning in the log."""
+        get("evals").warning(text)
+
+
+class ConsoleProgress(EvalProgress):
+    """Shows the items done, the score so far, tokens per second and the time left.
+
+    Args:
+        console: where to write; None: stdout.
+        interval_s: seconds between two lines, where there is no terminal.
+        clock: seconds from any origin.
+    """
+
+    def __init__(
+        self,
+        *,
+        console: Console | None = None,
+        interval_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        from rich.console import Console
+
+        self.console = console or Console()
+        self._interval_s, self._clock = interval_s, clock
+
+    @contextmanager
+    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> Iterator[SuiteProgress]:
+        """Shows one suite's progress while the block runs: a bar on a terminal, otherwise a line after the first rows,
+        at intervals and when all items are done. Yields the object whose `add` takes newly graded rows.
+
+        Args:
+            model, suite: names to show.
+            total: items of the suite.
+            rows: graded rows that an earlier, interrupted run left; they count as done, and their number is printed.
+        """
+        name, done = f"{suite}  {model}", list(rows)
+        if done:
+            self._print(f"{name}: {len(done)} of {total} items are already done")
+        options: Any = {"console": self.console, "interval_s": self._interval_s, "clock": self._clock}
+        with closing(ProgressBar(printable(f"{name}:"), total, done=len(done), **options)) as bar:
+            yield _ConsoleSuite(bar, done, self._clock)
+
+    def already_finished(self, model: str, suite: str, result: Mapping[str, Any]) -> None:
+        self._print(f"{suite}  {model}: all {result.get('num_items')} items are already done")
+
+    def warn(self, text: str) -> None:
+        self._print(f"warning: {text}")
+
+    def _print(self, text: str) -> None:
+        print_line(self.console, printable(text))
+
+
+class _ConsoleSuite(SuiteProgress):
+    """Counts the items of one suite, their scores, and the tokens of those that were graded here."""
+
+    def __init__(self, bar: ProgressBar, done: Sequence[Row], clock: Callable[[], float]):
+        self._bar, self._clock, self._start = bar, clock, clock()
+        self._num_items, self._num_tokens = len(done), 0
+        self._score_sum = sum(row["score"] for row in done)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Counts newly graded rows with their scores and tokens and shows the new figures: in the bar, or, without a
+        terminal, as a line at the first call, when the interval has passed, and when all items are done."""
+        rows = list(rows)
+        self._num_items += len(rows)
+        self._num_tokens += processed_tokens(rows)
+        self._score_sum += sum(row["score"] for row in rows)
+        speed = self._num_tokens / max(self._clock() - self._start, 1e-9)
+        figures = [f"{speed:,.0f} tokens/s"]
+        if self._num_items:
+            figures.insert(0, f"score {self._score_sum / self._num_items:.3f}")
+        self._bar.update(self._num_items, figures)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How far the evaluation of a model has come."""
+
+    suite: str
+    done: int
+    total: int
+    score: float
+    """Mean over the items done; 0 before the first."""
+    items_per_second: float
+    """Since the suite began, without items that an earlier run left."""
+
+    def __str__(self) -> str:
+        speed = f"{self.items_per_second:,.1f} items/s"
+        score = f", score {self.score:.3f}" if self.done else ""
+        return f"{self.suite}: {self.done:,} of {self.total:,} items, {speed}{score}"
+
+
+class FileProgress(EvalProgress):
+    """Keeps the counts of the present suite in a file, which `read_counts` reads in another process.
+
+    As a context manager it removes the file.
+
+    Args:
+        path: written at most once per `interval_s` seconds.
+    """
+
+    def __init__(self, path: Path, *, interval_s: float = 1.0, clock: Callable[[], float] = time.monotonic):
+        self._path, self._interval_s, self._clock = path, interval_s, clock
+        self._written = -interval_s
+
+    def __enter__(self) -> FileProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._path.unlink(missing_ok=True)
+
+    @contextmanager
+    def suite(self, model: str, suite: str, total: int, rows: Iterable[Row]) -> Iterator[SuiteProgress]:
+        yield _FileSuite(self, suite, total, list(rows))
+
+    def write(self, counts: Counts) -> None:
+        """Writes the counts, unless the last ones are younger than the interval."""
+        if (now := self._clock()) - self._written >= self._interval_s:
+            self._written = now
+            write_atomic(self._path, json.dumps(asdict(counts)))
+
+    def now(self) -> float:
+        """Seconds from any origin."""
+        return self._clock()
+
+
+class _FileSuite(SuiteProgress):
+    """Counts the items of one suite for a `FileProgress`."""
+
+    def __init__(self, file: FileProgress, suite: str, total: int, done: Sequence[Row]):
+        self._file, self._suite, self._total, self._start = file, suite, total, file.now()
+        self._num_resumed = self._done = len(done)
+        self._score_sum = sum(row["score"] for row in done)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Counts newly graded rows."""
+        rows = list(rows)
+        self._done += len(rows)
+        self._score_sum += sum(row["score"] for row in rows)
+        speed = (self._done - self._num_resumed) / max(self._file.now() - self._start, 1e-9)
+        score = self._score_sum / max(self._done, 1)
+        self._file.write(Counts(self._suite, self._done, self._total, score, round(speed, 3)))
+
+
+def progress_file(folder: Path) -> Path:
+    """The file of a `FileProgress`, in the folder of the model's results."""
+    return folder / ".progress.json"
+
+
+def read_counts(path: Path) -> Counts | None:
+    """Returns what a `FileProgress` wrote last; None without a file, or if it cannot be read."""
+    try:
+        return Counts(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
 
 ANSWER_MARGIN = 8
 """Tokens by which a completion may exceed the suite's longest answer, where the suite sets no limit."""
@@ -47,7 +240,7 @@ def evaluate_models(
     suites: Sequence[LoadedSuite],
     options: Options,
     executor: Executor,
-    progress: Progress | None = None,
+    progress: EvalProgress | None = None,
     interrupted: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Scores models one after another, each on all suites: model name → suite → result.
@@ -65,7 +258,7 @@ def evaluate_models(
 
     Returns:
         Per model and suite: `score` (mean over items, 0 to 1), `interval` (95 %, Wilson), `num_items`, `ungraded` (items
-        without a grade, which score 0), `outcomes` (counts for each of `result.OUTCOMES`), `truncated` (completions
+        without a grade, which score 0), `outcomes` (counts for each of `OUTCOMES`), `truncated` (completions
         that reached the token limit), `per_task` (the same by task), `macro` (mean over tasks; None without tasks),
         `seconds`, `tokens_per_second`, the fields of the key (`_ModelRun._key`: hashes of data and model, and settings) and facts about the run.
 
@@ -77,7 +270,7 @@ def evaluate_models(
         GpuMemoryError: the GPU has too little memory.
         WorkerError: the grading processes do not start or do not answer.
     """
-    progress = progress or Progress()
+    progress = progress or EvalProgress()
     check_models(models, suites, options)
     for entry in suites:
         for warning in entry.questions.warnings:
@@ -100,7 +293,7 @@ def check_models(models: Sequence[Model], loaded: Sequence[LoadedSuite], options
     Raises:
         ConfigError: all problems of all models at once.
     """
-    from distill_rl.evals.backends.encode import model_folder
+    from distill_rl.evals.backends.base import model_folder
     from distill_rl.models.families import split_problems
     from distill_rl.models.files.hub import read_config, read_tokenizer
 
@@ -140,9 +333,9 @@ class _ModelRun:
         self._hash = hash_model(model.folder, interrupted)
         self._model_is_loaded = False
         stores = {"clean": options.clean, "replace_others": options.replace_others}
-        self._stores = [(entry, Store(model.out, entry.suite.name, self._key(entry), **stores)) for entry in suites]
+        self._stores = [(entry, ResultStore(model.out, entry.suite.name, self._key(entry), **stores)) for entry in suites]
 
-    def results(self, executor: Executor, grader: Grader, progress: Progress) -> dict[str, dict[str, Any]]:
+    def results(self, executor: Executor, grader: Grader, progress: EvalProgress) -> dict[str, dict[str, Any]]:
         """Evaluates the model on all suites, one after another; returns suite name → result. See `evaluate_models`."""
         return {
             entry.suite.name: self._evaluate_suite(entry, store, executor, grader, progress)
@@ -150,12 +343,9 @@ class _ModelRun:
         }
 
     def _key(self, entry: LoadedSuite) -> dict[str, Any]:
-        """Everything that determines a suite's rows, by name: suite, model and data hashes, limits, seed, backend,
-        dtype, version.
-
-        Stored rows are only continued if their key is equal. The batch size does not belong to it, so a continued
-        evaluation may change it; the seed is None if there is no limit, because nothing is drawn then.
-        """
+        """What determines a suite's rows; stored rows are only continued if it is equal."""
+        # The batch size is not part of it, so a continued evaluation may change it. The seed is None if there is no
+        # limit, because nothing is drawn then.
         return {
             "suite": entry.suite.name,
             "model_sha256": self._hash,
@@ -172,18 +362,12 @@ class _ModelRun:
         }
 
     def _evaluate_suite(
-        self, entry: LoadedSuite, store: Store, executor: Executor, grader: Grader, progress: Progress
+        self, entry: LoadedSuite, store: ResultStore, executor: Executor, grader: Grader, progress: EvalProgress
     ) -> dict[str, Any]:
-        """The result of one suite. One that is finished comes straight from the store, without a model.
-
-        Otherwise loads the model if no suite has yet, evaluates the items that the store lacks, appends each row to the
-        store as soon as it is graded, and writes the result, whose `seconds` and `tokens_per_second` count this run
-        only, without loading. After an error the stored rows remain, for the next evaluation to continue from.
-
-        Raises:
-            ConfigError: the executor cannot load the model; or, with dtype auto, stored rows come from another kind of
-                device.
-        """
+        """The result of one suite. One that is finished comes straight from the store, without a model."""
+        # Otherwise loads the model if no suite has yet, evaluates the items that the store lacks, appends each row to
+        # the store as soon as it is graded, and writes the result, whose `seconds` and `tokens_per_second` count this
+        # run only, without loading. After an error the stored rows remain, for the next evaluation to continue from.
         if store.result is not None:
             progress.already_finished(self.model.name, entry.suite.name, store.result)
             return store.result
@@ -213,22 +397,11 @@ class _ModelRun:
     def _rows(
         self, entry: LoadedSuite, items: Sequence[Item], max_new_tokens: int | None, executor: Executor, grader: Grader
     ) -> Iterator[list[Row]]:
-        """Runs items on the executor and yields lists of rows (maybe empty) as they are graded; the model generates
-        meanwhile.
-
-        Every item gets one row, in any order. Yields nothing, and does not use the executor, if there are no items.
-
-        Args:
-            items: those still to be done; the executor must have loaded the model.
-            max_new_tokens: None for suites with choices.
-
-        Raises:
-            WorkerError: the grading processes do not start, cannot load the suite, or do not answer.
-        """
+        """Yields lists of rows as they are graded; the model generates meanwhile."""
         if not items:
             return
         pending = _PendingGrades(entry.name, grader, self._interrupted)
-        task = Task(entry.choose, max_new_tokens or 0, entry.suite.stop)
+        task = SuiteTask(entry.choose, max_new_tokens or 0, entry.suite.stop)
         for outputs in executor.run(task, items):
             rows = []
             for index, output in outputs:
@@ -243,11 +416,9 @@ class _ModelRun:
         yield from pending.rest()
 
     def _max_new_tokens(self, entry: LoadedSuite) -> int | None:
-        """The token limit of a suite's completions; None for a suite with choices.
-
-        It is that of the options, else that of the suite, else ANSWER_MARGIN tokens more than the suite's longest
-        answer.
-        """
+        """The token limit of a suite's completions; None for a suite with choices."""
+        # It is that of the options, else that of the suite, else ANSWER_MARGIN tokens more than the suite's longest
+        # answer.
         if entry.choose:
             return None
         limit = self.options.max_new_tokens or entry.suite.max_new_tokens
@@ -263,8 +434,7 @@ class _ModelRun:
         return read_tokenizer(self.model.folder)
 
     def _facts(self, entry: LoadedSuite) -> dict[str, Any]:
-        """Facts that a result shows beside its key: title, model folder, data files (at most 20), warnings, batch size
-        and the first item's prompt as an example."""
+        """What a result shows beside its key."""
         item = entry.items[0]
         prompt = item.prefix + item.prompt if isinstance(item.prompt, str) else [dict(turn) for turn in item.prompt]
         return {

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from distill_rl.errors import ConfigError, problem
-from distill_rl.system.install import install_extra
+from distill_rl.system.environment import install_extra
 
 if TYPE_CHECKING:
     from torch import nn

@@ -19,7 +19,7 @@ from distill_rl.errors import ConfigError, problem
 from distill_rl.models.families import is_linear
 from distill_rl.models.files.headers import Shapes, plainly_whole
 from distill_rl.models.files.hub import read_config
-from distill_rl.system.processes.child import call_in_child
+from distill_rl.system.processes import call_in_child
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -251,16 +251,7 @@ def values(metrics: Metrics) -> dict[str, float]:
 
 
 def _join(name: str, a: Metric, b: Metric) -> Metric:
-    """Merges two metrics of the same name by their reduction; weights add up.
-
-    For `last` the value of `b` counts; a mean without any weight is 0.
-
-    Args:
-        name: for the error.
-
-    Raises:
-        ValueError: the two have different reductions.
-    """
+    """Merges two metrics of the same name by their reduction; weights add up."""
     if a.reduction != b.reduction:
         raise ValueError(f"{name}: reduced as {a.reduction} and as {b.reduction}")
     weight = a.weight + b.weight

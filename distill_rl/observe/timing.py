@@ -1,11 +1,13 @@
-"""Measures where the driver's wall time goes during a step."""
+"""Where the time of a step goes: its measurement, and a table of it in the log."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from statistics import fmean, median
 
+from distill_rl.observe.log import get
 from distill_rl.observe.metrics import Metric
 
 
@@ -86,11 +88,9 @@ class StepTimer:
 
     @contextmanager
     def _block(self) -> Iterator[list[float]]:
-        """Measures the block; yields a list that afterwards holds its seconds and those of the blocks inside it.
-
-        The seconds also count as covered for the block around it. A block that raises is closed as well, so that a
-        caller who recovers can go on measuring.
-        """
+        """Measures the block; yields a list that afterwards holds its seconds and those of the blocks inside it."""
+        # The seconds also count as covered for the block around it. A block that raises is closed as well, so that a
+        # caller who recovers can go on measuring.
         measured: list[float] = []
         self._inside.append(0.0)
         start = self._clock()
@@ -104,5 +104,137 @@ class StepTimer:
             measured += [total, covered]
 
     def _add(self, name: str, seconds: float) -> None:
-        """Adds seconds to the metric `timing/<name>` of the next flush."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+
+# A table in the log: where the time of the steps went, and what moved from teachers to student.
+
+STEP, OTHER = "timing/step", "timing/other"
+_MOVED: Mapping[str, tuple[str, str, float]] = {
+    "transport/bytes": ("MiB of targets", ",.2f", 2.0**-20),
+    "transport/bytes_between_nodes": ("MiB between nodes", ",.2f", 2.0**-20),
+    "transport/bytes_per_token": ("bytes per token", ",.1f", 1.0),
+    "transport/slot_occupancy": ("peak slots in use", ".1%", 1.0),
+    "transport/teacher_wait": ("waiting for teachers", ".1%", 1.0),
+}
+"""Metric → label, format, factor. Metrics of a single teacher end in `/<teacher>`."""
+_WORKERS = "in the workers, concurrently"
+_DRIVER_CPU = "timing/driver/cpu"
+_CPU = "processor time of the driver"
+_TRANSPORT = "from teachers to student"
+
+Line = tuple[str, ...]
+"""Name, median, mean, share."""
+
+
+class TableSink:
+    """Collects every step, and writes a table every `every` steps and one for the remaining steps on close.
+
+    The driver's parts (`timing/<part>`) add up to 100 %; `step` is less than that if the driver also did something
+    between steps, such as validation. Workers' times (`timing/<worker>/<part>`) run concurrently: their share says how
+    busy a worker was during a step, and may exceed 100 % if a worker runs ahead. A metric that is missing from a step
+    counts as 0.
+
+    Args:
+        every: steps per table.
+    """
+
+    def __init__(self, every: int):
+        self._every = every
+        self._steps: list[int] = []
+        self._records: list[Mapping[str, float]] = []
+
+    def write(self, step: int, record: Mapping[str, float]) -> None:
+        """Takes one step's record, and logs a table if the step is a multiple of `every`.
+
+        Ignores records without a step time, such as those of a validation pass.
+        """
+        if STEP not in record:
+            return
+        self._steps.append(step)
+        self._records.append(dict(record))
+        if step % self._every == 0:
+            self._flush()
+
+    def close(self) -> None:
+        """Logs a table of the steps since the last table, at level info, if there are any."""
+        self._flush()
+
+    def _flush(self) -> None:
+        """Logs a table of the collected steps at level info and forgets them; does nothing if there are none."""
+        if self._steps:
+            first, last, records = self._steps[0], self._steps[-1], self._records
+            self._steps, self._records = [], []
+            steps = f"step {first}" if first == last else f"steps {first} to {last}"
+            get("observe").info("where the time went, %s\n%s", steps, step_table(records))
+
+
+def step_table(records: Sequence[Mapping[str, float]]) -> str:
+    """A table, as aligned lines of text, of the driver's and workers' times and of what moved to the student.
+
+    It has the median and mean over the steps and, for times, the share.
+
+    Args:
+        records: at least one; every one holds `timing/step`, in seconds. A metric that is missing from one counts as 0.
+    """
+    blocks = {
+        "": list(_driver(records)),
+        _WORKERS: list(_workers(records)),
+        _CPU: [_time(records, _DRIVER_CPU, fmean(_series(records, STEP)))] if _DRIVER_CPU in records[0] else [],
+        _TRANSPORT: list(_moved(records)),
+    }
+    lines: list[Line] = [("", "median", "mean", "share")]
+    for title, block in blocks.items():
+        if title and block:
+            lines.append((title, "", "", ""))
+        lines += [(f"  {label}" if title else label, *cells) for label, *cells in block]
+    # Titles have a line to themselves, so they do not count towards the width of the name column.
+    name_width = max(len(name) for name, *cells in lines if any(cells))
+    widths = [max(len(line[column]) for line in lines) for column in (1, 2, 3)]
+    rows = []
+    for name, *cells in lines:
+        aligned = [cell.rjust(width) for cell, width in zip(cells, widths)]
+        rows.append("  ".join([name.ljust(name_width), *aligned]).rstrip())
+    return "\n".join(rows)
+
+
+def _driver(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
+    """Yields a line for each of the driver's parts, longest first; then `other`, then the whole step."""
+    names = {name for record in records for name in record if name.startswith("timing/") and name.count("/") == 1}
+    means = {name: fmean(_series(records, name)) for name in names}
+    total = sum(mean for name, mean in means.items() if name != STEP)
+    for name in sorted(names, key=lambda name: (name == STEP, name == OTHER, -means[name], name)):
+        yield _time(records, name, total)
+
+
+def _workers(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
+    """Yields a line for each of the workers' times (`timing/<worker>/<part>`), by name; shares are of the mean step."""
+    names = {name for record in records for name in record if name.startswith("timing/") and name.count("/") > 1}
+    names.discard(_DRIVER_CPU)
+    step = fmean(_series(records, STEP))
+    for name in sorted(names):
+        yield _time(records, name, step)
+
+
+def _moved(records: Sequence[Mapping[str, float]]) -> Iterator[Line]:
+    """Yields a line for each of the metrics in `_MOVED` that occurs, and for each teacher that it occurs for."""
+    names = sorted({name for record in records for name in record if name.startswith("transport/")})
+    for base, (label, form, factor) in _MOVED.items():
+        for name in names:
+            if name == base or name.startswith(f"{base}/"):
+                series = [factor * value for value in _series(records, name)]
+                teacher = name.removeprefix(base).removeprefix("/")
+                full_label = f"{label}, {teacher}" if teacher else label
+                yield full_label, format(median(series), form), format(fmean(series), form), ""
+
+
+def _time(records: Sequence[Mapping[str, float]], name: str, whole: float) -> Line:
+    """The line of a timing metric: its name without `timing/`, median and mean in milliseconds, and share."""
+    series = _series(records, name)
+    share = f"{fmean(series) / whole:.1%}" if whole > 0 else ""
+    times = (f"{1000 * seconds:,.1f} ms" for seconds in (median(series), fmean(series)))
+    return name.removeprefix("timing/"), *times, share
+
+
+def _series(records: Sequence[Mapping[str, float]], name: str) -> list[float]:
+    return [record.get(name, 0.0) for record in records]

@@ -247,12 +247,7 @@ def _sequence_group(dp: int, sp: int, tp: int, timeout_s: float) -> dist.Process
 
 
 def _mesh(device: torch.device, dp: int, tp: int, replicas: int) -> DeviceMesh:
-    """Returns the mesh (dp, tp), or with replicas (replica, shard, tp), over all ranks. Collective.
-
-    Sequence-parallel ranks count as data-parallel ones here.
-
-    Flattened dimensions get process groups of their own: DP, and the one over which the gradient norm is summed.
-    """
+    """Returns the mesh (dp, tp), or with replicas (replica, shard, tp), over all ranks. Collective."""
     if replicas == 1:
         mesh = init_device_mesh(device.type, (dp, tp), mesh_dim_names=(DP, TP))
         if tp > 1:
@@ -266,11 +261,7 @@ def _mesh(device: torch.device, dp: int, tp: int, replicas: int) -> DeviceMesh:
 
 
 def _own_device(device: torch.device, rank: int) -> torch.device:
-    """Returns the device with its index, and makes a GPU the current one.
-
-    `cuda` without an index becomes the GPU whose index is the local rank (LOCAL_RANK, or else `rank`) modulo the number
-    of visible GPUs. A CPU is returned as it is.
-    """
+    """Returns the device with its index, and makes a GPU the current one."""
     if device.type != "cuda":
         return device
     if device.index is None:

@@ -114,7 +114,6 @@ def positions_of_own_share(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
 
 
 def _repeat_heads(tensor: Tensor, times: int) -> Tensor:
-    """[R, K, …] → [R, K · times, …], the copies of a head side by side."""
     return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)
 
 

@@ -63,12 +63,10 @@ def gather_to_first(tensor: Tensor) -> Tensor | None:
 
 
 def _slices_at(tensor: DTensor, coordinate: Sequence[int]) -> tuple[slice, ...]:
-    """Returns where in the whole tensor the part of the rank at mesh `coordinate` is, one slice per dimension.
-
-    FSDP2 shards what tensor parallelism left on the rank, so a dimension that both split is cut by tp first, although
-    dp comes first in the mesh (FSDP2's placement is then a `_StridedShard`, with a split factor). Parts are cut as by
-    `torch.chunk`: of equal size, the last ones short or empty.
-    """
+    """Returns where in the whole tensor the part of the rank at mesh `coordinate` is, one slice per dimension."""
+    # FSDP2 shards what tensor parallelism left on the rank, so a dimension that both split is cut by tp first,
+    # although dp comes first in the mesh (FSDP2's placement is then a `_StridedShard`, with a split factor). Parts are
+    # cut as by `torch.chunk`: of equal size, the last ones short or empty.
     where = [slice(0, size) for size in tensor.shape]
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     for axis in sorted(axes, key=lambda axis: getattr(tensor.placements[axis], "split_factor", 1) > 1):

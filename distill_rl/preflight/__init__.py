@@ -23,7 +23,7 @@ from distill_rl.models.files.facts import gpu_bytes, visible_gpus
 from distill_rl.preflight import data, endpoints, machine, models, pairs, stores, suites
 from distill_rl.run import run_directory
 from distill_rl.run.opened import OpenedRun, RunFindings
-from distill_rl.transport.room import total_bytes
+from distill_rl.system.memory import total_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from distill_rl.system.redact import in_text
 if TYPE_CHECKING:
     import numpy as np
 
-    from distill_rl.teacher.backends.endpoint.probe import Probed
+    from distill_rl.teacher.endpoint import Probed
 
 _DOCUMENTS, _TOKENS = 8, 512
 """Documents that are scored to measure, and most tokens of each."""
@@ -57,8 +57,8 @@ def check_endpoints(
 def _probe(
     config: Config, opened: OpenedTeacher, documents: Sequence[Mapping[str, Any]]
 ) -> Probed:
-    from distill_rl.teacher.backends.endpoint.probe import Probed, probe, sample_of_ids
-    from distill_rl.teacher.backends.endpoint.token import token_of
+    from distill_rl.teacher.endpoint import Probed, probe, sample_of_ids
+    from distill_rl.teacher.base import token_of
 
     settings, tokenizer = opened.settings, opened.tokenizer
     length = teacher_length(config, settings)

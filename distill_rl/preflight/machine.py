@@ -28,10 +28,10 @@ from distill_rl.models.families import head_size, liger_problems
 from distill_rl.models.vllm import cpu_head_sizes
 from distill_rl.run.opened import OpenedModel, OpenedTeacher, RunFindings
 from distill_rl.system.files import size_text
-from distill_rl.system.install import install_extra
-from distill_rl.system.processes.child import call_in_child
+from distill_rl.system.environment import install_extra
+from distill_rl.system.processes import call_in_child
 from distill_rl.transport.choose import expected
-from distill_rl.transport.room import ENLARGE_SHM, SPARE_OBJECT_STORE, object_store_room, object_store_size
+from distill_rl.system.memory import ENLARGE_SHM, SPARE_OBJECT_STORE, object_store_room, object_store_size
 from distill_rl.transport.segment import memfd_usable
 
 NEAR = 0.9
@@ -205,7 +205,7 @@ def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
 
 
 def _cuda_aligner_problems(gpus: int) -> Iterator[str]:
-    from distill_rl.align.dp.device import missing_for_cuda
+    from distill_rl.align.dp.windows import missing_for_cuda
 
     missing = missing_for_cuda()
     if missing and not gpus:

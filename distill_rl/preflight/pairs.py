@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.align import TokenAligner, Vocabulary, audit
-from distill_rl.align.chats.form import texts_of
+from distill_rl.align.chats import texts_of
 from distill_rl.align.projection import load_projection
-from distill_rl.align.tokenizer.vocabulary import common_vocabulary
+from distill_rl.align.vocabulary import common_vocabulary
 from distill_rl.config.derive import EXPORTS
 from distill_rl.config.schema import Config
 from distill_rl.data.reading.layouts import template_options

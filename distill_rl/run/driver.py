@@ -29,7 +29,7 @@ from distill_rl.data.mixture import Mixture
 from distill_rl.errors import DistillError
 from distill_rl.observe.log import say
 from distill_rl.observe.metrics import Metric, merge, values
-from distill_rl.observe.sinks.sinks import Observer, open_observer
+from distill_rl.observe.sinks import Observer, open_observer
 from distill_rl.observe.timing import StepTimer
 from distill_rl.run import run_directory
 from distill_rl.run.card import card_of

@@ -17,7 +17,7 @@ from distill_rl.observe.log import log_file, say
 from distill_rl.run import run_directory, stop
 from distill_rl.run.checkpoints.store import newest_step
 from distill_rl.run.opened import OpenedRun
-from distill_rl.system import ownership
+from distill_rl.system.folders import close_folder
 from distill_rl.system.files import write_atomic
 from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
 from distill_rl.types import RunPaths
@@ -87,7 +87,7 @@ def capture(run: OpenedRun, facts: Facts, signals: Signals, out: Path) -> int:
         DistillError: the error that ended the capture.
     """
     out.mkdir(parents=True, exist_ok=True)
-    ownership.close_folder(out)
+    close_folder(out)
     with _occupied(run, signals, clean=False) as (run, paths):
         try:
             return _capture(run, paths, signals, facts)
@@ -146,7 +146,7 @@ def _train(run: OpenedRun, paths: RunPaths, signals: Signals, facts: Facts, comm
     driver: Driver | None = None
     try:
         job = _job(run, paths, signals, facts)
-        from distill_rl.evals.results.compare import of_run
+        from distill_rl.evals.compare import of_run
         from distill_rl.observe.report.report import write_report
         from distill_rl.run.driver import Driver
 

@@ -17,9 +17,8 @@ from typing import TextIO
 from distill_rl.config.save import save_config
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, problem, problems_of
-from distill_rl.system import ownership
 from distill_rl.system.files import DRAFT, lock_file
-from distill_rl.system.made_folder import point_at, remove_leftovers
+from distill_rl.system.folders import close_folder, point_at, remove_leftovers
 from distill_rl.types import QUEUE, RunPaths
 
 _LOCK, _JOB_LOCK = ".lock", ".job.lock"
@@ -124,7 +123,7 @@ def occupy(config: Config, *, clean: bool) -> Iterator[RunPaths]:
     paths = paths_of(config)
     paths.root.mkdir(parents=True, exist_ok=True)
     for folder in (paths.root, paths.checkpoints):
-        ownership.close_folder(folder)
+        close_folder(folder)
     with (paths.root / _LOCK).open("a+") as lock, ExitStack() as stack:
         if not lock_file(lock, paths.root) or _works_elsewhere(lock):
             lock.seek(0)

@@ -22,7 +22,7 @@ from distill_rl.scaling.shape import Shape
 from distill_rl.system.environment import environment
 from distill_rl.system.files import write_json
 from distill_rl.system.signals import Signals
-from distill_rl.teacher.backends.endpoint.token import token_of
+from distill_rl.teacher.base import token_of
 from distill_rl.workers.actors.aligner import AlignerWorker
 from distill_rl.workers.actors.evaluator import EvalWorker
 from distill_rl.workers.actors.student import StudentWorker

@@ -13,7 +13,7 @@ from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import DataError, DistillError, NumericsError
 from distill_rl.observe.metrics import Metric, Metrics
-from distill_rl.observe.sinks.sinks import read_records
+from distill_rl.observe.sinks import read_records
 from distill_rl.student.optim import Schedule
 from distill_rl.system.files import append_json_lines, read_json_lines
 from distill_rl.types import DocumentBatch, RunPaths

@@ -7,12 +7,20 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from distill_rl.config.derive import sizes
-from distill_rl.config.facts import Facts, ModelFacts
+from distill_rl.config.facts import Facts, ModelFacts, running_teachers
 from distill_rl.config.schema import Config
-from distill_rl.scaling.cluster import Cluster
-from distill_rl.scaling.faults import Faults, best_interval, goodput
-from distill_rl.scaling.stages import Time, Work, student_time, teacher_time
-from distill_rl.scaling.steps import Stages, step_seconds
+from distill_rl.scaling.model import (
+    Cluster,
+    Faults,
+    Stages,
+    Time,
+    Work,
+    best_interval,
+    goodput,
+    step_seconds,
+    student_time,
+    teacher_time,
+)
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -202,10 +210,7 @@ def _tensor_parallel(model: ModelFacts, cluster: Cluster) -> list[int]:
 
 
 def _divisions(cluster: Cluster, student_tp: int, teacher_tp: int) -> Iterator[tuple[int, int, bool]]:
-    """Yields GPUs of the student, of the teacher, and whether they are the same ones.
-
-    Apart, each side has whole nodes, or a share of the only one.
-    """
+    """Yields GPUs of the student, of the teacher, and whether they are the same ones."""
     gpus = cluster.gpus
     if gpus % student_tp == 0 and gpus % teacher_tp == 0:
         yield gpus, gpus, True
@@ -233,3 +238,68 @@ def _memory(config: Config, facts: Facts, split: Split, cluster: Cluster) -> flo
     estimated = {worker.worker: worker.total for worker in sizes(divided, replace(facts, gpus=cluster.per_node)).memory}
     student, teacher = estimated["student"], estimated[config.teachers[0].name]
     return (student + teacher if split.shared else max(student, teacher)) / cluster.memory
+
+
+# Settings of a run on many GPUs that are predicted to cost speed, for `distill-rl check`.
+
+LEAST_GPUS = 8
+"""With fewer, faults are too rare for the interval between checkpoints to matter."""
+WORTH = 0.01
+"""Smallest gain in speed, as a share, for which a setting is suggested."""
+_LONG_RUN = 10_000
+"""Steps of a run whose length is not known."""
+
+
+def suggestions(config: Config, facts: Facts) -> list[str]:
+    """Returns lines with a setting and what it is predicted to gain; empty if nothing is worth it, or nothing is predicted.
+
+    That needs GPUs, of this machine or of a cluster that the run joins, one teacher in torch, no sequence parallelism, and models
+    whose sizes are known. H100s are assumed.
+    """
+    split = _split(config)
+    if split is None or facts.student is None or not facts.teachers or facts.teachers[0].model is None:
+        return []
+    if not (facts.gpus or config.ray.address):
+        return []
+    cluster = Cluster(split.gpus)
+    found = predict(config, facts, cluster, split)
+    lines = _interval(config, found), _look_ahead(config, facts, cluster, found)
+    return [line for line in lines if line]
+
+
+def _split(config: Config) -> Split | None:
+    """How the configuration divides the GPUs; None for what is not modelled."""
+    teachers, student = running_teachers(config), config.student.parallel
+    if len(teachers) != 1 or teachers[0].backend != "hf":
+        return None
+    teacher = teachers[0].parallel
+    if student.sp > 1 or teacher.sp > 1:
+        return None
+    shared = config.ray.placement == "colocated"
+    return Split(student.dp, student.tp, teacher.dp, teacher.tp, config.train.micro_batch_size, shared)
+
+
+def _interval(config: Config, found: Prediction) -> str:
+    """A line with a better interval between checkpoints; empty if the present one is as good."""
+    if found.split.gpus < LEAST_GPUS:
+        return ""
+    steps = config.train.steps or _LONG_RUN
+    every, best = (min(each or steps, steps) for each in (config.checkpoint.every, found.save_every))
+    now, kept = found.goodput_at(every), found.goodput_at(best)
+    if kept < now + WORTH:
+        return ""
+    present = f"checkpoint.every={config.checkpoint.every}" if config.checkpoint.every else "none before the end"
+    return (
+        f"checkpoint.every={best}: {kept:.1%} of the time is predicted to be kept, {now:.1%} with {present} "
+        "(H100s that fail as often as Llama 3's)"
+    )
+
+
+def _look_ahead(config: Config, facts: Facts, cluster: Cluster, found: Prediction) -> str:
+    """A line that asks for look-ahead, if there is none and it makes steps shorter."""
+    if config.prefetch.depth:
+        return ""
+    ahead = predict(replace(config, prefetch=replace(config.prefetch, depth=1)), facts, cluster, found.split)
+    if ahead.step > (1 - WORTH) * found.step:
+        return ""
+    return f"prefetch.depth=1: a step is predicted to take {ahead.step:.2f} s, and {found.step:.2f} s without look-ahead (H100s)"

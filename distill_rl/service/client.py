@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from distill_rl.errors import ConfigError, WorkerError
-from distill_rl.system.install import install_extra
+from distill_rl.system.environment import install_extra
 from distill_rl.workers.cluster import access
 
 if TYPE_CHECKING:
@@ -114,12 +114,7 @@ class Service:
 
     @contextmanager
     def _as_our_errors(self) -> Iterator[None]:
-        """Turns errors of the network, the authentication and the cluster inside the block into this package's.
-
-        Raises:
-            ConfigError: the cluster cannot be reached, or rejects the token.
-            WorkerError: it cannot carry out the request.
-        """
+        """Turns errors of the network, the authentication and the cluster inside the block into this package's."""
         import requests
         from ray.exceptions import AuthenticationError
 
@@ -139,13 +134,7 @@ class Service:
 
 
 def _client_class() -> Any:
-    """The class of Ray's client of the Jobs API, with a timeout on every request and without redirects.
-
-    Also silences Ray's own log below level error.
-
-    Raises:
-        ConfigError: the extra `dashboard` is not installed.
-    """
+    """The class of Ray's client of the Jobs API, with a timeout on every request and without redirects."""
     try:
         import pydantic  # noqa: F401  (without it Ray's client has no JobDetails)
         import requests  # noqa: F401
@@ -156,19 +145,15 @@ def _client_class() -> Any:
         ) from None
     logging.getLogger("ray").setLevel(logging.ERROR)
 
-    class Client(JobSubmissionClient):
+    class OurJobsClient(JobSubmissionClient):
         def _do_request(self, method: str, endpoint: str, **more: Any) -> Any:
             return super()._do_request(method, endpoint, timeout=_REQUEST_S, allow_redirects=False, **more)
 
-    return Client
+    return OurJobsClient
 
 
 def _checked(address: str) -> str:
-    """The address of a dashboard as `SCHEME://HOST:PORT`, with the scheme's default port if none is given.
-
-    Raises:
-        ConfigError: it is not http or https, has no host, or has a path, a user or a port that cannot exist.
-    """
+    """The address of a dashboard as `SCHEME://HOST:PORT`, with the scheme's default port if none is given."""
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.path.strip("/"):
         raise ConfigError("--address", "must be http://HOST:PORT of the cluster's dashboard", address, DEFAULT_ADDRESS)
@@ -181,11 +166,7 @@ def _checked(address: str) -> str:
 
 
 def _require_answer(address: str) -> None:
-    """Checks that something accepts connections at an address with a port, within 5 seconds.
-
-    Raises:
-        ConfigError: nothing does.
-    """
+    """Checks that something accepts connections at an address with a port, within 5 seconds."""
     parts = urlsplit(address)
     try:
         socket.create_connection((parts.hostname, parts.port), timeout=_CONNECT_S).close()  # type: ignore[arg-type]
@@ -194,11 +175,7 @@ def _require_answer(address: str) -> None:
 
 
 def _require_locked(address: str) -> None:
-    """Refuses a cluster that runs jobs without a token, unless the user has disabled authentication.
-
-    Raises:
-        ConfigError: it does, or it does not answer.
-    """
+    """Refuses a cluster that runs jobs without a token, unless the user has disabled authentication."""
     if not access.required():
         return
     import requests
@@ -216,5 +193,4 @@ def _require_locked(address: str) -> None:
 
 
 def _unreachable(address: str, reason: str) -> ConfigError:
-    """Returns the error that says that no cluster answers at an address, and how to reach one."""
     return ConfigError(f"--address {address}", "no Ray cluster answers there", reason, _NO_CLUSTER)

@@ -29,7 +29,7 @@ _USABLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}")
 
 
 @dataclass(frozen=True)
-class Run:
+class JobRun:
     """A run, in the state of its newest submission."""
 
     name: str
@@ -62,19 +62,19 @@ def require_usable(name: str) -> None:
         raise ConfigError("run.name", rule, repr(name), "set run.name")
 
 
-def runs(jobs: Iterable[JobDetails]) -> dict[str, Run]:
+def runs(jobs: Iterable[JobDetails]) -> dict[str, JobRun]:
     """Every run among the jobs, in the state of its newest submission, by name in alphabetical order.
 
     Jobs of other programs are ignored.
     """
-    newest: dict[str, Run] = {}
+    newest: dict[str, JobRun] = {}
     for run in filter(None, map(_run, jobs)):
         if run.name not in newest or newest[run.name].attempt < run.attempt:
             newest[run.name] = run
     return dict(sorted(newest.items()))
 
 
-def find(jobs: Iterable[JobDetails], name: str) -> Run:
+def find(jobs: Iterable[JobDetails], name: str) -> JobRun:
     """The run of a name, in the state of its newest submission.
 
     Args:
@@ -113,7 +113,7 @@ def next_submission(jobs: Iterable[JobDetails], name: str) -> tuple[str, int]:
     return submission_id, attempt
 
 
-def exit_code(run: Run, logs: str) -> int:
+def exit_code(run: JobRun, logs: str) -> int:
     """Exit code of a run that has ended: from its log, else from Ray unless negative, else 1.
 
     Args:
@@ -125,8 +125,8 @@ def exit_code(run: Run, logs: str) -> int:
     return run.code if run.code is not None and run.code >= 0 else 1
 
 
-def table(of_runs: Iterable[Run]) -> list[str]:
-    """Lines of a table with name, state, steps, latest KD and local time (`Run.since`), headings first.
+def table(of_runs: Iterable[JobRun]) -> list[str]:
+    """Lines of a table with name, state, steps, latest KD and local time (`JobRun.since`), headings first.
 
     Reads the metrics in the runs' directories; `?` stands for steps that are not there yet or cannot be read on this
     machine.
@@ -144,11 +144,8 @@ def table(of_runs: Iterable[Run]) -> list[str]:
 
 
 def _progress(folder: Path) -> tuple[str, str]:
-    """Last step and latest KD in training of a run, as text, from the metrics in its directory.
-
-    They are "?" and "" where there are none yet, or they cannot be read on this machine.
-    """
-    from distill_rl.observe.sinks.sinks import read_records
+    """Last step and latest KD in training of a run, as text, from the metrics in its directory."""
+    from distill_rl.observe.sinks import read_records
 
     try:
         records = read_records(folder / "metrics.jsonl")
@@ -167,7 +164,7 @@ def _place(folder: Path) -> int | None:
         return None
 
 
-def _run(job: JobDetails) -> Run | None:
+def _run(job: JobDetails) -> JobRun | None:
     """The run of a job, with the state of this submission; None for jobs of other programs."""
     metadata: dict[str, Any] = job.metadata or {}
     if NAME not in metadata or RUN not in metadata or not job.submission_id:
@@ -175,7 +172,7 @@ def _run(job: JobDetails) -> Run | None:
     code, status = getattr(job, "driver_exit_code", None), str(getattr(job.status, "value", job.status))
     state = _STATES.get(status) or _FAILURES.get(code or 1, "failed")
     moment = job.start_time if state in ("waiting", "running") else job.end_time or job.start_time
-    return Run(
+    return JobRun(
         name=metadata[NAME],
         submission_id=job.submission_id,
         attempt=_to_int(metadata.get(ATTEMPT)) or 1,
@@ -190,5 +187,4 @@ def _run(job: JobDetails) -> Run | None:
 
 
 def _to_int(text: Any) -> int | None:
-    """The whole number that a text of decimal digits stands for; None for anything else."""
     return int(text) if isinstance(text, str) and text.isdecimal() else None

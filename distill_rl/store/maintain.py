@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distill_rl.errors import StoreError, first_line
-from distill_rl.store.formats import decoded
 from distill_rl.store.manifest import (
     FILE,
     SERVED,
@@ -22,10 +21,9 @@ from distill_rl.store.manifest import (
     require_same,
     write_manifest,
 )
-from distill_rl.store.shard import Shard
-from distill_rl.store.store import Store, require_own, shard_files, unmarked
-from distill_rl.store.writer import StoreWriter
-from distill_rl.system.made_folder import replacing
+from distill_rl.store.shard import Shard, decoded
+from distill_rl.store.store import Store, StoreWriter, require_own, shard_files, unmarked
+from distill_rl.system.folders import replacing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -264,5 +262,4 @@ def _parquet_type(value: Any) -> pa.DataType:
 
 
 def _lists(value: Any) -> Any:
-    """The value as Arrow takes it, which knows arrays of one dimension only."""
     return list(value) if isinstance(value, np.ndarray) and value.ndim > 1 else value

@@ -11,8 +11,8 @@ from typing import Any
 
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.errors import StoreError, first_line
-from distill_rl.system import ownership
 from distill_rl.system.files import sha256, write_atomic, write_json
+from distill_rl.system.folders import close_folder
 
 VERSION = 1
 FILE, TEACHER, SHARDS = "manifest.json", "teacher", "shards"
@@ -106,7 +106,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     value = asdict(manifest) | {"version": VERSION}
     write_json(folder / FILE, value | {"checksum": _checksum(value)})
     for path in (folder, folder / SHARDS, folder / FILE):  # a store that others may write to is not read
-        ownership.close_folder(path)
+        close_folder(path)
 
 
 def require_same(folder: Path, manifest: Manifest) -> None:

@@ -24,6 +24,7 @@ from zlib import crc32
 import numpy as np
 
 from distill_rl.errors import StoreError
+from distill_rl.store.manifest import Manifest
 from distill_rl.types import NAME_BYTES, PieceRef
 
 VERSION = "1"
@@ -107,10 +108,8 @@ def serialize(records: Sequence[Record], identity: Mapping[str, Any] | None = No
 
 
 def _safetensors(tensors: Mapping[str, tuple[str, np.ndarray]], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file: 8 bytes with the length of the header, the header in JSON, the tensors.
-
-    Tensors with the widest elements come first and the header's length is a multiple of 8, so all are aligned.
-    """
+    """A safetensors file: 8 bytes with the length of the header, the header in JSON, the tensors."""
+    # Tensors with the widest elements come first and the header's length is a multiple of 8, so all are aligned.
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     parts, end = [], 0
     for name, (dtype, array) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
@@ -199,12 +198,10 @@ class Shard:
 
     @cached_property
     def _starts(self) -> np.ndarray:
-        """int64 [n + 1]: the first token of every record, and the end."""
         return np.concatenate([[0], np.cumsum(self.length, dtype=np.int64)])
 
     @cached_property
     def _block_starts(self) -> np.ndarray:
-        """int64 [n + 1]: the first byte of every record's block, and the end."""
         return np.concatenate([[0], np.cumsum(self._sizes, dtype=np.int64)])
 
     def piece(self, i: int) -> PieceRef:
@@ -278,11 +275,7 @@ class Shard:
         return self._data_start + begin, self._data_start + end
 
     def _header(self) -> tuple[dict[str, tuple[str, tuple[int, ...], tuple[int, int]]], dict[str, str], int]:
-        """dtype, shape and place of every tensor by name; the metadata; the first byte of the data.
-
-        Raises:
-            StoreError: it cannot be read, or the file is shorter than it says.
-        """
+        """dtype, shape and place of every tensor by name; the metadata; the first byte of the data."""
         size = len(self._map)
         length = int.from_bytes(self._map[:8], "little")
         if size < 8 or not 2 <= length <= size - 8:
@@ -318,9 +311,49 @@ class Shard:
             raise ValueError("sizes that do not fit together")
 
     def _damaged(self, rule: str, place: tuple[int, int]) -> StoreError:
-        """The error for a damaged part of the file.
-
-        Args:
-            place: its first byte, and the one after its last.
-        """
         return StoreError(f"{self.path}, bytes {place[0]:,} to {place[1]:,}", rule, None, REMEDY)
+
+
+# The formats of a store: how targets become the columns of a record, and back.
+#
+# exact     the tensors of the wire format as they are: a run from the store has the bits of a live one
+# compact   ids entropy-coded, log-probs quantised (`compact.py`): a tenth of the bytes, for top-k targets
+
+_NUMPY_DTYPES = {"ids": "I32", "logprobs": "F32", "rest_logprob": "F32", "label_logprob": "F32"}
+"""Of what a compact block decodes to."""
+
+
+def encoded(manifest: Manifest, tokens: np.ndarray, targets: Mapping[str, Column]) -> Mapping[str, Column]:
+    """The columns that a store keeps of a piece's targets.
+
+    Args:
+        tokens: int32 [n], of the piece.
+        targets: the wire format's tensors, [n, …]; for `compact` a top k in fp32.
+    """
+    if manifest.format == "exact":
+        return targets
+    from distill_rl.store.compact import encode
+
+    arrays = {name: column.values for name, column in targets.items()}
+    block = encode(tokens, arrays, vocabulary_size=manifest.vocabulary_size, mass=manifest.mass)
+    return {BLOCKS: Column("U8", np.frombuffer(block, np.uint8))}
+
+
+def decoded(manifest: Manifest, shard: Shard, record: int) -> dict[str, Column]:
+    """The targets of a record in the wire format, [n, …]; read-only.
+
+    Raises:
+        StoreError: the record is damaged.
+    """
+    columns = shard.targets(record)
+    if manifest.format == "exact":
+        return columns
+    from distill_rl.store.compact import decode
+
+    try:
+        block = columns[BLOCKS].values
+        targets = decode(shard.tokens(record), block, vocabulary_size=manifest.vocabulary_size)
+    except (KeyError, ValueError) as error:
+        rule = f"record {record} must be targets in the format compact"
+        raise StoreError(f"{shard.path}", rule, str(error), REMEDY) from error
+    return {name: Column(_NUMPY_DTYPES[name], values) for name, values in targets.items()}

@@ -96,11 +96,7 @@ def amounts(error: BaseException) -> str:
 
 
 def _current_usage() -> tuple[str, str, str, str]:
-    """Memory held by this process, reserved but not held by it, free on its current GPU, and that GPU's total.
-
-    Each as `12.34 GiB`. Empty texts for all if CUDA is not in use, and for the last two if CUDA does not answer after
-    an error.
-    """
+    """Memory held by this process, reserved but not held by it, free on its current GPU, and that GPU's total."""
     import torch
 
     if not torch.cuda.is_initialized():
@@ -132,5 +128,4 @@ def _match(pattern: str, text: str) -> str:
 
 
 def _first_line(text: str) -> str:
-    """The first line of a text, cut to 200 characters; `out of memory` if the text is blank."""
     return (text.strip().splitlines() or ["out of memory"])[0][:200]

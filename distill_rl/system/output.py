@@ -24,7 +24,7 @@ class OutputLost(BaseException):
         self.cause = cause
 
 
-class Output:
+class GuardedOutput:
     """A text stream that never raises an error of its file: it drops what cannot be written, and escapes what its encoding lacks.
 
     Args:
@@ -66,12 +66,12 @@ class Output:
 
 
 def safe(stream: TextIO | None) -> Any:
-    """The stream as an `Output`; None if there is none."""
-    return stream if stream is None or isinstance(stream, Output) else Output(stream)
+    """The stream as an `GuardedOutput`; None if there is none."""
+    return stream if stream is None or isinstance(stream, GuardedOutput) else GuardedOutput(stream)
 
 
 def guard() -> None:
-    """Makes stdout and stderr of this process an `Output` each, to the end of the process. Closed descriptors become /dev/null.
+    """Makes stdout and stderr of this process an `GuardedOutput` each, to the end of the process. Closed descriptors become /dev/null.
 
     The first error of stdout raises OutputLost in the main thread.
     """
@@ -81,8 +81,8 @@ def guard() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     nothing = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
-    sys.stdout = Output(sys.stdout or nothing, _raise)  # type: ignore[assignment]
-    sys.stderr = Output(sys.stderr or nothing)  # type: ignore[assignment]
+    sys.stdout = GuardedOutput(sys.stdout or nothing, _raise)  # type: ignore[assignment]
+    sys.stderr = GuardedOutput(sys.stderr or nothing)  # type: ignore[assignment]
     atexit.register(_end, sys.stdout, sys.stderr)
 
 

@@ -121,12 +121,10 @@ class Signals:
         return {number: signal.signal(number, self._on_signal) for number in (*requests(), signal.SIGINT)}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Notes a request to stop, by the table of the class.
-
-        Inside `at_once` it also raises, as `raise_if_stopping` does. Once the run was told to stop now, Ctrl-C, or
-        SIGTERM or SIGUSR1 again, ends the process with 130, or if `embedded` goes to the handler from before. SIGTERM
-        or SIGUSR1 within a second of the first is the same request.
-        """
+        """Notes a request to stop, by the table of the class."""
+        # Inside `at_once` it also raises, as `raise_if_stopping` does. Once the run was told to stop now, Ctrl-C, or
+        # SIGTERM or SIGUSR1 again, ends the process with 130, or if `embedded` goes to the handler from before.
+        # SIGTERM or SIGUSR1 within a second of the first is the same request.
         if number in PREEMPT and not self.preempted:
             self.preempted, self._asked_at, self._asked_by = True, self._clock(), number
         elif number == signal.SIGHUP or (number in PREEMPT and self._clock() - self._asked_at < _ONE_REQUEST_S):

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from distill_rl.errors import DataError, WorkerError
-from distill_rl.system.processes.limited import (
+from distill_rl.system.processes import (
     Child,
     ChildEnded,
     ChildHangs,

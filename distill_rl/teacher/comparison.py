@@ -25,8 +25,8 @@ from distill_rl.models.quantization import weight_bytes
 from distill_rl.models.rotary import row_positions
 from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.system.gpu_memory import gpu_phase
-from distill_rl.system.peak_memory import peak_gib, reset_peak
-from distill_rl.teacher.targets import chunk_tokens
+from distill_rl.system.memory import peak_gib, reset_peak
+from distill_rl.teacher.engine import chunk_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class TeacherComparison:
     """All per-token figures are means over the positions that the run trains on, at `loss.temperature`."""
 
     teacher: str
@@ -86,7 +86,7 @@ def compare(
     vocabulary_size: int,
     device: torch.device,
     full: str | None = None,
-) -> Comparison:
+) -> TeacherComparison:
     """Loads a teacher without and with its quantization, on one device, and compares what they say of the documents.
 
     Args:
@@ -108,7 +108,7 @@ def compare(
         figures = _figures(config, first, second, vocabulary_size=vocabulary_size, device=world.device)
     finally:
         close_world(world)
-    return Comparison(
+    return TeacherComparison(
         teacher=teacher.name,
         quantization=str(teacher.quantization),
         documents=len(documents),
@@ -145,10 +145,8 @@ def _run(config: Config, teacher: TeacherConfig, documents: Sequence[Encoded], w
 def _micro_batches(
     config: Config, teacher: TeacherConfig, documents: Sequence[Encoded], device: torch.device
 ) -> Iterator[tuple[Tensor, list[int], Tensor]]:
-    """Yields ids [R, S] of a document per row, the documents' lengths, and bool [R, S]: what is trained on.
-
-    A position is wanted if the token behind it is a label. Padding follows the document, which does not see it.
-    """
+    """Yields ids [R, S] of a document per row, the documents' lengths, and bool [R, S]: what is trained on."""
+    # A position is wanted if the token behind it is a label. Padding follows the document, which does not see it.
     size = teacher_rows(config, teacher)
     for start in range(0, len(documents), size):
         part = documents[start : start + size]
@@ -163,7 +161,7 @@ def _micro_batches(
 
 @torch.no_grad()
 def _figures(config: Config, full: _Run, other: _Run, *, vocabulary_size: int, device: torch.device) -> dict:
-    """The per-token figures of a `Comparison`, by name."""
+    """The per-token figures of a `TeacherComparison`, by name."""
     divergences, agreed, mass_full, mass_other = [], 0, 0.0, 0.0
     for run in (full, other):
         run.layer.to(device)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distill_rl.errors import ConfigError
-from distill_rl.transport.place import Place, expandable_segments
+from distill_rl.transport.base import Place, expandable_segments
 
 if TYPE_CHECKING:
     from distill_rl.transport.base import Ring, Transport
@@ -22,12 +22,12 @@ _REMEDY = "use transport=auto"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TransportChoice:
     name: str
     reason: str
 
 
-def choose(name: str, writer: Place, readers: Sequence[Place]) -> Choice:
+def choose(name: str, writer: Place, readers: Sequence[Place]) -> TransportChoice:
     """The transport from one teacher rank to the student ranks that read from it, and the reason. Resolves `auto`.
 
     Args:
@@ -41,7 +41,7 @@ def choose(name: str, writer: Place, readers: Sequence[Place]) -> Choice:
     no_ipc = next(_obstacles_to_cuda_ipc(writer, readers), None)
     if name == "auto":
         if no_ipc is None:
-            return Choice("cuda_ipc", "teacher and student are on GPUs of one node that reach each other")
+            return TransportChoice("cuda_ipc", "teacher and student are on GPUs of one node that reach each other")
         return _object_store(no_ipc)
     if name == "cuda_ipc" and no_ipc is not None:
         raise ConfigError("transport", "cuda_ipc needs GPUs of one node that reach each other", no_ipc, _REMEDY)
@@ -61,7 +61,7 @@ def require_between_nodes(name: str) -> None:
         raise ConfigError("transport", f"{name} works inside one node", where, _REMEDY)
 
 
-def expected(name: str, *, gpus: int) -> Choice:
+def expected(name: str, *, gpus: int) -> TransportChoice:
     """What `choose` will probably decide, judged before any process of the run exists, by this process's environment.
 
     Args:
@@ -73,7 +73,7 @@ def expected(name: str, *, gpus: int) -> Choice:
     """
     if name == "auto":
         if gpus and not expandable_segments(os.environ):
-            return Choice("cuda_ipc", "if the GPUs of teacher and student reach each other, otherwise object_store")
+            return TransportChoice("cuda_ipc", "if the GPUs of teacher and student reach each other, otherwise object_store")
         return _object_store("expandable segments are on" if gpus else "no GPU")
     if name == "cuda_ipc":
         if not gpus:
@@ -99,7 +99,7 @@ def make(
     The ring's memory is allocated here, except for object_store, which needs none.
 
     Args:
-        name: as in `Choice`, or `local`; not `auto`.
+        name: as in `TransportChoice`, or `local`; not `auto`.
         deadline_s: seconds that a fetch may wait; used by object_store and cuda_ipc, the others do not wait.
         node_id: node of this process, as Ray names it.
         ring: the ring to write; None for a side that only reads.
@@ -138,23 +138,19 @@ def make(
     raise ConfigError("transport", "must be one of auto, local, object_store, shared_memory, cuda_ipc", name)
 
 
-def _object_store(no_ipc: str) -> Choice:
-    """The choice of object_store, with what speaks against cuda_ipc as the reason."""
-    return Choice("object_store", f"goes from any node to any node; no cuda_ipc: {no_ipc}")
+def _object_store(no_ipc: str) -> TransportChoice:
+    return TransportChoice("object_store", f"goes from any node to any node; no cuda_ipc: {no_ipc}")
 
 
-def _requested(name: str) -> Choice:
+def _requested(name: str) -> TransportChoice:
     """The choice of a transport that was requested by name. Raises ConfigError for `local`, which no run can use."""
     if name == "local":
         raise ConfigError("transport", "local works inside one process, and a run has several", name, _REMEDY)
-    return Choice(name, "requested by name")
+    return TransportChoice(name, "requested by name")
 
 
 def _obstacles_to_sharing(writer: Place, readers: Sequence[Place]) -> Iterator[str]:
-    """Yields, for messages, why readers cannot map the writer's memory: another node, or another user.
-
-    Yields nothing if all of them can.
-    """
+    """Yields, for messages, why readers cannot map the writer's memory: another node, or another user."""
     for reader in readers:
         if reader.node_id != writer.node_id:
             yield f"the teacher is on node {writer.node_id}, a student on {reader.node_id}"
@@ -163,11 +159,7 @@ def _obstacles_to_sharing(writer: Place, readers: Sequence[Place]) -> Iterator[s
 
 
 def _obstacles_to_cuda_ipc(writer: Place, readers: Sequence[Place]) -> Iterator[str]:
-    """Yields, for messages, what speaks against cuda_ipc between a teacher rank and its readers.
-
-    That is a CPU, expandable segments, different nodes or users, and GPUs that do not reach each other. Yields nothing
-    if cuda_ipc can be used.
-    """
+    """Yields, for messages, what speaks against cuda_ipc between a teacher rank and its readers."""
     for role, place in [("teacher", writer), *(("student", reader) for reader in readers)]:
         if place.device == "cpu":
             yield f"the {role} is on a CPU"

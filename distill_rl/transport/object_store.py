@@ -135,13 +135,7 @@ def _to_numpy(tensor: Tensor) -> np.ndarray:
 
 
 def _to_tensor(array: np.ndarray, dtype: str) -> Tensor:
-    """The tensor of an array from `_to_numpy`, without a copy.
-
-    It is a view of the object's memory: a write to it would change what other readers see.
-
-    Args:
-        dtype: of the published tensor, such as "bfloat16".
-    """
+    """The tensor of an array from `_to_numpy`, without a copy."""
     with warnings.catch_warnings(), torch.inference_mode(False):
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         tensor = torch.from_numpy(array)

@@ -151,12 +151,7 @@ class SlotWriter(_State):
         self._words[word] = slot.generation
 
     def _check(self, slot: Slot, specs: Sequence[TensorSpec], layout: Layout) -> tuple[int, ...]:
-        """Checks whether the slot may be written, and returns the readers of the new content; changes nothing.
-
-        Raises:
-            TransportError: no such slot; a generation that is odd or not above the present one; a reader that has not
-                acknowledged the present content; tensors that do not fit; readers that are not the ring's.
-        """
+        """Checks whether the slot may be written, and returns the readers of the new content; changes nothing."""
         ring, what = self._ring, f"slot {slot.index}"
         if not 0 <= slot.index < ring.num_slots:
             raise TransportError(what, f"the ring has {ring.num_slots} slots")
@@ -282,11 +277,7 @@ class RingTransport(ABC, Generic[W, R]):
 
     @abstractmethod
     def _attach(self, offer: Offer) -> R:
-        """Opens the ring of an offer, which has passed `check_offer`, for the reader that the offer names.
-
-        Raises:
-            TransportError: the ring is gone or cannot be reached from this process.
-        """
+        """Opens the ring of an offer, which has passed `check_offer`, for the reader that the offer names."""
 
     def offer(self, reader: int) -> Offer:
         """Describes the ring that this side writes, for one of its readers. Call it once per reader.
@@ -347,12 +338,7 @@ class RingTransport(ABC, Generic[W, R]):
         self._written = None
 
     def _copy(self, written: W, index: int, views: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-        """Copies tensors into a slot; from GPU to GPU without waiting for the copy.
-
-        Args:
-            index: of the slot.
-            views, tensors: by name: the slot's memory, and what to copy into it, on any device.
-        """
+        """Copies tensors into a slot; from GPU to GPU without waiting for the copy."""
         for name, tensor in tensors.items():
             views[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda and written.buffer.is_cuda)
 
@@ -363,11 +349,7 @@ class RingTransport(ABC, Generic[W, R]):
         return self._written
 
     def _ring_of(self, handle: Handle) -> R:
-        """The opened ring that a handle refers to.
-
-        Raises:
-            TransportError: the ring was never opened, or was replaced by another one of the same source.
-        """
+        """The opened ring that a handle refers to."""
         source, nonce = handle.payload
         what = f"slot {handle.slot.index} of {source or 'a ring'}"
         opened = self._opened.get(source)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 from distill_rl.errors import TransportError
-from distill_rl.system.owned_folder import OwnedFolder, claim, remove_abandoned
-from distill_rl.transport.room import available_bytes
+from distill_rl.system.folders import OwnedFolder, claim, remove_abandoned
+from distill_rl.system.memory import available_bytes
 
 Backing = Literal["memfd", "file"]
 SHM = Path("/dev/shm")
@@ -69,12 +69,7 @@ class Segment:
 
     @classmethod
     def _create(cls, size: int, backing: Backing) -> Segment:
-        """`create` without removing others' folders; leaves nothing behind if it fails.
-
-        Raises:
-            TransportError: there is too little shared memory.
-            OSError: it cannot be created otherwise.
-        """
+        """`create` without removing others' folders; leaves nothing behind if it fails."""
         nonce, pid = secrets.token_bytes(NONCE_BYTES), os.getpid()
         with ExitStack() as undo:
             fd = _memfd() if backing == "memfd" else -1
@@ -155,7 +150,6 @@ def sweep(root: Path = SHM) -> list[Path]:
 
 
 def _prefix() -> str:
-    """What the names of this user's segments begin with."""
     return f"distill_rl-{os.getuid()}-"
 
 
@@ -168,10 +162,7 @@ def memfd_usable() -> bool:
 
 
 def _memfd() -> int:
-    """Returns the file descriptor of a new, empty memfd that other processes can open; -1 if that is not possible.
-
-    The caller closes it.
-    """
+    """Returns the file descriptor of a new, empty memfd that other processes can open; -1 if that is not possible."""
     try:
         fd = os.memfd_create("distill_rl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (AttributeError, OSError):
@@ -185,14 +176,8 @@ def _memfd() -> int:
 
 
 def _allocate(fd: int, size: int) -> None:
-    """Makes a new file `size` bytes long and allocates all pages now.
-
-    With `ftruncate` alone, a lack of memory would be a bus error at the first write.
-
-    Raises:
-        TransportError: there is too little memory or room in /dev/shm.
-        OSError: any other failure.
-    """
+    """Makes a new file `size` bytes long and allocates all pages now."""
+    # With `ftruncate` alone, a lack of memory would be a bus error at the first write.
     free = available_bytes()  # nothing limits a memfd
     try:
         if size > free:
@@ -210,8 +195,4 @@ def _allocate(fd: int, size: int) -> None:
 
 
 def _map(fd: int, size: int) -> mmap.mmap:
-    """Maps `size` bytes of a file, shared and writable, with all pages present from the start.
-
-    Otherwise the first access to a page would cost several times what copying it does.
-    """
     return mmap.mmap(fd, size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))

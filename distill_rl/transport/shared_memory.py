@@ -24,13 +24,13 @@ from distill_rl.transport.segment import Address, Backing, Segment
 
 
 @dataclass(frozen=True)
-class _Written(WrittenRing):
+class _WrittenSegment(WrittenRing):
     segment: Segment
     unopened: set[int]
     """Readers that have not opened the ring yet."""
 
 
-class SharedMemoryTransport(RingTransport[_Written, OpenedRing]):
+class SharedMemoryTransport(RingTransport[_WrittenSegment, OpenedRing]):
     """Writes one ring, or reads those of other processes. Tensors on a GPU are copied to the CPU.
 
     Args:
@@ -51,7 +51,7 @@ class SharedMemoryTransport(RingTransport[_Written, OpenedRing]):
             segment = Segment.create(state_bytes(ring) + ring.num_slots * slot_stride(ring), backing)
             writer = SlotWriter(segment.words, ring)
             unopened = set(ring.readers)
-            written = _Written(ring, segment.address.nonce, _slots(segment, ring), writer, segment, unopened)
+            written = _WrittenSegment(ring, segment.address.nonce, _slots(segment, ring), writer, segment, unopened)
         super().__init__(written, source, node_id)
 
     def accept(self, receipt: Receipt) -> None:
@@ -73,7 +73,7 @@ class SharedMemoryTransport(RingTransport[_Written, OpenedRing]):
             self._written.segment.close()
         super().close()
 
-    def _payload(self, written: _Written) -> tuple[Address, Ring]:
+    def _payload(self, written: _WrittenSegment) -> tuple[Address, Ring]:
         return written.segment.address, written.ring
 
     def _attach(self, offer: Offer) -> OpenedRing:
@@ -84,9 +84,6 @@ class SharedMemoryTransport(RingTransport[_Written, OpenedRing]):
 
 
 def _slots(segment: Segment, ring: Ring) -> Tensor:
-    """uint8: the slots of a ring, the part of the segment behind the words.
-
-    The segment stays mapped as long as the tensor, or a view of it, exists.
-    """
+    """uint8: the slots of a ring, the part of the segment behind the words."""
     with torch.inference_mode(False):
         return torch.frombuffer(segment.view, dtype=torch.uint8, offset=state_bytes(ring))

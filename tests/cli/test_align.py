@@ -105,10 +105,10 @@ def test_tools_of_a_row_go_to_both_templates(root: Path, tmp_path: Path) -> None
 def test_a_failed_check_is_shown_and_exits_1(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from distill_rl.align.verify import Check
+    from distill_rl.api import Check
     from distill_rl.preflight import verify as losses
 
-    monkeypatch.setattr(losses, "check_losses", lambda *_, **__: [Check("a loss is right", False, "off by 1")])
+    monkeypatch.setattr(losses, "check_losses", lambda *_, **__: [PropertyCheck("a loss is right", False, "off by 1")])
     folders = (str(root / name) for name in ("student", "teacher"))
     columns = {"text_key": None, "messages_key": None, "split": None}
     code = command.align(

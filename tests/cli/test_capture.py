@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 
 from distill_rl.config.load import load_config
 from distill_rl.store.manifest import TEACHER, write_manifest
-from distill_rl.store.store import Store
-from distill_rl.store.writer import StoreWriter
+from distill_rl.store.store import Store, StoreWriter
 from tests.helpers.command import Cluster, Ended, distill_rl, distill_rl_in_process, series
 from tests.helpers.one_process import Trained
 from tests.helpers.one_process import train as train_in_process

@@ -84,7 +84,7 @@ def test_wheel_has_code_data_and_licence_and_nothing_else(wheel: Path) -> None:
         name for name in files if not name.startswith("distill_rl/") or {"bench", "gpu_check"} & {*Path(name).parts}
     ]
     assert outside == [], "measurements and checks belong to the repository"
-    for data in ("launch/slurm.sbatch", "evals/data/fewshot/gsm8k.json", "observe/report/templates/report.html.jinja"):
+    for data in ("launch/slurm.sbatch", "evals/fewshot/gsm8k.json", "observe/report/templates/report.html.jinja"):
         assert f"distill_rl/{data}" in files
     shipped = {name.removeprefix("distill_rl/") for name in files if name.startswith("distill_rl/configs/")}
     assert {name for name in shipped if name.endswith(".yaml")} == {

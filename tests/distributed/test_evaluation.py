@@ -10,8 +10,7 @@ import torch
 
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Output, Settings
-from distill_rl.evals.executor import LocalExecutor, Task
-from distill_rl.evals.leader import LeadingExecutor, follow
+from distill_rl.evals.executor import LeadingExecutor, LocalExecutor, SuiteTask, follow
 from distill_rl.evals.suites.base import Item
 from distill_rl.parallel.mesh import World, close_world, open_world
 from tests.helpers import ranks
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.ranks
 
 WORDS = seeded_words(3, 200)
 PREFIX = " ".join(WORDS[:30]) + "\n\n"
-COMPLETE, CHOOSE = Task(choose=False, max_new_tokens=6, stop=(" lo",)), Task(choose=True)
+COMPLETE, CHOOSE = SuiteTask(choose=False, max_new_tokens=6, stop=(" lo",)), SuiteTask(choose=True)
 ITEMS = [Item(f"row {n}", " ".join(WORDS[30 + 9 * n :][: 1 + 2 * n]), "", prefix=PREFIX * (n % 2)) for n in range(4)]
 CHOICES = [replace(item, choices=(" ka", " mi lo", " mi ka")) for item in ITEMS]
 SETTINGS = Settings(batch_size=3, dtype="fp32")

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from distill_rl.parallel.mesh import open_world
-from distill_rl.store.store import Store
-from distill_rl.store.writer import StoreWriter
-from distill_rl.teacher.backends.store import StoredTeacher
+from distill_rl.store.store import Store, StoreWriter
 from distill_rl.teacher.engine import TeacherEngine
+from distill_rl.teacher.stored import StoredTeacher
 from tests.helpers import ranks
 from tests.helpers.engines import engine_config, random_documents
 from tests.helpers.models import write_tiny_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distill_rl.parallel.mesh import open_world
-from distill_rl.teacher import targets as targets_module
+from distill_rl.teacher import engine as targets_module
 from distill_rl.teacher.engine import TeacherEngine
 from tests.helpers import ranks
 from tests.helpers.engines import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl.evals.results.samples import read_samples
+from distill_rl.evals.results import read_samples
 from distill_rl.system.files import read_json_lines
 from tests.cli.test_train import assert_equal_runs
 from tests.helpers.command import distill_rl, series

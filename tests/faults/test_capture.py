@@ -25,8 +25,7 @@ from distill_rl.errors import StoreError
 from distill_rl.run.job import make_store
 from distill_rl.store.manifest import read_manifest, write_manifest
 from distill_rl.store.shard import Record, Shard, serialize
-from distill_rl.store.store import Store
-from distill_rl.store.writer import StoreWriter, process_home
+from distill_rl.store.store import Store, StoreWriter, process_home
 from distill_rl.system.files import size_of
 from tests.cli.conftest import Material
 from tests.faults.conftest import Disturbed, assert_same_student

@@ -24,7 +24,7 @@ import transformers
 
 from distill_rl.config.reading.walk import as_yaml, default_of, leaves
 from distill_rl.config.schema import Config
-from distill_rl.system.install import CONFIGS
+from distill_rl.system.environment import CONFIGS
 from tests.frozen import record
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import seeded_words, tiny_tokenizer

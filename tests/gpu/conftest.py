@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from distill_rl.system.files import write_atomic
-from distill_rl.system.processes.parent import end_with
+from distill_rl.system.processes import end_with
 
 LONGEST_REASON = 400
 

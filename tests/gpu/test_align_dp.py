@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from distill_rl.align.dp.backends import align_windows
-from distill_rl.align.dp.canonical import CanonicalTables
-from distill_rl.align.dp.device import missing_for_cuda
+from distill_rl.align.dp.problem import CanonicalTables
+from distill_rl.align.dp.windows import align_windows, missing_for_cuda
 from tests.gpu.conftest import Figures
 from tests.helpers.windows import STUDENT, TEACHER, random_windows, same, vocabulary
 

@@ -27,7 +27,7 @@ from distill_rl.run.job import prepare
 from distill_rl.run.opened import open_rows
 from distill_rl.run.run_directory import paths_of
 from distill_rl.student.engine import StudentEngine
-from distill_rl.teacher.backends.base import TeacherBackend
+from distill_rl.teacher.base import TeacherBackend
 from distill_rl.teacher.build import build_teacher
 from distill_rl.types import BatchInfo, DocumentBatch, RankBatch, Row, row_of
 from distill_rl.workers.pipeline.batches import open_builder

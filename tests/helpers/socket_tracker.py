@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from distill_rl.observe.sinks import tracker_process
+from distill_rl.observe import trackers
 
 Behaviour = Literal["takes", "hangs", "closes"]
 
@@ -77,7 +77,7 @@ def command(port: int, host: str = "127.0.0.1") -> list[str]:
 
 
 if __name__ == "__main__":
-    tracker_process.TRACKERS = {sys.argv[1]: Client}
-    tracker_process.RETRY_S = 0.1
-    tracker_process.CLOSE_S = 1.0
-    tracker_process.main()
+    trackers.TRACKERS = {sys.argv[1]: Client}
+    trackers.RETRY_S = 0.1
+    trackers.CLOSE_S = 1.0
+    trackers.main()

@@ -12,8 +12,7 @@ import numpy as np
 from distill_rl.data.batch.tokenization import name_of
 from distill_rl.store.manifest import Manifest, write_manifest
 from distill_rl.store.shard import Column, Record
-from distill_rl.store.store import Found, Store
-from distill_rl.store.writer import StoreWriter
+from distill_rl.store.store import Found, Store, StoreWriter
 from distill_rl.types import PieceRef, RankBatch
 from tests.helpers.engines import rank_batch, token_rows
 

@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 from distill_rl.errors import TransportError
-from distill_rl.transport.base import Handle, Layout, Offer, Receipt, Ring, Slot
+from distill_rl.transport.base import Handle, Layout, Offer, Place, Receipt, Ring, Slot, place_of
 from distill_rl.transport.choose import make
-from distill_rl.transport.place import Place, place_of
 
 DEADLINE_S = 60.0
 

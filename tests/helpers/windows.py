@@ -8,9 +8,9 @@ from functools import cache
 
 import numpy as np
 
-from distill_rl.align.dp.backends import align_windows
-from distill_rl.align.dp.canonical import CanonicalTables
-from distill_rl.align.tokenizer.vocabulary import Vocabulary
+from distill_rl.align.dp.problem import CanonicalTables
+from distill_rl.align.dp.windows import align_windows
+from distill_rl.align.vocabulary import Vocabulary
 
 Window = tuple[np.ndarray, np.ndarray]
 

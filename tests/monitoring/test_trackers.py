@@ -17,7 +17,7 @@ import pytest
 
 from distill_rl.config.schema import Config, DataConfig, TeacherConfig
 from distill_rl.observe.metrics import Metric
-from distill_rl.observe.sinks.sinks import Observer, open_observer
+from distill_rl.observe.sinks import Observer, open_observer
 from distill_rl.types import RunPaths
 from tests.helpers.command import distill_rl, records, until
 

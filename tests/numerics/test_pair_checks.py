@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distill_rl.align import TokenAligner
-from distill_rl.align.chats.rendering import Chat
+from distill_rl.align.chats import Chat
 from distill_rl.align.projection import build_projection
 from distill_rl.align.verify import check_alignment, check_chats
 from distill_rl.losses import METHODS

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear
 
 from distill_rl.losses import SampledTokens
-from distill_rl.teacher.targets import TargetHead, hidden_targets, logits_targets, sampled_targets, topk_targets
+from distill_rl.teacher.engine import TargetHead, hidden_targets, logits_targets, sampled_targets, topk_targets
 from tests.bench.losses.losses import peak_bytes
 
 CHUNK, VOCABULARY, HIDDEN, K = 64, 8192, 16, 8

@@ -6,9 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill_rl.align.dp.backends import align_windows, load_backend
-from distill_rl.align.dp.canonical import CanonicalTables
-from distill_rl.align.dp.problem import make_problems
+from distill_rl.align.dp.problem import CanonicalTables, make_problems
+from distill_rl.align.dp.windows import align_windows, load_backend
 from tests.helpers.windows import STUDENT, TEACHER, align_window, best_score, check_chunks, same, score, vocabulary
 
 LEFT, RIGHT = vocabulary(STUDENT), vocabulary(TEACHER)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from distill_rl.data.batch.pieces import STUDENT, DocumentPiece, PieceLimits, Splitter
 from distill_rl.data.batch.tokenization import Encoded
-from distill_rl.store.store import Store
-from distill_rl.store.writer import StoreWriter
+from distill_rl.store.store import Store, StoreWriter
 from distill_rl.types import PieceRef
 from tests.helpers.stores import labels, make_store, record_of
 

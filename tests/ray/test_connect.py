@@ -11,7 +11,7 @@ import torch
 from distill_rl.config.derive import ring_plan
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.errors import ConfigError, TransportError
-from distill_rl.transport.choose import Choice
+from distill_rl.transport.choose import TransportChoice
 from distill_rl.transport.segment import Segment
 from distill_rl.workers.actors.student import StudentWorker
 from distill_rl.workers.actors.teacher import TeacherWorker
@@ -83,7 +83,7 @@ def build(ray_cluster):
         worker.close_others(())
 
 
-def names(chosen: dict[str, Choice]) -> dict[str, str]:
+def names(chosen: dict[str, TransportChoice]) -> dict[str, str]:
     return {source: choice.name for source, choice in chosen.items()}
 
 
@@ -102,7 +102,7 @@ def test_every_replica_reaches_its_readers(build, transport, capsys):
 
 def test_auto_reports_and_drops_a_transport_that_fails(build, monkeypatch, capsys):
     """CUDA IPC is chosen although there is no GPU."""
-    monkeypatch.setattr(connect, "choose", lambda *_: Choice("cuda_ipc", "they are on one GPU"))
+    monkeypatch.setattr(connect, "choose", lambda *_: TransportChoice("cuda_ipc", "they are on one GPU"))
     connector = build(config("auto"))
     assert names(connector.connect()) == {"big/dp0-tp0": "object_store"}
     assert "transport object_store: cuda_ipc does not work: " in capsys.readouterr().out

@@ -16,7 +16,7 @@ from distill_rl.demo.real import RealMaterial
 from distill_rl.evals.backends.base import Settings
 from distill_rl.evals.executor import LocalExecutor
 from distill_rl.evals.options import Options, load_questions
-from distill_rl.evals.results.store import items_file
+from distill_rl.evals.results import items_file
 from distill_rl.evals.run import Model, evaluate_models
 from distill_rl.system.files import read_json_lines, write_json_lines
 from tests.helpers.align import DATA

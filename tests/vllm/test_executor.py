@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test
 
 from distill_rl.evals.backends.base import Output, Settings
 from distill_rl.evals.backends.hf import HfBackend
-from distill_rl.evals.executor import LocalExecutor, Task
+from distill_rl.evals.executor import LocalExecutor, SuiteTask
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import ask_otherwise, write_tiny_model
 from tests.helpers.tokenizers import seeded_words
@@ -40,7 +40,7 @@ def executor() -> Iterator[LocalExecutor]:
     executor.close()
 
 
-def outputs(executor: LocalExecutor, task: Task) -> list[Output]:
+def outputs(executor: LocalExecutor, task: SuiteTask) -> list[Output]:
     by_index = dict(pair for part in executor.run(task, CHATS) for pair in part)
     return [by_index[index] for index in range(len(CHATS))]
 
@@ -52,11 +52,11 @@ def assert_like_hf(executor: LocalExecutor, folder: Path) -> None:
     stop = (max((output.text for output in written), key=len)[2:4],)
     for stops in ((), stop):
         ours = [output for _, output in sorted(hf.generate(CHATS, max_new_tokens=LIMIT, stop=stops))]
-        theirs = outputs(executor, Task(False, LIMIT, stops))
+        theirs = outputs(executor, SuiteTask(False, LIMIT, stops))
         assert [output.prompt_tokens for output in theirs] == [len(hf.encoder.encode(item)) for item in CHATS]
         assert sum(left != right for left, right in zip(ours, theirs)) <= 1, "a tie at most"
     scores = [output for _, output in sorted(hf.choose(CHATS))]
-    for left, right in zip(scores, outputs(executor, Task(True))):
+    for left, right in zip(scores, outputs(executor, SuiteTask(True))):
         assert left.logprobs == pytest.approx(right.logprobs, abs=1e-3)
         assert left.prompt_tokens == right.prompt_tokens == len(hf.encoder.choices(CHATS[scores.index(left)]).context)
 
@@ -68,7 +68,7 @@ def test_models_of_one_shape_that_differ_otherwise(
     other = shutil.copytree(first, tmp_path / "other")
     executor.load(first, "vllm", FP32)
     assert_like_hf(executor, first)
-    before = outputs(executor, Task(False, LIMIT))
+    before = outputs(executor, SuiteTask(False, LIMIT))
     running = executor._backend._engine  # type: ignore[union-attr]
     if change in ("chat template", "ends of text", "tokenizer"):
         ask_otherwise(other, change)
@@ -79,6 +79,6 @@ def test_models_of_one_shape_that_differ_otherwise(
     executor.load(other, "vllm", FP32)
     assert (executor._backend._engine is running) == (change in ("chat template", "ends of text"))  # type: ignore[union-attr]
     assert_like_hf(executor, other)
-    assert outputs(executor, Task(False, LIMIT)) != before
+    assert outputs(executor, SuiteTask(False, LIMIT)) != before
     executor.load(first, "vllm", FP32)
-    assert outputs(executor, Task(False, LIMIT)) == before
+    assert outputs(executor, SuiteTask(False, LIMIT)) == before

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test.sh vllm")
 
 from distill_rl.demo.material import make_material
-from distill_rl.demo.recipe import RECIPE, Shape
+from distill_rl.demo.recipe import RECIPE, ModelSizes
 from tests.cli.conftest import Material
 from tests.cli.test_capture import config_of, stored
 from tests.faults.conftest import assert_same_student, disturb, undisturbed
@@ -117,7 +117,7 @@ def test_what_vllm_cannot_do_is_refused_at_once(material, tmp_path):
 
 def test_the_feature_file_trains_and_exports(tmp_path):
     """With a teacher whose heads vLLM supports on CPUs."""
-    shape = Shape(hidden=96, intermediate=288, layers=2, heads=3)
+    shape = ModelSizes(hidden=96, intermediate=288, layers=2, heads=3)
     make_material(tmp_path / ".cache" / "quickstart", 0, replace(RECIPE, teacher=shape, teacher_steps=20))
     settings = ("train.steps=3", "schedule.warmup_steps=1", "evaluate.suites=[]")
     ended = distill_rl("train", "-c", FEATURE, *settings, cwd=tmp_path)

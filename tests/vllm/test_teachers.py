@@ -15,9 +15,9 @@ pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test
 from distill_rl.config.schema import ParallelConfig
 from distill_rl.errors import ConfigError
 from distill_rl.parallel.mesh import World, close_world, open_world
-from distill_rl.teacher.backends.scored import ScoredTeacher
-from distill_rl.teacher.backends.vllm import VllmScorer
 from distill_rl.teacher.engine import TeacherEngine
+from distill_rl.teacher.scored import ScoredTeacher
+from distill_rl.teacher.vllm import VllmScorer
 from distill_rl.types import IGNORE_INDEX, RankBatch
 from tests.helpers.backends import (
     TOP,

@@ -16,8 +16,7 @@ pytest.importorskip("vllm", reason="vllm is not installed here: bash launch/test
 
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Backend, Output, Settings
-from distill_rl.evals.backends.hf import HfBackend
-from distill_rl.evals.backends.likelihood import choice_rows
+from distill_rl.evals.backends.hf import HfBackend, choice_rows
 from distill_rl.evals.backends.vllm import VllmBackend, _scoring
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import write_tiny_model

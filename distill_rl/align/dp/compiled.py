@@ -6,24 +6,58 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba import njit
 
-from distill_rl.align.dp.canonical import NONE
 from distill_rl.align.dp.problem import (
-    COLUMN_GAP,
     COLUMNS,
+    COLUMN_GAP,
     EQUAL,
     EQUAL_SCORE,
     GAP_SCORE,
     JOIN_SCORE,
     MAX_JOIN,
     NEVER,
-    ROW_GAP,
+    NONE,
     ROWS,
+    ROW_GAP,
     UNEQUAL,
     UNEQUAL_SCORE,
-    Problem,
+    WindowProblem,
     trace_back,
 )
+from distill_rl.align.side import TokenSide
+
+# Compares what two sides' tokens spell, in compiled code and without a copy of either text.
+#
+# Importing this module imports Numba, so it is imported when the first row is compared.
+
+def same_bytes(left: TokenSide, right: TokenSide) -> bool:
+    """Whether two sides spell the same bytes; the caller makes sure that they spell equally many."""
+    return _same(_arrays(left), _arrays(right))
+
+
+def _arrays(side: TokenSide) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    return side.vocabulary.flat, side.vocabulary.starts, side.ids, side.lengths
+
+
+@njit(cache=True, nogil=True)
+def _same(left, right):  # type: ignore[no-untyped-def]
+    """Whether two sides spell the same bytes; both must spell equally many."""
+    # Takes the last `lengths[i]` bytes of each token, so a shorter length leaves out a leading dummy space.
+    flat, starts, ids, lengths = left
+    other_flat, other_starts, other_ids, other_lengths = right
+    other, place, stop = -1, 0, 0
+    for token in range(len(ids)):
+        end = starts[ids[token] + 1]
+        for byte in range(end - lengths[token], end):
+            while place == stop:
+                other += 1
+                stop = other_starts[other_ids[other] + 1]
+                place = stop - other_lengths[other]
+            if flat[byte] != other_flat[place]:
+                return False
+            place += 1
+    return True
 
 
 def choose(equal, diagonal, above, left, join, join_move):  # type: ignore[no-untyped-def]
@@ -51,10 +85,8 @@ def choose(equal, diagonal, above, left, join, join_move):  # type: ignore[no-un
 
 
 def _compiled(function: Any) -> Any:
-    """The function compiled by Numba, on its first call and without the GIL.
-
-    The result is cached on disk if Numba finds a writable folder for that.
-    """
+    """The function compiled by Numba, on its first call and without the GIL."""
+    # The result is cached on disk if Numba finds a writable folder for that.
     try:
         return numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:
@@ -75,11 +107,9 @@ def _score_at(scores, low, high, offsets, i, j):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _fill(row_ids, column_ids, row_joins, column_joins, low, high, offsets):  # type: ignore[no-untyped-def]
-    """uint8 [cells]: the move into every cell of the strip, row by row.
-
-    The arguments are the fields of a `Problem`. The three neighbours `diagonal`, `above` and `left` are carried along
-    the row; joins, which are rare, look their predecessors up.
-    """
+    """uint8 [cells]: the move into every cell of the strip, row by row."""
+    # The arguments are the fields of a `WindowProblem`. The three neighbours `diagonal`, `above` and `left` are carried
+    # along the row; joins, which are rare, look their predecessors up.
     n = len(row_ids)
     moves = np.empty(offsets[n + 1], np.uint8)
     scores = np.empty(offsets[n + 1], np.int32)
@@ -117,7 +147,7 @@ def _fill(row_ids, column_ids, row_joins, column_joins, low, high, offsets):  # 
     return moves
 
 
-def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
+def solve(problems: list[WindowProblem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
     """The best alignment of each problem within its strip, in order: (row marks, column marks, number of chunks).
 
     Marks, int32 [n] and int32 [m], are those of `trace_back`. Every backend returns the same ones.

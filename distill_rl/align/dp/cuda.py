@@ -17,9 +17,18 @@ import numba
 import numpy as np
 from numba import cuda
 
-from distill_rl.align.dp.canonical import NONE
 from distill_rl.align.dp.compiled import choose
-from distill_rl.align.dp.problem import COLUMNS, EQUAL, JOIN_SCORE, MAX_JOIN, NEVER, ROWS, Problem, trace_back
+from distill_rl.align.dp.problem import (
+    COLUMNS,
+    EQUAL,
+    JOIN_SCORE,
+    MAX_JOIN,
+    NEVER,
+    NONE,
+    ROWS,
+    WindowProblem,
+    trace_back,
+)
 
 SCRATCH_BYTES = 512 * 2**20
 """Device memory for the cells of one launch; if more windows are given, there are several launches"""
@@ -54,14 +63,12 @@ def _align(  # type: ignore[no-untyped-def]
     column_marks,
     counts,
 ):
-    """The kernel: solves one window per block.
-
-    Writes what `trace_back` gives into `row_marks`, `column_marks` and `counts`. All windows' arrays are concatenated;
-    r0, c0, m0 and b0 are where this window's rows, columns, cells and strip bounds begin. Rows `first` to `last` have a
-    cell on the current anti-diagonal d. These are at most `width` consecutive rows, so S[i, d − i] is kept at
-    scores[window, d % DIAGONALS, i % width] without collisions. `scores` and `moves` are scratch memory, whatever they
-    hold before.
-    """
+    """The kernel: solves one window per block."""
+    # Writes what `trace_back` gives into `row_marks`, `column_marks` and `counts`. All windows' arrays are
+    # concatenated; r0, c0, m0 and b0 are where this window's rows, columns, cells and strip bounds begin. Rows `first`
+    # to `last` have a cell on the current anti-diagonal d. These are at most `width` consecutive rows, so S[i, d − i]
+    # is kept at scores[window, d % DIAGONALS, i % width] without collisions. `scores` and `moves` are scratch memory,
+    # whatever they hold before.
     window = cuda.blockIdx.x
     r0, c0, m0 = row_starts[window], column_starts[window], cell_starts[window]
     n, m = row_starts[window + 1] - r0, column_starts[window + 1] - c0
@@ -111,7 +118,7 @@ def _align(  # type: ignore[no-untyped-def]
         )
 
 
-def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
+def solve(problems: list[WindowProblem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
     """The best alignment of each problem within its strip, in order: (row marks, column marks, number of chunks).
 
     Marks, int32 [n] and int32 [m], are those of `trace_back`. Every backend returns the same ones.
@@ -119,12 +126,9 @@ def solve(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
     return [result for group in _groups(problems) for result in _launch(group)]
 
 
-def _groups(problems: list[Problem]) -> Iterator[list[Problem]]:
-    """Yields the problems in groups of consecutive ones, each for one launch, whose cells fit into SCRATCH_BYTES.
-
-    A single problem may exceed that, in a group of its own. No group is empty.
-    """
-    group: list[Problem] = []
+def _groups(problems: list[WindowProblem]) -> Iterator[list[WindowProblem]]:
+    """Yields the problems in groups of consecutive ones, each for one launch, whose cells fit into SCRATCH_BYTES."""
+    group: list[WindowProblem] = []
     cells = 0
     for problem in problems:
         if group and cells + int(problem.offsets[-1]) > SCRATCH_BYTES:
@@ -136,11 +140,8 @@ def _groups(problems: list[Problem]) -> Iterator[list[Problem]]:
         yield group
 
 
-def _launch(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    """Solves the problems in one launch of the kernel, waits for it, and returns the solutions as `solve` does.
-
-    Needs at least one problem and device memory for all their cells.
-    """
+def _launch(problems: list[WindowProblem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
+    """Solves the problems in one launch of the kernel, waits for it, and returns the solutions as `solve` does."""
 
     def joined(name: str) -> np.ndarray:
         """One field of all problems, concatenated, on the device."""
@@ -177,7 +178,7 @@ def _launch(problems: list[Problem]) -> list[tuple[np.ndarray, np.ndarray, int]]
     return list(zip(row_parts, column_parts, counts.copy_to_host().tolist()))
 
 
-def _widest_diagonal(problem: Problem) -> int:
+def _widest_diagonal(problem: WindowProblem) -> int:
     """The largest number of cells on an anti-diagonal of the strip."""
     rows = np.arange(len(problem.low), dtype=np.int64)
     begins, ends = rows + problem.low, rows + problem.high

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from distill_rl.align.chats.rendering import CharSpan, content_spans
-from distill_rl.align.tokenizer.encoder import Encoder
+from distill_rl.align.chats import CharSpan, content_spans
+from distill_rl.align.tokenizer import TextEncoder
 from distill_rl.config.schema import DataConfig
 from distill_rl.data.batch.chat import TemplateCoverage, render, render_document, roles_to_train_on
 from distill_rl.data.reading.layouts import template_options
@@ -239,8 +239,8 @@ class Tokenization:
         return np.asarray(encoded["input_ids"], dtype=np.int32), offsets
 
     @cached_property
-    def _encoder(self) -> Encoder:
-        return Encoder(self.tokenizer)
+    def _encoder(self) -> TextEncoder:
+        return TextEncoder(self.tokenizer)
 
     def _require_stop(self, document: Mapping[str, Any], last: int) -> None:
         """Raises DataError if the last token that is trained on is no stop, and never is with this template."""

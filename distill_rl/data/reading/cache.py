@@ -14,7 +14,6 @@ from pathlib import Path
 
 from distill_rl.errors import DataError
 
-GIB = 1 << 30
 _ABANDONED_S = 24 * 3600.0
 
 

@@ -2,28 +2,483 @@
 
 from __future__ import annotations
 
+import copy
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from distill_rl.errors import ConfigError, first_line
-from distill_rl.evals.backends import greedy, likelihood
-from distill_rl.evals.backends.base import Output, Settings
-from distill_rl.evals.backends.encode import Encoder, model_folder
-from distill_rl.evals.backends.prefix_sharing import SharedPrefix, cache_support, group_by_prefix
+from distill_rl.evals.backends.base import Choices, ItemEncoder, Output, Settings, common_start, model_folder
 from distill_rl.evals.suites.base import Item
 from distill_rl.models.attention import with_masks
 from distill_rl.models.determinism import start_vector_math
 from distill_rl.models.families import length_limit
 from distill_rl.models.files.headers import TOWER_NAMES, holds_several
 from distill_rl.models.files.hub import read_config
-from distill_rl.models.rotary import use_own_lengths
+from distill_rl.models.files.headers import TOWER_NAMES
+from distill_rl.models.rotary import row_positions, use_own_lengths
 
 if TYPE_CHECKING:
     from distill_rl.parallel.mesh import World
+
+
+# Runs the shared prefix of several rows once, and reuses its keys and values for all of them.
+#
+# Shapes: R rows, P tokens of the shared prefix.
+
+MIN_SHARED_TOKENS = 16
+"""Minimum length of a shared prefix for which separate batches pay off."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixGroup:
+    """Rows that begin with the same tokens."""
+
+    shared: int
+    """Number of shared tokens; 0: nothing is shared."""
+    rows: list[int]
+    """Row indices, the longest row first."""
+
+    def batches(self, size: int) -> Iterator[list[int]]:
+        """Yields the row indices in batches of `size`, the longest rows first; the last batch may be smaller."""
+        for start in range(0, len(self.rows), size):
+            yield self.rows[start : start + size]
+
+
+def group_by_prefix(
+    rows: Sequence[Sequence[int]], max_shared: Sequence[int], prefixes: Sequence[str], *, share: bool
+) -> list[PrefixGroup]:
+    """Groups rows with the same prefix text; the group with the longest row comes first. Every row is in exactly one
+    group.
+
+    A group shares the tokens that all of its rows have in common at the start, up to the smallest `max_shared` of its
+    rows. Rows whose group would share fewer than MIN_SHARED_TOKENS, or has one row only, form one group without
+    sharing.
+
+    Args:
+        rows: ids.
+        max_shared: per row, how many of its first tokens may be shared.
+        prefixes: per row, the prefix text that other rows may have too; empty: none.
+        share: False puts all rows into one group without sharing.
+    """
+    by_prefix: dict[str, list[int]] = {}
+    for row, prefix in enumerate(prefixes):
+        by_prefix.setdefault(prefix if share else "", []).append(row)
+    unshared = by_prefix.pop("", [])
+    groups = []
+    for members in by_prefix.values():
+        shared = min(len(common_start([rows[row] for row in members])), min(max_shared[row] for row in members))
+        if len(members) > 1 and shared >= MIN_SHARED_TOKENS:
+            groups.append(PrefixGroup(shared, members))
+        else:
+            unshared += members
+    if unshared:
+        groups.append(PrefixGroup(0, unshared))
+    for group in groups:
+        group.rows.sort(key=lambda row: (-len(rows[row]), row))
+    return sorted(groups, key=lambda group: -len(rows[group.rows[0]]))
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSupport:
+    """What a model's cache supports, according to its config and class."""
+
+    plain: bool
+    """The cache holds only keys and values, so that its rows can be selected and repeated."""
+    share_aligned: bool
+    """Rows can continue a shared prefix directly after it. Not if the position encoding depends on the length of the
+    text, because a prefix run alone then differs from the same prefix in a long text."""
+    share_padded: bool
+    """Rows can continue a shared prefix after padding. Not if some layers attend to the last tokens only, because such a
+    window would count the padding."""
+
+
+def cache_support(model: Any) -> CacheSupport:
+    """Determines from a loaded model's config, class and cache layers how its rows may share a prefix and be removed
+    from a batch."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    config, arguments = model.config.get_text_config(), signature(model.forward).parameters
+    layers = {type(layer) for layer in DynamicCache(config=config).layers}
+    takes_cache = {"past_key_values", "position_ids", "logits_to_keep"} <= arguments.keys()
+    is_chunked = getattr(config, "attention_chunk_size", None) is not None
+    has_plain_layers = layers <= {DynamicLayer, DynamicSlidingWindowLayer}
+    plain = takes_cache and not is_chunked and not model._is_stateful and has_plain_layers
+    aligned = plain and length_limit(config) is None
+    return CacheSupport(plain, aligned, share_padded=aligned and DynamicSlidingWindowLayer not in layers)
+
+
+class SharedPrefix:
+    """The keys and values of the tokens that the rows of a group share, computed by one forward pass at construction.
+
+    Args:
+        ids: [P] token ids; empty: nothing is shared, and nothing is run.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: Any, ids: Sequence[int]):
+        self.length = len(ids)
+        self._cache: Any = None
+        if ids:
+            row = torch.tensor([list(ids)], device=model.device)
+            self._cache = model(input_ids=row, use_cache=True, logits_to_keep=1).past_key_values
+
+    def cache(self, rows: int) -> Any:
+        """A cache for `rows` rows that start with the prefix; None if nothing is shared. A forward pass extends it
+        without changing the shared one."""
+        if self._cache is None:
+            return None
+        cache = copy.copy(self._cache)
+        cache.layers = [_repeat(layer, rows) for layer in self._cache.layers]
+        return cache
+
+
+def _repeat(layer: Any, rows: int) -> Any:
+    """A cache layer of one row for `rows` rows; the original is not changed."""
+    layer = copy.copy(layer)
+    layer.keys = layer.keys.expand(rows, *layer.keys.shape[1:])
+    layer.values = layer.values.expand(rows, *layer.values.shape[1:])
+    return layer
+
+
+# Greedy completions of a batch, with one forward pass per token for all rows that are not finished.
+#
+# Shapes: R rows of a batch, P tokens of the shared prefix, S tokens of the longest row after it, T columns so far.
+
+_MAX_TEXTLESS_TOKENS = 8
+"""Tokens without text of their own that may occur inside a stop text."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """A prompt to be completed."""
+
+    item_index: int
+    ids: list[int]
+    max_new_tokens: int
+    """At least 1."""
+
+
+def prompt_rows(
+    encoder: ItemEncoder, items: Sequence[Item], max_new_tokens: int, positions: int | None
+) -> tuple[list[PromptRow], list[tuple[int, Output]]]:
+    """Encodes prompts; returns the rows of those that fit, and (index into `items`, output) for those that are too
+    long.
+
+    Args:
+        max_new_tokens: limit of every completion.
+        positions: maximum tokens of prompt and completion together, which also limits a completion; None: no limit.
+
+    Raises:
+        DataError: an empty prompt, or a chat that the tokenizer's template rejects.
+    """
+    rows, too_long = [], []
+    for index, item in enumerate(items):
+        ids = encoder.encode(item)
+        if positions is None:
+            rows.append(PromptRow(index, ids, max_new_tokens))
+        elif len(ids) >= positions:
+            too_long.append((index, Output(prompt_tokens=len(ids), too_long=True)))
+        else:
+            rows.append(PromptRow(index, ids, min(max_new_tokens, positions - len(ids))))
+    return rows, too_long
+
+
+class StopDetector:
+    """Detects the end of a completion: a stop token, the token limit or a stop text.
+
+    Args:
+        stop: the stop texts.
+    """
+
+    def __init__(self, encoder: ItemEncoder, stop: Sequence[str]):
+        self._encoder, self._stop = encoder, tuple(stop)
+        # A token with text has at least one byte of it, so this many tokens cover every stop text.
+        self._tail = max((len(text.encode()) for text in stop), default=0) + _MAX_TEXTLESS_TOKENS
+
+    def output(self, row: PromptRow, written: Sequence[int]) -> Output | None:
+        """The output of a row that has ended with its last token, by a stop token, the token limit or a stop text; None
+        while it continues. Call it after every token.
+
+        The text ends before the first stop text. Decoding the last tokens only finds a possible stop text; decoding the
+        whole completion confirms it, because text at the start of a decoded tail can differ.
+
+        Args:
+            written: all generated ids of the row so far; at least one.
+        """
+        ended = written[-1] in self._encoder.stop_ids
+        full = len(written) >= row.max_new_tokens
+        may_stop = self._stop and any(text in self._encoder.decode(written[-self._tail :]) for text in self._stop)
+        if not (ended or full or may_stop):
+            return None
+        whole = self._encoder.decode(written[:-1] if ended else written)
+        starts = [whole.find(text) for text in self._stop if text in whole]
+        if not (ended or full or starts):
+            return None
+        text = whole[: min(starts)] if starts else whole
+        return Output(text, len(written), len(row.ids), truncated=not ended and not starts)
+
+    def first(self, row: PromptRow, written: Sequence[int]) -> Output | None:
+        """The output at the first end in a complete sequence of generated ids, as if `output` had been called after
+        every token; None if it does not end. For engines that may run past a stop text.
+
+        Without stop texts only the end of the sequence is examined, so no earlier token may be a stop token.
+        """
+        counts = range(1, len(written) + 1) if self._stop else [len(written)]
+        outputs = (self.output(row, written[:count]) for count in counts)
+        return next((output for output in outputs if output is not None), None)
+
+
+@torch.no_grad()
+def generate(
+    model: Any, rows: Sequence[PromptRow], prefix: SharedPrefix, stops: StopDetector
+) -> Iterator[tuple[int, Output]]:
+    """Yields (`PromptRow.item_index`, output) for greedy completions of one batch, as they end.
+
+    1. Pad the rows on the left, so that all of them continue in the same column, and mask the padding.
+    2. Run the model on the new columns and append the likeliest token to each row.
+    3. Yield the rows that ended, and remove them from tokens, mask, positions and cache: they cost no more work and
+       never exceed the model's positions.
+    4. Repeat with one new column until no row is left. When a row becomes longer than the texts of the pretraining, and
+       the model's rotary frequencies depend on that, the keys in the cache are of the shorter text: all rows are run anew.
+
+    Args:
+        model: a model with a `plain` cache (`CacheSupport`).
+        rows: at least one; all begin with the tokens of `prefix` and are longer.
+        prefix: what the rows share; it is not changed. Its length may be 0.
+        stops: decides when a row has ended.
+    """
+    live, written = list(rows), [[] for _ in rows]  # type: list[PromptRow], list[list[int]]
+    ids, mask = _pad([row.ids[prefix.length :] for row in rows], prefix.length, model.device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, prefix.length :]
+    cache, limit = prefix.cache(len(rows)), length_limit(model.config)
+    while True:
+        result = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache, tokens = result.past_key_values, result.logits[:, -1].argmax(-1)
+        continuing = []
+        for i, token in enumerate(tokens.tolist()):
+            written[i].append(token)
+            output = stops.output(live[i], written[i])
+            if output is None:
+                continuing.append(i)
+            else:
+                yield live[i].item_index, output
+        if not continuing:
+            return
+        if len(continuing) < len(live):
+            live, written = [live[i] for i in continuing], [written[i] for i in continuing]
+            kept = torch.tensor(continuing, device=ids.device)
+            cache.reorder_cache(kept)
+            tokens, mask, positions = tokens[kept], mask[kept], positions[kept]
+        ids = tokens[:, None]
+        mask = torch.cat([mask, mask.new_ones(len(live), 1)], dim=1)
+        positions = positions[:, -1:] + 1
+        if limit is not None and (positions == limit.length).any():
+            ids, mask = _pad([[*row.ids, *more] for row, more in zip(live, written)], 0, model.device)
+            positions, cache = (mask.cumsum(-1) - 1).clamp(min=0), None
+
+
+@torch.no_grad()
+def generate_with_transformers(
+    model: Any, rows: Sequence[PromptRow], stops: StopDetector
+) -> Iterator[tuple[int, Output]]:
+    """Yields (`PromptRow.item_index`, output) for the completions of one batch, like `generate` but by transformers' own
+    `generate`, for models whose cache is not plain. All rows run until the last one has ended; only then is the first
+    one yielded.
+    """
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    ids, mask = _pad([row.ids for row in rows], 0, model.device)
+    outputs: list[Output | None] = [None] * len(rows)
+
+    class RowsEnded(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
+            for i, written in enumerate(input_ids[:, ids.shape[1] :].tolist()):
+                if outputs[i] is None:
+                    outputs[i] = stops.output(rows[i], written)
+            return torch.tensor([output is not None for output in outputs], device=input_ids.device)
+
+    model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=max(row.max_new_tokens for row in rows),
+        use_cache=True,
+        stopping_criteria=StoppingCriteriaList([RowsEnded()]),
+    )
+    for row, output in zip(rows, outputs):
+        assert output is not None, "generation stops only when every row has ended"
+        yield row.item_index, output
+
+
+def _pad(rows: Sequence[Sequence[int]], num_prefix: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Ids [R, S], padded with 0 on the left, and the mask [R, num_prefix + S] of real tokens, both int64."""
+    longest = max(len(row) for row in rows)
+    ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=device)
+    mask = torch.tensor([[1] * num_prefix + [0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceRow:
+    """One sequence to run, and the choices that it scores.
+
+    A row is the context followed by all tokens of a choice but the last, which only has to be predicted. Choices that
+    differ only in their last token share a row; choices of one token each share the context alone.
+    """
+
+    item_index: int
+    ids: list[int]
+    start: int
+    """Length of the context."""
+    choices: tuple[tuple[int, list[int]], ...]
+    """(index of the choice, its tokens)."""
+
+
+# Log-likelihoods of the choices of items, batched.
+#
+# Shapes: R rows of a batch, P tokens of the shared prefix, S tokens of the longest row after it, N positions whose next
+# token is scored, H hidden size, V vocabulary.
+
+def choice_rows(item_index: int, choices: Choices) -> list[ChoiceRow]:
+    """The fewest rows that score every choice of an item; each choice belongs to exactly one of them."""
+    bodies: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}
+    for i, ids in enumerate(choices.continuations):
+        bodies.setdefault(tuple(ids[:-1]), []).append((i, ids))
+    start = len(choices.context)
+    return [ChoiceRow(item_index, [*choices.context, *body], start, tuple(members)) for body, members in bodies.items()]
+
+
+@dataclass(slots=True)
+class _Scores:
+    output: Output
+    num_choices: int
+    by_choice: dict[int, float] = field(default_factory=dict)
+    run_tokens: int = 0
+
+
+class ChoiceCollector:
+    """Collects the scores of an item's choices, whose rows may finish at different times."""
+
+    def __init__(self) -> None:
+        self._items: dict[int, _Scores] = {}
+
+    def prepare(
+        self, encoder: ItemEncoder, items: Sequence[Item], positions: int | None
+    ) -> tuple[list[ChoiceRow], list[tuple[int, Output]]]:
+        """Encodes items and registers them for `add`; returns the rows of those that fit, and (index into `items`,
+        output) for those that are too long to run.
+
+        Args:
+            positions: maximum tokens of context and choice together; None: no limit.
+
+        Raises:
+            DataError: an empty prompt, a chat that the tokenizer's template rejects, or a choice that adds no token.
+        """
+        rows: list[ChoiceRow] = []
+        too_long = []
+        for index, item in enumerate(items):
+            choices = encoder.choices(item)
+            num_context, lengths = len(choices.context), [len(ids) for ids in choices.continuations]
+            if positions is not None and max(lengths) > max(positions - num_context, 0):
+                too_long.append((index, Output(prompt_tokens=num_context, too_long=True)))
+                continue
+            output = Output(num_tokens=sum(lengths), prompt_tokens=num_context)
+            self._items[index] = _Scores(output, len(lengths))
+            rows += choice_rows(index, choices)
+        return rows, too_long
+
+    def add(self, item_index: int, sums: Mapping[int, float], run_tokens: int) -> Output | None:
+        """Adds the scores of a row of an item that `prepare` has registered; returns the item's output, with a
+        log-likelihood per choice in their order, once all of them are scored, and None until then.
+
+        Args:
+            sums: index of a choice → sum of its tokens' log-probabilities.
+            run_tokens: tokens of the row that the model ran.
+        """
+        scores = self._items[item_index]
+        scores.by_choice |= sums
+        scores.run_tokens += run_tokens
+        if len(scores.by_choice) < scores.num_choices:
+            return None
+        logprobs = tuple(scores.by_choice[i] for i in range(scores.num_choices))
+        return replace(scores.output, logprobs=logprobs, run_tokens=scores.run_tokens)
+
+
+@torch.no_grad()
+def score(model: Any, rows: Sequence[ChoiceRow], prefix: SharedPrefix) -> list[dict[int, float]]:
+    """Runs a batch; returns, per row, {index of a choice: sum of its tokens' log-probabilities (natural logarithm)}.
+
+    1. Pad the rows on the right. A causal model never attends to the right, so no mask is needed and the rows directly
+       follow the shared prefix. Only a model to which the lengths of texts matter is told where the padding begins.
+    2. List the N positions that predict tokens of choices: in each row from the last token of the context on.
+    3. Run the model, with its head at these positions only, and take the log-softmax there in fp32.
+    4. Sum the log-probabilities of each choice's tokens.
+
+    Args:
+        rows: at least one; all begin with the tokens of `prefix`, which is shorter than every context.
+    """
+    suffixes = [row.ids[prefix.length :] for row in rows]
+    longest = max(len(ids) for ids in suffixes)
+    input_ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids in suffixes], device=model.device)
+    positions = [
+        (i, column - prefix.length) for i, row in enumerate(rows) for column in range(row.start - 1, len(row.ids))
+    ]
+    cache, told = prefix.cache(len(rows)), {}
+    if length_limit(model.config) is not None:
+        told["position_ids"] = row_positions(model.config, [len(ids) for ids in suffixes], longest, model.device)
+    with _head_only_at(model, positions) as select:
+        result = model(input_ids=input_ids, past_key_values=cache, use_cache=cache is not None, **told)
+    return _sums(rows, select(result.logits).float().log_softmax(-1))
+
+
+def _sums(rows: Sequence[ChoiceRow], logprobs: Tensor) -> list[dict[int, float]]:
+    """Sums the log-probabilities of every choice in fp64; returns {index of a choice: sum} per row."""
+    sums, first = [], 0
+    for row in rows:
+        by_choice = {}
+        for i, ids in row.choices:
+            column = torch.tensor(ids, device=logprobs.device)[:, None]
+            by_choice[i] = float(logprobs[first : first + len(ids)].gather(1, column).sum(dtype=torch.float64))
+        sums.append(by_choice)
+        first += len(row.ids) - row.start + 1
+    return sums
+
+
+@contextmanager
+def _head_only_at(model: Any, positions: Sequence[tuple[int, int]]) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Restricts the output layer to these (row, column); yields logits → [N, V] of them."""
+    # Logits of all positions would take R·S·V numbers. Whatever a model does to its logits after the output layer, it
+    # does to each position separately, so the restriction does not change them. A model without a separate output
+    # layer computes all of them.
+    rows, columns = (torch.tensor(indices, device=model.device) for indices in zip(*positions))
+    head = model.get_output_embeddings()
+    if head is None:
+        yield lambda logits: logits[rows, columns]
+        return
+    # Before the hooks of a layer that is split over ranks, which turn the hidden states into a DTensor.
+    hook = head.register_forward_pre_hook(
+        lambda _, arguments: (arguments[0][rows, columns][None], *arguments[1:]), prepend=True
+    )
+    try:
+        yield lambda logits: logits[0]
+    finally:
+        hook.remove()
+
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _DEFAULT = Settings()
@@ -103,15 +558,15 @@ class HfBackend:
         limit, positions = length_limit(self.model.config), self.encoder.positions
         if limit is not None and not self.cache_support.plain:  # transformers would keep keys of the shorter text
             positions = limit.length
-        rows, too_long = greedy.prompt_rows(self.encoder, items, max_new_tokens, positions)
+        rows, too_long = prompt_rows(self.encoder, items, max_new_tokens, positions)
         yield from too_long
-        stops = greedy.StopDetector(self.encoder, stop)
+        stops = StopDetector(self.encoder, stop)
         max_shared = [len(row.ids) - 1 for row in rows]
         for batch, prefix in self._batches(rows, max_shared, items, share=self.cache_support.share_padded):
             if self.cache_support.plain:
-                yield from greedy.generate(self.model, batch, prefix, stops)
+                yield from generate(self.model, batch, prefix, stops)
             else:
-                yield from greedy.generate_with_transformers(self.model, batch, stops)
+                yield from generate_with_transformers(self.model, batch, stops)
 
     def choose(self, items: Sequence[Item]) -> Iterator[tuple[int, Output]]:
         """Yields the log-likelihoods of every item's `choices`, batch by batch: (index into `items`, output) for every
@@ -120,13 +575,13 @@ class HfBackend:
         Raises:
             DataError: as `generate`, or a choice that adds no token to its prompt.
         """
-        collector = likelihood.ChoiceCollector()
+        collector = ChoiceCollector()
         rows, too_long = collector.prepare(self.encoder, items, self.encoder.positions)
         yield from too_long
         max_shared = [row.start - 1 for row in rows]
         counted: SharedPrefix | None = None
         for batch, prefix in self._batches(rows, max_shared, items, share=self.cache_support.share_aligned):
-            for row, sums in zip(batch, likelihood.score(self.model, batch, prefix)):
+            for row, sums in zip(batch, score(self.model, batch, prefix)):
                 run = len(row.ids) if prefix is not counted else len(row.ids) - prefix.length
                 counted = prefix
                 output = collector.add(row.item_index, sums, run)
@@ -136,18 +591,7 @@ class HfBackend:
     def _batches(
         self, rows: Sequence[Any], max_shared: Sequence[int], items: Sequence[Item], *, share: bool
     ) -> Iterator[tuple[list[Any], SharedPrefix]]:
-        """Yields batches of at most `settings.batch_size` rows, each with the prefix that its rows share (of length 0
-        if they share nothing).
-
-        Rows are grouped by `prefix_sharing.group_by_prefix`; within a group the longest rows come first. Runs the model
-        on a group's prefix before the group's first batch.
-
-        Args:
-            rows: objects with `ids` and `item_index`; every one occurs once.
-            max_shared: per row, how many of its first tokens may be shared.
-            items: those that `item_index` refers to.
-            share: False: nothing is shared.
-        """
+        """Yields batches of rows, the longest first, with the prefix that they share (maybe empty)."""
         ids, prefixes = [row.ids for row in rows], [items[row.item_index].prefix for row in rows]
         for group in group_by_prefix(ids, max_shared, prefixes, share=share):
             prefix = SharedPrefix(self.model, ids[group.rows[0]][: group.shared])
@@ -155,16 +599,9 @@ class HfBackend:
                 yield [rows[row] for row in batch], prefix
 
     def _load(self, folder: Path) -> None:
-        """Loads tokenizer and model of a checked folder onto the device, ready for inference, and sets `folder`,
-        `encoder`, `model` and `cache_support`. The generation config of the folder is replaced by plain greedy
-        decoding.
-
-        Raises:
-            ConfigError: the folder cannot be loaded.
-        """
         from transformers import GenerationConfig
 
-        self.folder, self.encoder = folder, Encoder(folder)
+        self.folder, self.encoder = folder, ItemEncoder(folder)
         dtype = _DTYPES.get(self.settings.dtype, None if self.device.type == "cuda" else torch.float32)
         if self._world is None:
             self.model = _load_model(folder, dtype or "auto").to(self.device).eval()
@@ -179,14 +616,7 @@ class HfBackend:
 
 
 def _load_model(folder: Path, dtype: torch.dtype | str) -> Any:
-    """Loads a causal LM from the safetensors of a folder onto the CPU, offline and without a progress bar.
-
-    Args:
-        dtype: of the weights; "auto": as stored.
-
-    Raises:
-        ConfigError: transformers cannot load it, or the files lack weights.
-    """
+    """Loads a causal LM from the safetensors of a folder onto the CPU, offline and without a progress bar."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 

@@ -11,8 +11,7 @@ from typing import Any
 from safetensors import safe_open
 
 from distill_rl.errors import ConfigError
-from distill_rl.evals.backends.base import Output, Settings
-from distill_rl.evals.backends.encode import Encoder, model_folder
+from distill_rl.evals.backends.base import ItemEncoder, Output, Settings, model_folder
 from distill_rl.evals.suites.base import Item
 from distill_rl.models.families import engine_length_problem, length_limit
 from distill_rl.models.files.headers import weight_files
@@ -43,7 +42,7 @@ class VllmBackend:
     def __init__(self, model_dir: str | Path, settings: Settings = _DEFAULT):
         self.settings = settings
         self.folder = model_folder(model_dir)
-        self.encoder = Encoder(self.folder)
+        self.encoder = ItemEncoder(self.folder)
         self._shape = _shape_of(self.folder)
         self._engine: VllmEngine | None = None
         self._start()
@@ -64,15 +63,15 @@ class VllmBackend:
         """
         from vllm import SamplingParams
 
-        from distill_rl.evals.backends import greedy
+        from distill_rl.evals.backends.hf import StopDetector, prompt_rows
 
-        rows, too_long = greedy.prompt_rows(self.encoder, items, max_new_tokens, self._positions)
+        rows, too_long = prompt_rows(self.encoder, items, max_new_tokens, self._positions)
         yield from too_long
         # The stop tokens are the encoder's, whatever vllm reads from the folder.
         ends: dict[str, Any] = {"stop_token_ids": list(self.encoder.stop_ids), "ignore_eos": True}
         ends |= {"stop": list(stop), "skip_special_tokens": False} if stop else {"detokenize": False}
         sampling = [SamplingParams(temperature=0, max_tokens=row.max_new_tokens, **ends) for row in rows]
-        stops = greedy.StopDetector(self.encoder, stop)
+        stops = StopDetector(self.encoder, stop)
         for i, result in self._running.run([row.ids for row in rows], sampling):
             row, completion = rows[i], result.outputs[0]
             output = stops.first(row, completion.token_ids)
@@ -88,7 +87,7 @@ class VllmBackend:
         Raises:
             DataError: as `generate`, or a choice that adds no token to its prompt.
         """
-        from distill_rl.evals.backends.likelihood import ChoiceCollector
+        from distill_rl.evals.backends.hf import ChoiceCollector
 
         collector = ChoiceCollector()
         rows, too_long = collector.prepare(self.encoder, items, self._positions)
@@ -113,7 +112,7 @@ class VllmBackend:
         # Compare with what was read earlier, since the previous folder may be deleted by now.
         shape, tokenizer = self._shape, self.encoder.tokenizer
         self.folder = model_folder(folder)
-        self.encoder, self._shape = Encoder(self.folder), _shape_of(self.folder)
+        self.encoder, self._shape = ItemEncoder(self.folder), _shape_of(self.folder)
         # The engine finds stop texts with its own copy of the tokenizer, so the tokenizers must agree too.
         compatible = shape == self._shape and _decode_alike(tokenizer, self.encoder.tokenizer)
         if not (compatible and self._reload_weights()):
@@ -136,11 +135,7 @@ class VllmBackend:
         self.device = "cpu" if self._engine.on_cpu else "cuda"
 
     def _context(self) -> dict[str, int]:
-        """The engine's most tokens, if rotary frequencies depend on it: those of texts up to the original length are used.
-
-        Raises:
-            ConfigError: the engine would have the frequencies of no text.
-        """
+        """The engine's most tokens, if rotary frequencies depend on it: those of texts up to the original length are used."""
         config = read_config(self.folder, quantized=True)
         limit = length_limit(config)
         if limit is None:
@@ -157,18 +152,12 @@ class VllmBackend:
         return self._engine
 
     def _max_positions(self) -> int:
-        """Maximum tokens of prompt and answer together: what the engine's model and cache hold, or less if config.json
-        says so."""
+        """Most tokens of prompt and answer together."""
         longest = self._running.max_tokens
         return longest if self.encoder.positions is None else min(longest, self.encoder.positions)
 
     def _reload_weights(self) -> bool:
-        """Loads the weights of `folder` into the running engine, and forgets cached prefixes.
-
-        Returns:
-            False if that fails or cannot be relied on (tied embeddings); the engine may then be in an invalid state and
-            must be replaced.
-        """
+        """Loads the weights of `folder` into the running engine, and forgets cached prefixes."""
         # With tied embeddings vllm (0.32, on CPUs) silently updates the input embedding only.
         if self._has_tied_embeddings():
             return False
@@ -187,12 +176,10 @@ class VllmBackend:
 
 
 def _scoring(row: Any) -> Any:
-    """Sampling parameters that make vllm return the log-probabilities that `_sums` needs for a `likelihood.Row`.
-
-    The last tokens of the choices are candidates for the one token that follows the row. Their earlier tokens are part
-    of the row, after the context. Log-probabilities of prompt tokens keep vllm from using its prefix cache, so they are
-    requested only if there are such tokens.
-    """
+    """Sampling parameters that make vllm return the log-probabilities that `_sums` needs for a `ChoiceRow`."""
+    # The last tokens of the choices are candidates for the one token that follows the row. Their earlier tokens are
+    # part of the row, after the context. Log-probabilities of prompt tokens keep vllm from using its prefix cache, so
+    # they are requested only if there are such tokens.
     from vllm import SamplingParams
 
     last_tokens = list(dict.fromkeys(ids[-1] for _, ids in row.choices))
@@ -201,16 +188,14 @@ def _scoring(row: Any) -> Any:
 
 
 def _sums(row: Any, result: Any) -> dict[int, float]:
-    """{index of a choice: sum of its tokens' log-probabilities (natural logarithm)} from vllm's result for a row that
-    was run with `_scoring`."""
+    """{index of a choice: sum of its tokens' log-probabilities} of a row run with `_scoring`."""
     body = sum(result.prompt_logprobs[column][row.ids[column]].logprob for column in range(row.start, len(row.ids)))
     last = result.outputs[0].logprobs[0]
     return {i: body + last[ids[-1]].logprob for i, ids in row.choices}
 
 
 def _shape_of(folder: Path) -> tuple[bytes, dict[str, tuple[int, ...]]]:
-    """The content of config.json, and names and shapes of all weights: equal for models that the same engine can
-    hold."""
+    """Equal for models that the same engine can hold."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
         with safe_open(file, framework="numpy") as tensors:
@@ -219,8 +204,7 @@ def _shape_of(folder: Path) -> tuple[bytes, dict[str, tuple[int, ...]]]:
 
 
 def _decode_alike(tokenizer: Any, other: Any) -> bool:
-    """Whether two fast tokenizers have the same definition, apart from truncation and padding, so that they decode ids
-    alike."""
+    """Whether two fast tokenizers are the same apart from truncation and padding."""
     definitions = [json.loads(entry.backend_tokenizer.to_str()) for entry in (tokenizer, other)]
     for definition in definitions:
         del definition["truncation"], definition["padding"]  # state of the last call

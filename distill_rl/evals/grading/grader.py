@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from distill_rl.errors import WorkerError
 from distill_rl.evals.suites.base import Item, Verdict
-from distill_rl.system.processes.limited import LEAST_SHARE, REAP_S, Child, ChildEnded, ChildHangs
+from distill_rl.system.processes import LEAST_SHARE, REAP_S, Child, ChildEnded, ChildHangs
 
 START_S = 120.0
 """Seconds without computing after which a child that starts or loads a suite hangs."""

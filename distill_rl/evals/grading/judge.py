@@ -18,7 +18,7 @@ from typing import Any
 
 from distill_rl.evals.suites.base import Item, Suite
 from distill_rl.evals.suites.registry import find
-from distill_rl.system.processes.limited import address_space, enter, limit_memory, limit_time, send
+from distill_rl.system.processes import address_space, enter, limit_memory, limit_time, send
 
 MAX_ERROR_CHARACTERS = 300
 LOAD_S = 60.0

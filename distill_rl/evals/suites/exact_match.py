@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from distill_rl.errors import DataError
-from distill_rl.evals.data.read import Row, content_sha256, convert_rows, read_rows, require_unicode, required_text
+from distill_rl.evals.data import Row, content_sha256, convert_rows, read_rows, require_unicode, required_text
 from distill_rl.evals.suites.base import Item, Prompt, Questions, Verdict
 
 
@@ -55,11 +55,7 @@ class ExactMatch:
 
 
 def _item(row: Row) -> Item:
-    """The item of a row, with `<file name>:<position>` as its id.
-
-    Raises:
-        ValueError: no `answer` with text, a `task` that is not text, or as `_prompt`; the message is the broken rule.
-    """
+    """The item of a row, with `<file name>:<position>` as its id."""
     answer, task = required_text(row, ["answer"]), row.values.get("task")
     if task is not None and not isinstance(task, str):
         raise ValueError("`task` must be a text")
@@ -67,12 +63,7 @@ def _item(row: Row) -> Item:
 
 
 def _prompt(row: Row) -> Prompt:
-    """The prompt of a row: the text in `prompt`, or the messages in `messages`, reduced to `role` and `content`.
-
-    Raises:
-        ValueError: neither or both of them; a prompt that is empty or no text; messages that are not a list of {role,
-            content} with texts, or that do not end with a user turn.
-    """
+    """The prompt of a row: the text in `prompt`, or the messages in `messages`, reduced to `role` and `content`."""
     messages = row.values.get("messages")
     if (row.values.get("prompt") is None) == (messages is None):
         raise ValueError("needs either `prompt` or `messages`")

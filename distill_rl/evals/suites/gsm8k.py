@@ -6,9 +6,17 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from distill_rl.evals.data.find import GSM8K, read_split
-from distill_rl.evals.data.published import PublishedSplit, first_examples, make_questions
-from distill_rl.evals.data.read import Row, convert_rows, first_value, required_text
+from distill_rl.evals.data import (
+    GSM8K,
+    PublishedSplit,
+    Row,
+    convert_rows,
+    first_examples,
+    first_value,
+    make_questions,
+    read_split,
+    required_text,
+)
 from distill_rl.evals.suites.base import Item, Questions, SuiteSettings, Verdict
 
 TEST = PublishedSplit("GSM8K test", 1319, "b72bc7d4740c667a947ebebe59447892badb9d21bf7b04ac6547e5a7306fb6aa")
@@ -53,20 +61,13 @@ class Gsm8k(SuiteSettings):
         return Verdict(0.0 if number is None else float(same_number(item.answer, number)), number)
 
     def _item(self, item_id: str, question: str, answer: str, prefix: str) -> Item:
-        """Makes the item of a question: `prefix` (the worked examples), "Q: …" and "A:"; for a chat variant one user
-        message with the question and the instruction, without the prefix."""
         if self.chat:
             return Item(item_id, ({"role": "user", "content": f"{question.strip()}\n\n{INSTRUCTION}"},), answer)
         return Item(item_id, f"Q: {question.strip()}\nA:", answer, prefix=prefix)
 
 
 def _gold(row: Row) -> str:
-    """The right answer of a row: the number after the last `####`, or the whole answer if it is a number; without
-    thousands separators and dollar sign.
-
-    Raises:
-        ValueError: the answer is neither.
-    """
+    """The number after the last `####`, or the whole answer if it is a number."""
     answer = first_value(row, _ANSWER)
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)

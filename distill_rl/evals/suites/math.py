@@ -8,9 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from distill_rl.evals.data.find import MATH, MATH500, DataSetNames, read_split
-from distill_rl.evals.data.published import PublishedSplit, first_examples, make_questions
-from distill_rl.evals.data.read import Row, convert_rows, first_value, require_unicode, required_text
+from distill_rl.evals.data import (
+    MATH,
+    MATH500,
+    DataSetNames,
+    PublishedSplit,
+    Row,
+    convert_rows,
+    first_examples,
+    first_value,
+    make_questions,
+    read_split,
+    require_unicode,
+    required_text,
+)
 from distill_rl.evals.suites.base import Item, Questions, SuiteSettings, Verdict
 
 TEST = PublishedSplit("MATH test", 5000, "d7c3edcdb626368bb3f82200bea6d81dd7bb1d51dea91a46c98827d3451fb13a")
@@ -97,17 +108,7 @@ class MinervaMath(SuiteSettings):
 def _load(
     data: Path, names: DataSetNames, published: PublishedSplit, make_item: Callable[[str, _Problem], Item]
 ) -> Questions:
-    """Reads the test split of a data set of problems with LaTeX answers, and makes an item of each problem.
-
-    Args:
-        data: a folder of data sets, or the file with the questions.
-        names: the names under which the data set is searched.
-        published: the split as published; differences from it become warnings.
-        make_item: (id, problem) → item.
-
-    Raises:
-        DataError: no data, missing columns, or bad rows, one line each.
-    """
+    """Reads the test split of a data set of problems with LaTeX answers, and makes an item of each problem."""
     columns = {"problem": _PROBLEM, "answer": _ANSWER + _SOLUTION}
     rows, files = read_split(data, names, "test", columns, foreign={"choices": ("choices", "options")})
     problems = convert_rows(rows, _problem)
@@ -115,23 +116,14 @@ def _load(
 
 
 def _judge(item: Item, extracted: str | None) -> Verdict:
-    """Scores 1 if the extracted answer is equivalent to the item's (`equivalence.same_math`), otherwise 0; None (no
-    answer found) scores 0. Call it only in a grading process, since the comparison may hang."""
+    """Call it only in a grading process: the comparison may hang."""
     from distill_rl.evals.grading.equivalence import same_math
 
     return Verdict(0.0 if extracted is None else float(same_math(item.answer, extracted)), extracted)
 
 
 def _problem(row: Row) -> _Problem:
-    r"""The problem of a row: its text, the right answer as LaTeX, and the type in one spelling (empty if there is
-    none).
-
-    The answer comes from the answer column, else from the last `\boxed{}` of the worked solution.
-
-    Raises:
-        ValueError: the problem or its answer is missing, empty or no text, or the answer is in the form of GSM8K
-            (`####`).
-    """
+    """The answer is the answer column's, or the last box of the worked solution."""
     answer = first_value(row, _ANSWER)
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)

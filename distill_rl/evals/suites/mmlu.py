@@ -7,9 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distill_rl.errors import DataError
-from distill_rl.evals.data.find import MMLU, read_split
-from distill_rl.evals.data.published import PublishedSplit, make_questions
-from distill_rl.evals.data.read import Row, content_sha256, convert_rows, first_value, require_unicode, required_text
+from distill_rl.evals.data import (
+    MMLU,
+    PublishedSplit,
+    Row,
+    content_sha256,
+    convert_rows,
+    first_value,
+    make_questions,
+    read_split,
+    require_unicode,
+    required_text,
+)
 from distill_rl.evals.suites.base import Item, Questions, SuiteSettings, Verdict
 
 TEST = PublishedSplit("MMLU test", 14042, "c049713336da067cd68503805d6c2b4270a280e1cfd46b9a2fccac56e80480d1")
@@ -104,8 +113,6 @@ class Mmlu(SuiteSettings):
         return Verdict(float(letter == item.answer), letter)
 
     def _item(self, item_id: str, question: _Question, prefix: str) -> Item:
-        """Makes the item of a question: as text, `prefix`, question and "Answer:", with the four letters as choices; as
-        a chat, one user message with subject, question and instruction, without prefix and choices."""
         if self.chat:
             header = f"The following is a multiple choice question about {question.topic}."
             message = {"role": "user", "content": f"{header}\n\n{question.listed}\n\n{INSTRUCTION}"}
@@ -115,16 +122,11 @@ class Mmlu(SuiteSettings):
 
 
 def _header(question: _Question) -> str:
-    """The first line of a text prompt, which names the question's subject, and a blank line."""
     return f"The following are multiple choice questions (with answers) about {question.topic}.\n\n"
 
 
 def _read(data: Path, split: str) -> tuple[list[_Question], list[Path]]:
-    """Reads a split (`test` or `dev`) of MMLU: its questions, and the files that they come from.
-
-    Raises:
-        DataError: no such data, missing columns, or bad rows, one line each.
-    """
+    """Reads a split (`test` or `dev`) of MMLU: its questions, and the files that they come from."""
     columns = {"question": _QUESTION, "answer": _ANSWER, "choices": (*_CHOICES, *LETTERS.lower())}
     rows, files = read_split(data, MMLU, split, columns, header=_HEADER)
     return convert_rows(rows, lambda row: _question(row, split, alone=len(files) == 1)), files
@@ -133,16 +135,7 @@ def _read(data: Path, split: str) -> tuple[list[_Question], list[Path]]:
 def _first_examples(
     dev: Sequence[_Question], count: int, subjects: Mapping[str, str], name: str, files: Sequence[Path]
 ) -> dict[str, list[_Question]]:
-    """The first `count` questions of every subject in the dev split, by subject.
-
-    Args:
-        subjects: its keys are the subjects wanted; other questions are ignored.
-        name: of the suite, for the error.
-        files: those of the dev split; the error names the first.
-
-    Raises:
-        DataError: a subject has fewer than `count`; the message names the one with the fewest.
-    """
+    """The first `count` questions of every subject in the dev split, by subject."""
     examples: dict[str, list[_Question]] = {subject: [] for subject in subjects}
     for question in dev:
         if question.subject in examples:
@@ -157,17 +150,7 @@ def _first_examples(
 
 
 def _question(row: Row, split: str, alone: bool) -> _Question:
-    """The question of a row, with its subject, its four choices in order and the letter of the right one.
-
-    The choices are one list, or the columns a to d; numbers among them become text.
-
-    Args:
-        split: `test` or `dev`, by which file names are read.
-        alone: the row's file is the only one of the split.
-
-    Raises:
-        ValueError: no question or subject, not exactly four choices of text, or an answer that names none of them.
-    """
+    """The question of a row, with its subject, its four choices in order and the letter of the right one."""
     choices = first_value(row, _CHOICES)
     if choices is None:
         choices = [row.values.get(letter) for letter in LETTERS.lower()]
@@ -182,11 +165,7 @@ def _question(row: Row, split: str, alone: bool) -> _Question:
 
 
 def _letter(answer: object) -> str:
-    """The letter, A to D, of an answer that is written as a letter of either case or as the index of a choice, from 0.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """The letter, A to D, of an answer that is written as a letter of either case or as the index of a choice, from 0."""
     if isinstance(answer, str):
         answer = answer.strip().upper()
         if answer.isdecimal():
@@ -199,16 +178,7 @@ def _letter(answer: object) -> str:
 
 
 def _subject(row: Row, split: str, alone: bool) -> str:
-    """The subject of a row, in lower case with underscores: its column; else from the file name
-    (abstract_algebra_test.csv); else, if there are several files, the folder's name (abstract_algebra/test.parquet).
-
-    Args:
-        split: `test` or `dev`, as it ends such a file name.
-        alone: the row's file is the only one.
-
-    Raises:
-        ValueError: neither column nor file name gives a subject, and the file is alone.
-    """
+    """From the column, the file's name (x_test.csv), or with several files the folder's (x/test.parquet)."""
     subject, stem = first_value(row, _SUBJECT), row.file.stem
     if not isinstance(subject, str) or not subject.strip():
         if stem.endswith(f"_{split}"):

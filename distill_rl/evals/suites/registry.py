@@ -34,22 +34,18 @@ def _is_text(value: object) -> bool:
 
 
 def _is_number(value: object, least: int = 0) -> bool:
-    """Whether a value is an integer of at least `least`; booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _is_name(value: object) -> bool:
-    """Whether a value is a valid suite name (_NAME, and not too long) that no built-in suite has."""
     return isinstance(value, str) and bool(_NAME.fullmatch(value)) and not name_problem(value) and value not in SUITES
 
 
 def _tuple_of(kind: type) -> Callable[[object], bool]:
-    """Returns a check whether a value is a tuple, maybe empty, whose members are all instances of `kind`."""
     return lambda value: isinstance(value, tuple) and all(isinstance(member, kind) for member in value)
 
 
 def _is_message(value: object) -> bool:
-    """Whether a value is a mapping whose `role` and `content` are texts; further keys do not matter."""
     return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
@@ -181,12 +177,7 @@ def source_sha256(name: str) -> str | None:
 
 
 def _from_file(path: Path) -> Suite:
-    """The object `SUITE` of a Python file, which is executed unless this process did so before and it has not changed
-    since.
-
-    Raises:
-        ConfigError: the file cannot be read, fails, or defines no valid suite.
-    """
+    """The object `SUITE` of a Python file, which is executed again only if it has changed."""
     try:
         changed = path.stat().st_mtime_ns
     except OSError as error:
@@ -196,17 +187,8 @@ def _from_file(path: Path) -> Suite:
 
 @lru_cache(maxsize=64)
 def _run_file(path: Path, changed: int) -> Suite:
-    """Executes a suite file and returns its object `SUITE`, after checking its attributes.
-
-    The module stays in `sys.modules` under a name of its own. Results are cached.
-
-    Args:
-        changed: modification time of the file; part of the cache's key, so that a changed file is executed again.
-
-    Raises:
-        ConfigError: no Python file, an exception while it runs (the message names the line), no instance called
-            `SUITE`, or attributes that are missing or invalid, one line each.
-    """
+    """Executes a suite file and returns its object `SUITE`, after checking its attributes."""
+    # The module stays in `sys.modules` under a name of its own. Results are cached.
     name = f"distill_rl_suite_{hashlib.sha256(f'{path} {changed}'.encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -236,14 +218,7 @@ def _run_file(path: Path, changed: int) -> Suite:
 
 
 def _question_problems(what: str, questions: object) -> list[str]:
-    """Checks what a user's `load` returned; returns one error line per problem, an empty list if there is none.
-
-    It must be `Questions` whose attributes and items have the right types, and either all items have choices or none
-    has. Items are checked until MAX_PROBLEMS problems have been noted, which a last line then says.
-
-    Args:
-        what: begins each line, such as `suite mine.py`.
-    """
+    """Checks what a user's `load` returned; returns one error line per problem, an empty list if there is none."""
     if not isinstance(questions, Questions):
         return [str(ConfigError(what, "load() must return Questions", _shown(questions)))]
     problems = _problems(f"{what}, questions", questions, _OF_QUESTIONS)
@@ -261,10 +236,7 @@ def _question_problems(what: str, questions: object) -> list[str]:
 
 
 def _problems(what: str, instance: object, rules: _Rules) -> list[str]:
-    """Returns an error line, which begins with `what`, for each attribute of `instance` that breaks its rule.
-
-    Every attribute that `rules` names must exist; an exception of a property is not caught.
-    """
+    """Returns an error line, which begins with `what`, for each attribute of `instance` that breaks its rule."""
     values = {name: getattr(instance, name) for name in rules}
     return [
         str(ConfigError(what, f"`{name}` must be {rule}", _shown(values[name])))
@@ -274,23 +246,19 @@ def _problems(what: str, instance: object, rules: _Rules) -> list[str]:
 
 
 def _shown(value: object) -> str:
-    """A value as shown in an error: shortened `repr`, and its type."""
     return f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
 def _failed(path: Path, rule: str, error: BaseException) -> ConfigError:
-    """Returns an error about a user's suite file that broke `rule` by raising `error`; its remedy names the last line
-    of that file in the traceback, if there is one."""
+    """The error of a user's suite file, with the last line of it in the traceback."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
     remedy = f"see line {frames[-1].lineno} of the file" if frames else ""
     return ConfigError(f"suite {path}", rule, f"{type(error).__name__}: {error}", remedy)
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
-    """Returns the error about a user's suite file that could not be read because of `error`."""
     return ConfigError(f"suite {path}", "must be a Python file", error.strerror or "unreadable")
 
 
 def _unknown(name: str) -> ConfigError:
-    """Returns the error about unknown suites, which lists the built-in ones; `name` may hold several names."""
     return ConfigError("suites", f"must be among {', '.join(SUITES)}, or the path of a .py file", name)

@@ -29,7 +29,7 @@ from distill_rl.models.families import (
 )
 from distill_rl.models.files.headers import read_headers, tied_problems, weight_files, weight_problems
 from distill_rl.models.files.hub import HubUnreachable, read_config, resolve
-from distill_rl.system.processes.child import call_in_child
+from distill_rl.system.processes import call_in_child
 from distill_rl.system.without_torch import gpu_possible
 
 if TYPE_CHECKING:

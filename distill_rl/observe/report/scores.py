@@ -51,7 +51,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ScorePart:
     """The score (0 to 1) of all items, or of one task's. What is missing in a result is None or empty."""
 
     score: float
@@ -73,8 +73,8 @@ class Score:
 
     model: str
     suite: str
-    whole: Part
-    tasks: Mapping[str, Part] = field(default_factory=dict)
+    whole: ScorePart
+    tasks: Mapping[str, ScorePart] = field(default_factory=dict)
     macro: float | None = None
     """Mean of the tasks' scores."""
     title: str = ""
@@ -188,14 +188,7 @@ def read_folders(names: Mapping[Path, str]) -> tuple[list[Score], list[str]]:
 
 
 def _sort_key(folder: Path, first: Score) -> tuple[int, int, float, str]:
-    """The place of a model among others, to sort by: group, position in it, time and path of its first result.
-
-    The groups are 0 for the models of FIRST, 1 for others, 2 for training steps; the position is 0 in group 1.
-
-    Args:
-        folder: its name decides on the group.
-        first: the model's first result, which must have a file.
-    """
+    """The place of a model among others, to sort by: group, position in it, time and path of its first result."""
     assert first.file is not None
     when = _time(first.file)
     if first.step is not None:
@@ -241,11 +234,8 @@ def read_score(file: Path, model: str) -> Score | None:
     )
 
 
-def _part(result: Any) -> Part | None:
-    """The score and the counts in a result or in one of its tasks, as read from JSON; None without a valid score.
-
-    Other missing or invalid fields are left empty.
-    """
+def _part(result: Any) -> ScorePart | None:
+    """The score and the counts in a result or in one of its tasks, as read from JSON; None without a valid score."""
     score = _fraction(result.get("score")) if isinstance(result, dict) else None
     if score is None:
         return None
@@ -260,7 +250,7 @@ def _part(result: Any) -> Part | None:
         raw_outcomes = {"truncated": result.get("truncated")}
     counts = {printable(name): _count(count) for name, count in raw_outcomes.items() if name != "right"}
     outcomes = {name: count for name, count in counts.items() if count is not None}
-    return Part(score, interval, _count(result.get("num_items")), outcomes)
+    return ScorePart(score, interval, _count(result.get("num_items")), outcomes)
 
 
 def _fraction(value: Any) -> float | None:
@@ -271,16 +261,11 @@ def _fraction(value: Any) -> float | None:
 
 
 def _count(value: Any) -> int | None:
-    """The value if it is a whole number from 0 up to, but not including, 2**53; otherwise None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else None
 
 
 def _text(value: Any) -> str:
-    """A fact as text for the page.
-
-    A float is rounded to four significant digits, or to a whole number if its size is 10,000 or more; None is "none";
-    anything else is made safe to print and cut to 200 characters.
-    """
+    """A fact as text for the page."""
     if value is None:
         return "none"
     if isinstance(value, float):
@@ -297,10 +282,7 @@ def _time(path: Path) -> tuple[float, str]:
 
 
 def _summary(root: Path) -> Iterable[Score]:
-    """The scores in the summary.json of a run directory, on the suite "exact match", of those models of FIRST it has.
-
-    Empty if there is no such file or it is invalid; scores that are not numbers from 0 to 1 are left out.
-    """
+    """The scores in the summary.json of a run directory, on the suite "exact match", of those models of FIRST it has."""
     try:
         summary = json.loads((root / "summary.json").read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -308,4 +290,4 @@ def _summary(root: Path) -> Iterable[Score]:
     if not isinstance(summary, dict):
         return []
     scores = {model: _fraction(summary.get(model)) for model in FIRST}
-    return [Score(model, "exact match", Part(score)) for model, score in scores.items() if score is not None]
+    return [Score(model, "exact match", ScorePart(score)) for model, score in scores.items() if score is not None]

@@ -11,8 +11,8 @@ from typing import Any
 
 from distill_rl import __version__
 from distill_rl.errors import CheckpointError
-from distill_rl.system import ownership
 from distill_rl.system.files import sha256
+from distill_rl.system.folders import ownership_problems, parent_problem
 from distill_rl.types import Cursor, TrainState
 
 _FORMAT = 1
@@ -68,10 +68,10 @@ def _require_trust(path: Path, within: Path | None) -> None:
         raise CheckpointError(str(path), "must be a folder with a checkpoint", "nothing like it")
     folder = path.resolve().parent
     for place in (folder, folder.parent) if folder.name == "checkpoints" else (folder,):
-        if problem := ownership.parent_problem(place):
+        if problem := parent_problem(place):
             rule = "must be this user's or root's, and closed to other writers, who could swap its checkpoints"
             raise CheckpointError(str(place), rule, problem, f"if you trust it, chown it, or chmod go-w {place}")
-    problems = list(ownership.problems(path))
+    problems = list(ownership_problems(path))
     if within is not None and path.resolve().parent != within.resolve():
         problems.insert(0, f"it leads to {path.resolve()}")
     if problems:

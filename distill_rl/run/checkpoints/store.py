@@ -35,9 +35,8 @@ from distill_rl.run.checkpoints.files import (
     read_score,
     sealed,
 )
-from distill_rl.system import ownership
 from distill_rl.system.files import size_of, sync_tree, write_json
-from distill_rl.system.made_folder import put_in_place
+from distill_rl.system.folders import close_folder, close_tree, put_in_place
 
 _REPLACED = ".tmp-old-"
 _VALID = "needs a valid checkpoint in the run directory"
@@ -110,7 +109,7 @@ class CheckpointStore:
             OSError: the folder cannot be made.
         """
         self._root.mkdir(parents=True, exist_ok=True)
-        ownership.close_folder(self._root)
+        close_folder(self._root)
         needed = self._size_of_last() or num_bytes()
         free = shutil.disk_usage(self._root).free
         if free < needed:
@@ -131,9 +130,9 @@ class CheckpointStore:
         draft.marker.unlink(missing_ok=True)
         state = asdict(draft.state)
         write_json(draft.folder / "state.json", {**state.pop("train"), **state})
-        ownership.close_tree(draft.folder)
+        close_tree(draft.folder)
         write_json(draft.folder / MANIFEST, sealed({**self.about, **manifest_of(draft.folder)}))
-        ownership.close_tree(draft.folder)
+        close_tree(draft.folder)
         sync_tree(draft.folder)
         final = self._root / f"step-{draft.state.train.step}"
         put_in_place(draft.folder, final, self._root / f"{_REPLACED}{final.name}-{secrets.token_hex(4)}")

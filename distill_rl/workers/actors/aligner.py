@@ -14,7 +14,7 @@ import ray
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.errors import ConfigError
-from distill_rl.system.peak_memory import peak_gib
+from distill_rl.system.memory import peak_gib
 from distill_rl.types import Cursor, DocumentBatch, Row
 from distill_rl.workers.actors.rank import Worker
 from distill_rl.workers.cluster.gauges import Gauges
@@ -120,7 +120,7 @@ class AlignerWorker(Worker):
 def _require_cuda() -> None:
     """Checks that this node has what the CUDA alignment backend needs."""
     # The same check was made before the run on the driver's node, but this actor may be on another one.
-    from distill_rl.align.dp.device import missing_for_cuda
+    from distill_rl.align.dp.windows import missing_for_cuda
 
     if missing := missing_for_cuda():
         raise ConfigError("aligner.dp.backend", missing.rule, "cuda", missing.remedy)

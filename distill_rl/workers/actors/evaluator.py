@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from distill_rl.evals.backends.base import BackendName, Output, Settings
-from distill_rl.evals.executor import LocalExecutor, Task
-from distill_rl.evals.leader import LeadingExecutor, follow
+from distill_rl.evals.executor import LeadingExecutor, LocalExecutor, SuiteTask, follow
 from distill_rl.evals.options import LoadedSuite, Options
 from distill_rl.evals.suites.base import Item
 from distill_rl.workers.actors.rank import GroupMember, see_assigned_gpus
@@ -91,7 +90,7 @@ class EvalWorker(GroupMember):
         self._executor.load(folder, backend, self._with_resources(settings))
         return self._executor.device
 
-    def outputs(self, task: Task, items: Sequence[Item]) -> list[tuple[int, Output]]:
+    def outputs(self, task: SuiteTask, items: Sequence[Item]) -> list[tuple[int, Output]]:
         """Runs the loaded model on all items. Returns (index into `items`, output) for each, in any order; only on the
         first rank of a copy, and nothing on the others."""
         outputs = list(self._executor.outputs(task, items))
@@ -115,9 +114,8 @@ class EvalWorker(GroupMember):
             options: the GPU share and threads in its settings are replaced by those of this actor.
             num_samples: completions per suite to return.
         """
-        from distill_rl.evals.progress import FileProgress, progress_file
-        from distill_rl.evals.results.samples import samples_of
-        from distill_rl.evals.run import evaluate_models
+        from distill_rl.evals.results import samples_of
+        from distill_rl.evals.run import FileProgress, evaluate_models, progress_file
 
         assert model.out is not None
         loaded = self._questions(suites, data, options)

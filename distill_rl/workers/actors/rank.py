@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
     from distill_rl.parallel.mesh import World
-    from distill_rl.transport.base import Ring, Transport
-    from distill_rl.transport.place import Place
+    from distill_rl.transport.base import Place, Ring, Transport
     from distill_rl.transport.segment import Backing
 
 log = logging.getLogger(__name__)
@@ -138,7 +137,7 @@ class RankWorker(GroupMember):
 
         Only after `start`.
         """
-        from distill_rl.transport.place import place_of
+        from distill_rl.transport.base import place_of
 
         return place_of(self._world.device, ray.get_runtime_context().get_node_id())
 

@@ -18,9 +18,8 @@ from distill_rl.config.schema import Config, ScheduleConfig
 from distill_rl.errors import TransportError
 from distill_rl.observe.metrics import Metric
 from distill_rl.scaling.shape import Shape, needed_flops, nominal_flops
-from distill_rl.system.peak_memory import peak_gib
-from distill_rl.transport.assemble import assemble, plan
-from distill_rl.transport.base import Handle, Offer, Receipt, Transport
+from distill_rl.system.memory import peak_gib
+from distill_rl.transport.base import Handle, Offer, Receipt, Transport, assemble, plan
 from distill_rl.types import CrossTokenizerSpec, RankBatch
 from distill_rl.workers.actors.rank import Problem, RankWorker, probe_tensors, reporting
 from distill_rl.workers.actors.teacher import Published

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from distill_rl.config.facts import ranks_per_replica, ranks_per_row, row_width, teacher_length, width_divisor
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
-from distill_rl.system.peak_memory import peak_gib
-from distill_rl.transport.assemble import readers_of
-from distill_rl.transport.base import Handle, Offer, Receipt, Ring, Slot
+from distill_rl.system.memory import peak_gib
+from distill_rl.transport.base import Handle, Offer, Receipt, Ring, Slot, readers_of
 from distill_rl.transport.segment import Backing
 from distill_rl.types import RankBatch
 from distill_rl.workers.actors.rank import PROBE_LAYOUT, RankWorker, probe_tensors, reporting, see_assigned_gpus
@@ -20,7 +19,7 @@ from distill_rl.workers.cluster.gauges import Gauges
 from distill_rl.workers.pipeline.sub_batch import FIRST_GENERATION
 
 if TYPE_CHECKING:
-    from distill_rl.teacher.backends.store import StoredTeacher
+    from distill_rl.teacher.stored import StoredTeacher
 
 log = logging.getLogger(__name__)
 _SLACK = 4096
@@ -218,7 +217,7 @@ class TeacherWorker(RankWorker):
 
     def _used(self) -> tuple[int, int]:
         """Tokens read and computed since the last call; 0 and 0 for a teacher without a store."""
-        from distill_rl.teacher.backends.routed import unrouted
+        from distill_rl.teacher.build import unrouted
 
         use = getattr(unrouted(self._engine), "use", None)
         if use is None:
@@ -240,8 +239,8 @@ class TeacherWorker(RankWorker):
 
     def _storing(self) -> StoredTeacher:
         """The engine of a teacher with a store."""
-        from distill_rl.teacher.backends.routed import unrouted
-        from distill_rl.teacher.backends.store import StoredTeacher
+        from distill_rl.teacher.build import unrouted
+        from distill_rl.teacher.stored import StoredTeacher
 
         engine = unrouted(self._engine)
         assert isinstance(engine, StoredTeacher)

@@ -25,7 +25,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distill_rl.errors import ConfigError, WorkerError
-from distill_rl.transport.room import ENLARGE_SHM, SHM
+from distill_rl.system.memory import ENLARGE_SHM, SHM
 from distill_rl.workers.cluster.places.placement import PlacementPlan
 
 _FINISH_S = 40.0

@@ -18,7 +18,7 @@ from distill_rl.config.layout import evaluator_ranks
 from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError, DistillError
 from distill_rl.evals.backends.base import BackendName, Output, Settings
-from distill_rl.evals.executor import Task, chunks
+from distill_rl.evals.executor import SuiteTask, chunks
 from distill_rl.evals.suites.base import Item
 from distill_rl.workers.actors.evaluator import EvalWorker
 from distill_rl.workers.cluster.calls import Calls, Refs
@@ -125,7 +125,7 @@ class RayExecutor:
         started = self._group.submit("load", folder.absolute(), backend, settings)
         self.device = self._calls.gather(started, what=f"loading {folder}", timeout_s=self._shards.deadline_s)[0]
 
-    def run(self, task: Task, items: Sequence[Item]) -> Iterator[list[tuple[int, Output]]]:
+    def run(self, task: SuiteTask, items: Sequence[Item]) -> Iterator[list[tuple[int, Output]]]:
         """Distributes the items over the actors in chunks, and yields each chunk's outputs as it finishes.
 
         They are pairs (index into `items`, output).

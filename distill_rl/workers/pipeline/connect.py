@@ -22,10 +22,8 @@ from distill_rl.config.facts import ranks_per_replica, ranks_per_row
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import say
-from distill_rl.transport.assemble import readers_of
-from distill_rl.transport.base import Handle, Layout, Offer
-from distill_rl.transport.choose import Choice, choose
-from distill_rl.transport.place import Place
+from distill_rl.transport.base import Handle, Layout, Offer, Place, readers_of
+from distill_rl.transport.choose import TransportChoice, choose
 from distill_rl.transport.segment import Backing
 from distill_rl.workers.actors.rank import Problem
 from distill_rl.workers.cluster.calls import Calls, Refs
@@ -47,7 +45,7 @@ class Route:
     """Name of the teacher rank."""
     readers: tuple[int, ...]
     num_slots: int
-    choice: Choice
+    choice: TransportChoice
     backing: Backing = "memfd"
 
 
@@ -64,7 +62,7 @@ class Connector:
         self._used: dict[str, Route] = {}
         """Routes whose probe arrived, by source."""
 
-    def connect(self, lost: Collection[str] = ()) -> dict[str, Choice]:
+    def connect(self, lost: Collection[str] = ()) -> dict[str, TransportChoice]:
         """Opens and proves all rings, with a second choice where the first fails, and prints the transports in use.
 
         Args:
@@ -151,7 +149,7 @@ class Connector:
                 "set transport=auto, which takes one that does",
             )
         reason = f"{route.choice.name} does not work: {problem}"
-        return replace(route, choice=Choice(FALLBACK, reason))
+        return replace(route, choice=TransportChoice(FALLBACK, reason))
 
     def _open(self, routes: Sequence[Route]) -> dict[str, str]:
         """Runs the hand-shake on all routes, stage by stage."""

@@ -11,7 +11,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distill_rl.scaling.parts import CARDS, KINDS, PHASES, Card, Part, Step, microseconds, student_parts, teacher_parts
+from distill_rl.scaling.model import (
+    CARDS,
+    KINDS,
+    PHASES,
+    Card,
+    CostPart,
+    Step,
+    microseconds,
+    student_parts,
+    teacher_parts,
+)
 from distill_rl.system.environment import ROOT
 from tests.bench.gpu.shapes import PAIRS, Pair
 
@@ -19,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def parts(pair: Pair, step: Step, card: Card) -> list[Part]:
+def parts(pair: Pair, step: Step, card: Card) -> list[CostPart]:
     """The parts of one step of teacher and student, in the order of `PHASES`.
 
     What costs less than a hundredth of a microsecond per token on an H200 is not modelled.
@@ -85,7 +95,7 @@ def _section(pair: Pair, step: Step, card: Card) -> str:
     return "\n".join([*lines, ""])
 
 
-def _verdict(pair: Pair, step: Step, card: Card, found: list[Part]) -> str:
+def _verdict(pair: Pair, step: Step, card: Card, found: list[CostPart]) -> str:
     """A Markdown paragraph with the predicted µs per token and tokens per second of a pair, ours and ideal.
 
     Args:
@@ -103,7 +113,7 @@ def _verdict(pair: Pair, step: Step, card: Card, found: list[Part]) -> str:
     )
 
 
-def _rows(found: list[Part], card: Card, *, by: str) -> list[tuple[str, float, float]]:
+def _rows(found: list[CostPart], card: Card, *, by: str) -> list[tuple[str, float, float]]:
     """(name, our µs per token, ideal µs per token) for each phase or kind of work; last, `all` with the sums.
 
     Args:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from distill_rl.parallel.mesh import World
-from distill_rl.scaling.parts import PHASES, Card, Step, microseconds
+from distill_rl.scaling.model import PHASES, Card, Step, microseconds
 from distill_rl.system.gpu_memory import is_out_of_memory
 from tests.bench import harness
 from tests.bench.gpu.cost_model import measure_card, parts

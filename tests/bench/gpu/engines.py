@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distill_rl.align.projection.file import Projection, save_projection
+from distill_rl.align.projection import Projection, save_projection
 from distill_rl.config.schema import Config, DataConfig, LossConfig, StudentConfig, TeacherConfig, TrainConfig
 from distill_rl.losses import TopKLogprobs, VocabularyProjection
 from distill_rl.models.forward import inner_model
 from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.parallel.shards import local_part
-from distill_rl.scaling.parts import PHASES, Step
+from distill_rl.scaling.model import PHASES, Step
 from distill_rl.scaling.shape import Shape
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from distill_rl.losses import VocabularyProjection, chunk_kd_loss, kd_loss, vocab_parallel_topk
 from distill_rl.parallel.mesh import close_world, open_world
-from distill_rl.scaling import parts as costs
+from distill_rl.scaling import model as costs
 from distill_rl.scaling.shape import Shape
 from distill_rl.student.optim import clip_gradients
 from distill_rl.student.terms import flat_chunks

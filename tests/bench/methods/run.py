@@ -13,7 +13,7 @@ from pathlib import Path
 
 from distill_rl.errors import NumericsError, first_line
 from distill_rl.system.files import append_json_lines, read_json_lines
-from distill_rl.system.processes.parent import end_with
+from distill_rl.system.processes import end_with
 from tests.bench import harness, record
 from tests.bench.methods.rows import Row, run_row
 from tests.bench.methods.settings import Overrides

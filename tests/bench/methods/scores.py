@@ -14,7 +14,7 @@ import torch
 
 from distill_rl.config.schema import DataConfig
 from distill_rl.demo import bits
-from distill_rl.demo.bits import Encoded
+from distill_rl.demo.bits import EncodedText
 from distill_rl.evals.backends.base import Settings
 from distill_rl.evals.backends.hf import HfBackend
 from distill_rl.evals.suites.exact_match import ExactMatch
@@ -86,7 +86,7 @@ def _answers(backend: HfBackend, questions: Path) -> list[float]:
 
 
 @torch.no_grad()
-def _kl(teacher: Path, student: Any, documents: Sequence[Encoded], length: int) -> float:
+def _kl(teacher: Path, student: Any, documents: Sequence[EncodedText], length: int) -> float:
     """KL(teacher ‖ student) over the whole vocabulary, in nats, the mean over the counted tokens of the documents."""
     total, count = 0.0, 0
     with closing(HfBackend(teacher, Settings())) as other:

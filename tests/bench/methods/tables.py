@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from distill_rl.demo.recipe import RECIPE
-from distill_rl.evals.results.statistics import paired_bootstrap
+from distill_rl.evals.results import paired_bootstrap
 from tests.bench.methods.rows import LOWER_IS_BETTER, Row, items_of
 from tests.bench.methods.settings import (
     ACROSS_TOKENIZERS,

@@ -254,7 +254,7 @@ def test_settings_are_known_to_the_schema(tmp_path):
     """Every override of every table is one that a configuration accepts."""
     from distill_rl.config.load import load_config
     from distill_rl.config.rules.validate import problems
-    from distill_rl.system.install import CONFIGS
+    from distill_rl.system.environment import CONFIGS
     from tests.bench.methods.settings import ACROSS_TOKENIZERS
 
     for name, settings in (("quickstart", SAME_TOKENIZER), ("quickstart-cross", ACROSS_TOKENIZERS)):

@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 
+from distill_rl.demo.quickstart import ROWS
 from tests.bench import harness
-from distill_rl.demo.table import ROWS
 
 _SAMPLE_S = 0.5
 _HELP_RUNS = 11

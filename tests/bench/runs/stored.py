@@ -201,7 +201,7 @@ def _student_in_memory(path: Path, store: Path) -> float:
     from distill_rl.parallel.mesh import open_world
     from distill_rl.store.store import Store
     from distill_rl.student.engine import StudentEngine
-    from distill_rl.teacher.backends.store import StoredTeacher
+    from distill_rl.teacher.stored import StoredTeacher
 
     torch.set_num_threads(1)
     config = load_config(path, _stored(store))

@@ -14,9 +14,8 @@ from types import MappingProxyType
 
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
 from distill_rl.config.schema import Config, DataConfig, StudentConfig, TeacherConfig, TrainConfig
-from distill_rl.scaling.cluster import Cluster
+from distill_rl.scaling.model import Cluster, Stages, step_seconds
 from distill_rl.scaling.splits import JITTER, Prediction, Split, predict
-from distill_rl.scaling.steps import Stages, step_seconds
 from distill_rl.system.environment import ROOT
 from distill_rl.system.files import write_atomic
 from tests.bench import harness

@@ -21,7 +21,7 @@ from statistics import fmean
 from tempfile import mkdtemp
 from typing import Any
 
-from distill_rl.system.processes.child import call_in_child
+from distill_rl.system.processes import call_in_child
 from tests.bench import harness
 from tests.bench.material import train_tokenizer, write_config, write_llama, write_texts
 from tests.bench.scale.nodes import ray_nodes

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from distill_rl.system.processes.child import call_in_child
+from distill_rl.system.processes import call_in_child
 from tests.bench import harness
 from tests.bench.material import write_config, write_pair
 from tests.bench.scale import scale

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 
 from distill_rl.config.schema import TeacherConfig
-from distill_rl.teacher.backends.endpoint.dialects import DIALECTS
-from distill_rl.teacher.backends.endpoint.scorer import EndpointScorer
+from distill_rl.teacher.endpoint import EndpointScorer
+from distill_rl.teacher.endpoint_dialects import DIALECTS
 from tests.bench import harness
 
 VOCABULARY, MODEL = 150_000, "bench"

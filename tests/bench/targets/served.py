@@ -21,11 +21,11 @@ import torch
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.models.attention import installed
 from distill_rl.parallel.mesh import open_world
-from distill_rl.teacher.backends import scored, vllm
-from distill_rl.teacher.backends.base import TeacherBackend
-from distill_rl.teacher.backends.scored import ScoredTeacher
-from distill_rl.teacher.backends.vllm import VllmScorer
+from distill_rl.teacher import scored, vllm
+from distill_rl.teacher.base import TeacherBackend
 from distill_rl.teacher.engine import TeacherEngine
+from distill_rl.teacher.scored import ScoredTeacher
+from distill_rl.teacher.vllm import VllmScorer
 from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
 from tests.bench import harness
 

@@ -18,7 +18,7 @@ import torch
 
 from distill_rl.losses import TopKLogprobs, kd_loss
 from distill_rl.store.compact import decode, encode
-from distill_rl.store.compact.levels import to_levels
+from distill_rl.store.levels import to_levels
 from tests.bench import harness, language_models
 from tests.bench.language_models import Family, Recipe
 

@@ -1,11 +1,34 @@
+"""Which loss is suggested for a pair of tokenizers."""
+
+from __future__ import annotations
+
 import json
 
 import pytest
 
 from distill_rl.align import TokenAligner, audit
-from distill_rl.align.audit import class_of
+from distill_rl.align.audit import FEW_SINGLES, advise, class_of
 from tests.helpers.align import SENTENCES, family, unknown_is_eos
 from tests.helpers.tokenizers import seeded_words
+
+
+@pytest.mark.parametrize(
+    ("share", "chunks", "common", "loss", "reason"),
+    [
+        (0.87, 412, 96, "hybrid", "87.0% of the chunks are 1:1 and compare 96 common tokens; the others"),
+        (0.47, 412, 96, "alm", "only 47.0% of the chunks are 1:1"),
+        (1.0, 5, 30000, "hybrid", "100.0% of the chunks are 1:1 and compare 30,000 common tokens"),
+        (FEW_SINGLES, 1000, 1, "hybrid", "60.0% of the chunks are 1:1"),
+        (FEW_SINGLES - 0.01, 1000, 1, "alm", "only 59.0% of the chunks are 1:1"),
+        (0.0, 1000, 0, "alm", "no token of the two vocabularies spells the same"),
+        (0.0, 0, 96, "none", "no text could be aligned"),
+    ],
+)
+def test_advice(share, chunks, common, loss, reason):
+    advice = advise(share, chunks, common)
+    assert advice.loss == loss
+    assert advice.reason.startswith(reason)
+    assert str(advice).startswith(f"loss.cross_tokenizer={loss}: {reason}")
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distill_rl.align.dp.canonical import CanonicalTables
-from distill_rl.align.tokenizer.vocabulary import Vocabulary
+from distill_rl.align.dp.problem import CanonicalTables
+from distill_rl.align.vocabulary import Vocabulary
 from tests.helpers.align import DATA, real, real_vocabulary
 from tests.helpers.windows import align_window, check_chunks
 

@@ -9,7 +9,7 @@ import pytest
 
 from distill_rl.align import Alignment, TokenAligner
 from distill_rl.align import verify as checks
-from distill_rl.align.chats.rendering import Chat
+from distill_rl.align.chats import Chat
 from distill_rl.align.verify import check_bound, check_each
 from tests.helpers.align import family
 from tests.helpers.tokenizers import seeded_words, tiny_tokenizer

@@ -14,7 +14,7 @@ from distill_rl.commands.dry_run import layout
 from distill_rl.config.load import load_config
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.run import run_directory
-from distill_rl.system.install import clone
+from distill_rl.system.environment import clone
 from tests.helpers.command import environment
 from tests.helpers.suites import write_recipe_data
 

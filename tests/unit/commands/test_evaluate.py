@@ -17,7 +17,7 @@ from distill_rl.commands.evaluate import (
 from distill_rl.errors import ConfigError, problems_of
 from distill_rl.evals.backends.base import Settings
 from distill_rl.evals.options import Options
-from distill_rl.evals.results.result import OUTCOMES
+from distill_rl.evals.results import OUTCOMES
 
 
 def request_of(where: ExecutorOptions, backend: str = "hf", tensor_parallel: int = 1) -> EvaluationRequest:

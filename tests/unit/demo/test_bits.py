@@ -31,7 +31,7 @@ def model(request, tmp_path_factory):
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
-def plain(model, document: bits.Encoded) -> float:
+def plain(model, document: bits.EncodedText) -> float:
     logits = model.double()(torch.from_numpy(document.ids)[None]).logits[0]
     nats = -logits.log_softmax(-1)
     return sum(float(nats[j - 1, document.ids[j]]) for j in np.flatnonzero(document.counted)) / math.log(2)
@@ -51,15 +51,15 @@ def test_bits_are_those_of_a_plain_forward_pass(model, monkeypatch):
 
 def test_rows_predict_every_token_but_the_first_once():
     ids = np.arange(23)
-    short = bits.Encoded(ids[:3], ids[:3] == 2, 3)
-    found = list(bits.batches([short, bits.Encoded(ids, ids > 0, 23)], 8))
+    short = bits.EncodedText(ids[:3], ids[:3] == 2, 3)
+    found = list(bits.batches([short, bits.EncodedText(ids, ids > 0, 23)], 8))
     assert len(found) == 1
     rows = [row[: row.argmax() + 1] for row in found[0].ids]  # ids ascend, and padding is 0
     assert [row.tolist() for row in rows] == [[*range(8)], [*range(8, 16)], [*range(16, 22)], [0, 1]]
     assert found[0].counted.sum(1).tolist() == [8, 8, 6, 1]
     assert found[0].targets.tolist() == [*range(1, 23), 2]
     assert found[0].documents.tolist() == [1] * 22 + [0]
-    assert list(bits.batches([bits.Encoded(ids[:1], ids[:1] > 0, 1)], 8)) == []
+    assert list(bits.batches([bits.EncodedText(ids[:1], ids[:1] > 0, 1)], 8)) == []
 
 
 def test_bytes_of_a_text_are_those_of_the_predicted_tokens():

@@ -6,8 +6,8 @@ import pytest
 
 from distill_rl.config.load import read_config
 from distill_rl.config.rules.validate import problems
-from distill_rl.demo import choose
-from distill_rl.demo.choose import Fit, Known
+from distill_rl.demo import pair
+from distill_rl.demo.pair import Fit, Known
 
 LAPTOP = Known(
     gpus=0,
@@ -46,8 +46,8 @@ BOOK = replace(LAPTOP, documents=20, tokens_per_document=120_000.0)
     ],
 )  # fmt: skip
 def test_settings_by_models_text_and_machine(known, expected):
-    documents = choose.documents_per_step(known, choose.row_length(known))
-    chosen = choose.choose(known, next(choose.fits(known, documents)))
+    documents = pair.documents_per_step(known, pair.row_length(known))
+    chosen = pair.choose(known, next(pair.fits(known, documents)))
     assert {key: chosen.get(key) for key in expected} == expected
     assert ("data.loss_on" in chosen) == (known.chats and known.turns_known)
     config, findings = read_config({"student.model": "s", "teachers": [{"model": "t"}], "data.path": "d", **chosen})
@@ -72,7 +72,7 @@ def test_settings_by_models_text_and_machine(known, expected):
     ],
 )
 def test_what_is_held_out_can_be_measured_in_time(known, documents):
-    assert choose.held_out(known) == documents
+    assert pair.held_out(known) == documents
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_what_is_held_out_can_be_measured_in_time(known, documents):
     ],
 )
 def test_only_the_beginning_of_long_documents_is_measured(known, tokens):
-    assert choose.longest_measured(known) == tokens
+    assert pair.longest_measured(known) == tokens
 
 
 def test_smaller_trainings_come_last_and_divide_the_batch():
-    found = list(choose.fits(replace(CARD, gpus=2), 4))
+    found = list(pair.fits(replace(CARD, gpus=2), 4))
     smallest = replace(Fit(1), checkpointing=True)
     adapters = replace(smallest, adapters=True)
     assert found == [Fit(4), Fit(2), Fit(1), smallest, replace(smallest, apart=True), adapters]
@@ -100,39 +100,39 @@ def test_smaller_trainings_come_last_and_divide_the_batch():
         replace(adapters, eight_bits=True),
         replace(adapters, four_bits=True),
     ]
-    assert list(choose.fits(replace(CARD, quantizes=True), 4))[-4:] == in_few_bits
-    assert next(choose.fits(LAPTOP, 8)) == Fit(4)
+    assert list(pair.fits(replace(CARD, quantizes=True), 4))[-4:] == in_few_bits
+    assert next(pair.fits(LAPTOP, 8)) == Fit(4)
 
 
-@pytest.mark.parametrize("fit", choose.SMALLEST, ids=repr)
+@pytest.mark.parametrize("fit", pair.SMALLEST, ids=repr)
 def test_what_changes_the_result_is_set_and_said(fit):
-    chosen = choose.choose(CARD, fit)
+    chosen = pair.choose(CARD, fit)
     config, findings = read_config({"student.model": "s", "teachers": [{"model": "t"}], "data.path": "d", **chosen})
     assert config is not None
     assert findings.lines == []
     assert (config.student.lora is not None) == fit.adapters
     formats = (config.teachers[0].quantization, config.student.quantization)
     assert formats == (("int8", None) if fit.eight_bits else ("int4", "int4") if fit.four_bits else (None, None))
-    told = [words in choose.way(config) for words in ("adapters", "8 bits", "4 bits")]
+    told = [words in pair.way(config) for words in ("adapters", "8 bits", "4 bits")]
     assert told == [fit.adapters, fit.eight_bits, fit.four_bits]
 
 
 def test_rates_fall_with_the_number_of_parameters():
     sizes = [10**power for power in range(3, 13)]
-    rates = [choose.learning_rate(size) for size in sizes]
+    rates = [pair.learning_rate(size) for size in sizes]
     assert rates == sorted(rates, reverse=True)
-    assert (rates[0], rates[-1]) == (choose.LR_RANGE[1], choose.LR_RANGE[0])
-    assert choose.learning_rate(10**9, adapters=True) == 10 * choose.learning_rate(10**9)
+    assert (rates[0], rates[-1]) == (pair.LR_RANGE[1], pair.LR_RANGE[0])
+    assert pair.learning_rate(10**9, adapters=True) == 10 * pair.learning_rate(10**9)
 
 
 def test_every_choice_is_explained_and_what_the_user_chose_is_shown():
     settings = {"student.model": "s", "teachers": [{"model": "t"}], "data.path": "d"}
     config, _ = read_config(
-        settings | choose.choose(QUICKSTART, Fit(4)),
+        settings | pair.choose(QUICKSTART, Fit(4)),
         ["optimizer.lr=0.5", "loss.ce_weight=0", "train.micro_batch_size=2"],
     )
     assert config is not None
-    text = "\n".join(choose.reasons(QUICKSTART, "same", config))
+    text = "\n".join(pair.reasons(QUICKSTART, "same", config))
     for value in (
         "same tokenizer",
         "64 likeliest",
@@ -144,4 +144,4 @@ def test_every_choice_is_explained_and_what_the_user_chose_is_shown():
     ):
         assert value in text
     assert "cross-entropy" not in text
-    assert "hybrid, over chunks" in "\n".join(choose.reasons(LAPTOP, "hybrid", config))
+    assert "hybrid, over chunks" in "\n".join(pair.reasons(LAPTOP, "hybrid", config))

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from distill_rl.demo.material import Material, draw_rows, make_material, teacher_problems
-from distill_rl.demo.recipe import CROSS, RECIPE, Shape
+from distill_rl.demo.recipe import CROSS, RECIPE, ModelSizes
 
 SMALL: dict[str, Any] = {
-    "teacher": Shape(16, 32, 1, 2),
-    "student": Shape(8, 16, 1, 2),
+    "teacher": ModelSizes(16, 32, 1, 2),
+    "student": ModelSizes(8, 16, 1, 2),
     "positions": 64,
     "training_rows": 30,
     "validation_rows": 6,
@@ -150,7 +150,7 @@ def test_incomplete_material_is_removed_and_never_used(tmp_path: Path) -> None:
 
 def test_fingerprint_covers_every_number_of_the_recipe() -> None:
     changed = [
-        replace(RECIPE, student=Shape(48, 144, 3, 4)),
+        replace(RECIPE, student=ModelSizes(48, 144, 3, 4)),
         replace(RECIPE, wrong_share=0.2),
         replace(RECIPE, teacher_lr=1e-3),
         replace(RECIPE, test_rows=601),

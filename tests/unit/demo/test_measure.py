@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from distill_rl.config.load import read_config
 from distill_rl.config.schema import Config
 from distill_rl.demo import bits
-from distill_rl.demo.measure import BEGUN, Findings, Reading, Subject, _memory_in_one_line, find
+from distill_rl.demo.measure import BEGUN, Reading, Subject, TrialFindings, _memory_in_one_line, find
 from distill_rl.errors import DataError, DistillError, GpuMemoryError
 from distill_rl.models.attention import installed
 from distill_rl.models.files.hub import read_tokenizer, unwritten_beginning, write_beginning
@@ -53,7 +53,7 @@ def config_of(folders: tuple[Path, Path], tmp_path: Path, rows: list[Any], **set
     return config
 
 
-def measured(folders: tuple[Path, Path], config: Config, reading: Reading = WHOLE) -> Findings:
+def measured(folders: tuple[Path, Path], config: Config, reading: Reading = WHOLE) -> TrialFindings:
     subjects = (
         Subject("teacher", folders[1], teacher=True, begin=True),
         Subject("student_before", folders[0], begin=True),

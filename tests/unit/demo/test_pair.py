@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
 from distill_rl.config.load import read_config
-from distill_rl.demo import choose, pair
-from distill_rl.demo.choose import Fit, Known
+from distill_rl.demo import pair
+from distill_rl.demo.pair import Fit, Known
 from distill_rl.errors import ConfigError
 from distill_rl.preflight import Checked
 
@@ -130,7 +130,7 @@ def test_rows_divide_the_batch_of_the_user(
 )
 def test_the_rate_is_for_what_is_trained(tmp_path: Path, override: str, fit: Fit, times: int) -> None:
     chosen = pair._chosen(request_for(tmp_path, override), CARD, fit)
-    assert chosen["optimizer.lr"] == times * choose.learning_rate(CARD.student_parameters)
+    assert chosen["optimizer.lr"] == times * pair.learning_rate(CARD.student_parameters)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +176,6 @@ def test_a_student_in_few_bits_must_fit_whole_where_it_is_measured(
         assert all("STUDENT: is measured with its whole weights" in line for line in lines)
 
 
-def request_for(tmp_path: Path, *overrides: str) -> pair.Request:
+def request_for(tmp_path: Path, *overrides: str) -> pair.TrialRequest:
     folders = str(tmp_path / "student"), str(tmp_path / "teacher")
-    return pair.Request(*folders, text="text.jsonl", minutes=5.0, seed=0, out=tmp_path / "out", overrides=overrides)
+    return pair.TrialRequest(*folders, text="text.jsonl", minutes=5.0, seed=0, out=tmp_path / "out", overrides=overrides)

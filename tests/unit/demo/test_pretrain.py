@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from distill_rl.demo.pretrain import encode, new_model, train_teacher
-from distill_rl.demo.recipe import RECIPE, Recipe, Shape
-from distill_rl.demo.tasks import Problem, draw_problems
+from distill_rl.demo.recipe import RECIPE, ListProblem, ModelSizes, Recipe, draw_problems
 from distill_rl.demo.tokenizer import make_tokenizer
 from distill_rl.types import IGNORE_INDEX
 
 TOKENIZER = make_tokenizer(64)
-TINY = replace(RECIPE, teacher=Shape(16, 32, 1, 2), positions=64, teacher_steps=12, teacher_batch=8, teacher_warmup=2)
+TINY = replace(RECIPE, teacher=ModelSizes(16, 32, 1, 2), positions=64, teacher_steps=12, teacher_batch=8, teacher_warmup=2)
 
 
 def trained(recipe: Recipe, seed: int) -> torch.nn.Module:
@@ -31,8 +30,8 @@ def mean_loss(model: torch.nn.Module) -> float:
 
 def test_labels_are_the_next_tokens_of_the_answers_only() -> None:
     problems = [
-        Problem("sort", "sort: 7 3 9 1", "1 3 7 9"),
-        Problem("sort words", "sort words: kite house", "house kite"),
+        ListProblem("sort", "sort: 7 3 9 1", "1 3 7 9"),
+        ListProblem("sort words", "sort words: kite house", "house kite"),
     ]
     input_ids, labels = encode(TOKENIZER, problems)
     assert input_ids.shape == labels.shape

@@ -5,11 +5,11 @@ from itertools import islice
 
 import pytest
 
-from distill_rl.demo.tasks import (
+from distill_rl.demo.recipe import (
     DIGITS,
     TASKS,
     WORDS,
-    Problem,
+    ListProblem,
     draw_problem,
     draw_problems,
     question_row,
@@ -73,7 +73,7 @@ def test_exact_share_of_answers_is_wrong_and_nothing_else_changes() -> None:
 
 
 def test_question_row_keeps_the_answer_out_of_the_chat() -> None:
-    problem = Problem("sort", "sort: 7 3 9 1", "1 3 7 9")
+    problem = ListProblem("sort", "sort: 7 3 9 1", "1 3 7 9")
     user, assistant = {"role": "user", "content": "sort: 7 3 9 1"}, {"role": "assistant", "content": "1 3 7 9"}
     assert training_row(problem) == {"messages": [user, assistant]}
     assert question_row(problem) == {"messages": [user], "answer": "1 3 7 9", "task": "sort"}

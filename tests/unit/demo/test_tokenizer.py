@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill_rl.demo.tasks import DIGITS, TASKS, WORDS
+from distill_rl.demo.recipe import DIGITS, TASKS, WORDS
 from distill_rl.demo.tokenizer import KINDS, MERGED_DIGITS, make_tokenizer
 
 TOKENIZERS = {kind: make_tokenizer(128, kind) for kind in KINDS}

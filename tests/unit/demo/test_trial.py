@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from distill_rl.config.load import load_config, read_config
-from distill_rl.demo import compare, files
+from distill_rl.demo import pair
 from distill_rl.demo import trial as run
 from distill_rl.demo.measure import Begun, Measured, Prompt, make_prompts
-from distill_rl.demo.pair import Request, count, in_words
+from distill_rl.demo.pair import TrialRequest, count, in_words
 from distill_rl.errors import ConfigError
 from distill_rl.evals.suites.base import Item
 from distill_rl.run.steps import settled
@@ -34,15 +34,15 @@ def measured(per_byte: float, seed: int = 0, documents: int = 60) -> Measured:
     [(1.0, 1.5, "helped: 0.500"), (1.5, 1.0, "did harm: 0.500"), (1.0, 1.001, "No difference")],
 )
 def test_verdict_follows_the_interval(taught, control, words):
-    outcome = compare.difference(measured(taught, 1), measured(control, 1 if "0.500" in words else 2))
+    outcome = run.difference(measured(taught, 1), measured(control, 1 if "0.500" in words else 2))
     assert words in outcome.verdict
     assert outcome.low <= outcome.saved <= outcome.high
 
 
 def test_samples_are_shown_on_a_line_each_and_cut_where_they_are_long(capsys):
     prompt = Prompt(Item("row 1", "", ""), "word " * 50, "two\nlines")
-    samples = {compare.BEFORE: "", compare.CONTROL: "x" * 200, compare.TAUGHT: "fine"}
-    compare.print_samples([prompt], {name: Measured((1.0,), (1,), (text,)) for name, text in samples.items()})
+    samples = {run.BEFORE: "", run.CONTROL: "x" * 200, run.TAUGHT: "fine"}
+    run.print_samples([prompt], {name: Measured((1.0,), (1,), (text,)) for name, text in samples.items()})
     _, first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith("  prompt           … ")
     assert first.endswith(" word word")
@@ -57,7 +57,7 @@ def test_samples_are_shown_on_a_line_each_and_cut_where_they_are_long(capsys):
 @pytest.mark.parametrize("documents", [1, 2, 7, 8])
 def test_few_documents_say_nothing_of_the_teacher(documents):
     """Of one document all resamples are the same, so that its interval has no width."""
-    outcome = compare.difference(measured(1.0, documents=documents), measured(1.5, documents=documents))
+    outcome = run.difference(measured(1.0, documents=documents), measured(1.5, documents=documents))
     enough = documents == 8
     assert ("helped: 0.500" in outcome.verdict) == enough
     assert outcome.verdict.startswith("Too little text to tell") != enough
@@ -65,9 +65,9 @@ def test_few_documents_say_nothing_of_the_teacher(documents):
 
 
 def test_table_shows_all_models(capsys):
-    models = dict(zip(compare.ROWS, map(measured, (0.9, 2.0, 1.5, 1.25))))
-    trainings = {compare.TAUGHT: {"steps": 1, "seconds": 3.0}, compare.CONTROL: {"steps": 1234, "seconds": 1500.0}}
-    compare.print_result(models, compare.difference(models[compare.TAUGHT], models[compare.CONTROL]), trainings)
+    models = dict(zip(run.ROWS, map(measured, (0.9, 2.0, 1.5, 1.25))))
+    trainings = {run.TAUGHT: {"steps": 1, "seconds": 3.0}, run.CONTROL: {"steps": 1234, "seconds": 1500.0}}
+    run.print_result(models, run.difference(models[run.TAUGHT], models[run.CONTROL]), trainings)
     shown = capsys.readouterr().out
     for words in (
         "60 held-out documents",
@@ -83,15 +83,15 @@ def test_table_shows_all_models(capsys):
 def test_a_first_token_that_helps_is_a_note():
     plain = measured(1.0)
     models = {
-        compare.TEACHER: replace(plain, begun=Begun("<bos>", 1.46, 1.02)),
-        compare.BEFORE: replace(plain, begun=Begun("<s>", 1.0, 0.99)),
+        run.TEACHER: replace(plain, begun=Begun("<bos>", 1.46, 1.02)),
+        run.BEFORE: replace(plain, begun=Begun("<s>", 1.0, 0.99)),
     }
     (line,) = run.beginning_lines(models)
     assert line.startswith(
         "note      teacher: 1.460 bits per byte of 6 documents as its tokenizer reads them, 1.020 with <bos>"
     )
     assert "teachers.0.tokenizer=FOLDER" in line
-    assert run.beginning_lines({compare.TEACHER: plain, compare.BEFORE: plain}) == []
+    assert run.beginning_lines({run.TEACHER: plain, run.BEFORE: plain}) == []
 
 
 def test_prompts_are_beginnings_of_texts_and_questions_of_chats():
@@ -107,7 +107,7 @@ def test_prompts_are_beginnings_of_texts_and_questions_of_chats():
 def test_configuration_has_what_differs_and_reads_back_equal(tmp_path):
     source = {"student.model": "s", "teachers": [{"model": "t", "dtype": "fp32"}], "data.path": "${x", "train.steps": 3}
     config, _ = read_config(source, ["train.epochs=1.5", "optimizer.betas=[0.9, 0.99]"])
-    files.write_configuration(tmp_path / "my.yaml", config, ["why\x1b[31m", ""])
+    pair.write_configuration(tmp_path / "my.yaml", config, ["why\x1b[31m", ""])
     text = (tmp_path / "my.yaml").read_text()
     assert load_config(tmp_path / "my.yaml") == config
     assert text.startswith("# why\\x1b[31m\n#\n\n")
@@ -117,69 +117,69 @@ def test_configuration_has_what_differs_and_reads_back_equal(tmp_path):
 
 def test_a_folder_is_not_overwritten_and_only_a_trial_is_deleted(tmp_path):
     root = tmp_path / "out"
-    assert [*files.out_problems(root, clean=False)] == []
+    assert [*pair.out_problems(root, clean=False)] == []
     root.mkdir()
-    assert [*files.out_problems(root, clean=False)] == []
+    assert [*pair.out_problems(root, clean=False)] == []
     (root / "mine.txt").touch()
     for clean in (False, True):
-        (line,) = files.out_problems(root, clean=clean)
+        (line,) = pair.out_problems(root, clean=clean)
         assert line.endswith("choose another --out")
-    (root / files.CONFIGURATION).touch()
-    (line,) = files.out_problems(root, clean=False)
+    (root / pair.CONFIGURATION).touch()
+    (line,) = pair.out_problems(root, clean=False)
     assert "--clean" in line
-    assert [*files.out_problems(root, clean=True)] == []
-    (line,) = files.out_problems(root / "mine.txt", clean=True)
+    assert [*pair.out_problems(root, clean=True)] == []
+    (line,) = pair.out_problems(root / "mine.txt", clean=True)
     assert "must be a folder" in line
 
 
 def test_only_one_trial_at_a_time_uses_a_folder(tmp_path):
     root = tmp_path / "runs" / "out"
-    with files.claimed(root, clean=False):
+    with pair.claimed(root, clean=False):
         rule = r"out: the folder is in use; got another `distill-rl try`; wait for it"
-        with pytest.raises(ConfigError, match=rule), files.claimed(root, clean=False):
+        with pytest.raises(ConfigError, match=rule), pair.claimed(root, clean=False):
             pass
-        with files.claimed(root.with_name("other"), clean=False):
-            files.begin(files.TrialPaths(root), clean=False)
-            (root / files.CONFIGURATION).touch()
-    assert [*root.iterdir()] == [root / files.CONFIGURATION]
+        with pair.claimed(root.with_name("other"), clean=False):
+            pair.begin(pair.TrialPaths(root), clean=False)
+            (root / pair.CONFIGURATION).touch()
+    assert [*root.iterdir()] == [root / pair.CONFIGURATION]
     assert [*root.parent.iterdir()] == [root]
 
 
 def test_a_trial_that_is_refused_leaves_no_folder(tmp_path):
-    with pytest.raises(KeyError), files.claimed(tmp_path / "runs" / "out", clean=False):
+    with pytest.raises(KeyError), pair.claimed(tmp_path / "runs" / "out", clean=False):
         raise KeyError
     assert [*tmp_path.iterdir()] == []
 
 
 def test_what_came_into_the_folder_meanwhile_is_not_deleted(tmp_path):
     root = tmp_path / "out"
-    with files.claimed(root, clean=False):
-        (root / files.CONFIGURATION).touch()
+    with pair.claimed(root, clean=False):
+        (root / pair.CONFIGURATION).touch()
         with pytest.raises(ConfigError, match="the folder is in use"):
-            files.begin(files.TrialPaths(root), clean=False)
-        files.begin(files.TrialPaths(root), clean=True)
-        assert files._entries(root) == []
+            pair.begin(pair.TrialPaths(root), clean=False)
+        pair.begin(pair.TrialPaths(root), clean=True)
+        assert pair._entries(root) == []
 
 
 def test_the_folder_itself_stays(tmp_path, monkeypatch):
     """The working directory, or a link to a folder."""
     (tmp_path / "target" / "with-teacher").mkdir(parents=True)
-    (tmp_path / "target" / files.CONFIGURATION).touch()
+    (tmp_path / "target" / pair.CONFIGURATION).touch()
     (tmp_path / "link").symlink_to(tmp_path / "target")
     monkeypatch.chdir(tmp_path / "target")
     for root in (tmp_path / "link", tmp_path / "link", Path()):
-        with files.claimed(root, clean=True):
-            files.begin(files.TrialPaths(root), clean=True)
+        with pair.claimed(root, clean=True):
+            pair.begin(pair.TrialPaths(root), clean=True)
         assert [*root.iterdir()] == []
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     rule = r"must be one that can be made and written; got Not a directory"
-    with pytest.raises(ConfigError, match=rule), files.claimed(tmp_path / "file" / "out", clean=False):
+    with pytest.raises(ConfigError, match=rule), pair.claimed(tmp_path / "file" / "out", clean=False):
         pass
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    (line,) = files.out_problems(tmp_path / "link", clean=False)
+    (line,) = pair.out_problems(tmp_path / "link", clean=False)
     assert "got a link to nothing; choose another --out" in line
 
 
@@ -200,7 +200,7 @@ def test_a_longer_training_has_no_end_of_the_short_one(own):
     [({}, ""), ({"seed": 3, "out": Path("my out")}, " --seed 3 --out 'my out'")],
 )
 def test_the_command_is_recorded_with_its_options(given, more):
-    request = Request(**{"student": "a", "teacher": "b", "text": "c", "minutes": 2.0, "seed": 0, "out": Path("runs/try-a-b"),
+    request = TrialRequest(**{"student": "a", "teacher": "b", "text": "c", "minutes": 2.0, "seed": 0, "out": Path("runs/try-a-b"),
                          "overrides": ["x=1"], **given})  # fmt: skip
     line, *_ = run._comments(request, SimpleNamespace(reasons=[]))
     assert line == f"Chosen by `distill-rl try a b c --minutes 2{more} x=1`:"
@@ -211,7 +211,7 @@ def test_the_command_is_recorded_with_its_options(given, more):
     [("models/a/", "/b", "try-a-b"), ("org/My Model", "x/B-1.5", "try-My-Model-B-1.5"), ("..", "/", "try-..-model")],
 )
 def test_default_folder_is_named_after_the_models(student, teacher, name):
-    assert files.default_out(student, teacher).as_posix() == f"runs/{name}"
+    assert pair.default_out(student, teacher).as_posix() == f"runs/{name}"
 
 
 @pytest.mark.parametrize(
@@ -235,23 +235,23 @@ def test_parameters_are_counted_in_words():
 
 
 def test_a_trial_that_was_stopped_can_be_gone_on_with_and_one_that_ended_cannot(tmp_path):
-    paths = files.TrialPaths(tmp_path)
+    paths = pair.TrialPaths(tmp_path)
     paths.configuration.write_text("")
-    assert [*files.out_problems(tmp_path, clean=False, resume=True)] == []
-    (line,) = files.out_problems(tmp_path, clean=False)
+    assert [*pair.out_problems(tmp_path, clean=False, resume=True)] == []
+    (line,) = pair.out_problems(tmp_path, clean=False)
     assert (
         line
         == f"{tmp_path}: the folder is in use; go on with --resume, start over with --clean, or choose another --out"
     )
     paths.result.write_text("")
-    (line,) = files.out_problems(tmp_path, clean=False, resume=True)
+    (line,) = pair.out_problems(tmp_path, clean=False, resume=True)
     assert line == f"{tmp_path}: the folder is in use; start over with --clean, or choose another --out"
 
 
 def test_a_training_that_ended_is_not_repeated_and_one_with_a_checkpoint_resumes(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(run, "run_all", lambda runs, *_, **__: started.extend(runs) or 0)
-    paths = files.TrialPaths(tmp_path)
+    paths = pair.TrialPaths(tmp_path)
     (paths.control.checkpoints / "step-5").mkdir(parents=True)
     run._train(paths)
     paths.taught.export.mkdir(parents=True)
@@ -264,8 +264,8 @@ def test_a_training_that_ended_is_not_repeated_and_one_with_a_checkpoint_resumes
 
 
 def test_trainings_of_equal_steps_say_so():
-    request = Request("a", "b", "c", minutes=5.0, seed=0, out=Path("runs/try-a-b"), steps=30)
+    request = TrialRequest("a", "b", "c", minutes=5.0, seed=0, out=Path("runs/try-a-b"), steps=30)
     (line, *_) = run._comments(request, SimpleNamespace(reasons=[]))
     assert line == "Chosen by `distill-rl try a b c --steps 30`:"
-    outcome = compare.difference(measured(1.0), measured(1.5))
+    outcome = run.difference(measured(1.0), measured(1.5))
     assert "than the same steps without it" in outcome.verdict

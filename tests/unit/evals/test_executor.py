@@ -11,7 +11,7 @@ import pytest
 from distill_rl.errors import ConfigError
 from distill_rl.evals.backends.base import Output, Settings
 from distill_rl.evals.backends.hf import HfBackend
-from distill_rl.evals.executor import BATCHES_PER_CHUNK, VLLM_CHUNK, LocalExecutor, Task, chunks
+from distill_rl.evals.executor import BATCHES_PER_CHUNK, VLLM_CHUNK, LocalExecutor, SuiteTask, chunks
 from distill_rl.evals.suites.base import Item
 from distill_rl.workers.evaluation.executor import RayExecutor, Shards
 from tests.helpers.models import ask_otherwise, write_tiny_model
@@ -22,12 +22,12 @@ ITEMS = [Item(str(n), "q" * (1 + n * 7 % 13), "a", prefix=f"subject {n % 3}: ") 
 @pytest.mark.parametrize("choose", [True, False])
 @pytest.mark.parametrize("backend", ["hf", "vllm"])
 def test_every_item_is_in_one_chunk(choose: bool, backend: str) -> None:
-    cut = chunks(ITEMS, Task(choose), backend, 4)
+    cut = chunks(ITEMS, SuiteTask(choose), backend, 4)
     assert sorted(index for chunk in cut for index in chunk) == list(range(40))
 
 
 def test_chunks_hold_one_prefix_longest_prompts_first() -> None:
-    for chunk in chunks(ITEMS, Task(False), "hf", 4):
+    for chunk in chunks(ITEMS, SuiteTask(False), "hf", 4):
         assert len({ITEMS[index].prefix for index in chunk}) == 1
         assert len(chunk) <= 4
         lengths = [len(ITEMS[index].prompt) for index in chunk]
@@ -35,19 +35,19 @@ def test_chunks_hold_one_prefix_longest_prompts_first() -> None:
 
 
 def test_likelihood_chunks_hold_several_batches() -> None:
-    assert max(map(len, chunks(ITEMS, Task(True), "hf", 2))) == 2 * BATCHES_PER_CHUNK
+    assert max(map(len, chunks(ITEMS, SuiteTask(True), "hf", 2))) == 2 * BATCHES_PER_CHUNK
 
 
 def test_vllm_chunks_are_larger_than_a_batch() -> None:
     many = [Item(str(n), "q", "a", prefix=str(n)) for n in range(VLLM_CHUNK + 1)]
-    assert [len(chunk) for chunk in chunks(many, Task(False), "vllm", 4)] == [VLLM_CHUNK, 1]
+    assert [len(chunk) for chunk in chunks(many, SuiteTask(False), "vllm", 4)] == [VLLM_CHUNK, 1]
 
 
 def test_chats_are_as_long_as_their_messages() -> None:
     def chat(text: str) -> Item:
         return Item(text, ({"role": "user", "content": text},), "a")
 
-    assert chunks([chat("a"), chat("aaa"), chat("aa")], Task(False), "hf", 9) == [[1, 2, 0]]
+    assert chunks([chat("a"), chat("aaa"), chat("aa")], SuiteTask(False), "hf", 9) == [[1, 2, 0]]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def executor() -> Iterator[LocalExecutor]:
 
 
 def answers(executor: LocalExecutor) -> dict[int, Output]:
-    return dict(pair for part in executor.run(Task(False, max_new_tokens=12), CHATS) for pair in part)
+    return dict(pair for part in executor.run(SuiteTask(False, max_new_tokens=12), CHATS) for pair in part)
 
 
 @pytest.mark.parametrize("change", ["chat template", "ends of text", "tokenizer", "weights"])

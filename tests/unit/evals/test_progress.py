@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from distill_rl.evals.progress import ConsoleProgress, Counts, FileProgress, read_counts
+from distill_rl.evals.run import ConsoleProgress, Counts, FileProgress, read_counts
 
 
 def rows(count: int, score: float) -> list[dict[str, object]]:

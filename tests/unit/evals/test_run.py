@@ -15,7 +15,7 @@ from distill_rl.evals.backends.base import Output, Settings
 from distill_rl.evals.executor import LocalExecutor
 from distill_rl.evals.grading.grader import Graded
 from distill_rl.evals.options import Options, load_questions
-from distill_rl.evals.results.statistics import wilson
+from distill_rl.evals.results import wilson
 from distill_rl.evals.run import Model, _PendingGrades, evaluate_models
 from distill_rl.evals.suites.base import Item, Verdict
 from distill_rl.evals.suites.registry import SUITES

@@ -200,7 +200,7 @@ def test_every_loader_gives_the_logits_of_a_document_alone(folder: Path, world: 
 def test_bits_do_not_depend_on_the_other_documents(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     use_own_lengths(model)
-    read = [bits.Encoded(ids.astype(np.int64), np.arange(len(ids)) > 0, len(ids)) for ids in documents(3)]
+    read = [bits.EncodedText(ids.astype(np.int64), np.arange(len(ids)) > 0, len(ids)) for ids in documents(3)]
     found = bits.bits(model, read, 96)
     for document, number in zip(read, found):
         _, logits = alone(folder, document.ids[:-1])  # the last token is only predicted

@@ -9,8 +9,8 @@ import pytest
 from distill_rl.config.schema import Config
 from distill_rl.observe.log import log_file
 from distill_rl.observe.metrics import Metric
-from distill_rl.observe.sinks.sinks import open_observer
-from distill_rl.observe.table import TableSink, step_table
+from distill_rl.observe.sinks import open_observer
+from distill_rl.observe.timing import TableSink, step_table
 from distill_rl.types import RunPaths
 
 

@@ -409,7 +409,7 @@ def test_visible_gpus_are_those_that_torch_counts(monkeypatch):
 
 def test_cuda_aligner_without_compiler_is_refused(problems, monkeypatch):
     from distill_rl import preflight
-    from distill_rl.align.dp.device import missing_for_cuda
+    from distill_rl.align.dp.windows import missing_for_cuda
 
     if missing_for_cuda() is None:
         pytest.skip("Numba has a usable CUDA target here")

@@ -10,7 +10,7 @@ import pytest
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.models import attention
 from distill_rl.preflight.machine import extra_problems, gpu_problems
-from distill_rl.system.install import install_extra
+from distill_rl.system.environment import install_extra
 
 
 def config_with_all_extras() -> Config:

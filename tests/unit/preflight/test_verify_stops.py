@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from distill_rl.align import TokenAligner
-from distill_rl.align.chats.endings import align_training_rows
-from distill_rl.align.chats.rendering import Chat
+from distill_rl.align.chats import Chat
 from distill_rl.align.projection import Projection, build_projection
-from distill_rl.align.verify import Check
+from distill_rl.api import Check
 from distill_rl.preflight.verify import check_stops
 from tests.helpers.tokenizers import TURN_END, tiny_tokenizer
 
@@ -29,7 +28,7 @@ def projection() -> Projection:
     return build_projection(tiny_tokenizer(320), tiny_tokenizer(330, seed=1), student_columns=320, teacher_columns=330)
 
 
-def checked(aligner: TokenAligner, projection: Projection) -> list[Check]:
+def checked(aligner: TokenAligner, projection: Projection) -> list[PropertyCheck]:
     return check_stops(aligner, projection, align_training_rows(aligner, [], [Chat(CHAT)]))
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distill_rl.commands.check import summary
-from distill_rl.scaling.advice import suggestions
+from distill_rl.scaling.splits import suggestions
 from tests.unit.scaling.conftest import FACTS
 
 ON_GPUS = replace(FACTS, gpus=8)

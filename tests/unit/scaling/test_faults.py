@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from math import sqrt
 from statistics import fmean
 
 import pytest
 
-from distill_rl.scaling.faults import HOUR, LLAMA_3, Faults, best_interval, goodput, simulate
+from distill_rl.scaling.model import HOUR, LLAMA_3, Faults, best_interval, goodput
 
 FAULTS = Faults(per_gpu_hour=0.01, student_gpus=64, teacher_gpus=64, student_recovery=120.0, teacher_recovery=60.0)
+
+
+def simulate(faults: Faults, *, step: float, save: float, every: int, steps: int, seed: int = 0) -> float:
+    """The goodput of one run of some steps, with faults drawn at random, those during a recovery included."""
+    draw = random.Random(seed)
+
+    def next_fault(rate: float) -> float:
+        return draw.expovariate(rate) if rate else float("inf")
+
+    now, done, saved = 0.0, 0, 0
+    student, teacher = next_fault(faults.student_rate), next_fault(faults.teacher_rate)
+    while saved < steps:
+        end = now + step + (save if (done + 1) % every == 0 else 0.0)
+        first = min(student, teacher)
+        if end <= first:
+            now, done = end, done + 1
+            if done % every == 0:
+                saved = done
+            continue
+        if student <= teacher:
+            now, done = student + faults.student_recovery, saved
+            student = now + next_fault(faults.student_rate)
+        else:  # the step goes on where it was
+            waited = faults.teacher_recovery
+            now += waited
+            student += waited if student > teacher else 0.0
+            teacher += waited + next_fault(faults.teacher_rate)
+    return saved * step / now
 
 
 def test_the_published_rate():

@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 
 from distill_rl.config.facts import StepFacts
-from distill_rl.scaling.cluster import Cluster, Network
-from distill_rl.scaling.parts import CARDS
+from distill_rl.scaling.model import CARDS, Cluster, Network, Work, student_time, teacher_time
 from distill_rl.scaling.splits import MEMORY_SHARE, Split, candidates, predict, rank, work_of
-from distill_rl.scaling.stages import Work, student_time, teacher_time
 from tests.unit.scaling.conftest import FACTS, LARGE, SMALL
 
 WORK = Work(rows=64, length=2048, micro_batch=2, top_k=64)

@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 
-from distill_rl.scaling.steps import Stages, simulate, slowest, step_seconds
+from distill_rl.scaling.model import Stages, simulate, slowest, step_seconds
 from distill_rl.system.environment import ROOT
 
 STAGES = Stages(align=0.3, teacher=2.0, student=1.5)

@@ -10,8 +10,7 @@ import pytest
 
 from distill_rl.errors import StoreError
 from distill_rl.store.manifest import FILE, SHARDS
-from distill_rl.store.store import Store
-from distill_rl.store.writer import StoreWriter
+from distill_rl.store.store import Store, StoreWriter
 from tests.helpers.stores import ids, labels, make_store, piece_of, record_of
 
 BOS = 900

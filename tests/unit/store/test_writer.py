@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from distill_rl.errors import StoreError
-from distill_rl.store import writer as writer_module
+from distill_rl.store import store as store_module
 from distill_rl.store.manifest import SHARDS
 from distill_rl.store.shard import SUFFIX, Column, Record
-from distill_rl.store.store import Store
-from distill_rl.store.writer import StoreWriter, process_home
+from distill_rl.store.store import Store, StoreWriter, process_home
 from tests.helpers.command import until
 from tests.helpers.stores import ids, labels, make_store, piece_of, record_of
 
@@ -69,7 +68,7 @@ def test_nothing_is_written_when_nothing_waits(store):
 
 def test_a_full_shard_is_written_without_being_due(store):
     writer = StoreWriter(store, write_every_s=NEVER)
-    rows = writer_module.SHARD_BYTES // 2 // 4096
+    rows = store_module.SHARD_BYTES // 2 // 4096
     large = {"ids": Column("I32", np.ones((rows, 1024), np.int32))}
     for i in range(3):
         tokens = np.full(rows, i, np.int32)

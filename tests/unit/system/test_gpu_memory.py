@@ -11,7 +11,7 @@ import torch
 
 from distill_rl.errors import GpuMemoryError, NumericsError
 from distill_rl.evals.backends.base import Settings
-from distill_rl.evals.executor import LocalExecutor, Task
+from distill_rl.evals.executor import LocalExecutor, SuiteTask
 from distill_rl.evals.suites.base import Item
 from distill_rl.student.engine import StudentEngine
 from distill_rl.system.gpu_memory import REMEDIES, gpu_phase, is_out_of_memory
@@ -139,4 +139,4 @@ def test_evaluation_names_its_phase(folders, choose: bool) -> None:
     executor._backend.model.register_forward_hook(run_out_of_memory)
     item = Item("0", "ka", "lo", choices=("lo", "mi")) if choose else Item("0", "ka", "lo")
     with pytest.raises(GpuMemoryError, match=r"evaluation: .*evaluate\.batch_size .*raise evaluate\.gpu_share"):
-        list(executor.outputs(Task(choose, max_new_tokens=2), [item]))
+        list(executor.outputs(SuiteTask(choose, max_new_tokens=2), [item]))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from distill_rl.system import install
-from distill_rl.system.install import PACKAGE, clone, install_extra
+from distill_rl.system import environment
+from distill_rl.system.environment import PACKAGE, clone, install_extra
 
 ROOT = PACKAGE.parent
 
@@ -17,15 +17,15 @@ TEXTS = ("README.md", "docs/*.md", "configs/**/*.yaml", "launch/*", "distill_rl/
 
 
 def test_clone_is_installed_again_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install.shutil, "which", lambda name: "/usr/bin/pip")
-    monkeypatch.setattr(install.sys, "executable", "/my venv/bin/python")
+    monkeypatch.setattr(environment.shutil, "which", lambda name: "/usr/bin/pip")
+    monkeypatch.setattr(environment.sys, "executable", "/my venv/bin/python")
     assert install_extra("liger") == f"'/my venv/bin/python' -m pip install -e '{ROOT}[liger]'"
-    monkeypatch.setattr(install.shutil, "which", lambda name: "/my venv/bin/pip")
+    monkeypatch.setattr(environment.shutil, "which", lambda name: "/my venv/bin/pip")
     assert install_extra("liger") == f"pip install -e '{ROOT}[liger]'"
 
 
 def test_elsewhere_the_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(install, "PACKAGE", tmp_path / "distill_rl")
+    monkeypatch.setattr(environment, "PACKAGE", tmp_path / "distill_rl")
     assert clone() is None
     assert re.search(r" install 'liger-kernel[<>=.,0-9]+'$", install_extra("liger"))
     assert re.search(r" install vllm==[.0-9]+$", install_extra("vllm")), "without its marker"

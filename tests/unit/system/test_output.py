@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from distill_rl.observe.log import say
-from distill_rl.observe.terminal import ProgressBar
+from distill_rl.observe.log import ProgressBar, say
 
 PRINTS = """
 import sys

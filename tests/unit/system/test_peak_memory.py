@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from distill_rl.system.peak_memory import peak_gib
+from distill_rl.system.memory import peak_gib
 
 
 def test_peak_grows_with_what_was_held_and_stays():

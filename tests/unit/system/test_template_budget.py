@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from distill_rl.align.chats.rendering import render
+from distill_rl.align.chats import render
 from distill_rl.data.batch.chat import render_document
 from distill_rl.errors import DataError
 from distill_rl.system import template_budget

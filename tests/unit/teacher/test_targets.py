@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distill_rl.teacher.targets import (
+from distill_rl.teacher.engine import (
     CHUNK_BYTES,
     TargetHead,
     chunk_tokens,

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill_rl.errors import TransportError
-from distill_rl.transport.assemble import assemble, plan
-from distill_rl.transport.base import Layout, Ring, Slot
+from distill_rl.transport.base import Layout, Ring, Slot, assemble, plan
 from distill_rl.transport.local import LocalTransport
 
 

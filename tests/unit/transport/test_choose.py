@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from distill_rl.errors import ConfigError
-from distill_rl.transport.base import Ring
+from distill_rl.transport.base import Place, Ring, expandable_segments, place_of
 from distill_rl.transport.choose import choose, expected, make
-from distill_rl.transport.place import Place, expandable_segments, place_of
 
 CPU = Place("a", "cpu", 1000)
 GPU = Place("a", "GPU-0", 1000, reaches=("GPU-0", "GPU-1"))

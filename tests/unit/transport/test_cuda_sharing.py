@@ -3,7 +3,7 @@
 import pytest
 
 from distill_rl.errors import TransportError
-from distill_rl.transport.cuda_sharing import check_alone, check_export
+from distill_rl.transport.cuda_ipc import check_alone, check_export
 
 SEGMENTS = [
     {"address": 0x1000, "blocks": [{"address": 0x1000}, {"address": 0x1800}]},

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from distill_rl.errors import TransportError
-from distill_rl.transport.cuda_sharing import has_ended, wait_for
+from distill_rl.transport.cuda_ipc import has_ended, wait_for
 
 
 @dataclass

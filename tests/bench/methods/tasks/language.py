@@ -12,9 +12,9 @@ from types import MappingProxyType
 
 from distill_rl.config.load import load_config
 from distill_rl.demo.pretrain import new_model
-from distill_rl.demo.recipe import RECIPE, Shape
+from distill_rl.demo.recipe import RECIPE, ModelSizes
 from distill_rl.system.files import write_atomic, write_json_lines
-from distill_rl.system.made_folder import made_once
+from distill_rl.system.folders import made_once
 from tests.bench.material import train_tokenizer
 from tests.bench.methods.scores import HeldOut
 from tests.bench.methods.settings import CE
@@ -23,9 +23,9 @@ from tests.bench.methods.tasks.text import DOMAINS, texts
 from tests.bench.methods.training import train
 
 CONFIG = Path(__file__).with_name("language.yaml")
-SMALL = Shape(hidden=64, intermediate=192, layers=2, heads=4)
+SMALL = ModelSizes(hidden=64, intermediate=192, layers=2, heads=4)
 """The student of the language tasks: 0.4M parameters with 2,048 tokens."""
-LARGE = Shape(hidden=128, intermediate=384, layers=3, heads=4)
+LARGE = ModelSizes(hidden=128, intermediate=384, layers=3, heads=4)
 """Its teachers: 1.2M parameters with 2,048 tokens."""
 TEACHER_STEPS, STUDENT_STEPS, RATE = 1000, 400, 3e-3
 """Steps on the texts alone that a teacher, and a student that is pretrained, has had, and their peak learning rate."""
@@ -99,7 +99,7 @@ class Language(Task):
         )
 
 
-def _language_model(root: Path, seed: int, kind: str, shape: Shape, copy: int = 0) -> Path:
+def _language_model(root: Path, seed: int, kind: str, shape: ModelSizes, copy: int = 0) -> Path:
     """The folder of an untrained model with its tokenizer.
 
     Args:

@@ -15,8 +15,8 @@ EQUAL_ANSWERS = """
 import numpy as np
 from numba import cuda
 from distill_rl.align.dp import cuda as dp_cuda
-from distill_rl.align.dp.canonical import CanonicalTables
-from distill_rl.align.dp.backends import align_windows
+from distill_rl.align.dp.problem import CanonicalTables
+from distill_rl.align.dp.windows import align_windows
 from tests.helpers.windows import STUDENT, TEACHER, random_windows, same, vocabulary
 
 launched = []
@@ -36,7 +36,7 @@ print(cuda.config.ENABLE_CUDASIM, joins, *together, "|", *launched[3:])
 
 NO_DEVICE = """
 import numpy as np
-from distill_rl.align.dp.canonical import CanonicalTables
+from distill_rl.align.dp.problem import CanonicalTables
 from tests.helpers.windows import align_window, vocabulary
 tables = CanonicalTables(vocabulary(["a"]), vocabulary(["a"]))
 align_window(np.array([0]), np.array([0]), tables, backend="cuda")
@@ -72,7 +72,7 @@ def test_missing_cuda_bindings_are_reported() -> None:
     """numba-cuda raises ImportError if the CUDA bindings are missing."""
     program = (
         "import sys; sys.modules['numba.cuda'] = None\n"
-        "from distill_rl.align.dp.device import missing_for_cuda\n"
+        "from distill_rl.align.dp.windows import missing_for_cuda\n"
         "print(*missing_for_cuda(), sep='|')"
     )
     rule, remedy = run(program).stdout.strip().split("|")
@@ -83,7 +83,7 @@ def test_missing_cuda_bindings_are_reported() -> None:
 @pytest.mark.parametrize(("backend", "module"), [("numpy", "numpy"), ("numba", "numba")])
 def test_numba_is_imported_only_by_its_backend(backend: str, module: str) -> None:
     program = (
-        "import sys, distill_rl.align.dp.backends as dp\n"
+        "import sys, distill_rl.align.dp.windows as dp\n"
         "before = 'numba' in sys.modules\n"
         f"dp.load_backend({backend!r})\n"
         "print(before, 'numba' in sys.modules)"

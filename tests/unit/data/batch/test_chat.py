@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from distill_rl.align import TokenAligner
-from distill_rl.align.chats.rendering import render as render_for_alignment
+from distill_rl.align.chats import render as render_for_alignment
 from distill_rl.data.batch.chat import render, render_document
 from distill_rl.data.batch.tokenization import Tokenization
 from distill_rl.errors import DataError

@@ -9,10 +9,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from distill_rl.errors import ConfigError, DataError
-from distill_rl.evals.backends.base import Settings
-from distill_rl.evals.backends.encode import Encoder, common_start, model_folder
-from distill_rl.evals.backends.greedy import prompt_rows
-from distill_rl.evals.backends.hf import HfBackend
+from distill_rl.evals.backends.base import ItemEncoder, Settings, common_start, model_folder
+from distill_rl.evals.backends.hf import HfBackend, prompt_rows
 from distill_rl.evals.suites.base import Item
 from tests.helpers.models import write_tiny_model
 from tests.helpers.tokenizers import tiny_tokenizer
@@ -20,8 +18,8 @@ from tests.unit.evals.conftest import chat
 
 
 @pytest.fixture
-def encoder(tmp_path: Path) -> Encoder:
-    return Encoder(write_tiny_model(tmp_path, positions=64))
+def encoder(tmp_path: Path) -> ItemEncoder:
+    return ItemEncoder(write_tiny_model(tmp_path, positions=64))
 
 
 def with_ends(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
@@ -31,12 +29,12 @@ def with_ends(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def test_prefix_and_prompt_are_tokenised_as_one_text(encoder: Encoder) -> None:
+def test_prefix_and_prompt_are_tokenised_as_one_text(encoder: ItemEncoder) -> None:
     assert encoder.encode(Item("row", " lo", "", prefix="ka")) == encoder.tokenizer("ka lo")["input_ids"]
 
 
 def test_prompt_is_encoded_without_end_token(tmp_path: Path) -> None:
-    encoder = Encoder(write_tiny_model(tmp_path, tokenizer=with_ends(tiny_tokenizer())))
+    encoder = ItemEncoder(write_tiny_model(tmp_path, tokenizer=with_ends(tiny_tokenizer())))
     ids = encoder.encode(Item("row", "ka", ""))
     assert ids[0] == 0
     assert 1 not in ids
@@ -49,7 +47,7 @@ def test_end_tokens_that_the_author_wrote_stay(tmp_path: Path) -> None:
     """A chat that was rendered beforehand ends with them, and is another question without."""
     for appends in (False, True):
         tokenizer = with_ends(tiny_tokenizer()) if appends else tiny_tokenizer()
-        encoder = Encoder(write_tiny_model(tmp_path / str(appends), tokenizer=tokenizer))
+        encoder = ItemEncoder(write_tiny_model(tmp_path / str(appends), tokenizer=tokenizer))
         begin = [0] if appends else []
         for text, ends in (("ka", 0), ("ka</s>", 1), ("ka</s></s>", 2)):
             words = tiny_tokenizer()("ka", add_special_tokens=False)["input_ids"]
@@ -58,7 +56,7 @@ def test_end_tokens_that_the_author_wrote_stay(tmp_path: Path) -> None:
             assert choices.context == begin + words + [1] * ends
 
 
-def test_special_tokens_without_a_name_are_part_of_an_answer(encoder: Encoder) -> None:
+def test_special_tokens_without_a_name_are_part_of_an_answer(encoder: ItemEncoder) -> None:
     """Such as `<tool_call>` in some vocabularies; here the one that begins a turn."""
     ids = encoder.tokenizer("ka<|turn|> lo")["input_ids"]
     assert encoder.decode([0, *ids, 2, 1]) == "ka<|turn|> lo"
@@ -66,7 +64,7 @@ def test_special_tokens_without_a_name_are_part_of_an_answer(encoder: Encoder) -
 
 
 def test_choices_continue_the_prompt_without_end_token(tmp_path: Path) -> None:
-    encoder = Encoder(write_tiny_model(tmp_path, tokenizer=with_ends(tiny_tokenizer())))
+    encoder = ItemEncoder(write_tiny_model(tmp_path, tokenizer=with_ends(tiny_tokenizer())))
     item = Item("row", "ka lo:", "A", choices=(" A", " B"))
     choices = encoder.choices(item)
     assert choices.context == encoder.encode(item)
@@ -80,13 +78,13 @@ def test_tokens_across_the_prompts_end_belong_to_the_choices(tmp_path: Path) -> 
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-    encoder = Encoder(write_tiny_model(tmp_path, tokenizer=fast))
+    encoder = ItemEncoder(write_tiny_model(tmp_path, tokenizer=fast))
     choices = encoder.choices(Item("row", "x: ", "A", choices=("A", "B")))
     assert choices.context == [8, 3], "the space may merge with the next token"
     assert choices.continuations == ([7], [4, 6])
 
 
-def test_tokens_shared_by_all_choices_are_still_scored(encoder: Encoder) -> None:
+def test_tokens_shared_by_all_choices_are_still_scored(encoder: ItemEncoder) -> None:
     choices = encoder.choices(Item("row", "ka:", "A", choices=(" (A", " (B")))
     space = encoder.tokenizer(" (")["input_ids"]
     assert choices.context == encoder.encode(Item("row", "ka:", ""))
@@ -101,7 +99,7 @@ def test_tokens_shared_by_all_choices_are_still_scored(encoder: Encoder) -> None
         (Item("row", "ka", "A", choices=("A", "")), "row: every choice must add at least one token"),
     ],
 )
-def test_an_item_without_tokens_is_named(encoder: Encoder, item: Item, rule: str) -> None:
+def test_an_item_without_tokens_is_named(encoder: ItemEncoder, item: Item, rule: str) -> None:
     with pytest.raises(DataError, match=rule):
         encoder.choices(item) if item.choices else encoder.encode(item)
 
@@ -130,12 +128,12 @@ def test_a_token_without_an_embedding_row_is_named(tmp_path: Path) -> None:
 def test_a_chat_needs_a_chat_template(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
-    encoder = Encoder(write_tiny_model(tmp_path, tokenizer=tokenizer))
+    encoder = ItemEncoder(write_tiny_model(tmp_path, tokenizer=tokenizer))
     with pytest.raises(DataError, match=r"data\.jsonl:7: chat messages need a tokenizer with a chat template"):
         encoder.encode(Item("data.jsonl:7", tuple(chat("ka")), ""))
 
 
-def test_chat_that_the_template_rejects_is_named(encoder: Encoder) -> None:
+def test_chat_that_the_template_rejects_is_named(encoder: ItemEncoder) -> None:
     encoder.tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(
         DataError, match="row: must be a chat that the tokenizer's template accepts; got no system role"
@@ -149,7 +147,7 @@ def test_stop_tokens_come_from_config_tokenizer_and_template(
 ) -> None:
     folder = write_tiny_model(tmp_path)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": configured}))
-    assert Encoder(folder).stop_ids == expected
+    assert ItemEncoder(folder).stop_ids == expected
 
 
 def test_without_generation_config_the_model_config_has_stops(tmp_path: Path) -> None:
@@ -157,7 +155,7 @@ def test_without_generation_config_the_model_config_has_stops(tmp_path: Path) ->
     (folder / "generation_config.json").unlink()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 9}))
-    assert Encoder(folder).stop_ids == (9, 1, 4)
+    assert ItemEncoder(folder).stop_ids == (9, 1, 4)
 
 
 def test_model_without_stop_token_is_refused(tmp_path: Path) -> None:
@@ -168,12 +166,12 @@ def test_model_without_stop_token_is_refused(tmp_path: Path) -> None:
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": None}))
     with pytest.raises(ConfigError, match="must have an end-of-text token"):
-        Encoder(folder)
+        ItemEncoder(folder)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_completions_are_limited_to_the_positions(tmp_path: Path, family: str) -> None:
-    encoder = Encoder(write_tiny_model(tmp_path, family, positions=16))
+    encoder = ItemEncoder(write_tiny_model(tmp_path, family, positions=16))
     items = [Item(str(count), "\x01" * count, "") for count in (1, 15, 16, 40)]
     assert [len(encoder.encode(item)) for item in items] == [1, 15, 16, 40]
     rows, too_long = prompt_rows(encoder, items, 100, encoder.positions)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from distill_rl.evals.backends.prefix_sharing import MIN_SHARED_TOKENS, PrefixGroup, group_by_prefix
+from distill_rl.evals.backends.hf import MIN_SHARED_TOKENS, PrefixGroup, group_by_prefix
 
 LONG = list(range(100, 100 + MIN_SHARED_TOKENS))
 OTHER = list(range(300, 310 + MIN_SHARED_TOKENS))

@@ -21,7 +21,7 @@ from distill_rl.errors import WorkerError
 from distill_rl.evals.grading import grader as grader_module
 from distill_rl.evals.grading.grader import Graded, Grader
 from distill_rl.evals.suites.base import Item, Verdict
-from distill_rl.system.processes import limited
+from distill_rl.system import processes
 from tests.helpers.command import runs, until
 
 HOSTILE = str(Path(__file__).with_name("hostile.py"))
@@ -251,7 +251,7 @@ def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 
 def test_unkillable_child_does_not_block_others(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limited, "REAP_S", 600.0)
+    monkeypatch.setattr(processes, "REAP_S", 600.0)
     with Grader(workers=2, deadline_s=DEADLINE_S, hang_s=HANG_S) as pool:
         stuck = pool.submit(HOSTILE, ITEM, f"sleep {held.marks / '1'}")
         until(lambda: held.lost, "the pool has tried to end it")
@@ -266,7 +266,7 @@ def test_unkillable_child_does_not_block_others(held: Held, monkeypatch: pytest.
 
 
 def test_unkillable_child_is_abandoned(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limited, "REAP_S", 0.01)
+    monkeypatch.setattr(processes, "REAP_S", 0.01)
     with Grader(workers=1, deadline_s=DEADLINE_S, hang_s=HANG_S) as pool:
         stuck = judged(pool, f"sleep {held.marks / '1'}")
         assert stuck.outcome == "grader_timeout"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distill_rl.errors import DataError
-from distill_rl.evals.data.read import MAX_PROBLEMS
+from distill_rl.evals.data import MAX_PROBLEMS
 from distill_rl.evals.suites.base import Item, Verdict
 from distill_rl.evals.suites.exact_match import ExactMatch
 

@@ -8,8 +8,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from distill_rl.config.schema import Config, TeacherConfig
-from distill_rl.observe.report.card import model_card
-from distill_rl.observe.report.card_header import is_untouched
+from distill_rl.observe.report.card import is_untouched, model_card
 from tests.helpers.hub import card_errors
 
 HOSTILE = "x```\n---\nlicense: mit\n# <script>alert(1)</script> `code` | [link](javascript:1)"

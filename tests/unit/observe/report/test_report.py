@@ -9,9 +9,9 @@ import pytest
 from distill_rl.config.save import fingerprint, save_config
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import DataError
-from distill_rl.evals.results.compare import of_run
+from distill_rl.evals.compare import of_run
+from distill_rl.observe.report.charts import read_run
 from distill_rl.observe.report.report import write_report
-from distill_rl.observe.report.runs import read_run
 from distill_rl.observe.report.scores import Evaluation, read_runs
 from tests.helpers import results
 from tests.helpers.page import HOSTILE, Page

@@ -4,16 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from distill_rl.observe.report.runs import Run
-from distill_rl.observe.report.samples import MAX_CHARACTERS, MAX_STEPS, samples
+from distill_rl.observe.report.charts import ReportRun
+from distill_rl.observe.report.report import MAX_CHARACTERS, MAX_STEPS, samples
 from distill_rl.types import RunPaths
 
 
-def make_run(folder: Path, rows: list[Any]) -> Run:
+def make_run(folder: Path, rows: list[Any]) -> ReportRun:
     folder.mkdir()
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (folder / "samples.jsonl").write_text("\n".join(lines))
-    return Run(folder.name, [], paths=RunPaths(folder))
+    return ReportRun(folder.name, [], paths=RunPaths(folder))
 
 
 def row(step: int, **fields: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def test_runs_share_their_items(tmp_path: Path) -> None:
 
 
 def test_no_file_and_damaged_lines_give_what_is_there(tmp_path: Path) -> None:
-    assert samples([Run("r", [], paths=RunPaths(tmp_path / "none"))]) == []
+    assert samples([ReportRun("r", [], paths=RunPaths(tmp_path / "none"))]) == []
     damaged = ['{"step": 1, "compl', "[]", "3", {"step": "1", "completion": "x"}, {"step": 1, "completion": 5}]
     (item,) = samples([make_run(tmp_path / "a", [*damaged, {"step": 1, "completion": "alone"}])])
     assert item["answers"] == [{"run": 0, "who": "student", "step": 1, "text": "alone", "verdict": "", "right": False}]

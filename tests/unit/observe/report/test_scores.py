@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distill_rl.errors import DataError
-from distill_rl.observe.report.scores import Difference, Evaluation, Part, Score, read_runs, read_score
+from distill_rl.observe.report.scores import Difference, Evaluation, Score, ScorePart, read_runs, read_score
 
 WHOLE = {
     "suite": "mmlu",
@@ -36,8 +36,8 @@ def test_every_field_of_a_result_is_read(tmp_path: Path) -> None:
     score = read(tmp_path)
     assert (score.model, score.suite, score.title, score.macro, score.step) == ("student", "mmlu", "four choices", 0.45, None)  # fmt: skip
     outcomes = {"wrong": 40, "truncated": 8, "unparsable": 0}
-    assert score.whole == Part(0.5, (0.4, 0.6), 96, outcomes)
-    assert score.tasks == {"law": Part(0.25, None, 4, {})}
+    assert score.whole == ScorePart(0.5, (0.4, 0.6), 96, outcomes)
+    assert score.tasks == {"law": ScorePart(0.25, None, 4, {})}
     assert score.facts == {"num_fewshot": "5", "limit": "none", "seconds": "12,346"}
 
 
@@ -78,16 +78,16 @@ def test_missing_file_is_refused_and_other_json_skipped(tmp_path: Path) -> None:
 
 
 def test_outcomes_that_occurred_known_ones_first() -> None:
-    parts = [Part(0.5, outcomes={"zeta": 1, "truncated": 2, "wrong": 0}), Part(0.5, outcomes={"wrong": 3, "unparsable": 0})]  # fmt: skip
+    parts = [ScorePart(0.5, outcomes={"zeta": 1, "truncated": 2, "wrong": 0}), ScorePart(0.5, outcomes={"wrong": 3, "unparsable": 0})]  # fmt: skip
     evaluation = Evaluation(tuple(Score(f"m{index}", "s", part) for index, part in enumerate(parts)))
     assert list(evaluation.outcomes().items()) == [("wrong", "wrong"), ("truncated", "cut off"), ("zeta", "zeta")]
 
 
 def test_tasks_of_all_models_are_listed() -> None:
     scores = (
-        Score("a", "s", Part(0.5), {"x": Part(0.5, num_items=3)}),
-        Score("b", "s", Part(0.5), {"x": Part(0.5, num_items=4), "y": Part(0.5)}),
-        Score("b", "other", Part(0.5), {"z": Part(0.5)}),
+        Score("a", "s", ScorePart(0.5), {"x": ScorePart(0.5, num_items=3)}),
+        Score("b", "s", ScorePart(0.5), {"x": ScorePart(0.5, num_items=4), "y": ScorePart(0.5)}),
+        Score("b", "other", ScorePart(0.5), {"z": ScorePart(0.5)}),
     )
     assert Evaluation(scores).tasks("s") == {"x": 3, "y": None}
 

@@ -4,17 +4,16 @@ from typing import Any
 
 import pytest
 
-from distill_rl.observe.report.runs import Run
-from distill_rl.observe.report.sections import Section, constants, sections
+from distill_rl.observe.report.charts import ReportRun, Section, constants, sections
 
 
-def make_run(*metrics: str, name: str = "r", steps: int = 3, **values: list[Any]) -> Run:
+def make_run(*metrics: str, name: str = "r", steps: int = 3, **values: list[Any]) -> ReportRun:
     """A run in which each of the metrics changes from step to step."""
     records = [{"step": step, **{metric: float(step) for metric in metrics}} for step in range(1, steps + 1)]
     for metric, series in values.items():
         for record, value in zip(records, series):
             record[metric] = value
-    return Run(name, records)
+    return ReportRun(name, records)
 
 
 def titles(found: list[Section]) -> dict[str, list[str]]:

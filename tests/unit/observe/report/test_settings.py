@@ -8,8 +8,8 @@ import pytest
 
 from distill_rl.config.save import save_config
 from distill_rl.config.schema import Config, TeacherConfig
-from distill_rl.observe.report.runs import Run, read_run, read_runs
-from distill_rl.observe.report.settings import differences, environment, figures, header
+from distill_rl.observe.report.charts import ReportRun, read_run, read_runs
+from distill_rl.observe.report.report import differences, environment, figures, header
 from distill_rl.system.environment import environment as this_environment
 
 MACHINE = {
@@ -56,7 +56,7 @@ def test_missing_or_damaged_environments_are_left_out(tmp_path: Path, machine: A
 
 def test_this_machine_is_recorded_in_a_form_that_is_shown() -> None:
     recorded = json.loads(json.dumps(this_environment()))
-    shown = environment(Run("r", [], environment=recorded))
+    shown = environment(ReportRun("r", [], environment=recorded))
     assert shown["torch"] == recorded["packages"]["torch"]
     assert f"{recorded['cores']} cores" in shown["machine"]
     assert len(recorded["commit"]) in (0, 40)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill_rl.observe.report.charts import Chart, Curve
-from distill_rl.observe.report.svg import Dots, dots_svg, lines_svg, ticks_between
+from distill_rl.observe.report.page import Dots, dots_svg, lines_svg, ticks_between
 
 SVG = "{http://www.w3.org/2000/svg}"
 

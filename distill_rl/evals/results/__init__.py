@@ -1,1 +1,0 @@
-"""Results: rows and their summary, files, confidence intervals and comparisons."""

@@ -1,1 +1,0 @@
-"""Destinations for metrics: JSON lines, TensorBoard, the terminal, W&B and MLflow."""
