@@ -54,9 +54,7 @@ def check_endpoints(
             findings.notes.append(_note(config, opened, probed))
 
 
-def _probe(
-    config: Config, opened: OpenedTeacher, documents: Sequence[Mapping[str, Any]]
-) -> Probed:
+def _probe(config: Config, opened: OpenedTeacher, documents: Sequence[Mapping[str, Any]]) -> Probed:
     from distill_rl.teacher.backends.endpoint.probe import Probed, probe, sample_of_ids
     from distill_rl.teacher.backends.endpoint.token import token_of
 

@@ -36,8 +36,8 @@ from distill_rl.data.loader import Loader
 from distill_rl.data.reading import sources
 from distill_rl.data.routing import Routing
 from distill_rl.errors import ConfigError, DataError, DistillError, first_line, problem
-from distill_rl.models.files import headers, hub
 from distill_rl.models.files import facts as model_files
+from distill_rl.models.files import headers, hub
 from distill_rl.models.files.architecture import architecture_problems, tower_note
 from distill_rl.models.lora.layers import survey
 from distill_rl.run.shared_vocabulary import SharedVocabulary, readable_ids, shared_vocabulary, some, tokens_beyond
