@@ -34,7 +34,9 @@ class TokenSide:
     """Indices into `ids` of tokens whose leading space was taken off as a dummy"""
 
     @classmethod
-    def of(cls, vocabulary: Vocabulary, ids: np.ndarray, mask: np.ndarray | None = None, *, name: str = "ids") -> TokenSide:
+    def of(
+        cls, vocabulary: Vocabulary, ids: np.ndarray, mask: np.ndarray | None = None, *, name: str = "ids"
+    ) -> TokenSide:
         """The side made of int32 ids [n], without those whose mask is 0.
 
         Args:

@@ -200,6 +200,7 @@ def _parts(component: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
 
 # The aligner's copy of a caller's tokenizer, which reads text that looks like a special token as text.
 
+
 def backend_of(tokenizer: Any) -> Any:
     """The `tokenizers.Tokenizer` inside a transformers tokenizer, or the tokenizer itself if it is one.
 

@@ -17,6 +17,7 @@ from distill_rl.align.chats import Chat, Message
 
 # How answers end: the stop tokens of both sides, and the number of rows that end in a pair of them.
 
+
 @dataclass(frozen=True)
 class Endings:
     """Both sides' stop tokens, and how many of the aligned rows end in a pair of them."""
@@ -106,7 +107,9 @@ def check_each(name: str, problems: Iterable[str | None], items: str) -> Propert
     failed = [(i, problem) for i, problem in enumerate(results) if problem is not None]
     if failed:
         i, problem = failed[0]
-        return PropertyCheck(name, False, f"{len(failed)} of {len(results)} {items} fail, first at index {i}: {problem}")
+        return PropertyCheck(
+            name, False, f"{len(failed)} of {len(results)} {items} fail, first at index {i}: {problem}"
+        )
     return PropertyCheck(name, True if results else None, f"{len(results)} {items}")
 
 

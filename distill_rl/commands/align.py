@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from distill_rl.align import CoverageReport, TokenAligner
     from distill_rl.align.chats import Chat
-    from distill_rl.align.verify import PropertyCheck, Endings
+    from distill_rl.align.verify import Endings, PropertyCheck
     from distill_rl.config.schema import DataConfig
 
 VERIFIED, VERIFIED_CHARACTERS = 32, 8000
@@ -124,7 +124,7 @@ def align(
     return int(any(check.passed is False for check in checks))
 
 
-def _write(path: Path, figures: Mapping[str, Any], messages: Sequence[str], checks: Sequence[Check]) -> None:
+def _write(path: Path, figures: Mapping[str, Any], messages: Sequence[str], checks: Sequence[PropertyCheck]) -> None:
     from distill_rl.system.files import write_json
 
     write_json(path, {**figures, "warnings": messages, "checks": [asdict(check) for check in checks]})
@@ -188,7 +188,7 @@ def _reasons(report: CoverageReport) -> str:
     return f" ({reasons})" if reasons else ""
 
 
-def verify_pair(pair: TokenizerPair, rows: TextRows) -> list[Check]:
+def verify_pair(pair: TokenizerPair, rows: TextRows) -> list[PropertyCheck]:
     """The results of all checks of a pair on evenly spaced rows, each text cut to VERIFIED_CHARACTERS.
 
     Checks of chats have no rows to look at if a tokenizer has no chat template, and are left out if the rows are texts.
@@ -197,7 +197,7 @@ def verify_pair(pair: TokenizerPair, rows: TextRows) -> list[Check]:
         ValueError: no text with a chunk.
     """
     from distill_rl.align.projection import build_projection
-    from distill_rl.align.verify import check_alignment, check_chats
+    from distill_rl.align.verify import align_training_rows, check_alignment, check_chats
     from distill_rl.preflight.verify import check_losses, check_stops
 
     texts = [text[:VERIFIED_CHARACTERS] for text in _spaced(rows.texts)]

@@ -23,6 +23,7 @@ from distill_rl.errors import ConfigError, DistillError, problem, problems_of
 from distill_rl.observe.log import say, setup_console
 from distill_rl.preflight import gather
 from distill_rl.run import run_directory
+from distill_rl.system.environment import LAUNCH, PACKAGE, clone
 from distill_rl.system.files import name_problem, write_atomic
 from distill_rl.transport.choose import require_between_nodes
 

@@ -27,8 +27,7 @@ from distill_rl.data.batch.pieces import STUDENT, PieceLimits
 from distill_rl.data.mixture import Mixture
 from distill_rl.data.routing import asked, weights_of
 from distill_rl.errors import ConfigError, DataError, problem
-from distill_rl.observe.log import printable, status
-from distill_rl.observe.log import open_console
+from distill_rl.observe.log import open_console, printable, status
 from distill_rl.run.opened import OpenedRun, open_rows
 from distill_rl.types import IGNORE_INDEX, Cursor, RankBatch, Row, row_of
 from distill_rl.workers.pipeline.batches import make_builder

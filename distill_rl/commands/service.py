@@ -194,7 +194,7 @@ def _environment(config: Config) -> dict[str, str]:
     }
 
 
-def _kill(service: Service, run: Run) -> None:
+def _kill(service: Service, run: JobRun) -> None:
     """Ends a run without saving, with a second job on the machine of its driver; Ray has no request for this."""
     where = {"entrypoint_label_selector": {"ray.io/node-id": run.node}} if run.node else {}
     service.submit(
@@ -214,7 +214,7 @@ def _wait(service: Service, run: JobRun, deadline_s: float) -> bool:
     return True
 
 
-def _follow(service: Service, run: Run) -> int:
+def _follow(service: Service, run: JobRun) -> int:
     """Prints the log of a run line by line, from its beginning, until the run ends, and returns its exit code."""
     shown, pause = 0, _POLL_S
     while True:

@@ -18,7 +18,9 @@ from distill_rl.preflight import gather
 from distill_rl.run.opened import OpenedRun
 
 if TYPE_CHECKING:
-    from distill_rl.run.opened import Comparison
+    from distill_rl.teacher.comparison import TeacherComparison
+
+    pass
 
 
 def teacher(path: str, overrides: Sequence[str], *, rows: int, full: str | None, out: Path | None) -> int:

@@ -135,7 +135,9 @@ def find(config: Config, subjects: Sequence[Subject], reading: Reading) -> Trial
     return TrialFindings(prompts, found)
 
 
-def _student(folder: Path, begins: Any, encoded: Sequence[EncodedText], prompts: Sequence[Prompt], length: int) -> Measured:
+def _student(
+    folder: Path, begins: Any, encoded: Sequence[EncodedText], prompts: Sequence[Prompt], length: int
+) -> Measured:
     """Measures a student with whole weights, as others will use it."""
     from distill_rl.evals.backends.base import Settings
     from distill_rl.evals.backends.hf import HfBackend
@@ -166,7 +168,9 @@ def _teacher(teacher: TeacherConfig, begins: Any, encoded: Sequence[EncodedText]
             torch.cuda.empty_cache()
 
 
-def _measured(model: Any, begins: Any, encoded: Sequence[EncodedText], length: int, texts: Sequence[str] = ()) -> Measured:
+def _measured(
+    model: Any, begins: Any, encoded: Sequence[EncodedText], length: int, texts: Sequence[str] = ()
+) -> Measured:
     """The bits of the documents; and of some with a first token, if the tokenizer `begins` does not write it."""
     from distill_rl.demo import bits
 

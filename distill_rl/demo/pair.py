@@ -24,13 +24,12 @@ from distill_rl.demo.measure import Reading
 from distill_rl.errors import ConfigError, problem
 from distill_rl.models.attention import installed
 from distill_rl.models.files.facts import gpu_bytes, read_model_facts
-from distill_rl.models.files.hub import resolve
 from distill_rl.models.files.hub import read_config as read_model_config
+from distill_rl.models.files.hub import resolve
 from distill_rl.observe.log import printable, say
 from distill_rl.preflight import Checked, gather
 from distill_rl.preflight.machine import compare_memory
-from distill_rl.run.opened import with_adapters
-from distill_rl.config.reading.walk import Findings
+from distill_rl.run.opened import RunFindings, with_adapters
 from distill_rl.system.environment import install_extra
 from distill_rl.system.files import lock_file, size_text, write_atomic
 from distill_rl.system.memory import total_bytes

@@ -86,7 +86,9 @@ def run_all(runs: Sequence[ChildRun], variables: Mapping[str, str], *, at_once: 
     return 0
 
 
-def _start(run: ChildRun, commands: OwnCommands, variables: Mapping[str, str], *, beside: _RunningChild | None) -> _RunningChild:
+def _start(
+    run: ChildRun, commands: OwnCommands, variables: Mapping[str, str], *, beside: _RunningChild | None
+) -> _RunningChild:
     """Starts a run: on the terminal, or with its output in a file of no name if another run has the terminal."""
     output: IO[bytes] | None = None
     if beside is None:

@@ -503,6 +503,7 @@ def _canonical(name: str) -> str:
 
 # Facts about the published data: row counts, content hashes, and the worked examples of the papers.
 
+
 @dataclass(frozen=True, slots=True)
 class PublishedSplit:
     """A split as it was published."""

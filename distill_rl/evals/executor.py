@@ -189,6 +189,7 @@ def _num_characters(item: Item) -> int:
 # Only the first rank has suites, grading, results and progress. It sends every call that runs the model to the others,
 # because all ranks must make the same calls in the same order.
 
+
 class LeadingExecutor:
     """The executor of the first rank. The other ranks must be in `follow` until `close`.
 

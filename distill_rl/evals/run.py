@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 # Progress of an evaluation: a bar on a terminal, log lines elsewhere, or counts in a file for another process.
 
+
 class SuiteProgress:
     """Progress of one suite on one model; this one shows nothing."""
 
@@ -333,7 +334,9 @@ class _ModelRun:
         self._hash = hash_model(model.folder, interrupted)
         self._model_is_loaded = False
         stores = {"clean": options.clean, "replace_others": options.replace_others}
-        self._stores = [(entry, ResultStore(model.out, entry.suite.name, self._key(entry), **stores)) for entry in suites]
+        self._stores = [
+            (entry, ResultStore(model.out, entry.suite.name, self._key(entry), **stores)) for entry in suites
+        ]
 
     def results(self, executor: Executor, grader: Grader, progress: EvalProgress) -> dict[str, dict[str, Any]]:
         """Evaluates the model on all suites, one after another; returns suite name → result. See `evaluate_models`."""

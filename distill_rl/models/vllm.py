@@ -22,8 +22,8 @@ from typing import Any
 
 from distill_rl.errors import ConfigError, DistillError, GpuMemoryError, first_line
 from distill_rl.models.vllm_guard import SharedMemoryGuard
-from distill_rl.system.gpu_memory import gib, is_out_of_memory
 from distill_rl.system.environment import install_extra
+from distill_rl.system.gpu_memory import gib, is_out_of_memory
 
 _QUERY = "import json, sys, torch\nprint(json.dumps([torch.cuda.mem_get_info(i) for i in range(int(sys.argv[1]))]))"
 _QUERY_TIMEOUT_S = 120.0

@@ -54,11 +54,9 @@ def check_endpoints(
             findings.notes.append(_note(config, opened, probed))
 
 
-def _probe(
-    config: Config, opened: OpenedTeacher, documents: Sequence[Mapping[str, Any]]
-) -> Probed:
-    from distill_rl.teacher.endpoint import Probed, probe, sample_of_ids
+def _probe(config: Config, opened: OpenedTeacher, documents: Sequence[Mapping[str, Any]]) -> Probed:
     from distill_rl.teacher.base import token_of
+    from distill_rl.teacher.endpoint import Probed, probe, sample_of_ids
 
     settings, tokenizer = opened.settings, opened.tokenizer
     length = teacher_length(config, settings)

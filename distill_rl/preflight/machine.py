@@ -27,11 +27,11 @@ from distill_rl.models.attention import installed
 from distill_rl.models.families import head_size, liger_problems
 from distill_rl.models.vllm import cpu_head_sizes
 from distill_rl.run.opened import OpenedModel, OpenedTeacher, RunFindings
-from distill_rl.system.files import size_text
 from distill_rl.system.environment import install_extra
+from distill_rl.system.files import size_text
+from distill_rl.system.memory import ENLARGE_SHM, SPARE_OBJECT_STORE, object_store_room, object_store_size
 from distill_rl.system.processes import call_in_child
 from distill_rl.transport.choose import expected
-from distill_rl.system.memory import ENLARGE_SHM, SPARE_OBJECT_STORE, object_store_room, object_store_size
 from distill_rl.transport.segment import memfd_usable
 
 NEAR = 0.9

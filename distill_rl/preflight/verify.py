@@ -20,8 +20,7 @@ from torch import Tensor
 from distill_rl.align import Alignment, TokenAligner
 from distill_rl.align.alignment import COUNTS
 from distill_rl.align.projection import Projection, build_projection
-from distill_rl.api import Check
-from distill_rl.align.verify import check_bound, check_each
+from distill_rl.align.verify import PropertyCheck, check_bound, check_each
 from distill_rl.losses import (
     METHODS,
     ChunkOutput,
@@ -55,7 +54,7 @@ StopPair = tuple[int, int]
 
 def check_losses(
     aligner: TokenAligner, projection: Projection, student_tokenizer: Any, texts: Sequence[str]
-) -> list[Check]:
+) -> list[PropertyCheck]:
     """Compares every method with the plain reference, and checks that KD is 0 for a teacher that equals the student.
 
     Returns two results per method; a failed check raises nothing. Random logits from a fixed seed take the place of
@@ -75,7 +74,7 @@ def check_losses(
     return [*_against_reference(projection, sample, draw), *_against_itself(identity, sample, draw)]
 
 
-def _against_reference(projection: Projection, sample: Sample, draw: torch.Generator) -> Iterator[Check]:
+def _against_reference(projection: Projection, sample: Sample, draw: torch.Generator) -> Iterator[PropertyCheck]:
     """Yields one result per method: whether KD, CE and the gradient equal those of the plain reference, to BOUND."""
     part = cut(projection, sample)
     student = _RandomSide.random(
@@ -98,7 +97,7 @@ def _against_reference(projection: Projection, sample: Sample, draw: torch.Gener
         yield check_bound(name, errors, BOUND, f"{counts}: off by")
 
 
-def _against_itself(identity: Projection, sample: Sample, draw: torch.Generator) -> Iterator[Check]:
+def _against_itself(identity: Projection, sample: Sample, draw: torch.Generator) -> Iterator[PropertyCheck]:
     """Yields one result per method: whether KD is 0, to BOUND, for a teacher that equals the student."""
     # Both have one tokenization, every token a chunk, and the same logits.
     part = cut(identity, replace(sample, teacher_labels=sample.student_labels))
@@ -323,7 +322,7 @@ def _spread(count: int) -> np.ndarray:
     return np.unique(np.linspace(0, count - 1, min(count, OTHER_IDS)).astype(np.int64))
 
 
-def check_stops(aligner: TokenAligner, projection: Projection, rows: Sequence[Alignment]) -> list[Check]:
+def check_stops(aligner: TokenAligner, projection: Projection, rows: Sequence[Alignment]) -> list[PropertyCheck]:
     """The results of three checks of stop tokens; an empty list for two copies of one tokenizer.
 
     Paired stop tokens are stops to the losses, stops are mapped to stops only, and by the gradient of every method a

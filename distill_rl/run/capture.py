@@ -8,8 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 
-from distill_rl.observe.log import say
-from distill_rl.observe.log import ProgressBar
+from distill_rl.observe.log import ProgressBar, say
 from distill_rl.run.job import Job
 from distill_rl.run.prefetch import Lookahead
 from distill_rl.run.start import CaptureActors, start_capture

@@ -17,8 +17,8 @@ from distill_rl.observe.log import log_file, say
 from distill_rl.run import run_directory, stop
 from distill_rl.run.checkpoints.store import newest_step
 from distill_rl.run.opened import OpenedRun
-from distill_rl.system.folders import close_folder
 from distill_rl.system.files import write_atomic
+from distill_rl.system.folders import close_folder
 from distill_rl.system.signals import EXIT_PREEMPTED, Preempted, Signals
 from distill_rl.types import RunPaths
 

@@ -349,6 +349,7 @@ def take_below(length, x, words, at):  # type: ignore[no-untyped-def]
 #
 # Entries of rows, and so candidates, are int64: level · 2^32 + id.
 
+
 @inlined
 def index_model(same, r, candidates, head, end, recent):  # type: ignore[no-untyped-def]
     """The model of an id's index among the candidates.
@@ -470,6 +471,7 @@ def promote(order, p):  # type: ignore[no-untyped-def]
 # the row.
 #
 # Ids are independent of levels but for the candidates' levels, which are those of earlier rows.
+
 
 @compiled
 def _encode_rows(tokens, ids, levels, counts, rests, labels, has_counts, masses, models, records):  # type: ignore[no-untyped-def]

@@ -13,6 +13,7 @@ from distill_rl.errors import ConfigError
 
 # How much memory this process has held at most.
 
+
 def reset_peak(device: str = "cpu") -> None:
     """Lets `peak_gib` begin again with what this process holds now; elsewhere than on Linux and CUDA it does nothing."""
     if device.startswith("cuda"):

@@ -99,6 +99,7 @@ def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[A
 
 # Runs the real command line in child processes and forwards signals to them.
 
+
 class OwnCommands:
     """Children that run `distill-rl`. While entered, SIGINT and requests to stop (`signals.PREEMPT`) go to all of them instead.
 

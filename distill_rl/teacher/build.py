@@ -23,6 +23,7 @@ from distill_rl.types import RankBatch
 
 # A teacher that is asked for some of the rows only (`teachers[].where`, `teachers[].weight_column`).
 
+
 class RoutedTeacher:
     """Lets a backend compute the rows that it is asked for, and gives all others a target that nothing reads.
 

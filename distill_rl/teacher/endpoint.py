@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from distill_rl.config.schema import TeacherConfig
-from distill_rl.errors import ConfigError, DistillError, NumericsError, problem
+from distill_rl.errors import DistillError, NumericsError, problem
 from distill_rl.teacher.base import MASS_TOLERANCE, Scores
 from distill_rl.teacher.endpoint_client import Client, Closed, Down, Refused, Reply, Server
 from distill_rl.teacher.endpoint_dialects import DIALECTS, ModelCard, WrongAnswer, models_of

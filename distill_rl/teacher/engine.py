@@ -52,6 +52,7 @@ from distill_rl.types import IGNORE_INDEX, RankBatch, TokenRows
 # mask the padded columns, extract what is exported, and write it to its rows of the result. Only one chunk of logits
 # exists at a time.
 
+
 def chunk_tokens(columns: int, free: int | None = None) -> int:
     """Tokens per chunk for a rank that holds `columns` columns of the output layer.
 

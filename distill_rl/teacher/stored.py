@@ -283,7 +283,9 @@ class StoredTeacher:
             self.writer.flush_if_due()
         return tensors
 
-    def _packed(self, divided: Sequence[StoredMicroBatch], batch: RankBatch) -> tuple[list[StoredMicroBatch], list[int]]:
+    def _packed(
+        self, divided: Sequence[StoredMicroBatch], batch: RankBatch
+    ) -> tuple[list[StoredMicroBatch], list[int]]:
         """Micro-batches of the pieces that are missing beside others that are stored, and the number of each among these pieces."""
         parts = [part for micro_batch in divided if micro_batch.stored for part in micro_batch.missing]
         if not parts:

@@ -169,6 +169,7 @@ class Transport(Protocol):
 
 # Where a rank's tensors are: what the choice of a transport depends on.
 
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where one rank's tensors are."""
@@ -241,6 +242,7 @@ class SlotPiece:
 #     teacher micro-batches    [0 1 2] [3 4 5] [6 7 8]
 #     student rows                 [2   3 4 5   6]
 #     pieces                       2 of the first, 3 4 5 of the second, 6 of the third
+
 
 def readers_of(layout: Layout, first_row: int, num_rows: int, *, dp: int, per_row: int) -> tuple[int, ...]:
     """The student ranks that read some row of `layout`, ascending.

@@ -9,8 +9,8 @@ import numpy as np
 from numba import njit
 
 from distill_rl.align.dp.problem import (
-    COLUMNS,
     COLUMN_GAP,
+    COLUMNS,
     EQUAL,
     EQUAL_SCORE,
     GAP_SCORE,
@@ -18,8 +18,8 @@ from distill_rl.align.dp.problem import (
     MAX_JOIN,
     NEVER,
     NONE,
-    ROWS,
     ROW_GAP,
+    ROWS,
     UNEQUAL,
     UNEQUAL_SCORE,
     WindowProblem,
@@ -30,6 +30,7 @@ from distill_rl.align.side import TokenSide
 # Compares what two sides' tokens spell, in compiled code and without a copy of either text.
 #
 # Importing this module imports Numba, so it is imported when the first row is compared.
+
 
 def same_bytes(left: TokenSide, right: TokenSide) -> bool:
     """Whether two sides spell the same bytes; the caller makes sure that they spell equally many."""

@@ -383,6 +383,7 @@ def trace_back(moves, low, offsets, row_marks, column_marks):  # type: ignore[no
 
 # The dynamic programme in NumPy, a row of cells at a time; compiles nothing, about 30 times slower than Numba.
 
+
 def solve_in_numpy(problems: list[WindowProblem]) -> list[tuple[np.ndarray, np.ndarray, int]]:
     """The best alignment of each problem within its strip, in order: (row marks, column marks, number of chunks).
 

@@ -50,6 +50,7 @@ from distill_rl.align.vocabulary import Vocabulary
 
 # Whether Numba can compile and run CUDA kernels here, and if not, why.
 
+
 class Missing(NamedTuple):
     """What the CUDA backend needs and this machine lacks."""
 

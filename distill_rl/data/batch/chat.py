@@ -12,8 +12,7 @@ from os.path import commonprefix
 from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-from distill_rl.align.chats import REASONING_KEYS, SWITCHES, text_of
-from distill_rl.align.chats import CharSpan, Message, in_form, message_spans, render
+from distill_rl.align.chats import REASONING_KEYS, SWITCHES, CharSpan, Message, in_form, message_spans, render, text_of
 from distill_rl.data.reading.layouts import SHAREGPT_ROLES, template_options
 from distill_rl.errors import DataError, WorkerError
 from distill_rl.system.template_budget import FIXED_DATE, LIMITED, within_budget

@@ -108,6 +108,7 @@ class Backend(Protocol):
 
 # Encodes items as token ids, in the same way for every backend.
 
+
 @dataclass(frozen=True, slots=True)
 class Choices:
     """The tokens of an item whose choices are compared by log-likelihood."""

@@ -22,7 +22,6 @@ from distill_rl.models.determinism import start_vector_math
 from distill_rl.models.families import length_limit
 from distill_rl.models.files.headers import TOWER_NAMES, holds_several
 from distill_rl.models.files.hub import read_config
-from distill_rl.models.files.headers import TOWER_NAMES
 from distill_rl.models.rotary import row_positions, use_own_lengths
 
 if TYPE_CHECKING:
@@ -353,6 +352,7 @@ class ChoiceRow:
 #
 # Shapes: R rows of a batch, P tokens of the shared prefix, S tokens of the longest row after it, N positions whose next
 # token is scored, H hidden size, V vocabulary.
+
 
 def choice_rows(item_index: int, choices: Choices) -> list[ChoiceRow]:
     """The fewest rows that score every choice of an item; each choice belongs to exactly one of them."""

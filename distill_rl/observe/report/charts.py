@@ -264,6 +264,7 @@ class ReportRun:
 
 # What the report reads from a run directory: records, configuration, environment, rows left out.
 
+
 def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[ReportRun]:
     """Reads run directories (`read_run`). Runs whose folders have the same name are told apart by the folder above, or
     by a number.

@@ -18,10 +18,8 @@ from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import DistillError, WorkerError
 from distill_rl.evals.options import evaluation_options
-from distill_rl.evals.run import progress_file, read_counts
-from distill_rl.evals.results import num_ungraded
-from distill_rl.evals.results import SampleFile
-from distill_rl.evals.run import Model
+from distill_rl.evals.results import SampleFile, num_ungraded
+from distill_rl.evals.run import Model, progress_file, read_counts
 from distill_rl.models.files.hub import resolve
 from distill_rl.observe.log import say
 from distill_rl.types import RunPaths

@@ -46,7 +46,9 @@ def test_stops_are_eos_end_of_turn_and_the_models_own() -> None:
 @pytest.mark.parametrize("number", [-1, 10_000, 300])
 def test_text_and_invalid_ids_are_no_stops(number: int) -> None:
     tokenizer = tiny_tokenizer(320)
-    assert read_vocabulary(tokenizer, TextEncoder(tokenizer), [number]).stops == Vocabulary.from_tokenizer(tokenizer).stops
+    assert (
+        read_vocabulary(tokenizer, TextEncoder(tokenizer), [number]).stops == Vocabulary.from_tokenizer(tokenizer).stops
+    )
 
 
 def test_stop_of_the_generation_config_is_paired() -> None:

@@ -178,4 +178,6 @@ def test_a_student_in_few_bits_must_fit_whole_where_it_is_measured(
 
 def request_for(tmp_path: Path, *overrides: str) -> pair.TrialRequest:
     folders = str(tmp_path / "student"), str(tmp_path / "teacher")
-    return pair.TrialRequest(*folders, text="text.jsonl", minutes=5.0, seed=0, out=tmp_path / "out", overrides=overrides)
+    return pair.TrialRequest(
+        *folders, text="text.jsonl", minutes=5.0, seed=0, out=tmp_path / "out", overrides=overrides
+    )

@@ -12,7 +12,9 @@ from distill_rl.demo.tokenizer import make_tokenizer
 from distill_rl.types import IGNORE_INDEX
 
 TOKENIZER = make_tokenizer(64)
-TINY = replace(RECIPE, teacher=ModelSizes(16, 32, 1, 2), positions=64, teacher_steps=12, teacher_batch=8, teacher_warmup=2)
+TINY = replace(
+    RECIPE, teacher=ModelSizes(16, 32, 1, 2), positions=64, teacher_steps=12, teacher_batch=8, teacher_warmup=2
+)
 
 
 def trained(recipe: Recipe, seed: int) -> torch.nn.Module:

@@ -10,7 +10,7 @@ import pytest
 from distill_rl.align import TokenAligner
 from distill_rl.align.chats import Chat
 from distill_rl.align.projection import Projection, build_projection
-from distill_rl.api import Check
+from distill_rl.align.verify import PropertyCheck, align_training_rows
 from distill_rl.preflight.verify import check_stops
 from tests.helpers.tokenizers import TURN_END, tiny_tokenizer
 
