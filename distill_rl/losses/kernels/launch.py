@@ -14,8 +14,7 @@ import triton
 from torch import Tensor
 
 from distill_rl.losses.core.rows import DenseRows, LabelRows, LabelTerm, TopKRows, given, weight_of
-from distill_rl.losses.core.streaming import Centre, LogSums, RowFunction, floor_of
-from distill_rl.losses.kernels import RowKernels, Visit
+from distill_rl.losses.core.streaming import Centre, LogSums, RowFunction, RowKernels, Visit, floor_of
 from distill_rl.losses.kernels import rows as kernels
 
 _BLOCK = 4096
