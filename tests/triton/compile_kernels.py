@@ -29,25 +29,25 @@ POINTERS = {
 }  # fmt: skip
 """Types of pointers that are not fp32."""
 LOGITS = ("logits", "teacher", "out")
+NUMBERS = {"inverse_temperature": "fp32", "floor": "fp32"}
 ALIGNED = ("stride", "teacher_stride", "out_stride", "num_columns")
 """Integers that are a multiple of 16 where the vocabulary is."""
 
 
 def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yields each kernel with the constants that its uses give it: flags, sizes, and None for what it is not given."""
+    """Yields each kernel with the constants that its uses give it."""
     block = launch._BLOCK
-    no_order, no_second_term = {"order": None}, {"factor_at_one": None, "lse_at_one": None}
-    no_entries, no_counts, no_total = {"entries": None}, {"counts": None}, {"totals_at_one": None}
-    for missing in (no_total, {}, no_entries | no_total):
-        yield rows.row_sums, no_order | missing | {"BLOCK": block}
-    for missing in (no_order | no_second_term, no_counts):
-        yield rows.row_gradient, missing | {"BLOCK": block}
-    yield rows.put_entries, no_order | no_counts | {"BLOCK": 64}
-    no_orders = {"order": None, "teacher_order": None}
+    for entries, at_one in ((True, False), (True, True), (False, False)):
+        yield rows.row_sums, {"ORDERED": False, "ENTRIES": entries, "AT_ONE": at_one, "BLOCK": block}
+    for ordered, at_one in ((False, False), (True, True)):
+        flags = {"ORDERED": ordered, "COUNTED": not ordered, "AT_ONE": at_one, "LABELLED": True}
+        yield rows.row_gradient, flags | {"BLOCK": block}
+    yield rows.put_entries, {"ORDERED": False, "COUNTED": False, "BLOCK": 64}
     for leads, at_one in ((True, False), (False, False), (True, True), (False, True)):
-        flags = {"TEACHER_LEADS": leads, "BLOCK": launch.PAIR_BLOCK} | ({} if at_one else no_orders)
-        yield rows.pair_sums, flags | ({} if at_one else no_total)
-        yield rows.pair_gradient, flags | no_counts | ({} if at_one else no_second_term)
+        flags = {"ORDERED": at_one, "TEACHER_ORDERED": at_one, "TEACHER_LEADS": leads, "AT_ONE": at_one}
+        flags["BLOCK"] = launch.PAIR_BLOCK
+        yield rows.pair_sums, flags
+        yield rows.pair_gradient, flags | {"COUNTED": False, "LABELLED": True}
     yield rows.group_sums, {"GROUP": launch._GROUP, "GROUPS": 64}
     for columns in (MOST_COLUMNS // 2, MOST_COLUMNS):
         flags = {"GROUP": launch._GROUP, "ALL_GROUPS": columns // launch._GROUP, "K": MOST_ENTRIES}
@@ -61,8 +61,8 @@ def compile_one(kernel: Any, constants: dict[str, Any], dtype: str, capability: 
     for i, name in enumerate(names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name == "inverse_temperature":
-            signature[name] = "fp32"
+        elif name in NUMBERS:
+            signature[name] = NUMBERS[name]
         elif name == "k" or name.startswith("num_") or name.endswith("stride"):
             signature[name] = "i32"
         else:

@@ -34,13 +34,15 @@ from distill_rl.losses.core.streaming import (
     Buffers,
     Centre,
     RowFunction,
+    RowKernels,
     RowPlan,
+    Visit,
     accumulator,
     chunks,
     default_chunk,
     padded_width,
 )
-from distill_rl.losses.kernels import RowKernels, Visit, choose_kernels
+from distill_rl.losses.kernels import choose_kernels
 from distill_rl.losses.targets import DenseLogits, TeacherHidden
 
 _LEAST_ROWS = 16

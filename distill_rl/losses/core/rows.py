@@ -13,13 +13,13 @@ cross-entropy comes out of the same pass (`LabelTerm` forward, `LabelGradient` b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from distill_rl.losses.core.checks import Tail
-from distill_rl.losses.core.logits import DenseTeacher
 from distill_rl.losses.core.streaming import (
     Buffers,
     Centre,
@@ -34,6 +34,9 @@ from distill_rl.losses.core.streaming import (
 )
 from distill_rl.losses.divergence import Distribution, Divergence
 from distill_rl.losses.targets import SampledTokens, TopKLogprobs
+
+if TYPE_CHECKING:
+    from distill_rl.losses.core.logits import DenseTeacher  # whose kernels import this file
 
 FULL_MASS = 1 - 1e-6
 """If the k columns hold more than this and `rest_logprob` is absent, the rest is taken to be 0: it cannot be told from rounding."""

@@ -5,16 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from distill_rl.losses.core.checks import Backend
-from distill_rl.losses.core.streaming import Buffers, RowFunction
+from distill_rl.losses.core.streaming import RowFunction, RowKernels
 
 CHUNK_METHODS = ("hybrid", "alm")
 """Methods of `chunk_kd_loss` whose comparisons have kernels."""
@@ -22,36 +19,6 @@ MOST_ENTRIES = 64
 """The largest k for which there is a kernel that finds the k largest logits; for more, its registers would spill."""
 MOST_COLUMNS = 2**19
 """The most columns on a rank, for the same reason."""
-
-
-class Visit(NamedTuple):
-    """Rows of logits that kernels work on at once: n positions in the order of streaming."""
-
-    rows: slice
-    logits: Tensor  # [N, Vl], any float dtype
-    order: Tensor | None  # int64 [n]: the i-th position has row order[i] of the logits; None: row i
-    buffers: Buffers
-
-
-class RowKernels(ABC):
-    """The visits of a row function to the logits, as kernels."""
-
-    by_chunk = False
-    """Whether a visit must be to a chunk, for which there are buffers; otherwise it may be to all rows at once."""
-
-    @abstractmethod
-    def collect(self, visit: Visit) -> None:
-        """The first pass over these rows' logits, before `RowFunction.complete`."""
-
-    @abstractmethod
-    def gradient(self, visit: Visit, grads: Sequence[Tensor | None], out: Tensor, counts: Tensor | None) -> None:
-        """Writes ∂(Σ grads · values)/∂z of these rows into their rows of `out` [N, Vl], in its dtype.
-
-        Args:
-            grads: [n] per differentiable value; None for one that does not enter the loss.
-            out: its columns must be contiguous, as those of the logits; may be the logits themselves.
-            counts: bool [n]; rows at False receive 0. None: all count.
-        """
 
 
 def interpreted() -> bool:

@@ -14,8 +14,7 @@ import triton
 from torch import Tensor
 
 from distill_rl.losses.core.rows import DenseRows, LabelRows, LabelTerm, TopKRows, given, weight_of
-from distill_rl.losses.core.streaming import Centre, LogSums, RowFunction, floor_of
-from distill_rl.losses.kernels import RowKernels, Visit
+from distill_rl.losses.core.streaming import Centre, LogSums, RowFunction, RowKernels, Visit, floor_of
 from distill_rl.losses.kernels import rows as kernels
 
 _BLOCK = 4096
@@ -84,14 +83,16 @@ class PairKernels(RowKernels):
         rows, logits, order, buffers = visit
         teacher, teacher_order = function.teacher.plain(rows, buffers)
         teacher_leads = function.divergence.leads == "teacher"
-        names = ("largest", "total", "total_at_one", "teacher_largest", "teacher_total", "weighted")
-        found = _outputs(names, visit, at_one=len(function.powers) > 1)
-        sizes = logits.stride(0), teacher.stride(0), logits.shape[1], function.centre.scale
+        found = _outputs(("largest", "total", "total_at_one", "teacher_largest", "teacher_total", "weighted"), visit)
+        sizes = logits.stride(0), teacher.stride(0), logits.shape[1], function.centre.scale, FLOOR
         _start(
             kernels.pair_sums,
             (_length(rows),),
-            *(logits, teacher, order, teacher_order, *found.values(), *sizes),
+            *(logits, teacher, _or(order, logits), _or(teacher_order, logits), *found.values(), *sizes),
+            ORDERED=order is not None,
+            TEACHER_ORDERED=teacher_order is not None,
             TEACHER_LEADS=teacher_leads,
+            AT_ONE=len(function.powers) > 1,
             BLOCK=_block_for(logits.shape[1], PAIR_BLOCK),
         )
         _set_centre(function.centre, rows, found["largest"])
@@ -112,14 +113,19 @@ class PairKernels(RowKernels):
         label = LabelWeights(function.label, rows, lse[:, None], given(grads, 1), None)
         factor = label.shared - kd * function.slope_sum[rows]
         normalisers = function.centre.value[rows], lse, function.teacher_centre.value[rows], function.teacher_lse[rows]
-        sizes = logits.stride(0), teacher.stride(0), out.stride(0), logits.shape[1], function.centre.scale
+        sizes = logits.stride(0), teacher.stride(0), out.stride(0), logits.shape[1], function.centre.scale, FLOOR
         block = _block_for(logits.shape[1], PAIR_BLOCK)
         _start(
             kernels.pair_gradient,
             (_length(rows), triton.cdiv(logits.shape[1], block)),
-            *(logits, teacher, order, teacher_order, counts, out),
+            *(logits, teacher, _or(order, logits), _or(teacher_order, logits), _or(counts, logits), out),
             *(*normalisers, kd, factor, *label.arguments, *sizes),
+            ORDERED=order is not None,
+            TEACHER_ORDERED=teacher_order is not None,
+            COUNTED=counts is not None,
             TEACHER_LEADS=function.divergence.leads == "teacher",
+            AT_ONE=label.apart,
+            LABELLED=label.given,
             BLOCK=block,
         )
 
@@ -142,7 +148,7 @@ class LabelKernels(RowKernels):
         lse = function.lse[rows]
         factor = -weight_of(grads, 0, lse[:, None]) / function.temperature
         label = LabelWeights(None, rows, lse[:, None], None, None)
-        label.columns, label.weight = function.label.columns[rows], factor
+        label.given, label.columns, label.weight = True, function.label.columns[rows], factor
         _row_gradient(visit, function.centre, factor, lse, label, out, counts)
 
 
@@ -157,25 +163,23 @@ class LabelWeights:
             like: any tensor with n rows and the dtype of the arithmetic.
             ce, logprob_grad: [n], weights of the cross-entropy and of the label's log-probability.
         """
-        self.shared = nothing = like.new_zeros(like.shape[0])
-        self.at_one: Tensor | None = None
-        self.lse: Tensor | None = None
-        self.columns: Tensor | None = None
-        self.weight: Tensor | None = None
-        self._term, self._rows, self._logprob_grad = term, rows, logprob_grad
+        self.given, self.apart = term is not None, False
+        self.shared = self.weight = self.at_one = self.lse = self.columns = self._others = like.new_zeros(like.shape[0])
+        self._logprob_grad = logprob_grad
         if term is None:
             return
         self.columns = term.columns[rows]
         if logprob_grad is not None:
-            self.shared = logprob_grad.to(like.dtype) * (-1 / term.temperature)
+            self.shared, self._others = logprob_grad.to(like.dtype) * (-1 / term.temperature), term.others[rows]
         if ce is not None and term.temperature == 1:
             self.shared = self.shared + ce.to(like.dtype)
         elif ce is not None:  # may be one number, expanded
-            self.at_one, self.lse = ce.to(like.dtype).contiguous(), term.lse[rows]
-        self.weight = self.shared + (nothing if self.at_one is None else self.at_one)
+            self.apart, self.at_one, self.lse = True, ce.to(like.dtype).contiguous(), term.lse[rows]
+        self.temperature = term.temperature
+        self.weight = self.shared + self.at_one
 
     @property
-    def arguments(self) -> tuple[Tensor | None, ...]:
+    def arguments(self) -> tuple[Tensor, ...]:
         """What kernels take for it: `factor_at_one`, `lse_at_one`, `label` and `label_weight`."""
         return self.at_one, self.lse, self.columns, self.weight
 
@@ -187,40 +191,49 @@ class LabelWeights:
             columns: of the entries.
             top: the entries' centred u.
         """
-        if self._term is None or self.columns is None:
+        if not self.given:
             return values
         at_label = columns == self.columns[:, None]
         if self._logprob_grad is None:
             values = values - torch.where(at_label, self.shared[:, None], 0)
         else:
-            others = self._term.others[self._rows]
-            exact = torch.where(self._logprob_grad[:, None] != 0, -(self.shared * others)[:, None], values)
+            exact = torch.where(self._logprob_grad[:, None] != 0, -(self.shared * self._others)[:, None], values)
             shared = torch.where(self._logprob_grad != 0, 0, self.shared)[:, None]
             values = torch.where(at_label, exact - shared, values)
-        if self.at_one is not None and self.lse is not None:
-            softmax = (top * self._term.temperature - self.lse[:, None]).exp()
+        if self.apart:
+            softmax = (top * self.temperature - self.lse[:, None]).exp()
             values = values + self.at_one[:, None] * (softmax - at_label.to(values.dtype))
         return values
 
 
-def _outputs(names: Sequence[str], visit: Visit, *, at_one: bool) -> dict[str, Any]:
-    """An fp32 tensor [n] for each name; None for totals at temperature 1 that are not wanted."""
-    n, wanted = _length(visit.rows), [name for name in names if at_one or name != "total_at_one"]
-    empty = {name: visit.logits.new_empty(n, dtype=torch.float32) for name in wanted}
-    return {name: empty.get(name) for name in names}
+def _outputs(names: Sequence[str], visit: Visit) -> dict[str, Tensor]:
+    """An fp32 tensor [n] for each name."""
+    return {name: visit.logits.new_empty(_length(visit.rows), dtype=torch.float32) for name in names}
 
 
-def _row_sums(visit: Visit, columns: Tensor | None, sums: LogSums) -> dict[str, Any]:
+def _or(tensor: Tensor | None, instead: Tensor) -> Tensor:
+    """What a kernel is given for a tensor that may be missing, in which case it does not read it."""
+    return instead if tensor is None else tensor
+
+
+def _row_sums(visit: Visit, columns: Tensor | None, sums: LogSums) -> dict[str, Tensor]:
     """Runs `rows.row_sums`, without the columns [n, k] of each row, if there are any, for totals like those of `sums`."""
     rows, logits, order, _ = visit
     entries, num_entries = None, 0
     if columns is not None:
         beyond = columns.new_full((_length(rows), 1), torch.iinfo(torch.int32).max)
         entries, num_entries = torch.cat([columns.sort(1).values, beyond], 1).to(torch.int32), columns.shape[1]
-    found = _outputs(("largest", "maximum", "total", "total_at_one"), visit, at_one=len(sums.totals) > 1)
-    sizes = logits.stride(0), logits.shape[1], num_entries, sums.centre.scale
-    block = _block_for(logits.shape[1])
-    _start(kernels.row_sums, (_length(rows),), logits, order, entries, *found.values(), *sizes, BLOCK=block)
+    found = _outputs(("largest", "maximum", "total", "total_at_one"), visit)
+    sizes = logits.stride(0), logits.shape[1], num_entries, sums.centre.scale, FLOOR
+    _start(
+        kernels.row_sums,
+        (_length(rows),),
+        *(logits, _or(order, logits), _or(entries, logits), *found.values(), *sizes),
+        ORDERED=order is not None,
+        ENTRIES=entries is not None,
+        AT_ONE=len(sums.totals) > 1,
+        BLOCK=_block_for(logits.shape[1]),
+    )
     return found
 
 
@@ -229,17 +242,32 @@ def _row_gradient(
 ) -> None:
     rows, logits, order, _ = visit
     block = _block_for(logits.shape[1])
-    grid = _length(rows), triton.cdiv(logits.shape[1], block)
     terms = centre.value[rows], factor, lse, *label.arguments
     sizes = logits.stride(0), out.stride(0), logits.shape[1], centre.scale
-    _start(kernels.row_gradient, grid, logits, order, counts, out, *terms, *sizes, BLOCK=block)
+    _start(
+        kernels.row_gradient,
+        (_length(rows), triton.cdiv(logits.shape[1], block)),
+        *(logits, _or(order, logits), _or(counts, logits), out, *terms, *sizes),
+        ORDERED=order is not None,
+        COUNTED=counts is not None,
+        AT_ONE=label.apart,
+        LABELLED=label.given,
+        BLOCK=block,
+    )
 
 
 def put_entries(out: Tensor, order: Tensor | None, columns: Tensor, values: Tensor, counts: Tensor | None) -> None:
     n, k = columns.shape
     block = min(1024, triton.next_power_of_2(k))
     entries, sizes = (columns.contiguous(), values.contiguous()), (out.stride(0), out.shape[1], k)
-    _start(kernels.put_entries, (n, triton.cdiv(k, block)), out, order, counts, *entries, *sizes, BLOCK=block)
+    _start(
+        kernels.put_entries,
+        (n, triton.cdiv(k, block)),
+        *(out, _or(order, out), _or(counts, out), *entries, *sizes),
+        ORDERED=order is not None,
+        COUNTED=counts is not None,
+        BLOCK=block,
+    )
 
 
 def _gathered(visit: Visit, columns: Tensor, centres: Tensor, scale: float, *, absent: float) -> Tensor:
@@ -266,7 +294,7 @@ def _set_centre(centre: Centre, rows: slice, largest: Tensor) -> None:
     centre.local[rows] = largest.masked_fill(largest <= FLOOR, Centre.NOTHING)
 
 
-def _set_totals(sums: LogSums, rows: slice, found: dict[str, Any]) -> None:
+def _set_totals(sums: LogSums, rows: slice, found: dict[str, Tensor]) -> None:
     # The total at the temperature, and where it is wanted that at temperature 1.
     for power, total in sums.totals.items():
         total[rows] = found["total" if power == 1 else "total_at_one"]
@@ -292,13 +320,13 @@ def best(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Te
     groups = like.new_empty(n, num_groups), like.new_empty(n, num_groups)  # maxima, totals
     sizes = logits.stride(0), num_columns, num_groups
     grid = n, triton.cdiv(num_groups, at_once)
-    _start(kernels.group_sums, grid, logits, *groups, *sizes, 1 / temperature, GROUP=_GROUP, GROUPS=at_once)
+    _start(kernels.group_sums, grid, logits, *groups, *sizes, 1 / temperature, FLOOR, GROUP=_GROUP, GROUPS=at_once)
     columns = torch.empty(n, k, dtype=torch.int64, device=logits.device)
     values, rest = like.new_empty(n, k), like.new_empty(n)
     _start(
         kernels.best_columns,
         (n,),
-        *(logits, *groups, columns, values, rest, *sizes, k, 1 / temperature),
+        *(logits, *groups, columns, values, rest, *sizes, k, 1 / temperature, FLOOR),
         GROUP=_GROUP,
         ALL_GROUPS=max(padded, triton.next_power_of_2(num_groups)),
         K=padded,
