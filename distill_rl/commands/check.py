@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from distill_rl.config.derive import GIB, DerivedSizes, sizes
-from distill_rl.config.facts import Facts, ModelFacts, running_teachers, splits_documents
+from distill_rl.config.facts import Facts, ModelFacts
 from distill_rl.config.memory.student import fused_chunk, fused_loss, micro_batch_logits
 from distill_rl.config.memory.teacher import teacher_logits
 from distill_rl.config.rules.validate import notes
@@ -92,7 +92,7 @@ def summary(config: Config, facts: Facts) -> list[str]:
     for worker in derived.memory:
         total, parts = _sum(worker.peak)
         lines.append(f"memory     {worker.worker}: about {total} in each of {worker.count} ({parts})")
-    for teacher in running_teachers(config):
+    for teacher in config.running_teachers:
         if teacher.backend == "vllm":
             takes = "its share of the GPU" if on_gpu else "weights, a step, and VLLM_CPU_KVCACHE_SPACE GiB (default 1)"
             lines.append(f"memory     {teacher.name}: not estimated; vLLM takes {takes}")
@@ -106,7 +106,7 @@ def summary(config: Config, facts: Facts) -> list[str]:
 
 def _batch(config: Config, facts: Facts, derived: DerivedSizes) -> str:
     documents = config.train.global_batch_size
-    if facts.data_kind is not None and splits_documents(config, facts.data_kind):
+    if facts.data_kind is not None and config.splits_documents(facts.data_kind):
         return f"{documents} documents; those longer than a row of {config.data.max_length:,} tokens are split"
     tokens = documents * config.data.max_length
     return f"{documents} documents in at most {derived.micro_batches} micro-batches per rank, at most {tokens:,} tokens"

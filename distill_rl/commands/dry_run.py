@@ -11,7 +11,6 @@ from itertools import product
 from math import ceil
 from pathlib import Path
 
-from distill_rl.config.facts import without_student
 from distill_rl.config.layout import gpus_of_run
 from distill_rl.config.load import load_config, read_config, texts
 from distill_rl.config.reading.interpolate import OF_A_JOB, variables_in
@@ -124,7 +123,7 @@ def _checked(
     if not problems and then and not configs[0].evaluate.suites:
         remedy = "set them, or leave it out"
         problems.append(problem("--then eval", "needs evaluate.suites and evaluate.data", remedy=remedy))
-    used = [config if trains else without_student(config) for config in configs]
+    used = [config if trains else config.without_student() for config in configs]
     layouts = {layout(config, _gpus_of_a_node(config, gpus_per_node)) for config in used}
     if len(layouts) > 1:
         rule = "all runs must need as many nodes and GPUs"

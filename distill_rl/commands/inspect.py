@@ -17,7 +17,6 @@ import numpy as np
 from distill_rl.align import Tokenized
 from distill_rl.align.chats import SWITCHES
 from distill_rl.align.tokenizer import TextEncoder
-from distill_rl.config.facts import running_teachers
 from distill_rl.config.load import read_config
 from distill_rl.config.rules import validate
 from distill_rl.config.schema import Config
@@ -312,7 +311,7 @@ class _Viewer:
         self._builder = self._open("warn")
         self._strict = cache(lambda: self._open("fail"))
         self._texts = _Texts(self._builder)
-        self._names = [teacher.name for teacher in running_teachers(config)]
+        self._names = [teacher.name for teacher in config.running_teachers]
 
     def _open(self, unrendered: Any) -> BatchBuilder:
         """The builder of the run's rows, on this machine, which may have no GPU; an aligner on a GPU changes no result."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from rich import box
 from rich.table import Table
 
-from distill_rl.config.facts import Facts, running_teachers
+from distill_rl.config.facts import Facts
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import open_console, status
@@ -51,7 +51,7 @@ def plan(path: str, overrides: Sequence[str], *, gpus: int, card: str, gpus_per_
 
 
 def _require_sizes(config: Config, facts: Facts) -> None:
-    teachers = running_teachers(config)
+    teachers = config.running_teachers
     if len(teachers) != 1 or teachers[0].backend != "hf":
         rule, found = (
             "must be one teacher with backend hf, for a plan",

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.config.facts import Facts, running_teachers, runs_model
+from distill_rl.config.facts import Facts
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.data.batch.tokenization import Encoded, Tokenization
@@ -85,7 +85,7 @@ def lines(found: TeacherComparison) -> Iterator[str]:
 
 
 def _problems(config: Config, *, rows: int, full: str | None) -> Iterator[str]:
-    teachers = [settings for settings in running_teachers(config) if _is_quantized(settings)]
+    teachers = [settings for settings in config.running_teachers if _is_quantized(settings)]
     stored = [settings.name for settings in teachers if settings.quantization == AS_STORED]
     if rows < 1:
         yield str(ConfigError("--rows", "must be 1 or more", rows))
@@ -101,7 +101,7 @@ def _problems(config: Config, *, rows: int, full: str | None) -> Iterator[str]:
 
 
 def _is_quantized(settings: TeacherConfig) -> bool:
-    return settings.quantization is not None and runs_model(settings)
+    return settings.quantization is not None and settings.runs_model
 
 
 def _quantized(run: OpenedRun, facts: Facts) -> Iterator[tuple[TeacherConfig, Any, int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from distill_rl.config.facts import repeats_documents, running_teachers
 from distill_rl.config.schema import Config, EvaluateConfig, StudentConfig, TeacherConfig
 from distill_rl.config.schema.fields import MISSING
 from distill_rl.errors import problem
@@ -31,7 +30,7 @@ def to_capture(config: Config, problems: list[str], out: Path) -> Config:
     if not config.teachers or config.loss.kd_weight == 0:
         problems.append(problem("teachers", "a capture needs a teacher, and loss.kd_weight above 0", "none"))
     epochs = config.train.epochs
-    if repeats_documents(config):
+    if config.repeats_documents:
         epochs = min(epochs or 1.0, 1.0)
     elif config.train.steps is None:
         epochs = epochs or 1.0
@@ -99,4 +98,4 @@ def _storing(teacher: TeacherConfig, folder: Path, problems: list[str], i: int, 
 
 def stores_of(config: Config) -> list[Path]:
     """The folders that a capture fills."""
-    return [Path(teacher.cache) for teacher in running_teachers(config) if teacher.cache is not None]
+    return [Path(teacher.cache) for teacher in config.running_teachers if teacher.cache is not None]

@@ -7,17 +7,7 @@ from dataclasses import dataclass, field
 from math import ceil, lcm
 from typing import get_args
 
-from distill_rl.config.facts import (
-    Facts,
-    TeacherFacts,
-    row_width,
-    running_teachers,
-    teacher_length,
-    teacher_rows,
-    wants_whole_batch,
-    width_divisor,
-    wire_dtype,
-)
+from distill_rl.config.facts import Facts, TeacherFacts, row_width
 from distill_rl.config.layout import world
 from distill_rl.config.memory.parts import ITEM_SIZE, WorkerMemory
 from distill_rl.config.memory.workers import worker_memory
@@ -126,7 +116,7 @@ def warmup_note(schedule: ScheduleConfig, last_step: int | None) -> str | None:
 def rows_unit(config: Config) -> int:
     """Smallest number of rows that the student and every running teacher divide evenly over ranks and micro-batches."""
     shares = [config.student.parallel.dp * config.train.micro_batch_size]
-    return lcm(*shares, *(rows_per_slot(config, teacher) for teacher in running_teachers(config)))
+    return lcm(*shares, *(rows_per_slot(config, teacher) for teacher in config.running_teachers))
 
 
 def ring_plan(config: Config) -> RingPlan:
@@ -142,9 +132,9 @@ def ring_plan(config: Config) -> RingPlan:
        that the last is not much smaller.
     """
     batch, unit, configured = config.train.global_batch_size, rows_unit(config), config.prefetch.slots
-    needs_whole_batch = wants_whole_batch(config)
+    needs_whole_batch = config.wants_whole_batch
     rows_per_sub_batch, slots = batch, {}
-    for teacher in running_teachers(config):
+    for teacher in config.running_teachers:
         rows = rows_per_slot(config, teacher)
         limit = configured
         if limit is None and teacher.export == "logits" and not needs_whole_batch:
@@ -157,14 +147,14 @@ def ring_plan(config: Config) -> RingPlan:
     sub_batches = ceil(batch / rows_per_sub_batch)
     rows_per_sub_batch = ceil(batch / sub_batches / unit) * unit
     per_sub_batch = {
-        teacher.name: rows_per_sub_batch // rows_per_slot(config, teacher) for teacher in running_teachers(config)
+        teacher.name: rows_per_sub_batch // rows_per_slot(config, teacher) for teacher in config.running_teachers
     }
     return RingPlan(rows_per_sub_batch, slots, per_sub_batch)
 
 
 def rows_per_slot(config: Config, teacher: TeacherConfig) -> int:
     """Rows of a batch that fill one slot in every replica of a teacher: its dp times its micro-batch size."""
-    return teacher.parallel.dp * teacher_rows(config, teacher)
+    return teacher.parallel.dp * config.rows_of(teacher)
 
 
 def sizes(config: Config, facts: Facts) -> DerivedSizes:
@@ -207,7 +197,7 @@ def _epochs(config: Config, steps: int | None, num_documents: int | None) -> flo
 def all_rings(config: Config, facts: Facts) -> int:
     """Bytes of the rings of all teacher replicas together; as in `sizes`, those of unknown size are left out."""
     rings = [teacher.ring_bytes for teacher in sizes(config, facts).teachers]
-    return sum(ring * teacher.parallel.dp for ring, teacher in zip(rings, running_teachers(config)))
+    return sum(ring * teacher.parallel.dp for ring, teacher in zip(rings, config.running_teachers))
 
 
 def stored_targets(config: Config, facts: Facts) -> int:
@@ -230,7 +220,7 @@ def _teacher_sizes(config: Config, teacher: TeacherConfig, known: TeacherFacts, 
         facts: about the run.
     """
     num_ids, model = known.vocabulary_size or facts.vocabulary_size, known.model
-    dtype = wire_dtype(teacher, on_gpu=facts.gpus > 0)
+    dtype = teacher.sent_dtype(on_gpu=facts.gpus > 0)
     if teacher.export == "logits":
         entries = model.vocabulary_columns if model else num_ids or 0
     elif teacher.export == "hidden":
@@ -240,8 +230,8 @@ def _teacher_sizes(config: Config, teacher: TeacherConfig, known: TeacherFacts, 
     else:
         entries = min(config.loss.top_k, num_ids or config.loss.top_k)
     bytes_per_token = target_bytes_per_token(teacher.export, entries, ITEM_SIZE[dtype])
-    rows = teacher_rows(config, teacher)
-    width = row_width(teacher_length(config, teacher), on_gpu=facts.gpus > 0, divisor=width_divisor(config))
+    rows = config.rows_of(teacher)
+    width = row_width(config.length_of(teacher), on_gpu=facts.gpus > 0, divisor=config.width_divisor)
     bytes_per_slot = rows * width * bytes_per_token
     slots = ring_plan(config).slots[teacher.name]
     return TeacherSizes(

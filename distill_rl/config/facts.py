@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, repeat
 from math import lcm
-from typing import Literal
 
-from distill_rl.config.schema import Config, ParallelConfig, StudentConfig, TeacherConfig
+from distill_rl.config.schema import Config, TeacherConfig
 
 TOKENS, UNKNOWN = "same", "?"
 """How a teacher with the student's tokenizer is compared, token by token; and one whose tokenizer is not known yet."""
@@ -16,8 +15,6 @@ GPU_WIDTH_MULTIPLE = 128
 S % 128 == 64, cuDNN's backward gives NaN gradients on H100 and H200 (pytorch#196678)."""
 CPU_WIDTH_MULTIPLE = 8
 """The same on CPUs, where every position of padding costs time."""
-SHARED_ENGINE = 0.4
-"""Fraction of a GPU that a vLLM engine gets beside other ranks, unless `teachers[].gpu_share` says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,158 +210,26 @@ class Facts:
 
     def by_teacher(self, config: Config) -> list[tuple[TeacherConfig, TeacherFacts]]:
         """The running teachers with what is known about them: nothing, if their files were not read."""
-        return list(zip(running_teachers(config), chain(self.teachers, repeat(TeacherFacts()))))
+        return list(zip(config.running_teachers, chain(self.teachers, repeat(TeacherFacts()))))
 
-
-def running_teachers(config: Config) -> list[TeacherConfig]:
-    """The teachers that the run starts: none if loss.kd_weight is 0."""
-    return list(config.teachers) if config.loss.kd_weight > 0 else []
-
-
-def is_chosen_by_row(teacher: TeacherConfig) -> bool:
-    """Whether the columns of a row say if, or how much, the teacher is asked for it."""
-    return bool(teacher.where) or teacher.weight_column is not None
-
-
-def runs_model(teacher: TeacherConfig) -> bool:
-    """Whether the run loads this teacher's model: not if all of its targets are read from a store, or a server has it."""
-    return teacher.backend != "endpoint" and not only_reads(teacher)
-
-
-def in_vllm(model: StudentConfig | TeacherConfig) -> bool:
-    """Whether vLLM runs a model, with attention, parallel plans and quantised weights of its own."""
-    return isinstance(model, TeacherConfig) and model.backend == "vllm"
-
-
-def may_be_quantized(model: StudentConfig | TeacherConfig) -> bool:
-    """Whether the weights in a model's folder may be quantised: the run does not read them, or reads them as they are."""
-    if isinstance(model, StudentConfig):
-        return False
-    return in_vllm(model) or model.quantization == "as_stored" or not runs_model(model)
-
-
-def only_reads(teacher: TeacherConfig) -> bool:
-    """Whether all targets of this teacher are read from a store."""
-    return teacher.backend == "store" and teacher.missing != "live"
-
-
-def ranks_per_row(parallel: ParallelConfig) -> int:
-    """Ranks that work on the same rows: each on a part of the positions, or of every layer."""
-    return parallel.sp * parallel.tp
-
-
-def ranks_per_replica(teacher: TeacherConfig) -> int:
-    """Actors that hold one copy of a teacher, or work on the same rows with one each. vLLM divides a model over
-    processes of its own."""
-    return 1 if in_vllm(teacher) else ranks_per_row(teacher.parallel)
-
-
-def gpus_per_rank(teacher: TeacherConfig) -> int:
-    """GPUs that an actor of a teacher uses where there are any; 0 if it only reads a store."""
-    if not runs_model(teacher):
-        return 0
-    return teacher.parallel.tp if in_vllm(teacher) else 1
-
-
-def gpu_share(teacher: TeacherConfig, *, shared: bool) -> float:
-    """Fraction of the memory of its GPUs that a teacher's vLLM engine may use.
-
-    Args:
-        shared: whether other ranks use the same GPU.
-    """
-    if teacher.gpu_share is not None:
-        return teacher.gpu_share
-    return SHARED_ENGINE if shared else 1.0
-
-
-def wire_dtype(teacher: TeacherConfig, *, on_gpu: bool) -> Literal["fp32", "fp16", "bf16"]:
-    """The dtype in which a teacher's log-probabilities or logits are sent.
-
-    Args:
-        on_gpu: whether the run uses GPUs, which decides `auto`.
-    """
-    if teacher.wire_dtype == "auto":
-        return "fp16" if on_gpu else "fp32"
-    return teacher.wire_dtype
-
-
-def without_student(config: Config) -> Config:
-    """The configuration of a run that starts teachers only: the student has no ranks, whatever it says of rows."""
-    parallel = replace(config.student.parallel, dp=0, replicas=1)
-    return replace(config, student=replace(config.student, parallel=parallel))
-
-
-def targets_store(teacher: TeacherConfig) -> str | None:
-    """The folder of the store that the run reads this teacher's targets from, or writes them to; None without one."""
-    return teacher.store if teacher.backend == "store" else teacher.cache
-
-
-def comparisons(config: Config, facts: Facts) -> list[str]:
-    """How each running teacher is compared: TOKENS, or the cross-tokenizer loss; UNKNOWN if that is not known yet."""
-    found: list[str] = []
-    for teacher, known in facts.by_teacher(config):
-        if teacher.loss is not None:
-            found.append(teacher.loss)
-        elif known.vocabulary_size is None or facts.vocabulary_size is None:
-            found.append(UNKNOWN)
-        else:
-            found.append(known.cross_tokenizer_loss or TOKENS)
-    return found
-
-
-def teacher_rows(config: Config, teacher: TeacherConfig) -> int:
-    """Rows per forward pass of one rank of the teacher."""
-    return config.train.micro_batch_size if teacher.micro_batch_size is None else teacher.micro_batch_size
-
-
-def teacher_length(config: Config, teacher: TeacherConfig) -> int:
-    """Most document tokens in a row of a teacher, if it has its own tokenizer."""
-    return config.data.max_length if teacher.max_length is None else teacher.max_length
-
-
-def repeats_documents(config: Config) -> bool:
-    """Whether every epoch of a run has the documents of the first one.
-
-    Not if texts are joined, which depends on the batch that they are in, nor if sources are mixed, some of which an
-    epoch may read in part.
-    """
-    return not config.data.concatenate and len(config.data.sources) < 2
-
-
-def wants_whole_batch(config: Config) -> bool:
-    """Whether the first gradient of a batch depends on all targets of the batch.
-
-    It does with loss.dynamic_scale, or with teachers that are weighted by a score other than `static`.
-    """
-    return config.loss.dynamic_scale != "off" or any(teacher.score != "static" for teacher in running_teachers(config))
-
-
-def splits_documents(config: Config, kind: str) -> bool:
-    """Whether documents that are longer than a row become several pieces; otherwise they are cut.
-
-    Args:
-        kind: of the data, `text` or `messages`.
-    """
-    if config.data.long_documents == "auto":
-        return kind == "text" and not wants_whole_batch(config)
-    return config.data.long_documents == "split"
-
-
-def may_split_documents(config: Config) -> bool:
-    """Whether documents of some kind are split."""
-    return any(splits_documents(config, kind) for kind in ("text", "messages"))
-
-
-def width_divisor(config: Config) -> int:
-    """What divides the width of every row, so that student and teachers can divide it over their ranks (parallel.sp)."""
-    return lcm(config.student.parallel.sp, *(teacher.parallel.sp for teacher in running_teachers(config)))
+    def comparisons(self, config: Config) -> list[str]:
+        """How each running teacher is compared: TOKENS, or the cross-tokenizer loss; UNKNOWN if that is not known yet."""
+        found: list[str] = []
+        for teacher, known in self.by_teacher(config):
+            if teacher.loss is not None:
+                found.append(teacher.loss)
+            elif known.vocabulary_size is None or self.vocabulary_size is None:
+                found.append(UNKNOWN)
+            else:
+                found.append(known.cross_tokenizer_loss or TOKENS)
+        return found
 
 
 def width_multiple(divisor: int, *, on_gpu: bool) -> int:
     """The width of rows is a multiple of this.
 
     Args:
-        divisor: `width_divisor`.
+        divisor: `Config.width_divisor`.
     """
     return lcm(GPU_WIDTH_MULTIPLE if on_gpu else CPU_WIDTH_MULTIPLE, divisor)
 
@@ -375,7 +240,7 @@ def row_width(longest: int, *, on_gpu: bool, divisor: int = 1) -> int:
     The widest row of a run is therefore that of `data.max_length`, which it may exceed.
 
     Args:
-        divisor: `width_divisor`.
+        divisor: `Config.width_divisor`.
     """
     multiple = width_multiple(divisor, on_gpu=on_gpu)
     return -(-max(longest, 1) // multiple) * multiple

@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-from distill_rl.config.facts import (
-    gpu_share,
-    gpus_per_rank,
-    in_vllm,
-    ranks_per_replica,
-    ranks_per_row,
-    running_teachers,
-    runs_model,
-)
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.errors import problem
 from distill_rl.system.redact import in_text
@@ -19,36 +10,36 @@ from distill_rl.system.redact import in_text
 def compute_groups(config: Config) -> list[int]:
     """Number of ranks of the student, then of each running teacher."""
     student = config.student.parallel
-    teachers = [teacher.parallel.dp * ranks_per_replica(teacher) for teacher in running_teachers(config)]
-    return [student.dp * ranks_per_row(student), *teachers]
+    teachers = [teacher.parallel.dp * teacher.ranks_per_replica for teacher in config.running_teachers]
+    return [student.dp * student.ranks_per_row, *teachers]
 
 
 def gpu_groups(config: Config) -> list[int]:
     """Number of GPUs of the student, then of each running teacher that uses any where there are any."""
-    per_rank = [1, *map(gpus_per_rank, running_teachers(config))]
+    per_rank = [1, *(teacher.gpus_per_rank for teacher in config.running_teachers)]
     return [ranks * gpus for ranks, gpus in zip(compute_groups(config), per_rank) if gpus]
 
 
 def shares_gpus(config: Config, teacher: TeacherConfig) -> bool:
     """Whether the ranks of a teacher share GPUs with those of others. A rank with several GPUs has them for itself."""
-    return config.ray.placement == "colocated" and gpus_per_rank(teacher) == 1
+    return config.ray.placement == "colocated" and teacher.gpus_per_rank == 1
 
 
 def shared_by_engines(config: Config) -> float:
     """Fraction that engines of vLLM take together of a GPU that they share with other ranks, unless these are too few."""
-    sharing = (teacher for teacher in running_teachers(config) if in_vllm(teacher) and shares_gpus(config, teacher))
-    return sum(gpu_share(teacher, shared=True) for teacher in sharing)
+    sharing = (teacher for teacher in config.running_teachers if teacher.in_vllm and shares_gpus(config, teacher))
+    return sum(teacher.share_of_gpu(shared=True) for teacher in sharing)
 
 
 def gpus_of_ranks(config: Config) -> int:
     """Number of GPUs that student and teachers use: colocated, one for the i-th rank of all that share GPUs."""
     student, *of_teachers = compute_groups(config)
     shared, own = [student], 0
-    for teacher, ranks in zip(running_teachers(config), of_teachers):
+    for teacher, ranks in zip(config.running_teachers, of_teachers):
         if shares_gpus(config, teacher):
             shared.append(ranks)
         else:
-            own += ranks * gpus_per_rank(teacher)
+            own += ranks * teacher.gpus_per_rank
     return max(shared) + own
 
 
@@ -112,23 +103,23 @@ def world(config: Config, gpus: int, cpus: int) -> dict[str, str]:
         gpus, cpus: size of this machine; ignored if the run joins a cluster, whose size is not known yet.
     """
     roles = {"student": config.student.parallel}
-    roles |= {teacher.name: teacher.parallel for teacher in running_teachers(config)}
+    roles |= {teacher.name: teacher.parallel for teacher in config.running_teachers}
     found = {}
     if config.ray.address is not None:  # the size of a cluster is not known before it is joined
         gpus = cpus = 10**6
     aligners = aligner_workers(config, gpus=gpus, cpus=cpus)
     for name, parallel in roles.items():
-        found[name] = f"{layout_in_words(parallel)} = {_processes(parallel.dp * ranks_per_row(parallel))}"
+        found[name] = f"{layout_in_words(parallel)} = {_processes(parallel.dp * parallel.ranks_per_row)}"
         if parallel.replicas > 1:
-            sharded = parallel.dp // parallel.replicas * ranks_per_row(parallel)
+            sharded = parallel.dp // parallel.replicas * parallel.ranks_per_row
             found[name] += f", {parallel.replicas} replicas over {sharded} each"
-    for teacher in running_teachers(config):
+    for teacher in config.running_teachers:
         clients = _processes(teacher.parallel.dp)
         if teacher.backend == "endpoint":
             found[teacher.name] = f"{clients} to ask {', '.join(map(in_text, teacher.url))}"
-        elif not runs_model(teacher):
+        elif not teacher.runs_model:
             found[teacher.name] = f"{clients} to read {teacher.store}"
-        elif in_vllm(teacher):
+        elif teacher.in_vllm:
             found[teacher.name] = _engines(config, teacher, gpus)
     if config.aligner.workers is not None:
         reason = "as configured"
@@ -157,7 +148,7 @@ def _engines(config: Config, teacher: TeacherConfig, gpus: int) -> str:
     text = f"dp {parallel.dp} = {parallel.dp} vLLM engine{'s' if parallel.dp > 1 else ''}"
     if not gpus:
         return text if parallel.tp == 1 else f"{text}, each of {_processes(parallel.tp)}"
-    share = gpu_share(teacher, shared=shares_gpus(config, teacher))
+    share = teacher.share_of_gpu(shared=shares_gpus(config, teacher))
     where = "a GPU" if parallel.tp == 1 else f"{parallel.tp} GPUs"
     return f"{text}, each with {'' if share == 1 else f'{share:g} of '}{where}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from distill_rl.config.derive import has_validation
-from distill_rl.config.facts import TOKENS, UNKNOWN, Facts, comparisons, running_teachers
+from distill_rl.config.facts import TOKENS, UNKNOWN, Facts
 from distill_rl.config.layout import suites_every
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import problem
@@ -41,7 +41,7 @@ def validation_metrics(config: Config, facts: Facts) -> list[str]:
     Args:
         facts: of the files; what is not known excludes no metric.
     """
-    teachers, without = running_teachers(config), without_acceptance(config, facts)
+    teachers, without = config.running_teachers, without_acceptance(config, facts)
     if not teachers:
         return [CE]
     accepting = [teacher for teacher in teachers if teacher.name not in without]
@@ -58,7 +58,7 @@ def without_acceptance(config: Config, facts: Facts) -> dict[str, str]:
         facts: of the files; what is not known is no reason.
     """
     reasons = {}
-    for teacher, method in zip(running_teachers(config), comparisons(config, facts)):
+    for teacher, method in zip(config.running_teachers, facts.comparisons(config)):
         if teacher.export == "sampled":
             reasons[teacher.name] = "its draws (export: sampled) tell no probabilities"
         elif _at_another_temperature(config, teacher):
@@ -72,7 +72,7 @@ def without_acceptance(config: Config, facts: Facts) -> dict[str, str]:
 
 def acceptance_note(config: Config, facts: Facts) -> Iterator[str]:
     """Yields at most one line: the teachers whose acceptance would be measured at temperature 1."""
-    compared = zip(running_teachers(config), comparisons(config, facts))
+    compared = zip(config.running_teachers, facts.comparisons(config))
     names = [t.name for t, method in compared if method == TOKENS and _at_another_temperature(config, t)]
     if names and has_validation(config):
         yield (
@@ -107,7 +107,7 @@ def unmeasured(config: Config, facts: Facts) -> Iterator[str]:
         facts: of the files; what is not known is no problem.
     """
     key, metric = "checkpoint.best_by", config.checkpoint.best_by
-    teachers = running_teachers(config)
+    teachers = config.running_teachers
     if not is_validated(metric) or metric in validation_metrics(config, facts):
         return
     if not teachers:

@@ -7,7 +7,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
 
-from distill_rl.config.facts import only_reads
 from distill_rl.config.schema import MISSING, Config, StudentConfig, TeacherConfig
 
 _Text = TypeVar("_Text", str, str | None)
@@ -36,7 +35,7 @@ def described_by(model: StudentConfig | TeacherConfig) -> tuple[str, str | None]
     """
     if isinstance(model, TeacherConfig) and model.backend == "endpoint":
         return model.tokenizer or MISSING, None
-    if isinstance(model, TeacherConfig) and only_reads(model) and model.store:
+    if isinstance(model, TeacherConfig) and model.only_reads and model.store:
         return teacher_folder(model.store), None
     return model.model, model.revision
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from distill_rl.config.facts import is_chosen_by_row, running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import DataError
 
@@ -83,9 +82,9 @@ class Routing:
                 tuple(Condition(column, plain_values(wanted)) for column, wanted in teacher.where.items()),
                 teacher.weight_column,
             )
-            if is_chosen_by_row(teacher)
+            if teacher.is_chosen_by_row
             else None
-            for i, teacher in enumerate(running_teachers(config))
+            for i, teacher in enumerate(config.running_teachers)
         )
         return cls(choices) if any(choices) else None
 

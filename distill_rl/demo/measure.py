@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill_rl.align.chats import text_of
-from distill_rl.config.facts import may_be_quantized
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.errors import DataError, GpuMemoryError, WorkerError, first_line
 from distill_rl.evals.suites.base import Item
@@ -118,7 +117,7 @@ def find(config: Config, subjects: Sequence[Subject], reading: Reading) -> Trial
     from distill_rl.models.files.hub import read_config, tokenizer_of
 
     models: list[StudentConfig | TeacherConfig] = [config.student, config.teachers[0]]
-    rows = [read_config(each.model, each.revision, quantized=may_be_quantized(each)).vocab_size for each in models]
+    rows = [read_config(each.model, each.revision, quantized=each.may_be_quantized).vocab_size for each in models]
     readers = [(tokenizer_of(models[0]), min(rows))] if reading.same else [*zip(map(tokenizer_of, models), rows)]
     documents, encoded = readable(held_out(config), readers, config, reading.longest)
     prompts = make_prompts(documents)

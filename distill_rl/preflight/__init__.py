@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.config.derive import total_steps
-from distill_rl.config.facts import Facts, without_student
+from distill_rl.config.facts import Facts
 from distill_rl.config.load import read_config
 from distill_rl.config.measured import unmeasured
 from distill_rl.config.rules.long_rows import chunk_problems
@@ -164,7 +164,7 @@ def inspect(
     problems += machine.kernel_problems(config, run.student, gpus) if trains else ()
     problems += machine.router_problems(config, run.student) if trains else ()
     problems += machine.backend_problems(config, run.teachers, gpus)
-    problems += machine.gpu_problems(config if trains else without_student(config), gpus)
+    problems += machine.gpu_problems(config if trains else config.without_student(), gpus)
     problems += machine.space_problems(config, facts) if trains else ()
     problems += stores.room_problems(config, facts, captures=not trains) if not problems else ()
     started = facts if trains else replace(facts, student=None)

@@ -11,15 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from distill_rl.config.facts import (
-    Facts,
-    SampleFacts,
-    SourceFacts,
-    StepFacts,
-    running_teachers,
-    splits_documents,
-    teacher_length,
-)
+from distill_rl.config.facts import Facts, SampleFacts, SourceFacts, StepFacts
 from distill_rl.config.rules.data import concatenation_problem
 from distill_rl.config.schema import Config, DataConfig
 from distill_rl.data.batch.collate import BatchPlan, arrange_lengths, widths
@@ -163,7 +155,7 @@ def _routing_notes(config: Config, source: Source, documents: Mapping[int, Any])
     if routing is None or not found:
         return
     rows = [source.columns(i) for i, document in documents.items() if document is not None]
-    for i, (choice, teacher) in enumerate(zip(routing.choices, running_teachers(config))):
+    for i, (choice, teacher) in enumerate(zip(routing.choices, config.running_teachers)):
         if choice is None:
             continue
         count = sum((weights_of(document) or ())[i] > 0 for document in found)
@@ -269,12 +261,12 @@ def _expect(
     """The facts of the sources with those of their samples, and what a step is expected to compute."""
     # Documents are tokenised by every tokenizer of the run, but not aligned: pieces are taken to be as long as rows allow.
     config, data, kind = run.config, run.config.data, run.train.kind
-    lengths = [teacher_length(config, opened.settings) for opened in run.crossing]
+    lengths = [config.length_of(opened.settings) for opened in run.crossing]
     tokenizers = [opened.tokenizer for opened in (run.student, *run.crossing)]
     if not all(samples) or not all(tokenizers):
         return tuple(sources), None
     limits = np.array([data.max_length, *lengths])
-    plan = BatchPlan.from_config(config, 0, split=splits_documents(config, kind)).for_device(on_gpu=on_gpu)
+    plan = BatchPlan.from_config(config, 0, split=config.splits_documents(kind)).for_device(on_gpu=on_gpu)
     joining = Joining.of(data)
     read = [_TokenizedSample.of(config, kind, documents, tokenizers, joining) for documents in samples]
 

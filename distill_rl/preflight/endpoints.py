@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.config.facts import teacher_length
 from distill_rl.config.rules.endpoints import endpoint_problems
 from distill_rl.config.schema import Config
 from distill_rl.errors import first_line, problem
@@ -59,7 +58,7 @@ def _probe(config: Config, opened: OpenedTeacher, documents: Sequence[Mapping[st
     from distill_rl.teacher.endpoint import Probed, probe, sample_of_ids
 
     settings, tokenizer = opened.settings, opened.tokenizer
-    length = teacher_length(config, settings)
+    length = config.length_of(settings)
     try:
         token = token_of(settings)
     except Exception as error:
@@ -78,7 +77,7 @@ def _length_problems(config: Config, opened: OpenedTeacher, probed: Probed) -> I
 
     if opened.folder is None or not (opened.folder / "config.json").is_file():
         return
-    model, length = read_config(opened.folder, quantized=True), teacher_length(config, opened.settings)
+    model, length = read_config(opened.folder, quantized=True), config.length_of(opened.settings)
     context = max(length + 1, probed.context or 0)
     if broken := engine_length_problem(model, "an inference server", length, context):
         limit = length_limit(model)

@@ -9,7 +9,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from distill_rl.config.derive import all_rings, sizes, stored_targets
-from distill_rl.config.facts import Facts, gpus_per_rank, running_teachers, runs_model
+from distill_rl.config.facts import Facts
 from distill_rl.config.layout import (
     evaluator_problem,
     gpu_groups,
@@ -60,16 +60,16 @@ def extra_problems(config: Config) -> Iterator[str]:
     }
     extras |= {
         f"teachers.{i}.backend": (teacher.backend == "vllm", "vllm", "vllm", "vllm")
-        for i, teacher in enumerate(running_teachers(config))
+        for i, teacher in enumerate(config.running_teachers)
     }
     extras |= {
         f"teachers.{i}.quantization": (
-            runs_model(teacher) and teacher.quantization not in (None, AS_STORED),
+            teacher.runs_model and teacher.quantization not in (None, AS_STORED),
             str(teacher.quantization),
             "torchao",
             "quantization",
         )
-        for i, teacher in enumerate(running_teachers(config))
+        for i, teacher in enumerate(config.running_teachers)
     }
     for key, (wanted, value, package, extra) in extras.items():
         if wanted and not installed(package):
@@ -180,9 +180,9 @@ def gpu_problems(config: Config, gpus: int) -> Iterator[str]:
         return
     if evaluator := evaluator_problem(config, gpus):
         yield evaluator
-    running = running_teachers(config)
+    running = config.running_teachers
     groups = [("student", config.student.parallel)]
-    groups += [(f"teachers.{i}", t.parallel) for i, t in enumerate(running) if gpus_per_rank(t)]
+    groups += [(f"teachers.{i}", t.parallel) for i, t in enumerate(running) if t.gpus_per_rank]
     needed = gpu_groups(config)
     remedy = "lower dp, sp or tp, or join a cluster with ray.address"
     if config.ray.placement == "disaggregated":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from distill_rl.config.facts import row_width, runs_model, width_divisor, width_multiple
+from distill_rl.config.facts import row_width, width_multiple
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError, problem
@@ -156,7 +156,7 @@ def width_problems(config: Config, model: OpenedModel, *, gpus: int) -> Iterator
             yield problem(f"{model.key}.backend", broken, "vllm", f"{usable}set {model.key}.backend=hf")
         return
     family, on_gpu = family_of(model.config), gpus > 0
-    divisor = width_divisor(config)
+    divisor = config.width_divisor
     width = row_width(longest, on_gpu=on_gpu, divisor=divisor)
     if width > positions and (family.learned_positions or not family.proven):
         multiple = width_multiple(divisor, on_gpu=on_gpu)
@@ -274,7 +274,7 @@ def stored_problems(teachers: Sequence[OpenedTeacher], *, gpus: int) -> Iterator
     """
     for opened in teachers:
         settings, key = opened.settings, f"{opened.key}.quantization"
-        if settings.quantization != AS_STORED or not runs_model(settings) or opened.config is None:
+        if settings.quantization != AS_STORED or not settings.runs_model or opened.config is None:
             continue
         assert opened.folder is not None
         rule = as_stored_problem(opened.config, several=holds_several(opened.folder), tp=1)

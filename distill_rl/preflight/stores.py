@@ -12,7 +12,7 @@ from typing import Any
 from unicodedata import is_normalized
 
 from distill_rl.config.derive import sizes, total_steps
-from distill_rl.config.facts import Facts, repeats_documents, running_teachers, splits_documents, teacher_length
+from distill_rl.config.facts import Facts
 from distill_rl.config.paths import teacher_folder
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.data.batch.document_aligner import CrossTokenizerTeacher, DocumentAligner
@@ -158,7 +158,7 @@ def room_problems(config: Config, facts: Facts, *, captures: bool) -> Iterator[s
         tokens += source.sample.tokens_per_document * source.documents
     if facts.num_documents and facts.total_steps is not None:
         tokens *= min(1.0, facts.total_steps * config.train.global_batch_size / facts.num_documents)
-    for i, (teacher, targets) in enumerate(zip(running_teachers(config), sizes(config, facts).teachers)):
+    for i, (teacher, targets) in enumerate(zip(config.running_teachers, sizes(config, facts).teachers)):
         if teacher.cache is None:
             continue
         compact = captures and config.capture.format == "compact"
@@ -230,7 +230,7 @@ def compare_documents(run: OpenedRun, findings: RunFindings, say: Callable[[str]
 def _trained_on(config: Config, training: Any) -> Iterator[Mapping[str, Any]]:
     """The documents that the run will train on; each once, unless they are joined, which may differ by epoch."""
     epochs = config.train.epochs
-    joining, repeated = Joining.of(config.data), repeats_documents(config)
+    joining, repeated = Joining.of(config.data), config.repeats_documents
     if repeated and (epochs is None or epochs > 1):
         steps = total_steps(config, len(training))
         epochs = 1.0 if steps is None or steps * config.train.global_batch_size >= len(training) else None
@@ -327,11 +327,11 @@ def _divider(
     config, student = run.config, run.student
     data = replace(config.data, unrendered="warn", loss_on="all", loss_roles=[])
     tokenization = Tokenization.of(student.tokenizer, data, format=run.train.kind, stops=student.stops)
-    split = splits_documents(config, run.train.kind)
+    split = config.splits_documents(run.train.kind)
     crossing, lengths = {}, {}
     for i, opened in enumerate(run.teachers):
         if opened.cross_tokenizer_loss is not None:
-            lengths[i] = teacher_length(config, opened.settings)
+            lengths[i] = config.length_of(opened.settings)
             crossing[i] = CrossTokenizerTeacher.of(
                 opened.name,
                 student.tokenizer,

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Self
 
 from distill_rl.config.derive import warmup_note
-from distill_rl.config.facts import running_teachers
 from distill_rl.config.layout import suites_every
 from distill_rl.config.measured import KD, is_suite_score
 from distill_rl.config.save import fingerprint
@@ -100,7 +99,7 @@ class Driver:
         self.config, self.student = self.job.config, self.actors.student
         self.parts = ExitStack()
         """Ends what `begin` has opened."""
-        self.learning = Learning([teacher.name for teacher in running_teachers(self.config)])
+        self.learning = Learning([teacher.name for teacher in self.config.running_teachers])
         self.last_step: int | None = None
         """Of a run that is limited by `train.minutes`, once it is known; the ranks are made before."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.align.projection import cached_projection
-from distill_rl.config.facts import Facts, wire_dtype
+from distill_rl.config.facts import Facts
 from distill_rl.config.paths import described_by
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan
@@ -210,7 +210,7 @@ def manifest_of(
         kind=teacher.export,
         entries=config.loss.draws if teacher.export == "sampled" else min(config.loss.top_k, vocabulary_size),
         temperature=config.loss.temperature,
-        wire_dtype=wire_dtype(teacher, on_gpu=on_gpu),
+        wire_dtype=teacher.sent_dtype(on_gpu=on_gpu),
         dtype=SERVED if served else teacher.dtype,
         model=teacher.model,
         revision=teacher.revision,

@@ -14,17 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill_rl.config.derive import cross_tokenizer_loss
-from distill_rl.config.facts import (
-    Facts,
-    ModelFacts,
-    TeacherFacts,
-    in_vllm,
-    may_be_quantized,
-    only_reads,
-    running_teachers,
-    runs_model,
-    splits_documents,
-)
+from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
 from distill_rl.config.paths import described_by, teacher_folder
 from distill_rl.config.reading.walk import MISSING
 from distill_rl.config.rules import validate
@@ -139,8 +129,8 @@ class OpenedModel:
 
     @property
     def in_vllm(self) -> bool:
-        """As of `facts.in_vllm`."""
-        return in_vllm(self.settings)
+        """As `TeacherConfig.in_vllm`."""
+        return self.settings.in_vllm
 
     @property
     def runs(self) -> bool:
@@ -190,7 +180,7 @@ class OpenedModel:
         self.stops = hub.configured_stops(*described)
         self.folder = hub.resolve(*described)
         if self.has_config and (self.folder / "config.json").is_file():
-            self.config = hub.read_config(*described, quantized=may_be_quantized(self.settings))
+            self.config = hub.read_config(*described, quantized=self.settings.may_be_quantized)
         self._take(tokenizer)
 
     def fetch(self) -> None:
@@ -238,7 +228,7 @@ class OpenedModel:
         if in_folder:
             return
         self.folder = folder
-        self.config = findings.attempt(key, lambda: hub.read_config(folder, quantized=may_be_quantized(self.settings)))
+        self.config = findings.attempt(key, lambda: hub.read_config(folder, quantized=self.settings.may_be_quantized))
         self.stops = findings.attempt(key, lambda: hub.configured_stops(folder)) or ()
         if self.config is not None and not getattr(self.config, "num_attention_heads", None):
             rule = f"must be a model with attention; {self.config.model_type} has no attention heads"
@@ -280,7 +270,7 @@ class OpenedTeacher(OpenedModel):
 
     @property
     def runs(self) -> bool:
-        return runs_model(self.settings)
+        return self.settings.runs_model
 
     @property
     def has_config(self) -> bool:
@@ -309,7 +299,7 @@ class OpenedTeacher(OpenedModel):
         """What makes the targets: the hash of the weights or, if the model does not run here, what its store or name says."""
         if self.is_served:
             return served_identity(self.settings)
-        if only_reads(self.settings):
+        if self.settings.only_reads:
             store = Path(self.settings.store or "")
             return (read_manifest(store) if self.store is None else self.store.manifest).weights
         assert self.folder is not None
@@ -343,7 +333,7 @@ class OpenedRun:
     def of(cls, config: Config) -> OpenedRun:
         """A run of which nothing is open yet."""
         teachers = [
-            OpenedTeacher(f"teachers.{i}", f"teacher {t.name}", t) for i, t in enumerate(running_teachers(config))
+            OpenedTeacher(f"teachers.{i}", f"teacher {t.name}", t) for i, t in enumerate(config.running_teachers)
         ]
         return cls(config, OpenedModel("student", "student", config.student), teachers)
 
@@ -385,7 +375,7 @@ class OpenedRun:
             self.config,
             pad_id(tokenizer, num_ids),
             known_ids=[each for each in known if each.count < own_ids],
-            split=splits_documents(self.config, self.train.kind),
+            split=self.config.splits_documents(self.train.kind),
         )
 
     def loader(self) -> Loader:

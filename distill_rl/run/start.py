@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.config.derive import ring_plan, sizes, stored_targets
-from distill_rl.config.facts import wire_dtype, without_student
 from distill_rl.config.layout import aligner_workers, compute_groups, evaluators
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, DistillError
@@ -142,7 +141,7 @@ def _session(
     job: Job, total_steps: int, signals: Signals, roles: Roles, *, captures: bool
 ) -> Iterator[tuple[Job, _Actors, Calls, Starting]]:
     config = job.config
-    placed = without_student(config) if captures else config
+    placed = config.without_student() if captures else config
     local_aligners = aligner_workers(placed, gpus=visible_gpus(), cpus=len(os.sched_getaffinity(0)))
     num_cpus = sum(compute_groups(placed)) + local_aligners + evaluators(placed)
     ray_runs = ray_session(
@@ -271,7 +270,7 @@ def _create(
     teachers = []
     for teacher, known in job.facts.by_teacher(config):
         # A rank without a GPU cannot see what the others have.
-        sent = replace(teacher, wire_dtype=wire_dtype(teacher, on_gpu=job.plan.on_gpu))
+        sent = replace(teacher, wire_dtype=teacher.sent_dtype(on_gpu=job.plan.on_gpu))
         settings = config, sent, known.vocabulary_size, threads, job.plan.on_gpu, token_of(teacher)
         teachers.append((teacher, roles.group(roles.teacher, teacher_names[teacher.name], *reserved, *settings)))
     aligners = WorkerGroup(AlignerWorker, aligner_names, *reserved, *_aligner_arguments(job))

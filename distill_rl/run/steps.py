@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import DataError, DistillError, NumericsError
 from distill_rl.observe.metrics import Metric, Metrics
@@ -154,7 +153,7 @@ def advice(config: Config, trained: Metrics) -> list[str]:
     Hidden states or draws are suggested in place of a top k with too little of the first teacher's probability, where both are possible:
     for forward KL, with one tokenizer, and of a teacher that this run computes itself.
     """
-    mass, teachers = trained.get("train/teacher_mass"), running_teachers(config)
+    mass, teachers = trained.get("train/teacher_mass"), config.running_teachers
     if not teachers or mass is None or mass.weight == 0 or mass.value >= LEAST_MASS:
         return []
     first = teachers[0]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from distill_rl.config.derive import sizes
-from distill_rl.config.facts import Facts, ModelFacts, running_teachers
+from distill_rl.config.facts import Facts, ModelFacts
 from distill_rl.config.schema import Config
 from distill_rl.scaling.model import (
     Cluster,
@@ -269,7 +269,7 @@ def suggestions(config: Config, facts: Facts) -> list[str]:
 
 def _split(config: Config) -> Split | None:
     """How the configuration divides the GPUs; None for what is not modelled."""
-    teachers, student = running_teachers(config), config.student.parallel
+    teachers, student = config.running_teachers, config.student.parallel
     if len(teachers) != 1 or teachers[0].backend != "hf":
         return None
     teacher = teachers[0].parallel

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distill_rl.config.facts import running_teachers
 from distill_rl.config.measured import is_validated
 from distill_rl.config.memory.student import fused_loss, reduces_once_per_step
 from distill_rl.config.schema import Config
@@ -112,7 +111,7 @@ class StudentEngine:
             use_liger(self.model)
         self.cross_tokenizer_specs = tuple(cross_tokenizer_specs)
         teachers = open_teachers(
-            running_teachers(config),
+            config.running_teachers,
             cross_tokenizer_specs,
             world,
             learnable=config.projection.learnable,

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill_rl.config.facts import is_chosen_by_row, only_reads, targets_store
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.parallel.mesh import World
 from distill_rl.store.store import Store, StoreWriter
@@ -124,15 +123,15 @@ def build_teacher(
         from distill_rl.teacher.endpoint import EndpointScorer
 
         live = scored(EndpointScorer(teacher, token_of(teacher) if token is None else token))
-    elif not only_reads(teacher):
+    elif not teacher.only_reads:
         live = TeacherEngine(config, teacher, world, vocabulary_size=vocabulary_size)
     backend = _with_store(config, teacher, world, live)
-    return RoutedTeacher(backend) if is_chosen_by_row(teacher) else backend
+    return RoutedTeacher(backend) if teacher.is_chosen_by_row else backend
 
 
 def _with_store(config: Config, teacher: TeacherConfig, world: World, live: TeacherBackend | None) -> TeacherBackend:
     """What computes targets, with the store that they are read from or written to."""
-    folder = targets_store(teacher)
+    folder = teacher.targets_store
     if folder is None:
         assert live is not None
         return live

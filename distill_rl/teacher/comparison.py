@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distill_rl.config.facts import row_width, teacher_rows
+from distill_rl.config.facts import row_width
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.data.batch.tokenization import Encoded
@@ -147,7 +147,7 @@ def _micro_batches(
 ) -> Iterator[tuple[Tensor, list[int], Tensor]]:
     """Yields ids [R, S] of a document per row, the documents' lengths, and bool [R, S]: what is trained on."""
     # A position is wanted if the token behind it is a label. Padding follows the document, which does not see it.
-    size = teacher_rows(config, teacher)
+    size = config.rows_of(teacher)
     for start in range(0, len(documents), size):
         part = documents[start : start + size]
         lengths = [len(document.input_ids) for document in part]

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distill_rl.config import facts
-from distill_rl.config.facts import runs_model, teacher_length, teacher_rows
 from distill_rl.config.memory.teacher import TEACHER_CHUNK_BYTES as CHUNK_BYTES
 from distill_rl.config.memory.teacher import TEACHER_CHUNK_TOKENS as CHUNK_TOKENS
 from distill_rl.config.schema import Config, TeacherConfig
@@ -293,14 +291,14 @@ class TeacherEngine:
 
     @gpu_phase("teacher load")
     def __init__(self, config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int):
-        if teacher.backend == "vllm" or not runs_model(teacher):
+        if teacher.backend == "vllm" or not teacher.runs_model:
             raise ConfigError(f"teacher {teacher.name}", "must have backend hf", teacher.backend)
         be_deterministic(config.train.deterministic, world.device)
         self.config, self.teacher = config, teacher
         self.world = world
-        self.micro_batch_size = teacher_rows(config, teacher)
+        self.micro_batch_size = config.rows_of(teacher)
         self.wire_dtype = wire_dtype(teacher, world.device)
-        self.model = load_model(teacher, world, packing=config.data.packing, longest=teacher_length(config, teacher))
+        self.model = load_model(teacher, world, packing=config.data.packing, longest=config.length_of(teacher))
         self._by_length = length_limit(self.model.config) is not None
         self.head = TargetHead(
             partial(forward.head, self.model),
@@ -394,7 +392,7 @@ class TeacherEngine:
 
 def wire_dtype(teacher: TeacherConfig, device: torch.device) -> torch.dtype:
     """The dtype in which a teacher's log-probabilities or logits are sent; `device`, its rank's, decides `auto`."""
-    return DTYPES[facts.wire_dtype(teacher, on_gpu=device.type == "cuda")]
+    return DTYPES[teacher.sent_dtype(on_gpu=device.type == "cuda")]
 
 
 def _free_bytes(config: Config, world: World) -> int | None:

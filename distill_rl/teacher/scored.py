@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill_rl.config.facts import teacher_rows
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.config.target_bytes import target_bytes_per_token
 from distill_rl.errors import NumericsError
@@ -62,7 +61,7 @@ class ScoredTeacher:
         self, config: Config, teacher: TeacherConfig, world: World, *, vocabulary_size: int, scorer: PromptScorer
     ):
         self.config, self.teacher, self.world, self.scorer = config, teacher, world, scorer
-        self.micro_batch_size = teacher_rows(config, teacher)
+        self.micro_batch_size = config.rows_of(teacher)
         self.wire_dtype = wire_dtype(teacher, world.device)
         self.score = 0.0
         self._vocabulary_size, self._k = vocabulary_size, config.loss.top_k

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distill_rl.config.facts import teacher_rows, width_divisor
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.config.target_bytes import target_bytes_per_token
 from distill_rl.data.batch.collate import BatchPlan, BatchSharding, arrange, lay_out
@@ -124,7 +123,7 @@ class StoredTeacher:
     ):
         self.config, self.teacher, self.world = config, teacher, world
         self.store, self.live, self.writer = store, live, writer
-        self.micro_batch_size = teacher_rows(config, teacher)
+        self.micro_batch_size = config.rows_of(teacher)
         self.score = 0.0
         """As of `TeacherBackend`."""
         self.use = TokenCounts()
@@ -292,7 +291,7 @@ class StoredTeacher:
             return [], []
         encoded = [Encoded(part.tokens, np.ones(len(part.tokens), dtype=bool)) for part in parts]
         width, rows = batch.rows.shape[1], BatchSharding(1, self.micro_batch_size)
-        on_gpu, divisor = self.world.device.type == "cuda", width_divisor(self.config)
+        on_gpu, divisor = self.world.device.type == "cuda", self.config.width_divisor
         plan = BatchPlan(rows, (), width, self.config.data.packing, pad_id=0, on_gpu=on_gpu, width_divisor=divisor)
         members = [row for row in arrange([encoded], [width], plan) if row]
         pieces = tuple(tuple(parts[i].piece for i in row) for row in members)

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from distill_rl.config.facts import teacher_length
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import WorkerError
 from distill_rl.models.files.hub import read_config, resolve
@@ -48,7 +47,7 @@ class VllmScorer:
     @gpu_phase("engine load")
     def __init__(self, config: Config, teacher: TeacherConfig, *, gpu_share: float = 1.0, threads: int = 0):
         folder = resolve(teacher.model, teacher.revision, weights=True)
-        model, longest = read_config(folder, quantized=True), teacher_length(config, teacher)
+        model, longest = read_config(folder, quantized=True), config.length_of(teacher)
         if longest >= getattr(model, "max_position_embeddings", longest + 1):
             # vLLM refuses `max_model_len` beyond the positions. The one token beyond them is generated, but never read.
             os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal, TypeVar
 
-from distill_rl.config.facts import ranks_per_replica
 from distill_rl.config.schema import Config
 from distill_rl.errors import WorkerError
 from distill_rl.observe.log import say
@@ -63,7 +62,7 @@ class Starting:
     def __post_init__(self) -> None:
         self._parts = [_Part("aligner", self.aligners, [rank]) for rank in range(len(self.aligners.actors))]
         for teacher, group in self.teachers:
-            size = ranks_per_replica(teacher)
+            size = teacher.ranks_per_replica
             starts = range(0, len(group.actors), size)
             self._parts += [_Part("teacher", group, range(first, first + size)) for first in starts]
         whole: list[tuple[Role, WorkerGroup | None]] = [("student", self.student), ("evaluator", self.evaluator)]
@@ -123,7 +122,7 @@ class Starting:
 
     def _open_relays(self) -> None:
         """Gives the ranks of student and teachers relays, if there are many of them."""
-        models = [(group, ranks_per_replica(teacher)) for teacher, group in self.teachers]
+        models = [(group, teacher.ranks_per_replica) for teacher, group in self.teachers]
         if self.student is not None:
             models.append((self.student, len(self.student.actors)))
         relays = self.config.ray.relays

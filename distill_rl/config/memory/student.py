@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from distill_rl.config.facts import (
-    ModelFacts,
-    may_split_documents,
-    ranks_per_row,
-    row_width,
-    running_teachers,
-    width_divisor,
-)
+from distill_rl.config.facts import ModelFacts, row_width
 from distill_rl.config.memory.parts import FUSED, ITEM_SIZE, WorkerMemory, held
 from distill_rl.config.quantization import bytes_of_weights, made_weight_bytes
 from distill_rl.config.schema import Config, StudentConfig
@@ -75,7 +68,7 @@ def student_memory(
     copies_in_background = config.checkpoint.every and config.checkpoint.async_save and not on_gpu
     return WorkerMemory(
         worker="student",
-        count=parallel.dp * ranks_per_row(parallel),
+        count=parallel.dp * parallel.ranks_per_row,
         weights=4 * shard + _frozen_weights(config.student, model, shards),
         gradients=4 * shard,
         accumulated=_accumulated(config, model),
@@ -149,7 +142,7 @@ def _logits(config: Config, model: ModelFacts, on_gpu: bool) -> int:
     tokens = _tokens(config, config.train.micro_batch_size, on_gpu)
     columns = ceil(model.vocabulary_columns / config.student.parallel.tp)
     chunk = fused_chunk(config, model.vocabulary_columns, on_gpu=on_gpu)
-    others = max(0, len(running_teachers(config)) - 1) * ITEM_SIZE[config.student.dtype]
+    others = max(0, len(config.running_teachers) - 1) * ITEM_SIZE[config.student.dtype]
     return chunk + (4 + others) * columns * model.hidden_size + 4 * tokens * model.hidden_size
 
 
@@ -172,7 +165,7 @@ def _accumulated(config: Config, model: ModelFacts) -> int:
     """
     parallel = config.student.parallel
     rows_at_once = parallel.dp * config.train.micro_batch_size
-    several = config.train.global_batch_size > rows_at_once or may_split_documents(config)
+    several = config.train.global_batch_size > rows_at_once or config.may_split_documents
     sharded = parallel.dp * parallel.sp > parallel.replicas
     if not (several and sharded and reduces_once_per_step(config.student, model.trained)):
         return 0
@@ -219,5 +212,5 @@ def _activations(config: Config, model: ModelFacts, tokens: int, item: int, on_g
 
 def _tokens(config: Config, rows: int, on_gpu: bool) -> int:
     """Positions, padding included, that one rank holds of `rows` of the student's rows of the maximum width."""
-    width = row_width(config.data.max_length, on_gpu=on_gpu, divisor=width_divisor(config))
+    width = row_width(config.data.max_length, on_gpu=on_gpu, divisor=config.width_divisor)
     return rows * width // config.student.parallel.sp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from distill_rl.config.facts import ModelFacts, ranks_per_row, row_width, teacher_length, teacher_rows, width_divisor
+from distill_rl.config.facts import ModelFacts, row_width
 from distill_rl.config.memory.parts import FUSED, ITEM_SIZE, WorkerMemory, held
 from distill_rl.config.quantization import made_weight_bytes, weight_bytes
 from distill_rl.config.schema import Config, TeacherConfig
@@ -37,7 +37,7 @@ def teacher_memory(
     tokens = _teacher_tokens(config, teacher, on_gpu)
     return WorkerMemory(
         worker=teacher.name,
-        count=teacher.parallel.dp * ranks_per_row(teacher.parallel),
+        count=teacher.parallel.dp * teacher.parallel.ranks_per_row,
         weights=ceil(weight_bytes(teacher.quantization, model, item) * sum(held(model, tp)) / model.parameters),
         scratch=made_weight_bytes(teacher.quantization, model, item) // tp,
         activations=tokens * item * ((6 + 3 * model.experts_per_token) * model.hidden_size + 3 * intermediate),
@@ -81,5 +81,5 @@ def evaluator_memory(config: Config, model: ModelFacts, *, on_gpu: bool = False)
 
 def _teacher_tokens(config: Config, teacher: TeacherConfig, on_gpu: bool) -> int:
     """Positions, padding included, that one rank holds of a teacher's micro-batch of the maximum width."""
-    width = row_width(teacher_length(config, teacher), on_gpu=on_gpu, divisor=width_divisor(config))
-    return teacher_rows(config, teacher) * width // teacher.parallel.sp
+    width = row_width(config.length_of(teacher), on_gpu=on_gpu, divisor=config.width_divisor)
+    return config.rows_of(teacher) * width // teacher.parallel.sp

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from distill_rl.config.facts import Facts, ModelFacts, running_teachers, teacher_rows
+from distill_rl.config.facts import Facts, ModelFacts
 from distill_rl.config.memory.parts import ITEM_SIZE, WorkerMemory
 from distill_rl.config.memory.student import student_memory
 from distill_rl.config.memory.teacher import evaluator_memory, teacher_memory
@@ -22,12 +22,12 @@ def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Seq
         rings: bytes of all slots of one rank, per running teacher.
     """
     workers = []
-    on_gpu, running = facts.gpus > 0, running_teachers(config)
+    on_gpu, running = facts.gpus > 0, config.running_teachers
     if facts.student is not None:
         heads = _heads(config, facts, facts.student, on_gpu)
         # A student micro-batch reads at least one whole slot of each teacher, and several if it has more rows than a slot.
         rows = config.train.micro_batch_size
-        read = sum(max(slot, slot * rows // teacher_rows(config, teacher)) for slot, teacher in zip(slots, running))
+        read = sum(max(slot, slot * rows // config.rows_of(teacher)) for slot, teacher in zip(slots, running))
         workers.append(student_memory(config, facts.student, targets=read, heads=heads, on_gpu=on_gpu))
     # The ring is memory of the teacher's process, except with Ray's object store, which holds the slots itself.
     owned = config.transport in ("shared_memory", "cuda_ipc") or (on_gpu and config.transport == "auto")

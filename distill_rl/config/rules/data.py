@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from distill_rl.config.facts import wants_whole_batch
 from distill_rl.config.schema import Config
 from distill_rl.config.schema.fields import MISSING
 from distill_rl.errors import problem
@@ -28,7 +27,7 @@ def data_problems(config: Config) -> Iterator[str]:
     if not all(role.strip() for role in data.loss_roles):
         yield problem("data.loss_roles", "must be names of roles", data.loss_roles, "[] lets data.loss_on decide")
     if data.long_documents == "split":
-        if wants_whole_batch(config):
+        if config.wants_whole_batch:
             rule = (
                 "pieces make a batch of any number of rows; loss.dynamic_scale and teachers[].score need all of a batch "
                 "at once"

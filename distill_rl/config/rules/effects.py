@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from distill_rl.config.derive import has_validation
-from distill_rl.config.facts import TOKENS, UNKNOWN, Facts, comparisons, only_reads, running_teachers, runs_model
+from distill_rl.config.facts import TOKENS, UNKNOWN, Facts
 from distill_rl.config.layout import suites_every
 from distill_rl.config.reading.walk import as_yaml, default_of, leaves, pattern_of, values
 from distill_rl.config.schema import Config
@@ -28,7 +28,7 @@ class Run:
     @cached_property
     def methods(self) -> frozenset[str]:
         """How the running teachers are compared (`comparisons`)."""
-        return frozenset(comparisons(self.config, self.facts))
+        return frozenset(self.facts.comparisons(self.config))
 
     def only(self, *methods: str) -> bool:
         """Whether there are running teachers, and all of them are known to be compared in one of these ways."""
@@ -41,7 +41,7 @@ class Run:
     @property
     def exports(self) -> set[str]:
         """What the running teachers send."""
-        return {teacher.export for teacher in running_teachers(self.config)}
+        return {teacher.export for teacher in self.config.running_teachers}
 
     @property
     def data_kind(self) -> str:
@@ -86,7 +86,7 @@ _SUITES = (
 TABLE: tuple[NoEffect, ...] = (
     NoEffect(
         _TEACHERS,
-        lambda run: not running_teachers(run.config),
+        lambda run: not run.config.running_teachers,
         "no teacher is started",
     ),
     NoEffect(
@@ -141,7 +141,7 @@ TABLE: tuple[NoEffect, ...] = (
     ),
     NoEffect(
         ("loss.cross_tokenizer",),
-        lambda run: all(teacher.loss is not None for teacher in running_teachers(run.config)),
+        lambda run: all(teacher.loss is not None for teacher in run.config.running_teachers),
         "every teacher has a loss of its own (teachers[].loss)",
     ),
     NoEffect(
@@ -166,19 +166,19 @@ TABLE: tuple[NoEffect, ...] = (
     ),
     NoEffect(
         ("teachers[].wire_dtype", "teachers[].tokenizer"),
-        lambda run: bool(run.config.teachers) and all(only_reads(teacher) for teacher in run.config.teachers),
+        lambda run: bool(run.config.teachers) and all(teacher.only_reads for teacher in run.config.teachers),
         "all targets are read from stores, as they were captured",
     ),
     NoEffect(
         ("teachers[].dtype", "teachers[].attention", "teachers[].revision"),
-        lambda run: bool(run.config.teachers) and not any(runs_model(teacher) for teacher in run.config.teachers),
+        lambda run: bool(run.config.teachers) and not any(teacher.runs_model for teacher in run.config.teachers),
         "the run loads no teacher's model: targets are read from stores, or come from a server",
     ),
     NoEffect(
         ("teachers[].attention",),
         lambda run: (
             any(teacher.backend == "vllm" for teacher in run.config.teachers)
-            and all(teacher.backend == "vllm" or not runs_model(teacher) for teacher in run.config.teachers)
+            and all(teacher.backend == "vllm" or not teacher.runs_model for teacher in run.config.teachers)
         ),
         "vLLM chooses its attention itself",
     ),

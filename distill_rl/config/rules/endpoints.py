@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import problem
 from distill_rl.system.redact import in_text
@@ -31,7 +30,7 @@ def endpoint_problems(config: Config) -> Iterator[str]:
                 value = ", ".join(map(in_text, value)) if isinstance(value, list) else in_text(value)
                 remedy = f"add {key}.backend=endpoint, or leave it out"
                 yield problem(f"{key}.{name}", "is a setting of backend endpoint only", value, remedy)
-    served = [teacher for teacher in running_teachers(config) if teacher.backend == "endpoint"]
+    served = [teacher for teacher in config.running_teachers if teacher.backend == "endpoint"]
     if served and config.loss.temperature != 1:
         rule = f"must be 1: a server gives the log-probs of teacher {served[0].name} at temperature 1, and a top k cannot be taken to another one"
         yield problem("loss.temperature", rule, config.loss.temperature, "set loss.temperature=1")

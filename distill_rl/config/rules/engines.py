@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import problem
 
@@ -19,7 +18,7 @@ def engine_problems(config: Config) -> Iterator[str]:
         if teacher.backend != "vllm" and teacher.gpu_share is not None:
             rule = "is a setting of backend vllm, which takes its share of a GPU at the start"
             yield problem(f"{key}.gpu_share", rule, teacher.gpu_share, "leave it out")
-    engines = [teacher.name for teacher in running_teachers(config) if teacher.backend == "vllm"]
+    engines = [teacher.name for teacher in config.running_teachers if teacher.backend == "vllm"]
     if engines and config.loss.temperature != 1:
         rule = f"must be 1: vLLM gives the log-probs of teacher {engines[0]} at temperature 1, and those of a top k "
         rule += "do not say what they are at another one"

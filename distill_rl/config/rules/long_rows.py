@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from distill_rl.config.facts import TOKENS, UNKNOWN, Facts, comparisons, in_vllm, running_teachers, runs_model
+from distill_rl.config.facts import TOKENS, UNKNOWN, Facts
 from distill_rl.config.schema import Config
 from distill_rl.errors import problem
 
@@ -17,7 +17,7 @@ def long_row_problems(config: Config) -> Iterator[str]:
     """
     student = config.student
     for i, teacher in enumerate(config.teachers):
-        if teacher.parallel.sp > 1 and (in_vllm(teacher) or not runs_model(teacher)):
+        if teacher.parallel.sp > 1 and (teacher.in_vllm or not teacher.runs_model):
             rule = "divides the positions of a teacher with backend hf only"
             yield problem(f"teachers.{i}.parallel.sp", rule, teacher.parallel.sp, "leave it at 1")
     if student.parallel.sp > 1 and student.compile:
@@ -37,7 +37,7 @@ def chunk_problems(config: Config, facts: Facts) -> Iterator[str]:
     sp = config.student.parallel.sp
     if sp == 1:
         return
-    for teacher, method in zip(running_teachers(config), comparisons(config, facts)):
+    for teacher, method in zip(config.running_teachers, facts.comparisons(config)):
         if method not in (TOKENS, UNKNOWN):
             rule = f"must be 1: teacher {teacher.name} is compared by chunks of text ({method}), which may cross the border between two ranks"
             yield problem(

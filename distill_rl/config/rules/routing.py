@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from distill_rl.config.facts import is_chosen_by_row
 from distill_rl.config.schema import Config
 from distill_rl.errors import problem
 
 
 def routing_problems(config: Config) -> Iterator[str]:
     """Yields problems of `teachers[].where` and `teachers[].weight_column`, and of settings that do not go with them."""
-    chosen = [i for i, teacher in enumerate(config.teachers) if is_chosen_by_row(teacher)]
+    chosen = [i for i, teacher in enumerate(config.teachers) if teacher.is_chosen_by_row]
     for i in chosen:
         for column, values in config.teachers[i].where.items():
             key = f"teachers.{i}.where"

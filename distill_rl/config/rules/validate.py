@@ -8,7 +8,7 @@ from math import lcm
 from typing import Any
 
 from distill_rl.config.derive import has_validation, rows_per_slot, rows_unit, warmup_note
-from distill_rl.config.facts import Facts, running_teachers, teacher_rows, wants_whole_batch
+from distill_rl.config.facts import Facts
 from distill_rl.config.layout import suites_every
 from distill_rl.config.measured import acceptance_note, best_metrics, is_suite_score, is_validated, unmeasured
 from distill_rl.config.reading.walk import leaves, pattern_of, values
@@ -156,8 +156,8 @@ def _batch(config: Config) -> Iterator[str]:
     """
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     splits = [("student", config.student.parallel.dp, micro)]
-    for teacher in running_teachers(config):
-        splits.append((f"teacher {teacher.name}", teacher.parallel.dp, teacher_rows(config, teacher)))
+    for teacher in config.running_teachers:
+        splits.append((f"teacher {teacher.name}", teacher.parallel.dp, config.rows_of(teacher)))
     if batch <= 0 or any(dp <= 0 or size <= 0 for _, dp, size in splits):
         return  # reported by _single_values
     common = lcm(*(dp * size for _, dp, size in splits))
@@ -205,9 +205,9 @@ def _rings(config: Config) -> Iterator[str]:
     if slots is None or slots <= 0 or unit is None or batch % unit:
         return  # reported by _single_values and _batch
     least, what = unit, "one micro-batch of every rank"
-    if wants_whole_batch(config):
+    if config.wants_whole_batch:
         least, what = batch, "the whole batch, as loss.dynamic_scale or teachers[].score requires"
-    for teacher in running_teachers(config):
+    for teacher in config.running_teachers:
         rows = rows_per_slot(config, teacher)
         if slots * rows < least:
             rule = f"teacher {teacher.name}'s ring must hold {what}: {least} rows of {rows} per slot"
@@ -217,7 +217,7 @@ def _rings(config: Config) -> Iterator[str]:
 def _unit(config: Config) -> int | None:
     """`derive.rows_unit`, None if a size is not positive."""
     sizes = [config.student.parallel.dp, config.train.micro_batch_size]
-    sizes += [size for t in config.teachers for size in (t.parallel.dp, teacher_rows(config, t))]
+    sizes += [size for t in config.teachers for size in (t.parallel.dp, config.rows_of(t))]
     return rows_unit(config) if min(sizes) > 0 else None
 
 
@@ -271,7 +271,7 @@ def _teachers(config: Config) -> Iterator[str]:
         remedy = "set loss.cross_tokenizer=xtoken, or projection.learnable=false"
         yield problem("projection.learnable", rule, "true", remedy)
     if config.loss.divergence != "forward_kl":
-        for teacher in running_teachers(config):
+        for teacher in config.running_teachers:
             if teacher.export == "sampled":
                 rule = f"must be forward_kl, which the draws of teacher {teacher.name} (export: sampled) estimate"
                 remedy = "set loss.divergence=forward_kl, or another export"
@@ -381,7 +381,7 @@ def _evaluation(config: Config) -> Iterator[str]:
         remedy = "set evaluate.suites, or data.validation.path or data.validation.fraction"
         yield problem("evaluate.at_start", "needs validation data or suites to measure", "true", remedy)
     if evaluate.teachers and evaluate.suites:
-        if not running_teachers(config):
+        if not config.running_teachers:
             yield problem("evaluate.teachers", "needs teachers, and loss.kd_weight above 0", "true", "leave it out")
         for key, tokenizer in values(config, "teachers[].tokenizer"):
             if tokenizer is not None:

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import lcm
 from typing import Literal, Optional
 
 from distill_rl.config.schema.data import DataConfig as DataConfig
@@ -310,3 +311,58 @@ class Config:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+    @property
+    def running_teachers(self) -> list[TeacherConfig]:
+        """The teachers that the run starts: none if loss.kd_weight is 0."""
+        return list(self.teachers) if self.loss.kd_weight > 0 else []
+
+    def without_student(self) -> Config:
+        """This configuration for a run that starts teachers only: the student has no ranks, whatever it says of rows."""
+        parallel = replace(self.student.parallel, dp=0, replicas=1)
+        return replace(self, student=replace(self.student, parallel=parallel))
+
+    def rows_of(self, teacher: TeacherConfig) -> int:
+        """Rows per forward pass of one rank of the teacher."""
+        return self.train.micro_batch_size if teacher.micro_batch_size is None else teacher.micro_batch_size
+
+    def length_of(self, teacher: TeacherConfig) -> int:
+        """Most document tokens in a row of a teacher, if it has its own tokenizer."""
+        return self.data.max_length if teacher.max_length is None else teacher.max_length
+
+    @property
+    def repeats_documents(self) -> bool:
+        """Whether every epoch of the run has the documents of the first one.
+
+        Not if texts are joined, which depends on the batch that they are in, nor if sources are mixed, some of which an
+        epoch may read in part.
+        """
+        return not self.data.concatenate and len(self.data.sources) < 2
+
+    @property
+    def wants_whole_batch(self) -> bool:
+        """Whether the first gradient of a batch depends on all targets of the batch.
+
+        It does with loss.dynamic_scale, or with teachers that are weighted by a score other than `static`.
+        """
+        return self.loss.dynamic_scale != "off" or any(teacher.score != "static" for teacher in self.running_teachers)
+
+    def splits_documents(self, kind: str) -> bool:
+        """Whether documents that are longer than a row become several pieces; otherwise they are cut.
+
+        Args:
+            kind: of the data, `text` or `messages`.
+        """
+        if self.data.long_documents == "auto":
+            return kind == "text" and not self.wants_whole_batch
+        return self.data.long_documents == "split"
+
+    @property
+    def may_split_documents(self) -> bool:
+        """Whether documents of some kind are split."""
+        return any(self.splits_documents(kind) for kind in ("text", "messages"))
+
+    @property
+    def width_divisor(self) -> int:
+        """What divides the width of every row, so that student and teachers can divide it over their ranks (parallel.sp)."""
+        return lcm(self.student.parallel.sp, *(teacher.parallel.sp for teacher in self.running_teachers))

@@ -14,6 +14,8 @@ from distill_rl.config.schema.lora import LoraConfig
 CrossTokenizerLoss = Literal["hybrid", "xtoken", "gold", "hkl", "uld", "alm", "strict"]
 """Losses over chunks of text, for a teacher whose tokenizer differs from the student's."""
 TeacherLoss = Literal["same", CrossTokenizerLoss]
+SHARED_ENGINE = 0.4
+"""Fraction of a GPU that a vLLM engine gets beside other ranks, unless `teachers[].gpu_share` says otherwise."""
 Attention = Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"]
 
 
@@ -27,6 +29,11 @@ class ParallelConfig:
     """Number of copies of the student's parameters (hybrid sharding). Each copy is sharded over dp / replicas x sp neighbouring ranks; with one copy per node, only gradients travel between nodes. 1: a single copy, sharded over all dp x sp ranks. Must be 1 for teachers."""
     sp: int = field(default=1, metadata=POSITIVE)
     """Sequence-parallel size, for long rows: number of ranks that divide the positions of every row, so that each keeps 1 / sp of the activations and logits. Attention exchanges positions for heads, so sp must divide the attention heads (of a tensor-parallel rank). The student's parameters are sharded over dp x sp ranks; a teacher's are whole on every one. For teachers with backend hf."""
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that work on the same rows: each on a part of the positions, or of every layer."""
+        return self.sp * self.tp
 
 
 @dataclass
@@ -56,6 +63,16 @@ class StudentConfig:
     """Train low-rank updates of linear layers (LoRA) and leave the weights as they are, in `dtype`; `lora: {}` takes the defaults below (docs/models.md). null: all weights are trained."""
     quantization: Optional[Literal["int8", "int4", "fp8"]] = None
     """Hold the decoder layers' weights that student.lora does not train as numbers of 8 or 4 bits (QLoRA), made when the model is loaded, from which each pass makes them again in `dtype`; every data-parallel rank holds all of them. Needs student.lora and the `quantization` extra. null: in `dtype`."""
+
+    @property
+    def in_vllm(self) -> bool:
+        """As of a teacher: a student runs in this package."""
+        return False
+
+    @property
+    def may_be_quantized(self) -> bool:
+        """As of a teacher: a student's weights are read as numbers."""
+        return False
 
 
 @dataclass
@@ -117,3 +134,65 @@ class TeacherConfig:
     """What the teacher sends to the student. topk: the log-probs of the loss.top_k most likely tokens. sampled: loss.draws tokens drawn from its distribution, which estimate forward_kl without bias. hidden: its last hidden states, from which the student computes all logits with a copy of the teacher's output layer. logits: all logits. The cross-tokenizer losses `xtoken`, `gold`, `hkl`, `uld` and `strict` need hidden or logits, `hybrid` and `alm` do not take sampled."""
     wire_dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
     """Dtype in which log-probs and logits are sent. auto: fp16 on GPUs, fp32 on CPUs. The mass outside the top k and the label's log-prob are always sent as fp32, hidden states always in the teacher's dtype, draws as integers."""
+
+    @property
+    def is_chosen_by_row(self) -> bool:
+        """Whether the columns of a row say if, or how much, the teacher is asked for it."""
+        return bool(self.where) or self.weight_column is not None
+
+    @property
+    def only_reads(self) -> bool:
+        """Whether all of its targets are read from a store."""
+        return self.backend == "store" and self.missing != "live"
+
+    @property
+    def runs_model(self) -> bool:
+        """Whether the run loads its model: not if all of its targets are read from a store, or a server has it."""
+        return self.backend != "endpoint" and not self.only_reads
+
+    @property
+    def in_vllm(self) -> bool:
+        """Whether vLLM runs the model, with attention, parallel plans and quantised weights of its own."""
+        return self.backend == "vllm"
+
+    @property
+    def may_be_quantized(self) -> bool:
+        """Whether the weights in its folder may be quantised: the run does not read them, or reads them as they are."""
+        return self.in_vllm or self.quantization == "as_stored" or not self.runs_model
+
+    @property
+    def targets_store(self) -> str | None:
+        """The folder of the store that the run reads its targets from, or writes them to; None without one."""
+        return self.store if self.backend == "store" else self.cache
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Actors that hold one copy, or work on the same rows with one each. vLLM divides a model over processes of its own."""
+        return 1 if self.in_vllm else self.parallel.ranks_per_row
+
+    @property
+    def gpus_per_rank(self) -> int:
+        """GPUs that one of its actors uses where there are any; 0 if it loads no model."""
+        if not self.runs_model:
+            return 0
+        return self.parallel.tp if self.in_vllm else 1
+
+    def share_of_gpu(self, *, shared: bool) -> float:
+        """Fraction of the memory of its GPUs that its vLLM engine may use.
+
+        Args:
+            shared: whether other ranks use the same GPU.
+        """
+        if self.gpu_share is not None:
+            return self.gpu_share
+        return SHARED_ENGINE if shared else 1.0
+
+    def sent_dtype(self, *, on_gpu: bool) -> Literal["fp32", "fp16", "bf16"]:
+        """The dtype in which its log-probabilities or logits are sent.
+
+        Args:
+            on_gpu: whether the run uses GPUs, which decides `auto`.
+        """
+        if self.wire_dtype == "auto":
+            return "fp16" if on_gpu else "fp32"
+        return self.wire_dtype

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from distill_rl.config.derive import ring_plan
-from distill_rl.config.facts import row_width, running_teachers, teacher_length, teacher_rows, width_divisor
+from distill_rl.config.facts import row_width
 from distill_rl.config.schema import Config
 from distill_rl.data.batch.tokenization import Encoded, KnownIds
 from distill_rl.types import IGNORE_INDEX, PieceRef, RankBatch, TeacherPart, TokenRows
@@ -54,7 +54,7 @@ class BatchPlan:
     on_gpu: bool = False
     """Whether the rows go to GPUs; decides how wide they are (`row_width`)."""
     width_divisor: int = 1
-    """What divides the width of every row, because positions are divided over ranks (`facts.width_divisor`)."""
+    """What divides the width of every row, because positions are divided over ranks (`Config.width_divisor`)."""
 
     @classmethod
     def from_config(
@@ -68,18 +68,18 @@ class BatchPlan:
             pad_id: see `pad_id`.
             known_ids, split: see the fields.
         """
-        teachers = running_teachers(config)
+        teachers = config.running_teachers
         return cls(
             student=BatchSharding(config.student.parallel.dp, config.train.micro_batch_size),
-            teachers=tuple(BatchSharding(t.parallel.dp, teacher_rows(config, t)) for t in teachers),
+            teachers=tuple(BatchSharding(t.parallel.dp, config.rows_of(t)) for t in teachers),
             max_length=config.data.max_length,
             packing=config.data.packing,
             pad_id=pad_id,
             known_ids=tuple(known_ids),
             rows_per_sub_batch=ring_plan(config).rows_per_sub_batch,
-            teacher_lengths=tuple(teacher_length(config, teacher) for teacher in teachers),
+            teacher_lengths=tuple(config.length_of(teacher) for teacher in teachers),
             split=split,
-            width_divisor=width_divisor(config),
+            width_divisor=config.width_divisor,
         )
 
     def for_device(self, *, on_gpu: bool) -> BatchPlan:

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 from distill_rl import __version__
-from distill_rl.config.facts import running_teachers
 from distill_rl.config.measured import SUITE_SCORE
 from distill_rl.config.save import fingerprint, to_yaml
 from distill_rl.config.schema import Config, TeacherConfig
@@ -52,7 +51,7 @@ def header(
         licence: fields for the licence; none: `license: unknown`.
         scores: as in `model_card`.
     """
-    teachers = [f"teacher:{teacher.model}" for teacher in running_teachers(config) if is_hub_name(teacher.model)]
+    teachers = [f"teacher:{teacher.model}" for teacher in config.running_teachers if is_hub_name(teacher.model)]
     entries: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -161,7 +160,7 @@ def model_card(
     """
     jinja = environment(keep_trailing_newline=True)
     jinja.filters |= {"md": _text, "code": _code, "cell": _cell}
-    ran = running_teachers(config)
+    ran = config.running_teachers
     teachers = [str(redact(teacher.model)) for teacher in ran]
     yaml = to_yaml(config).strip()
     table = {"Student": str(redact(config.student.model))}
@@ -217,7 +216,7 @@ def _data(config: Config) -> str:
 
 def _loss(config: Config, methods: Sequence[str | None]) -> str:
     """What was minimised."""
-    loss, teachers = config.loss, running_teachers(config)
+    loss, teachers = config.loss, config.running_teachers
     balance = f" + {loss.router_weight:g} x balance of experts" if loss.router_weight else ""
     if not teachers:
         return f"CE with the data{balance}"

@@ -18,7 +18,6 @@ import numpy as np
 import psutil
 import ray
 
-from distill_rl.config.facts import ranks_per_row
 from distill_rl.config.schema import Config, ParallelConfig
 from distill_rl.errors import TransportError, first_line
 from distill_rl.observe.log import log_to_stderr
@@ -189,7 +188,7 @@ class RankWorker(GroupMember):
 
         _prepare_process(self._config.run.seed, self._threads)
         deadline_s = self._config.ray.step_timeout_s
-        store = self._meet(host, port, parallel.dp * ranks_per_row(parallel))
+        store = self._meet(host, port, parallel.dp * parallel.ranks_per_row)
         device = f"cuda:{gpu_index()}" if ray.get_gpu_ids() and not on_host else "cpu"
         if device != "cpu" and gpu_memory < 1:
             limit_gpu_memory(gpu_memory, gpu_index())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from distill_rl.config.facts import ranks_per_replica, ranks_per_row, row_width, teacher_length, width_divisor
+from distill_rl.config.facts import row_width
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.system.memory import peak_gib
 from distill_rl.transport.base import Handle, Offer, Receipt, Ring, Slot, readers_of
@@ -92,7 +92,7 @@ class TeacherWorker(RankWorker):
         """
         from distill_rl.teacher.build import build_teacher
 
-        ranks, is_engine = ranks_per_replica(self._teacher), self._teacher.backend == "vllm"
+        ranks, is_engine = self._teacher.ranks_per_replica, self._teacher.backend == "vllm"
         if is_engine:
             see_assigned_gpus()
         parallel = ParallelConfig(dp=1, tp=ranks) if is_engine else replace(self._teacher.parallel, dp=1)
@@ -127,8 +127,8 @@ class TeacherWorker(RankWorker):
             cannot be made.
         """
         self.close_others([transport])
-        divisor = width_divisor(self._config)
-        width = row_width(teacher_length(self._config, self._teacher), on_gpu=self._on_gpu, divisor=divisor)
+        divisor = self._config.width_divisor
+        width = row_width(self._config.length_of(self._teacher), on_gpu=self._on_gpu, divisor=divisor)
         positions = self._engine.micro_batch_size * width
         ring = Ring(num_slots, positions * self._engine.bytes_per_token + _SLACK, readers)
         self._ring = self._open_transport(transport, ring, source, backing)
@@ -168,7 +168,7 @@ class TeacherWorker(RankWorker):
 
         start = time.perf_counter()
         batch = rows[sub_batch]
-        replica, size = self._rank // ranks_per_replica(self._teacher), batch.rows.shape[0]
+        replica, size = self._rank // self._teacher.ranks_per_replica, batch.rows.shape[0]
         # First row and number of rows of the whole sub-batch, of which every replica has `size` rows.
         whole = (batch.first_row - replica * size, size * self._teacher.parallel.dp)
         handles, publish_s = [], 0.0
@@ -177,7 +177,7 @@ class TeacherWorker(RankWorker):
                 continue
             began = time.perf_counter()
             parallel = self._config.student.parallel
-            readers = readers_of(layout, *whole, dp=parallel.dp, per_row=ranks_per_row(parallel))
+            readers = readers_of(layout, *whole, dp=parallel.dp, per_row=parallel.ranks_per_row)
             handles.append(self._ring.publish(slots[i], tensors, replace(layout, readers=readers)))
             publish_s += time.perf_counter() - began
         if self._world.device.type == "cuda":  # otherwise only the launch would be timed

@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 
-from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.errors import DistillError, WorkerError
 from distill_rl.evals.options import evaluation_options
@@ -96,7 +95,7 @@ class Evaluations:
         self._group, self._config, self._calls, self._folder = group, config, calls, paths.evals
         self._copy, self._record, self._compare, self._stopping = copy, record, compare, stopping
         self._samples = SampleFile(paths.samples)
-        self._teachers = {teacher.name: teacher for teacher in running_teachers(config)}
+        self._teachers = {teacher.name: teacher for teacher in config.running_teachers}
         self._waiting: deque[_Due] = deque()
         self._running: _Running | None = None
         self._shown = 0.0

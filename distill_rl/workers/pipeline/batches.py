@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distill_rl.config.facts import running_teachers, targets_store
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
 from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.data.batch.cross_tokenizer_batch import BatchBuilder
@@ -35,7 +34,7 @@ def open_builder(config: Config, data_format: str, plan: BatchPlan, other_tokeni
     def read(model: StudentConfig | TeacherConfig) -> Reader:
         return tokenizer_of(model), stops_of(model)
 
-    teachers = zip(running_teachers(config), other_tokenizer, strict=True)
+    teachers = zip(config.running_teachers, other_tokenizer, strict=True)
     readers = [read(settings) if other else None for settings, other in teachers]
     return make_builder(config, data_format, plan, read(config.student), readers)
 
@@ -47,7 +46,7 @@ def make_builder(
     tokenizer, stops = student
     tokenization = Tokenization.of(tokenizer, config.data, format=data_format, stops=stops)
     others: list[CrossTokenizerTeacher | None] = []
-    for settings, reader in zip(running_teachers(config), teachers, strict=True):
+    for settings, reader in zip(config.running_teachers, teachers, strict=True):
         if reader is None:
             others.append(None)
             continue
@@ -61,10 +60,10 @@ def make_builder(
 
 def _stored_targets(config: Config) -> StoredTargets:
     """The teachers whose targets are read or stored, and the stores that decide what is trained on."""
-    teachers = [*enumerate(running_teachers(config))]
+    teachers = [*enumerate(config.running_teachers)]
     required = {
         i: Store(Path(teacher.store)).has
         for i, teacher in teachers
         if teacher.backend == "store" and teacher.store and teacher.missing == "skip"
     }
-    return StoredTargets(frozenset(i for i, teacher in teachers if targets_store(teacher) is not None), required)
+    return StoredTargets(frozenset(i for i, teacher in teachers if teacher.targets_store is not None), required)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distill_rl.config.derive import RingPlan
-from distill_rl.config.facts import ranks_per_replica, ranks_per_row
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import say
@@ -95,7 +94,7 @@ class Connector:
         Raises:
             ConfigError: as for `connect`.
         """
-        self._join([self._route(teacher, group, rank // ranks_per_replica(teacher), self._places(self._student))])
+        self._join([self._route(teacher, group, rank // teacher.ranks_per_replica, self._places(self._student))])
 
     def _join(self, routes: Sequence[Route]) -> None:
         """Opens and proves routes, tries those that fail once more by their second choice, and records them in `_used`."""
@@ -123,13 +122,13 @@ class Connector:
     def _route(self, teacher: TeacherConfig, group: WorkerGroup, replica: int, places: Sequence[Place]) -> Route:
         """Plans the route from the first rank of a teacher's replica to the student ranks that read its rows."""
         # Opens nothing.
-        dp, rank = teacher.parallel.dp, replica * ranks_per_replica(teacher)
+        dp, rank = teacher.parallel.dp, replica * teacher.ranks_per_replica
         students = self._config.student.parallel
         (place,) = self._places(group, [rank])
         # Divide the batch into dp · dp' equal parts. Replica r of the teacher's dp writes parts r·dp' to (r + 1)·dp';
         # rank s of the student's dp' reads parts s·dp to (s + 1)·dp. `readers_of` finds the ranks whose parts overlap.
         written = Layout(replica * students.dp, students.dp, 1)
-        readers = readers_of(written, 0, dp * students.dp, dp=students.dp, per_row=ranks_per_row(students))
+        readers = readers_of(written, 0, dp * students.dp, dp=students.dp, per_row=students.ranks_per_row)
         choice = choose(self._config.transport, place, [places[reader] for reader in readers])
         source, num_slots = group.names[rank], self._rings.slots[teacher.name]
         on = ", ".join(dict.fromkeys(_node_and_device(places[reader]) for reader in readers))

@@ -24,7 +24,6 @@ from typing import Literal
 import ray
 
 from distill_rl.config.derive import RingPlan
-from distill_rl.config.facts import ranks_per_replica
 from distill_rl.data.batch.collate import BatchPlan
 from distill_rl.transport.base import Slot
 from distill_rl.types import BatchInfo, DocumentBatch
@@ -198,7 +197,7 @@ class Pipeline:
     def _call(self, t: int, replica: int, sub_batch: SubBatch, slots: Sequence[Slot]) -> ReplicaCalls:
         """Calls the ranks of one replica of teacher `t`, without waiting."""
         teacher, group = self._teachers[t]
-        size = ranks_per_replica(teacher)
+        size = teacher.ranks_per_replica
         ranks = range(replica * size, (replica + 1) * size)
         rows = sub_batch.teachers[t][replica]
         return ReplicaCalls(*group.submit_replica(self._method, rows, sub_batch.index, slots, ranks=ranks))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from distill_rl.config.facts import running_teachers
 from distill_rl.config.schema import Config
 from distill_rl.observe.metrics import Metric
 from distill_rl.types import AlignmentInfo, BatchInfo
@@ -28,7 +27,7 @@ def describe_transport(
         occupancy: by teacher, the largest share of its ring in use.
         lost: teachers that the run continues without; they get no metrics.
     """
-    teachers = running_teachers(config)
+    teachers = config.running_teachers
     if not teachers:
         return {}
     flat = [replica for sub_batch in stats for teacher in sub_batch for replica in teacher]

@@ -6,7 +6,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from distill_rl.config.facts import ranks_per_row
 from distill_rl.config.schema import Config
 from distill_rl.errors import DistillError, WorkerError
 from distill_rl.observe.metrics import Metric, merge
@@ -114,7 +113,7 @@ class StudentGroup:
         """Calls every rank with its rows and the targets that all teachers publish, without waiting."""
         # Ray starts each call once its targets exist. The sub-batch is then TRAINING, with these calls in place of
         # earlier ones.
-        per_row, published = ranks_per_row(self._config.student.parallel), sub_batch.published
+        per_row, published = self._config.student.parallel.ranks_per_row, sub_batch.published
         sizes = [len(teacher) for teacher in published]
         targets = self._group.collect([ref for teacher in published for ref in teacher])
         ranks, is_last = range(len(self._group.actors)), sub_batch is progress.last

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from distill_rl.config.facts import ranks_per_replica
 from distill_rl.config.schema import Config, TeacherConfig
 from distill_rl.errors import DistillError, WorkerError
 from distill_rl.observe.log import say
@@ -146,7 +145,7 @@ class TeacherRecovery:
         """Replaces the actors of a replica, waits until they have loaded the model, and opens their ring."""
         timeout_s = self._config.ray.start_timeout_s
         group.renew(ranks, timeout_s)
-        started = group.start(size=ranks_per_replica(teacher), timeout_s=timeout_s, ranks=ranks)
+        started = group.start(size=teacher.ranks_per_replica, timeout_s=timeout_s, ranks=ranks)
         self._calls.gather(started, what=f"loading {teacher.name} again", timeout_s=timeout_s)
         if self._connector is not None:
             self._connector.reconnect(teacher, group, ranks[0])
@@ -171,7 +170,7 @@ class TeacherRecovery:
 
 def _replicas(teacher: TeacherConfig) -> list[range]:
     """Returns the ranks of each replica of a teacher, in its group's order."""
-    size = ranks_per_replica(teacher)
+    size = teacher.ranks_per_replica
     return [range(replica * size, (replica + 1) * size) for replica in range(teacher.parallel.dp)]
 
 

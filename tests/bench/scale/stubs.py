@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill_rl.config.facts import ranks_per_replica, ranks_per_row
 from distill_rl.observe.metrics import Metric
 from distill_rl.transport.base import Layout
 from distill_rl.types import RankBatch
@@ -83,14 +82,14 @@ class _Stub(RankWorker):
 
 class StubTeacher(_Stub, TeacherWorker):
     def start(self, host: str, port: int, gpu_memory: float = 1.0) -> None:
-        per_row = ranks_per_row(self._teacher.parallel)
-        self._world: Any = StubWorld(reports=self._rank % ranks_per_replica(self._teacher) % per_row == 0)
+        per_row = self._teacher.parallel.ranks_per_row
+        self._world: Any = StubWorld(reports=self._rank % self._teacher.ranks_per_replica % per_row == 0)
         self._engine: Any = StubTeacherEngine(self._config.train.micro_batch_size)
 
 
 class StubStudent(_Stub, StudentWorker):
     def start(self, host: str, port: int, gpu_memory: float = 1.0) -> None:
-        self._world: Any = StubWorld(reports=self._rank % ranks_per_row(self._config.student.parallel) == 0)
+        self._world: Any = StubWorld(reports=self._rank % self._config.student.parallel.ranks_per_row == 0)
         self._engine: Any = StubStudentEngine(self._world, len(self._config.teachers))
 
     def save(self, directory: str, marker: str | None) -> None:

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from distill_rl.config.derive import EXPORTS, sizes, total_steps
-from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts, row_width, width_divisor
+from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts, row_width
 from distill_rl.config.layout import aligner_workers, compute_groups, gpu_groups, gpus_of_ranks
 from distill_rl.config.load import load_config
 from distill_rl.config.memory.student import (
@@ -290,7 +290,7 @@ def test_offload_leaves_the_input_of_two_layers_on_a_gpu(load):
 @pytest.mark.parametrize(("on_gpu", "width"), [(False, 1008), (True, 1152)])
 def test_width_of_rows_divides_by_the_ranks_of_all_models(load, on_gpu: bool, width: int):
     config = load("student.parallel.sp=2", "teachers.0.parallel.sp=3")
-    assert row_width(1000, on_gpu=on_gpu, divisor=width_divisor(config)) == width
+    assert row_width(1000, on_gpu=on_gpu, divisor=config.width_divisor) == width
     assert width % 6 == 0
 
 

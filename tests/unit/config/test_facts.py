@@ -2,7 +2,6 @@
 
 import pytest
 
-from distill_rl.config.facts import may_be_quantized
 from distill_rl.config.schema import StudentConfig, TeacherConfig
 
 
@@ -18,5 +17,5 @@ from distill_rl.config.schema import StudentConfig, TeacherConfig
     ],
 )
 def test_weights_that_the_run_does_not_read_may_be_quantized(settings, may):
-    assert may_be_quantized(TeacherConfig(**settings)) is may
-    assert not may_be_quantized(StudentConfig())
+    assert TeacherConfig(**settings).may_be_quantized is may
+    assert not StudentConfig().may_be_quantized

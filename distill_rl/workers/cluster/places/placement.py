@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from distill_rl.config.facts import gpu_share, gpus_per_rank, in_vllm, ranks_per_row, running_teachers
 from distill_rl.config.layout import evaluator_problem, evaluators
 from distill_rl.config.schema import Config, ParallelConfig, TeacherConfig
 from distill_rl.errors import ConfigError
@@ -66,8 +65,8 @@ def actor_names(config: Config, num_aligners: int = 1) -> tuple[list[str], dict[
     """
     student = [f"student-{rank}" for rank in _rank_names(config.student.parallel)]
     teachers = {}
-    for teacher in running_teachers(config):
-        parallel = replace(teacher.parallel, tp=1) if in_vllm(teacher) else teacher.parallel
+    for teacher in config.running_teachers:
+        parallel = replace(teacher.parallel, tp=1) if teacher.in_vllm else teacher.parallel
         teachers[teacher.name] = [f"{teacher.name}/{rank}" for rank in _rank_names(parallel)]
     return student, teachers, [f"aligner-{i}" for i in range(num_aligners)]
 
@@ -113,16 +112,16 @@ def place_actors(
             `evaluate.parallel.tp`, or the transport works only within a node.
     """
     student, teachers, aligners = actor_names(config, num_aligners)
-    running, bundles, placements = running_teachers(config), list[dict[str, float]](), dict[str, ActorPlacement]()
-    readers = [name for t in running if not gpus_per_rank(t) for name in teachers.pop(t.name)]
+    running, bundles, placements = config.running_teachers, list[dict[str, float]](), dict[str, ActorPlacement]()
+    readers = [name for t in running if not t.gpus_per_rank for name in teachers.pop(t.name)]
     engines = {name: t for t in running if t.backend == "vllm" for name in teachers[t.name]}
-    split = [name for t in running if gpus_per_rank(t) > 1 for name in teachers.pop(t.name)]
+    split = [name for t in running if t.gpus_per_rank > 1 for name in teachers.pop(t.name)]
     groups = [student, *teachers.values()]
     if config.ray.placement == "disaggregated":
         ranks_by_bundle = [[name] for group in groups for name in group]
     else:
         ranks_by_bundle = _colocated(groups)
-    num_gpus_split = {name: float(gpus_per_rank(engines[name])) if gpus else 0.0 for name in split}
+    num_gpus_split = {name: float(engines[name].gpus_per_rank) if gpus else 0.0 for name in split}
     aligner_share = config.aligner.num_gpus if gpus and ranks_by_bundle else 0.0
     gpus_used = len(ranks_by_bundle) + sum(num_gpus_split.values())
     evaluator_guests, other_evaluators = _place_evaluators(config, gpus, len(ranks_by_bundle), gpus_used)
@@ -135,7 +134,7 @@ def place_actors(
         placements |= _place_in_bundle(i, all_ranks, guests, engines, needs, gpus=gpus, evaluates=evaluates)
         bundles.append(_bundle(len(all_ranks) + len(guests), 1.0 if gpus else 0.0))
     for name, num_gpus in num_gpus_split.items():
-        placements[name] = ActorPlacement(len(bundles), num_gpus, gpu_share(engines[name], shared=False))
+        placements[name] = ActorPlacement(len(bundles), num_gpus, engines[name].share_of_gpu(shared=False))
         bundles.append(_bundle(1, num_gpus))
     num_rank_bundles = len(bundles)
 
@@ -170,7 +169,7 @@ def _place_in_bundle(
         ConfigError: the guests leave nothing of the GPU to the ranks.
     """
     shared = [name for name in all_ranks if name in engines] if gpus and len(all_ranks) > 1 else []
-    shares = dict(guests) | {name: gpu_share(engines[name], shared=True) for name in shared}
+    shares = dict(guests) | {name: engines[name].share_of_gpu(shared=True) for name in shared}
     ranks = [name for name in all_ranks if name not in shared]
     left = 1.0 - sum(shares.values())
     if left < 0 or (ranks and left == 0):
@@ -179,7 +178,7 @@ def _place_in_bundle(
     memory = _memory_shares(ranks, left, needs) if evaluates or shared else {}
     placed = {}
     for name in ranks:
-        of_memory = memory.get(name, gpu_share(engines[name], shared=False) if name in engines else 1.0)
+        of_memory = memory.get(name, engines[name].share_of_gpu(shared=False) if name in engines else 1.0)
         placed[name] = ActorPlacement(bundle, left / len(ranks) if gpus else 0.0, of_memory)
     for name, share in shares.items():
         placed[name] = ActorPlacement(bundle, share, share if name in shared else 1.0)
@@ -309,7 +308,7 @@ def _replica_nodes(
     if parallel.replicas == 1 or len(nodes) < 2:
         return None
     rooms = {node.node_id: Counter(node.resources) for node in nodes}
-    size = parallel.dp // parallel.replicas * ranks_per_row(parallel)
+    size = parallel.dp // parallel.replicas * parallel.ranks_per_row
     chosen: list[str] = []
     for first in range(0, parallel.replicas * size, size):
         needed: Counter[str] = Counter()
