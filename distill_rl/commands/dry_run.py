@@ -12,8 +12,7 @@ from math import ceil
 from pathlib import Path
 
 from distill_rl.config.layout import gpus_of_run
-from distill_rl.config.load import load_config, read_config, texts
-from distill_rl.config.reading.interpolate import OF_A_JOB, variables_in
+from distill_rl.config.load import OF_A_JOB, load_config, read_config, texts, variables_in
 from distill_rl.config.rules.slurm import slurm_problems
 from distill_rl.config.save import require_no_secret, save_config
 from distill_rl.config.schema import Config, SlurmConfig

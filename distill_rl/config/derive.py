@@ -9,8 +9,7 @@ from typing import get_args
 
 from distill_rl.config.facts import Facts, TeacherFacts, row_width
 from distill_rl.config.layout import world
-from distill_rl.config.memory.parts import ITEM_SIZE, WorkerMemory
-from distill_rl.config.memory.workers import worker_memory
+from distill_rl.config.memory import ITEM_SIZE, WorkerMemory, worker_memory
 from distill_rl.config.schema import Config, CrossTokenizerLoss, ScheduleConfig, TeacherConfig
 from distill_rl.config.target_bytes import target_bytes_per_token
 from distill_rl.errors import ConfigError

@@ -1,25 +1,313 @@
-"""YAML, `key=value` and Python values → `Config`, with all problems reported at once.
-
-Later sources override earlier ones: defaults, files named by `extends`, the file itself, overrides, Python values.
-"""
+"""YAML, `key=value` and Python values → `Config`, with all problems reported at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, is_dataclass
 from functools import partial
+from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_origin
 
+import yaml
 from omegaconf import OmegaConf
 
 from distill_rl.config.paths import replace_paths, teacher_folder
-from distill_rl.config.reading.interpolate import resolve
-from distill_rl.config.reading.overrides import apply_overrides, apply_settings, merge
-from distill_rl.config.reading.walk import Findings, build, join, kind_at, unwrap
 from distill_rl.config.schema import MISSING, Config, TeacherConfig
+from distill_rl.config.walk import Findings, build, hints, item_kind, join, kind_at, unwrap
 from distill_rl.errors import ConfigError
 from distill_rl.system.files import nearby
+
+ENVIRONMENT = frozenset(
+    {"HOME", "USER", "SCRATCH", "WORK", "TMPDIR", "HF_HOME", "HF_DATASETS_CACHE", "SLURM_JOB_ID", "SLURM_JOB_NAME"}
+)
+"""Environment variables that a configuration may read; any other might hold a secret."""
+OF_A_JOB = frozenset({"TMPDIR", "SLURM_JOB_ID", "SLURM_JOB_NAME"})
+"""Those that differ from job to job."""
+
+_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+_REFERENCE_OR_ESCAPE = re.compile(_REFERENCE.pattern + r"|\$\\(\\*)\{")
+_KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+_ENV = re.compile(r"oc\.env:\s*(\w+)\s*(?:,(.*))?")
+
+
+class _Unresolved(Exception):
+    pass
+
+
+def resolve(node: Any, lookup: Callable[[str], Any], findings: Findings, path: str = "") -> Any:
+    """A copy of nested dicts and lists in which every reference in a text is replaced by what it refers to.
+
+    A text that is one reference takes the type of the value; within a longer text the value is inserted as text. A text
+    with a reference that cannot be resolved (see `_text`) is reported in `findings` under its dotted key and left
+    unchanged. Values that are not texts stay as they are.
+
+    Args:
+        lookup: dotted key → raw value, defaults included; raises KeyError.
+        path: dotted key of the tree.
+    """
+    if isinstance(node, dict):
+        return {key: resolve(value, lookup, findings, join(path, key)) for key, value in node.items()}
+    if isinstance(node, list):
+        return [resolve(value, lookup, findings, join(path, i)) for i, value in enumerate(node)]
+    if isinstance(node, str):
+        try:
+            return _text(node, lookup, (path,))
+        except _Unresolved as problem:
+            findings.add(path, str(problem), node)
+    return node
+
+
+def _text(text: str, lookup: Callable[[str], Any], seen: tuple[str, ...]) -> Any:
+    """A text with its references replaced, and those of the values inserted; an escaped `$\\{` becomes `${`.
+
+    A text that is one single reference returns the value with its type, which may be None; otherwise the result is a
+    text, with booleans in lower case.
+
+    Args:
+        seen: dotted keys that are being resolved, from the outermost on, to detect circles.
+
+    Raises:
+        _Unresolved: references that nest or are not closed, null inside a longer text, or anything that `_reference`
+            refuses.
+    """
+    if text.count("${") != len(_REFERENCE.findall(text)):
+        raise _Unresolved(
+            "references do not nest and must be closed; only ${section.key} and ${oc.env:NAME} are understood"
+        )
+    only_reference = _REFERENCE.fullmatch(text)
+    if only_reference:  # keeps the type of the value
+        return _reference(only_reference[1].strip(), lookup, seen)
+
+    def replacement(match: re.Match[str]) -> str:
+        """The text that replaces one match: `${` for an escape, otherwise the value of the reference as text."""
+        if match[1] is None:
+            return "$" + match[2] + "{"
+        value = _reference(match[1].strip(), lookup, seen)
+        if value is None:
+            raise _Unresolved(f"refers to {match[1].strip()}, which is null, inside a longer text")
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    return _REFERENCE_OR_ESCAPE.sub(replacement, text)
+
+
+def variables_in(text: str) -> set[str]:
+    """The environment variables that a text refers to."""
+    found = (_ENV.fullmatch(reference.strip()) for reference in _REFERENCE.findall(text))
+    return {match[1] for match in found if match}
+
+
+def escape(text: str) -> str:
+    """The text with `${` written as `$\\{`, so that a file that contains it reads back unchanged.
+
+    OmegaConf parses every text that contains `${`, so an escape must not contain it.
+    """
+    return re.sub(r"\$(\\*)\{", r"$\\\1{", text)
+
+
+def _reference(name: str, lookup: Callable[[str], Any], seen: tuple[str, ...]) -> Any:
+    """The resolved value of what stands between `${` and `}`: a dotted key, or `oc.env:NAME` with an optional fallback.
+
+    Raises:
+        _Unresolved: anything else, a circle, a key that does not exist, or a key of a section or list.
+    """
+    environment = _ENV.fullmatch(name)
+    if environment:
+        return _variable(environment[1], environment[2])
+    if not _KEY.fullmatch(name):
+        raise _Unresolved("only ${section.key} and ${oc.env:NAME} are understood")
+    if name in seen:
+        raise _Unresolved(f"the reference goes in a circle ({' -> '.join((*seen, name))})")
+    try:
+        value = lookup(name)
+    except KeyError:
+        raise _Unresolved(f"refers to {name}, which does not exist") from None
+    if isinstance(value, dict | list):
+        raise _Unresolved(f"refers to {name}, which is a section")
+    return _text(value, lookup, (*seen, name)) if isinstance(value, str) else value
+
+
+def _variable(name: str, fallback: str | None) -> str:
+    """The value of an environment variable, or the stripped fallback where the variable is not set.
+
+    An empty value counts as set.
+
+    Raises:
+        _Unresolved: a variable outside ENVIRONMENT, even with a fallback, or one that is not set and has no fallback
+            (None).
+    """
+    if name not in ENVIRONMENT:
+        allowed = ", ".join(sorted(ENVIRONMENT))
+        raise _Unresolved(f"{name} may not be read from a configuration; the variables that may be are {allowed}")
+    value = os.environ.get(name, None if fallback is None else fallback.strip())
+    if value is None:
+        raise _Unresolved(f"the environment has no {name}; write ${{oc.env:{name},FALLBACK}} or set it")
+    return value
+
+
+# Puts `key=value` from the command line, and Python values, into the raw mapping, before anything is checked.
+
+
+def apply_overrides(raw: dict[str, Any], overrides: Sequence[str], findings: Findings) -> None:
+    """Puts `key=value` texts into the raw mapping, in place and in their order, so that later ones win.
+
+    Sections and list entries that the mapping lacks are created. An override that does not fit is reported in
+    `findings` and skipped. Unknown keys and wrong types are not noticed here, but by `walk.build`.
+    """
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals or not key or any(not part for part in key.split(".")):
+            findings.add(override, "an override is written key=value", remedy="for example train.steps=100")
+            continue
+        _place(raw, key, _parse(key, text.strip()), findings)
+        findings.forget(key)
+        with suppress(yaml.YAMLError):  # then it is a text
+            findings.remember(text, key)
+
+
+def apply_settings(raw: dict[str, Any], settings: Mapping[str, Any], findings: Findings) -> None:
+    """Like `apply_overrides`, for Python values by dotted key; texts are taken as they are."""
+    for key, value in settings.items():
+        if not isinstance(key, str) or any(not part for part in key.split(".")):
+            findings.add(repr(key), "the name of a setting is a text", remedy="for example train, or train.steps")
+            continue
+        _place(raw, key, _plain(value), findings)
+        findings.forget(key)
+
+
+def _plain(value: Any) -> Any:
+    """A Python value as YAML would have given it: paths as texts, tuples as lists, sections of the schema as dicts."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return fspath(value) if isinstance(value, PathLike) else value
+
+
+def _parse(key: str, text: str) -> Any:
+    """The value of an override, by the type of its setting in the schema.
+
+    Settings of text or choice take it as typed, without surrounding quotes; where null is allowed, `null`, `~` and an
+    empty text are None. All other settings, and unknown ones, read it as YAML.
+    """
+    plain, optional = unwrap(kind_at(Config, key))
+    if plain is str or get_origin(plain) is Literal:
+        if optional and text in ("null", "~", ""):
+            return None
+        if not (len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"):
+            return text
+    return _scalar(text)
+
+
+def _scalar(text: str) -> Any:
+    """The text read as a YAML value; the text itself if it is not valid YAML."""
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)
+    except Exception:  # not YAML: taken as text, which the type check rejects if it must
+        return text
+    return parsed["value"] if isinstance(parsed, dict) and list(parsed) == ["value"] else text
+
+
+def _place(raw: dict[str, Any], key: str, value: Any, findings: Findings) -> None:
+    """Sets one value at a dotted key of the raw mapping, in place, creating what is missing on the way.
+
+    A list may grow by one entry; a section given as a value is merged into the one below it. A key that leads into a
+    single value, or a list index that does not fit, is reported in `findings` and the value is not set.
+    """
+    parts = key.split(".")
+    node: Any = raw
+    for depth, part in enumerate(parts):
+        here = ".".join(parts[:depth])
+        last = depth == len(parts) - 1
+        if isinstance(node, list):
+            index = _index(node, part, here, key, findings)
+            if index is None:
+                return
+            if index == len(node):
+                node.append(None)
+            slot: Any = index
+        elif isinstance(node, dict):
+            slot = part
+        else:
+            findings.add(key, f"{here} is a single value and has no parts", remedy=f"use {here}=...")
+            return
+        if last:
+            node[slot] = merge(_get(node, slot), value, kind_at(Config, key)) if isinstance(value, dict) else value
+            return
+        if _get(node, slot) is None:
+            node[slot] = _new_container(".".join(parts[: depth + 1]))
+        node = node[slot]
+
+
+def _get(node: Any, slot: Any) -> Any:
+    """The child of a node: of a list by position, of a mapping by key; None if a mapping has no such key."""
+    return node[slot] if isinstance(node, list) else node.get(slot)
+
+
+def _index(node: list, part: str, here: str, key: str, findings: Findings) -> int | None:
+    """The position in a list that a part of a dotted key names, which may be its length: an entry is to be added.
+
+    None with the reason in `findings` if the part is no number or a larger one.
+
+    Args:
+        part: the part of the key, such as `0`.
+        here: dotted key of the list.
+        key: the whole dotted key of the override, under which a problem is reported.
+    """
+    if not part.isdecimal():
+        findings.add(key, f"{here} is a list; its entries are numbered from 0", remedy=f"for example {here}.0")
+        return None
+    if int(part) > len(node):
+        entries = "entry" if len(node) == 1 else "entries"
+        findings.add(key, f"{here} has {len(node)} {entries}", remedy=f"the next one to add is {here}.{len(node)}")
+        return None
+    return int(part)
+
+
+def _new_container(path: str) -> Any:
+    """Start value for a dotted path that the file does not set: a list or an empty section.
+
+    A list is a copy of the schema's default, with sections as dicts; within another list it is empty.
+    """
+    kind = kind_at(Config, path)
+    if item_kind(kind) is None:
+        return {}
+    node: Any = Config()
+    for part in path.split("."):
+        if isinstance(node, list):
+            return []
+        node = getattr(node, part, None)
+    return [asdict(entry) if is_dataclass(entry) else entry for entry in node or ()]  # type: ignore[arg-type]
+
+
+def merge(below: Any, above: Any, kind: Any = None) -> Any:
+    """`below` overridden by `above`: mappings key by key, everything else as a whole.
+
+    Where `below` is a mapping, None in `above` changes nothing, unless the section may be null. Neither argument is
+    modified, but the result shares parts with them.
+
+    Args:
+        kind: type of the section in the schema; None: not known.
+    """
+    section, optional = unwrap(kind)
+    if isinstance(below, dict) and above is None and not optional:
+        return below
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    merged = dict(below)
+    for key, value in above.items():
+        inner = hints(section).get(key) if is_dataclass(section) else None  # type: ignore[arg-type]
+        merged[key] = merge(below[key], value, inner) if key in below else value
+    return merged
+
+
+# All of it, in order.
 
 UNNAMED = "distill"
 """`run.name` of a configuration that is no file and does not set it."""

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from distill_rl.config import schema
-from distill_rl.config.reading.foreign import FOREIGN
-from distill_rl.config.reading.interpolate import ENVIRONMENT
-from distill_rl.config.reading.walk import (
+from distill_rl.config.load import ENVIRONMENT
+from distill_rl.config.schema import Config, data, models, slurm
+from distill_rl.config.walk import (
+    FOREIGN,
     MISSING,
     as_yaml,
     default_of,
@@ -26,7 +27,6 @@ from distill_rl.config.reading.walk import (
     pattern_of,
     unwrap,
 )
-from distill_rl.config.schema import Config, data, lora, models, slurm
 from distill_rl.system.files import write_atomic
 
 _INTRODUCTION = """\
@@ -83,7 +83,7 @@ def field_documentation() -> dict[tuple[str, str], str]:
     """(class, field) → the string under the field in the schema, on one line; fields without one are left out."""
     texts = {}
     for node in (
-        statement for module in (schema, data, lora, models, slurm) for statement in ast.parse(getsource(module)).body
+        statement for module in (schema, data, models, slurm) for statement in ast.parse(getsource(module)).body
     ):
         if not isinstance(node, ast.ClassDef):
             continue

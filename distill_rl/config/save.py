@@ -11,9 +11,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from distill_rl.config.reading.interpolate import escape
-from distill_rl.config.reading.walk import join
+from distill_rl.config.load import escape
 from distill_rl.config.schema import Config
+from distill_rl.config.walk import join
 from distill_rl.errors import ConfigError
 from distill_rl.system.files import write_atomic
 from distill_rl.system.redact import redact

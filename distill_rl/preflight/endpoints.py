@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from distill_rl.config.rules.endpoints import endpoint_problems
+from distill_rl.config.rules.models import endpoint_problems
 from distill_rl.config.schema import Config
 from distill_rl.errors import first_line, problem
 from distill_rl.models.families import engine_length_problem, length_limit

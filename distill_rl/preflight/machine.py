@@ -19,7 +19,7 @@ from distill_rl.config.layout import (
     suites_every,
 )
 from distill_rl.config.measured import is_suite_score
-from distill_rl.config.memory.parts import WorkerMemory
+from distill_rl.config.memory import WorkerMemory
 from distill_rl.config.quantization import AS_STORED
 from distill_rl.config.schema import Config
 from distill_rl.errors import ConfigError, problem, problems_of

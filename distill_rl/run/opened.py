@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from distill_rl.config.derive import cross_tokenizer_loss
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
 from distill_rl.config.paths import described_by, teacher_folder
-from distill_rl.config.reading.walk import MISSING
 from distill_rl.config.rules import validate
 from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
+from distill_rl.config.walk import MISSING
 from distill_rl.data.batch.collate import BatchPlan, pad_id
 from distill_rl.data.batch.tokenization import KnownIds
 from distill_rl.data.loader import Joining, Loader

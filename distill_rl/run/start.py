@@ -36,8 +36,7 @@ from distill_rl.workers.cluster.places.placement import (
     evaluator_names,
     place_actors,
 )
-from distill_rl.workers.cluster.places.reservation import Reserved, reserve
-from distill_rl.workers.cluster.places.turns import tell
+from distill_rl.workers.cluster.places.reservation import Reserved, reserve, tell
 from distill_rl.workers.cluster.process_monitor import ProcessMonitor, keep_logs
 from distill_rl.workers.cluster.session import capacity, describe, nodes, ray_session, this_node
 from distill_rl.workers.cluster.timeline import write_timeline
@@ -45,8 +44,7 @@ from distill_rl.workers.pipeline.aligner_pool import AlignerPool, BadRows
 from distill_rl.workers.pipeline.capture_group import CaptureGroup
 from distill_rl.workers.pipeline.connect import Connector
 from distill_rl.workers.pipeline.pipeline import Pipeline
-from distill_rl.workers.pipeline.student_group import StudentGroup
-from distill_rl.workers.pipeline.student_recovery import StudentRecovery
+from distill_rl.workers.pipeline.student_group import StudentGroup, StudentRecovery
 from distill_rl.workers.pipeline.sub_batch import Teachers
 from distill_rl.workers.pipeline.teacher_recovery import TeacherRecovery
 from distill_rl.workers.starting import Starting

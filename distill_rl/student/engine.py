@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from distill_rl.config.measured import is_validated
-from distill_rl.config.memory.student import fused_loss, reduces_once_per_step
+from distill_rl.config.memory import fused_loss, reduces_once_per_step
 from distill_rl.config.schema import Config
 from distill_rl.losses import StudentHidden
 from distill_rl.models import forward

@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distill_rl.config.facts import ModelFacts
-from distill_rl.config.memory.parts import WorkerMemory
-from distill_rl.config.memory.student import student_memory
-from distill_rl.config.memory.teacher import teacher_memory
+from distill_rl.config.memory import WorkerMemory, student_memory, teacher_memory
 from distill_rl.config.schema import Config, DataConfig, LoraConfig, ParallelConfig, StudentConfig, TeacherConfig
 from distill_rl.models.lora import survey
 from distill_rl.types import RankBatch, TokenRows

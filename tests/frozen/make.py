@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from distill_rl.config.reading.walk import as_yaml, default_of, leaves
 from distill_rl.config.schema import Config
+from distill_rl.config.walk import as_yaml, default_of, leaves
 from distill_rl.system.environment import CONFIGS
 from tests.frozen import record
 from tests.helpers.models import write_tiny_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill_rl.config.memory.student import FUSED_CHUNK_BYTES
+from distill_rl.config.memory import FUSED_CHUNK_BYTES
 from distill_rl.losses import (
     DenseLogits,
     StudentHidden,

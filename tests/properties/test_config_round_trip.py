@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill_rl.config.load import load_config
-from distill_rl.config.reading.walk import MISSING, hints, is_mapping, item_kind, unwrap
 from distill_rl.config.save import redact, save_config
 from distill_rl.config.schema import Config
+from distill_rl.config.walk import MISSING, hints, is_mapping, item_kind, unwrap
 
 # YAML cannot carry lone surrogates and most control characters; "???" means "missing"; "~x" names the home of a user.
 TEXTS = st.one_of(

@@ -13,8 +13,7 @@ import pytest
 from distill_rl.config.schema import RayConfig
 from distill_rl.errors import ConfigError
 from distill_rl.workers.cluster.places.placement import PlacementPlan
-from distill_rl.workers.cluster.places.reservation import reserve
-from distill_rl.workers.cluster.places.turns import Holder, Queue
+from distill_rl.workers.cluster.places.reservation import Holder, Queue, reserve
 from tests.helpers.command import until
 
 pytestmark = pytest.mark.ray

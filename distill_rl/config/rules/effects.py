@@ -14,8 +14,8 @@ from pathlib import Path
 from distill_rl.config.derive import has_validation
 from distill_rl.config.facts import TOKENS, UNKNOWN, Facts
 from distill_rl.config.layout import suites_every
-from distill_rl.config.reading.walk import as_yaml, default_of, leaves, pattern_of, values
 from distill_rl.config.schema import Config
+from distill_rl.config.walk import as_yaml, default_of, leaves, pattern_of, values
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,20 @@ from distill_rl.config.derive import has_validation, rows_per_slot, rows_unit, w
 from distill_rl.config.facts import Facts
 from distill_rl.config.layout import suites_every
 from distill_rl.config.measured import acceptance_note, best_metrics, is_suite_score, is_validated, unmeasured
-from distill_rl.config.reading.walk import leaves, pattern_of, values
 from distill_rl.config.rules.data import data_problems
 from distill_rl.config.rules.effects import no_effect
-from distill_rl.config.rules.endpoints import endpoint_problems
-from distill_rl.config.rules.engines import engine_problems
-from distill_rl.config.rules.long_rows import long_row_problems
-from distill_rl.config.rules.lora import lora_problems
-from distill_rl.config.rules.quantization import quantization_problems
-from distill_rl.config.rules.routing import routing_problems
+from distill_rl.config.rules.models import (
+    endpoint_problems,
+    engine_problems,
+    long_row_problems,
+    lora_problems,
+    quantization_problems,
+    routing_problems,
+    store_problems,
+)
 from distill_rl.config.rules.slurm import slurm_problems
-from distill_rl.config.rules.stores import store_problems
 from distill_rl.config.schema import Config
+from distill_rl.config.walk import leaves, pattern_of, values
 from distill_rl.errors import problem
 from distill_rl.system.files import name_problem
 

@@ -14,9 +14,9 @@ from distill_rl.config.schema.data import SourceConfig as SourceConfig
 from distill_rl.config.schema.data import ValidationConfig as ValidationConfig
 from distill_rl.config.schema.fields import FRACTION, NOT_EMPTY, NOT_NEGATIVE, POSITIVE, POSITIVE_FRACTION
 from distill_rl.config.schema.fields import MISSING as MISSING
-from distill_rl.config.schema.lora import LoraConfig as LoraConfig
 from distill_rl.config.schema.models import Attention as Attention
 from distill_rl.config.schema.models import CrossTokenizerLoss as CrossTokenizerLoss
+from distill_rl.config.schema.models import LoraConfig as LoraConfig
 from distill_rl.config.schema.models import ParallelConfig as ParallelConfig
 from distill_rl.config.schema.models import StudentConfig as StudentConfig
 from distill_rl.config.schema.models import TeacherConfig as TeacherConfig

@@ -29,8 +29,7 @@ from distill_rl.workers.cluster.places.placement import (
     PlacementPlan,
     evaluator_names,
 )
-from distill_rl.workers.cluster.places.reservation import reserve
-from distill_rl.workers.cluster.places.turns import tell
+from distill_rl.workers.cluster.places.reservation import reserve, tell
 from distill_rl.workers.cluster.process_monitor import keep_logs
 from distill_rl.workers.cluster.session import ray_session
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distill_rl.config.facts import ModelFacts
-from distill_rl.config.memory.student import student_memory
+from distill_rl.config.memory import student_memory
 from distill_rl.config.schema import Config, DataConfig, StudentConfig
 from distill_rl.models.families import experts_per_token, visited_intermediate_size
 

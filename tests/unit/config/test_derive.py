@@ -6,7 +6,7 @@ from distill_rl.config.derive import EXPORTS, sizes, total_steps
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts, row_width
 from distill_rl.config.layout import aligner_workers, compute_groups, gpu_groups, gpus_of_ranks
 from distill_rl.config.load import load_config
-from distill_rl.config.memory.student import (
+from distill_rl.config.memory import (
     FUSED_BYTES_PER_LOGIT,
     FUSED_CHUNK_BYTES,
     FUSED_CHUNK_BYTES_GPU,
@@ -17,8 +17,8 @@ from distill_rl.config.memory.student import (
     fused_loss,
     micro_batch_logits,
     student_memory,
+    teacher_memory,
 )
-from distill_rl.config.memory.teacher import teacher_memory
 from distill_rl.config.schema import Config, DataConfig
 from distill_rl.data.loader import Loader
 from distill_rl.data.reading.sources import open_source

@@ -1,9 +1,8 @@
 from pathlib import Path
 
-from distill_rl.config.reading.foreign import FOREIGN, OUR_KEY
-from distill_rl.config.reading.walk import kind_at, leaves, pattern_of
 from distill_rl.config.reference import field_documentation, reference
 from distill_rl.config.schema import Config
+from distill_rl.config.walk import FOREIGN, OUR_KEY, kind_at, leaves, pattern_of
 
 ROOT = Path(__file__).parents[3]
 

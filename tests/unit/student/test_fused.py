@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distill_rl.config.memory import student as memory
+from distill_rl.config import memory
 from distill_rl.losses.core import logits
 from distill_rl.student.engine import StudentEngine
 from distill_rl.teacher.engine import TeacherEngine

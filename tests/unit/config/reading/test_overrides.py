@@ -1,7 +1,6 @@
 import pytest
 
-from distill_rl.config.load import load_config
-from distill_rl.config.reading.overrides import merge
+from distill_rl.config.load import load_config, merge
 from distill_rl.errors import ConfigError
 
 TEXT = """

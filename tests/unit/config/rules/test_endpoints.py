@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distill_rl.config.load import read_config
-from distill_rl.config.rules.endpoints import endpoint_problems
+from distill_rl.config.rules.models import endpoint_problems
 from distill_rl.config.rules.validate import notes, problems
 from distill_rl.config.save import decisive, to_yaml
 from distill_rl.config.schema import Config

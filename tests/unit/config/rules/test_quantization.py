@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from distill_rl.config.facts import LoraFacts, ModelFacts
-from distill_rl.config.memory.student import student_memory
-from distill_rl.config.memory.teacher import teacher_memory
-from distill_rl.config.rules.quantization import quantization_problems
+from distill_rl.config.memory import student_memory, teacher_memory
+from distill_rl.config.rules.models import quantization_problems
 from distill_rl.config.save import decisive
 from distill_rl.config.schema import Config, EvaluateConfig, LoraConfig, ParallelConfig, StudentConfig, TeacherConfig
 

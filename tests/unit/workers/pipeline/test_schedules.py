@@ -26,8 +26,7 @@ from distill_rl.workers.actors.teacher import TeacherStats
 from distill_rl.workers.cluster.calls import Overdue
 from distill_rl.workers.cluster.hosts import Hosts
 from distill_rl.workers.pipeline.pipeline import Pipeline
-from distill_rl.workers.pipeline.student_group import StudentGroup
-from distill_rl.workers.pipeline.student_recovery import StudentRecovery
+from distill_rl.workers.pipeline.student_group import StudentGroup, StudentRecovery
 from distill_rl.workers.pipeline.sub_batch import PendingBatch
 from distill_rl.workers.pipeline.teacher_recovery import TeacherRecovery
 

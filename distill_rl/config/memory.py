@@ -1,13 +1,92 @@
-"""The estimated memory of a student, and how it makes its logits and reduces its gradients, which depends on that."""
+"""Estimated peak memory of every worker of a run, part by part, and how a student makes its logits and reduces its gradients,
+which depends on that."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from math import ceil
 
-from distill_rl.config.facts import ModelFacts, row_width
-from distill_rl.config.memory.parts import FUSED, ITEM_SIZE, WorkerMemory, held
-from distill_rl.config.quantization import bytes_of_weights, made_weight_bytes
-from distill_rl.config.schema import Config, StudentConfig
+from distill_rl.config.facts import Facts, ModelFacts, row_width
+from distill_rl.config.quantization import bytes_of_weights, made_weight_bytes, weight_bytes
+from distill_rl.config.schema import Config, StudentConfig, TeacherConfig
+
+ITEM_SIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
+"""Bytes per element."""
+FUSED = ("gpt2", "phi3")
+"""Families that compute several projections with one matrix, whose whole output every tensor-parallel rank holds."""
+
+PROCESS_BASE = 435 * 2**20
+"""Resident size of a Ray actor on a CPU that has imported torch, transformers and an engine and taken a step (measured with
+models of a few thousand weights: 443 MiB a teacher, 464 MiB a student)."""
+OVERESTIMATE = 1.13
+"""The most by which an estimate was above the measured peak (docs/benchmarks/memory.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """Estimated peak memory of one process, by part, in bytes."""
+
+    worker: str
+    """`student`, `evaluator` or the teacher's name."""
+    count: int
+    """Number of such processes."""
+    weights: int
+    gradients: int = 0
+    accumulated: int = 0
+    """The unsharded fp32 gradient that a rank sums over its micro-batches if gradients are reduced once per step."""
+    optimizer: int = 0
+    gathered: int = 0
+    """FSDP's unsharded copy of its largest unit, the gradient of that unit, and the communication buffers of both."""
+    scratch: int = 0
+    """Temporaries of one optimizer step; of a teacher with quantised weights, the one that a layer computes with."""
+    activations: int = 0
+    logits: int = 0
+    targets: int = 0
+    """Targets of the micro-batches in flight."""
+    heads: int = 0
+    """Output layers of the teachers that export hidden states."""
+    cache: int = 0
+    """Keys and values of the prompts that are run together."""
+    saving: int = 0
+    """Host copy of weights and optimizer state from which a checkpoint is written while training continues."""
+    loading: int = 0
+    """Pages of the weight files, which are freed before anything but the weights is allocated."""
+    base: int = PROCESS_BASE
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Name → bytes of every part that is not 0, without `loading`, which does not coincide with the others."""
+        sizes = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {name: size for name, size in sizes.items() if size and name not in ("worker", "count", "loading")}
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Name → bytes of what the process holds at the higher of its two peaks: training, or loading the weights."""
+        loading = {"weights": self.weights, "loading": self.loading, "base": self.base}
+        return max(self.parts, loading, key=lambda parts: sum(parts.values()))
+
+    @property
+    def total(self) -> int:
+        """The sum of the peak."""
+        return sum(self.peak.values())
+
+    @property
+    def least(self) -> int:
+        """Bytes of all such processes together that cannot be shared, reclaimed or overestimated."""
+        return int(self.count * (sum(self.parts.values()) - self.base) / OVERESTIMATE)
+
+
+def held(model: ModelFacts, tp: int) -> tuple[int, int]:
+    """Parameters that a student trains, and that it does not, of a tensor-parallel rank, which FSDP2 then shards.
+
+    Tensor parallelism does not split routed experts. With adapters they are not trained.
+    """
+    experts = (model.expert_parameters, 0) if model.lora is None else (0, model.expert_parameters)
+    return tuple(ceil((part - own) / tp) + own for part, own in zip((model.trained, model.frozen), experts))  # type: ignore[return-value]
+
+
+# The estimated memory of a student, and how it makes its logits and reduces its gradients, which depends on that.
 
 FUSED_FROM_BYTES = 256 * 2**20
 """`loss.fused: auto` computes logits in chunks if those of a micro-batch would take more on a rank, in the compute dtype."""
@@ -214,3 +293,135 @@ def _tokens(config: Config, rows: int, on_gpu: bool) -> int:
     """Positions, padding included, that one rank holds of `rows` of the student's rows of the maximum width."""
     width = row_width(config.data.max_length, on_gpu=on_gpu, divisor=config.width_divisor)
     return rows * width // config.student.parallel.sp
+
+
+# The estimated memory of a teacher, and of a process that evaluates models.
+
+TEACHER_CHUNK_TOKENS = 1024
+"""A teacher computes the logits of at most this many tokens at a time: a larger matrix product is no faster."""
+TEACHER_CHUNK_BYTES = 256 * 2**20
+"""Upper bound on the fp32 logits of such a chunk on one rank."""
+PROMPT_TOKENS = 1024
+"""Assumed tokens of a prompt with its answer in an evaluation; the cache grows in proportion to them."""
+
+
+def teacher_memory(
+    config: Config, teacher: TeacherConfig, model: ModelFacts, *, targets: int = 0, on_gpu: bool = False
+) -> WorkerMemory:
+    """Estimated peak memory of one teacher process.
+
+    It holds its weights over tp (`quantization.weight_bytes`), the widest activations of one layer for its positions, and the
+    logits of one chunk.
+
+    On a CPU the pages of the weight files count as memory of the process, and reading them may be its peak.
+
+    Args:
+        targets: bytes of the ring or slots that the process holds.
+    """
+    tp, item = teacher.parallel.tp, ITEM_SIZE[teacher.dtype]
+    intermediate = (
+        model.intermediate_size if model.family in FUSED or model.experts_per_token else model.intermediate_size // tp
+    )
+    tokens = _teacher_tokens(config, teacher, on_gpu)
+    return WorkerMemory(
+        worker=teacher.name,
+        count=teacher.parallel.dp * teacher.parallel.ranks_per_row,
+        weights=ceil(weight_bytes(teacher.quantization, model, item) * sum(held(model, tp)) / model.parameters),
+        scratch=made_weight_bytes(teacher.quantization, model, item) // tp,
+        activations=tokens * item * ((6 + 3 * model.experts_per_token) * model.hidden_size + 3 * intermediate),
+        logits=teacher_logits(config, teacher, model, on_gpu=on_gpu),
+        targets=targets,
+        loading=0 if on_gpu else model.bytes_on_disk // tp,
+    )
+
+
+def teacher_logits(config: Config, teacher: TeacherConfig, model: ModelFacts, *, on_gpu: bool) -> int:
+    """Bytes of the logits that a teacher's rank holds at once, in its dtype and in two fp32 copies.
+
+    It may take fewer tokens at a time where little is free on a GPU.
+    """
+    columns = ceil(model.vocabulary_columns / teacher.parallel.tp)
+    tokens = _teacher_tokens(config, teacher, on_gpu)
+    chunk = max(1, min(TEACHER_CHUNK_TOKENS, TEACHER_CHUNK_BYTES // (4 * columns), tokens))
+    return chunk * columns * (ITEM_SIZE[teacher.dtype] + 8)
+
+
+def evaluator_memory(config: Config, model: ModelFacts, *, on_gpu: bool = False) -> WorkerMemory:
+    """Estimated peak memory of a process that evaluates a model, the student's copy or a teacher, on suites.
+
+    These are the weights in the dtype of their files (fp32 on a CPU) and, for a batch of prompts with PROMPT_TOKENS
+    tokens each, the keys and values, and the logits of one position per prompt. Tensor parallelism splits the weights
+    and, unless the family is in FUSED, the keys and values, but not the logits.
+    """
+    tp = config.evaluate.parallel.tp
+    item = max(1, model.bytes_on_disk // max(model.parameters, 1)) if on_gpu else 4
+    rows = config.evaluate.batch_size
+    cache = rows * PROMPT_TOKENS * model.num_layers * 2 * model.key_size * item
+    return WorkerMemory(
+        worker="evaluator",
+        count=tp,
+        weights=item * sum(held(model, tp)),
+        logits=rows * model.vocabulary_columns * (item + 8),
+        cache=cache if model.family in FUSED else cache // tp,
+        loading=0 if on_gpu else model.bytes_on_disk // tp,
+    )
+
+
+def _teacher_tokens(config: Config, teacher: TeacherConfig, on_gpu: bool) -> int:
+    """Positions, padding included, that one rank holds of a teacher's micro-batch of the maximum width."""
+    width = row_width(config.length_of(teacher), on_gpu=on_gpu, divisor=config.width_divisor)
+    return config.rows_of(teacher) * width // teacher.parallel.sp
+
+
+# The estimated memory of all workers of a run.
+
+
+def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Sequence[int]) -> tuple[WorkerMemory, ...]:
+    """Estimates for the student, the running teachers and, with suites, the evaluator, in this order.
+
+    A worker whose model's facts are not known is left out, and teachers that vLLM runs, which takes what it is given.
+
+    Args:
+        slots: bytes of one slot, per running teacher.
+        rings: bytes of all slots of one rank, per running teacher.
+    """
+    workers = []
+    on_gpu, running = facts.gpus > 0, config.running_teachers
+    if facts.student is not None:
+        heads = _heads(config, facts, facts.student, on_gpu)
+        # A student micro-batch reads at least one whole slot of each teacher, and several if it has more rows than a slot.
+        rows = config.train.micro_batch_size
+        read = sum(max(slot, slot * rows // config.rows_of(teacher)) for slot, teacher in zip(slots, running))
+        workers.append(student_memory(config, facts.student, targets=read, heads=heads, on_gpu=on_gpu))
+    # The ring is memory of the teacher's process, except with Ray's object store, which holds the slots itself.
+    owned = config.transport in ("shared_memory", "cuda_ipc") or (on_gpu and config.transport == "auto")
+    for (teacher, known), slot, ring in zip(facts.by_teacher(config), slots, rings):
+        if known.model is not None and teacher.backend != "vllm":
+            targets = ring + slot if owned else 2 * slot
+            workers.append(teacher_memory(config, teacher, known.model, targets=targets, on_gpu=on_gpu))
+    if facts.student is not None and config.evaluate.suites:
+        evaluated = [facts.student]
+        if config.evaluate.teachers:
+            evaluated += [known.model for _, known in facts.by_teacher(config) if known.model is not None]
+        memory = (evaluator_memory(config, model, on_gpu=on_gpu) for model in evaluated)
+        workers.append(max(memory, key=lambda worker: worker.total))
+    return tuple(workers)
+
+
+def _heads(config: Config, facts: Facts, student: ModelFacts, on_gpu: bool) -> int:
+    """Bytes of the teachers' output layers in one student process.
+
+    Token by token, a rank needs the columns of its own vocabulary shard only; a cross-tokenizer loss needs all columns.
+    CPUs keep the layers in fp32, the dtype they compute in. 0 without a teacher that exports hidden states.
+    """
+    total = 0
+    for teacher, known in facts.by_teacher(config):
+        model = known.model
+        if teacher.export != "hidden" or model is None:
+            continue
+        item = ITEM_SIZE[teacher.dtype] if on_gpu else 4
+        if known.cross_tokenizer_loss is not None:
+            total += model.vocabulary_columns * model.hidden_size * item
+        else:
+            total += ceil(student.vocabulary_columns / config.student.parallel.tp) * model.hidden_size * item
+    return total

@@ -1,1 +1,0 @@
-"""From text to raw settings: files, overrides, interpolation, and the walk that checks types."""
