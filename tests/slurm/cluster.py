@@ -37,7 +37,7 @@ SwitchType=switch/none
 MpiDefault=none
 SelectType=select/cons_tres
 SlurmdParameters=config_overrides
-SchedulerParameters=sched_min_interval=0,batch_sched_delay=0
+SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,bf_interval=2
 ReturnToService=2
 KillWait=30
 StateSaveLocation={root}/state
@@ -167,7 +167,7 @@ class Slurm:
 
     def done(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Runs one of Slurm's programs to its end."""
-        prefix = self.login.enter if self.login else []
+        prefix = [*self.login.enter, "env", f"--chdir={Path.cwd()}"] if self.login else []
         return subprocess.run([*prefix, *command], capture_output=True, text=True, timeout=60, env=self.environment())
 
     def environment(self, **more: str) -> dict[str, str]:
