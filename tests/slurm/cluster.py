@@ -170,9 +170,11 @@ class Slurm:
         prefix = [*self.login.enter, "env", f"--chdir={Path.cwd()}"] if self.login else []
         return subprocess.run([*prefix, *command], capture_output=True, text=True, timeout=60, env=self.environment())
 
-    def environment(self, **more: str) -> dict[str, str]:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "DISTILL_RL_"))}
-        return inherited | {"SLURM_CONF": f"{self.root}/slurm.conf", "PATH": _path()} | more
+    def environment(self) -> dict[str, str]:
+        """Of the daemons, programs and jobs; the guard of this process ends them if it is killed."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "DISTILL_RL_"))}
+        mark = {guard.VARIABLE: os.environ.get(guard.VARIABLE, "")}
+        return kept | mark | {"SLURM_CONF": f"{self.root}/slurm.conf", "PATH": _path()}
 
     def field(self, job: str, name: str) -> str:
         """A field of `scontrol show job`; empty for a job that Slurm has forgotten."""
@@ -326,13 +328,12 @@ def _start_accounting(stack: contextlib.ExitStack, cluster: Slurm) -> None:
 def _daemon(stack: contextlib.ExitStack, cluster: Slurm, *command: str, machine: Machine | None = None) -> None:
     """Starts a daemon in the foreground, where Slurm's programs run or on a node, and ends it with the stack."""
     machine = machine or cluster.login
-    marked = cluster.environment(**{guard.VARIABLE: os.environ.get(guard.VARIABLE, "")})
     process = psutil.Popen(
         [*(machine.enter if machine else []), *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=marked,
+        env=cluster.environment(),
     )
     stack.callback(_end, process)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import distill_rl
 from tests.cli.conftest import Material
 from tests.helpers.command import names, series, survivors, told, until
 from tests.helpers.corpus import write_corpus
+from tests.helpers.guard import temporary_prefix
 from tests.helpers.models import write_tiny_model
 from tests.slurm.cluster import Slurm, two_nodes, why_not
 
@@ -38,7 +40,7 @@ def cluster() -> Iterator[Slurm]:
 @contextlib.contextmanager
 def public_folder() -> Iterator[Path]:
     """A temporary folder that all users may read, as munge asks of it and its parents."""
-    root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    root = Path(tempfile.mkdtemp(prefix=temporary_prefix(os.getpid()), dir="/tmp"))
     root.chmod(0o755)
     try:
         yield root

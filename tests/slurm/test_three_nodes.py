@@ -272,7 +272,7 @@ def test_a_chained_job_has_the_options_of_the_first_and_its_dependants(submit, c
 @pytest.mark.parametrize(
     ("harm", "mend", "cause"),
     [
-        (f"mount -t tmpfs none {sys.prefix}", f"umount {sys.prefix}", r"n3: task 1: Exited with exit code \d+"),
+        (f"mount -t tmpfs none {sys.prefix}", f"umount {sys.prefix}", r"n3: Exited with exit code \d+"),
         ("mount -o remount,ro /tmp", "mount -o remount,rw /tmp", r"n3: .*Read-only file system: '/tmp/dr1-"),
     ],
     ids=["no interpreter", "no /tmp"],

@@ -675,6 +675,18 @@ def test_a_job_that_saves_nothing_three_times_is_not_started_again(tmp_path: Pat
     assert "continues with attempt 5 (requeue)" in start(tmp_path).stdout
 
 
+def test_a_request_before_the_launcher_runs_is_forwarded(tmp_path: Path) -> None:
+    stand_ins(tmp_path, flock="#!/usr/bin/env bash\nkill -USR1 $PPID\n")
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "bin").mkdir()
+    stand_ins(tmp_path / "bin", python="#!/usr/bin/env bash\n")
+    stand_ins(tmp_path / "launch", **{"ray_cluster.sh": "#!/usr/bin/env bash\nread -rt 60 <> <(:)\n"})
+    stand_ins(tmp_path, scontrol=JOB_CONTROL, squeue=JOB_CONTROL)
+    done = start(tmp_path)
+    assert done.returncode == 85
+    assert "stopped, with nothing new to save; continues with attempt 2 (requeue)" in done.stdout
+
+
 @pytest.mark.parametrize("lock", [".job.lock", ".lock"])
 def test_a_second_job_in_a_run_directory_ends_with_one_line_and_touches_nothing(tmp_path: Path, lock: str) -> None:
     start(tmp_path)
