@@ -594,7 +594,7 @@ JobId=7 JobName=my run
    Features=fast&ib DelayBoot=00:00:00
    OverSubscribe=NO Contiguous=0 Licenses=(null) Network=(null)
    Command=/spool/script
-   Comment=a study, part=2
+   Comment=a study, part=2\x20
    StdErr=/logs/100%.log
    StdOut=/logs/100%.log
    TresPerNode=gres:gpu:h200:2
