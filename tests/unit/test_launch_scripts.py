@@ -470,6 +470,27 @@ def test_invalid_number_gives_one_line(variables: dict[str, str], message: str, 
     assert not (tmp_path / "run").exists()
 
 
+ENDED_STEP = """\
+#!/usr/bin/env bash
+while [[ ${1:-} == -* ]]; do shift; done
+[[ $* == *workers.cluster.node* ]] || exec "$@"
+echo "srun: error: n3: task 1: Exited with exit code 2" >&2
+while [[ ! -e "${@: -2:1}/stop" ]]; do read -rt 0.1 <> <(:); done
+"""
+
+
+def test_a_node_whose_step_ends_is_named_with_its_exclude(tmp_path: Path) -> None:
+    nodes = '#!/usr/bin/env bash\n[[ $1 != show || $2 != hostnames ]] || printf "n1\\nn3\\n"\n'
+    stand_ins(tmp_path, scontrol=nodes, srun=ENDED_STEP, squeue="#!/usr/bin/env bash\n")
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", os.fspath(ROOT / "launch" / "ray_cluster.sh"), "true"]
+    env = os.environ | job | {"RUN_DIR": os.fspath(tmp_path / "run"), "PYTHON": "python3"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 1
+    assert "ray_cluster: error: Ray's steps ended; not ready: n1 n3\n    n3: Exited with exit code 2\n" in done.stderr
+    assert "submit the job again with --exclude=n3\n" in done.stderr
+
+
 def test_silent_nodes_are_given_up_after_the_timeout(tmp_path: Path) -> None:
     silent = "#!/usr/bin/env bash\nwhile true; do read -rt 1 <> <(:); done\n"
     stand_ins(tmp_path, scontrol=SCONTROL, srun=silent, squeue="#!/usr/bin/env bash\n")
