@@ -198,19 +198,16 @@ def test_jobs_with_consecutive_ids_have_their_own_ports(cluster, material, tmp_p
         job.assert_nothing_left()
 
 
-class listener:
+@contextlib.contextmanager
+def listener(machine: Machine, port: int) -> Iterator[None]:
     """A program on a machine that listens on a port."""
-
-    def __init__(self, machine: Machine, port: int):
-        program = f"import socket, time; s = socket.create_server(('', {port})); print(flush=True); time.sleep(3600)"
-        self._process = subprocess.Popen([*machine.enter, sys.executable, "-c", program], stdout=subprocess.PIPE)
-
-    def __enter__(self) -> None:
-        assert self._process.stdout.readline() == b"\n"
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+    program = f"import socket, time; s = socket.create_server(('', {port})); print(flush=True); time.sleep(3600)"
+    with subprocess.Popen([*machine.enter, sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout.readline() == b"\n"
+            yield
+        finally:
+            process.kill()
 
 
 def test_a_job_without_time_for_a_step_ends_after_three_starts(cluster, material, tmp_path):
