@@ -257,7 +257,7 @@ def test_a_chained_job_has_the_options_of_the_first_and_its_dependants(submit, c
     told = {name: cluster.run("scontrol", "show", "job", name) for name in (job.id, following)}
     for field in ("Account", "QOS", "Features", "MinMemoryNode", "NumNodes", "TimeLimit", "Partition", "Comment"):
         # Of a job that waits, the number of nodes is told as 2-2.
-        values = {re.search(rf"\b{field}=(?:\d-)?(.*?)(?: [A-Z][A-Za-z]*=|\n)", text)[1] for text in told.values()}
+        values = {re.search(rf"\b{field}=(?:\d-)?(.*?)(?: [A-Z][A-Za-z:]*=|\n)", text)[1] for text in told.values()}
         assert len(values) == 1, (field, values)
     assert "Account=team QOS=long" in told[following]
     assert "Comment=a study, part=2" in told[following]
