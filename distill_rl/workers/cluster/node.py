@@ -146,7 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     node = Node.of_job(shared, logs)
     node.say("here")
-    code, folder = 0, None
+    code = 0
+    folder: Path | None = None
     try:
         remove_abandoned(TMP, FOLDERS)
         folder = OwnedFolder(TMP, f"dr{node.index}-{os.getpid()}-").path  # sockets in it must stay under 107 bytes
