@@ -162,7 +162,7 @@ report_missing() { # report_missing REASON: names the nodes that are not ready, 
     local node bad
     complain "$1; not ready: $(missing | paste -sd ' ')"
     ended_steps | sort -u | sed 's/^/    /' >&2
-    bad="$({ ended_steps | sed 's/:.*//'; compgen -G "$shared/failed-*" | sed 's/.*\/failed-//'; } | sort -u | paste -sd ,)"
+    bad="$({ ended_steps | sed 's/:.*//'; compgen -G "$shared/failed-*" | sed 's/.*\/failed-//' || true; } | sort -u | paste -sd ,)"
     if [[ -n $bad && $(tr , '\n' <<<"$bad" | wc -l) -lt $nodes_of_job ]]; then
         complain "if the other nodes are well, submit the job again with --exclude=$bad"
     fi

@@ -13,7 +13,7 @@
 #   bash launch/test.sh triton                the Triton kernels, interpreted and compiled without a GPU, in .venv-triton
 #   bash launch/test.sh quantization          frozen weights of 8 and 4 bits, which need torchao, in .venv-triton
 #   bash launch/test.sh real                  pretrained models, which are fetched once, in .venv-triton; Gemma with ACCEPT_GEMMA_TERMS=1
-#   bash launch/test.sh slurm                 jobs on a real Slurm with two nodes, installed by apt-get and started here
+#   bash launch/test.sh slurm                 jobs on a real Slurm, installed by apt-get and started here: two nodes that share this machine; three with networks of their own and slurmdbd
 #   bash launch/test.sh service               the jobs service, which needs Ray's dashboard, in .venv-ops
 #   bash launch/test.sh monitoring            Prometheus, W&B and MLflow with real runs, in .venv-ops
 #   bash launch/test.sh all                   the default suite and all groups, one after the other, and a table of them
@@ -77,11 +77,16 @@ real)
     ;;
 slurm)
     # Installs Slurm if that is possible: as root, with apt-get. Otherwise the tests are skipped and name what is missing.
-    if ! PATH="$PATH:/usr/sbin" command -v munged slurmctld slurmd sbatch >/dev/null && [[ $EUID -eq 0 ]] && command -v apt-get >/dev/null; then
-        echo "test: installing slurm-wlm and munge" >&2
-        { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends slurm-wlm munge; } >/dev/null ||
-            echo "test: apt-get could not install slurm-wlm and munge" >&2
-    fi
+    packages="slurm-wlm munge slurmdbd mariadb-server iproute2"
+    for program in munged slurmctld slurmd sbatch slurmdbd mariadbd ip; do
+        if ! PATH="$PATH:/usr/sbin:/sbin" command -v "$program" >/dev/null && [[ $EUID -eq 0 ]] && command -v apt-get >/dev/null; then
+            echo "test: installing $packages" >&2
+            # shellcheck disable=SC2086 # several packages in one variable
+            { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $packages; } >/dev/null ||
+                echo "test: apt-get could not install $packages" >&2
+            break
+        fi
+    done
     exec "$PYTHON" -m pytest tests/slurm "$@"
     ;;
 service | monitoring)

@@ -1,11 +1,13 @@
-"""One Slurm for the session, and jobs that must leave nothing behind."""
+"""One Slurm with two nodes for the session, and jobs that must leave nothing behind."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,8 +18,9 @@ import distill_rl
 from tests.cli.conftest import Material
 from tests.helpers.command import names, series, survivors, told, until
 from tests.helpers.corpus import write_corpus
+from tests.helpers.guard import temporary_prefix
 from tests.helpers.models import write_tiny_model
-from tests.slurm.cluster import Slurm, slurm, why_not
+from tests.slurm.cluster import Slurm, two_nodes, why_not
 
 ROOT = Path(distill_rl.__file__).parents[1]
 START_S = 240
@@ -28,12 +31,19 @@ START_S = 240
 def cluster() -> Iterator[Slurm]:
     if reason := why_not():
         pytest.skip(f"no Slurm can be started here: {reason}")
-    root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    root.chmod(0o755)
-    (root / "hidden").mkdir()
-    try:
-        with slurm(root, root / "hidden") as cluster:
+    with public_folder() as root:
+        (root / "hidden").mkdir()
+        with two_nodes(root, root / "hidden") as cluster:
             yield cluster
+
+
+@contextlib.contextmanager
+def public_folder() -> Iterator[Path]:
+    """A temporary folder that all users may read, as munge asks of it and its parents."""
+    root = Path(tempfile.mkdtemp(prefix=temporary_prefix(os.getpid()), dir="/tmp"))
+    root.chmod(0o755)
+    try:
+        yield root
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -107,7 +117,8 @@ class Job:
                 texts = [*process.cmdline(), *process.environ().values()]
                 assert not any(folder in text for text in texts) or "pytest" in " ".join(texts), texts
         assert not list(self.run.glob(f".ray-{self.id}.*")), "the token must be deleted"
-        assert not [path for path in Path("/tmp").glob("dr[0-9]*-*") if self.owns(path)]
+        for tmp in self.slurm.folders("/tmp"):
+            assert not [path for path in tmp.glob("dr[0-9]*-*") if self.owns(path)]
 
     def owns(self, folder: Path) -> bool:
         """Whether this folder was the temporary directory of the job's Ray."""
@@ -116,19 +127,25 @@ class Job:
 
 @pytest.fixture
 def submit(cluster: Slurm, material: Material, tmp_path: Path):
-    """submit(overrides..., run=NAME, nodes=2, **variables) submits launch/slurm.sbatch and returns the job."""
+    """submit(overrides..., run=NAME, nodes=2, options=[], **variables) submits launch/slurm.sbatch and returns the job."""
 
     def submit_job(
-        *overrides: str, run: str = "tiny", nodes: int = 2, folder: Path | None = None, **variables: str
+        *overrides: str,
+        run: str = "tiny",
+        nodes: int = 2,
+        folder: Path | None = None,
+        options: Sequence[str] = (),
+        **variables: str,
     ) -> Job:
         config = material.config(tmp_path)
         directory = (folder or tmp_path / "runs") / run
         output = tmp_path / f"{run}.log"
-        settings = {"RAY_OBJECT_STORE_BYTES": "100000000", "CONFIG": str(config), "RUN_DIR": str(directory)} | variables
+        settings = {"RAY_OBJECT_STORE_BYTES": "100000000", "CONFIG": str(config), "RUN_DIR": str(directory)}
+        settings |= {"VENV": sys.prefix} | variables
         command = ["sbatch", "--parsable", f"--nodes={nodes}", "--gpus-per-node=0", "--time=10", f"--chdir={ROOT}"]
         script = [str(ROOT / "launch" / "slurm.sbatch"), *overrides]
         exports = ",".join(["ALL", *(f"{name}={value}" for name, value in settings.items())])
-        job_id = cluster.run(*command, f"--output={output}", f"--export={exports}", *script)
+        job_id = cluster.run(*command, *options, f"--output={output}", f"--export={exports}", *script)
         return Job(cluster, job_id, directory, output)
 
     yield submit_job

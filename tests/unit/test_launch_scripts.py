@@ -470,6 +470,28 @@ def test_invalid_number_gives_one_line(variables: dict[str, str], message: str, 
     assert not (tmp_path / "run").exists()
 
 
+ENDED_STEP = """\
+#!/usr/bin/env bash
+while [[ ${1:-} == -* ]]; do shift; done
+[[ $* == *workers.cluster.node* ]] || exec "$@"
+echo "srun: error: n3: task 1: Exited with exit code 2" >&2
+while [[ ! -e "${@: -2:1}/stop" ]]; do read -rt 0.1 <> <(:); done
+"""
+
+
+def test_a_node_whose_step_ends_is_named_with_its_exclude(tmp_path: Path) -> None:
+    nodes = '#!/usr/bin/env bash\n[[ $1 != show || $2 != hostnames ]] || printf "n1\\nn3\\n"\n'
+    stand_ins(tmp_path, scontrol=nodes, srun=ENDED_STEP, squeue="#!/usr/bin/env bash\n")
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1,3]"}
+    command = ["bash", os.fspath(ROOT / "launch" / "ray_cluster.sh"), "true"]
+    env = os.environ | job | {"RUN_DIR": os.fspath(tmp_path / "run"), "PYTHON": "python3"}
+    env["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 1
+    assert "ray_cluster: error: Ray's steps ended; not ready: n1 n3\n    n3: Exited with exit code 2\n" in done.stderr
+    assert "submit the job again with --exclude=n3\n" in done.stderr
+
+
 def test_silent_nodes_are_given_up_after_the_timeout(tmp_path: Path) -> None:
     silent = "#!/usr/bin/env bash\nwhile true; do read -rt 1 <> <(:); done\n"
     stand_ins(tmp_path, scontrol=SCONTROL, srun=silent, squeue="#!/usr/bin/env bash\n")
@@ -594,7 +616,7 @@ JobId=7 JobName=my run
    Features=fast&ib DelayBoot=00:00:00
    OverSubscribe=NO Contiguous=0 Licenses=(null) Network=(null)
    Command=/spool/script
-   Comment=a study, part=2
+   Comment=a study, part=2\x20
    StdErr=/logs/100%.log
    StdOut=/logs/100%.log
    TresPerNode=gres:gpu:h200:2
@@ -673,6 +695,18 @@ def test_a_job_that_saves_nothing_three_times_is_not_started_again(tmp_path: Pat
     assert (tmp_path / "calls").read_text().count("requeue 7") == 2
     (tmp_path / "run" / "checkpoints" / "step-5").mkdir(parents=True)  # by a run without the script
     assert "continues with attempt 5 (requeue)" in start(tmp_path).stdout
+
+
+def test_after_a_request_before_the_launcher_runs_it_is_not_started(tmp_path: Path) -> None:
+    stand_ins(tmp_path, flock="#!/usr/bin/env bash\nkill -USR1 $PPID\n")
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "bin").mkdir()
+    stand_ins(tmp_path / "bin", python="#!/usr/bin/env bash\n")
+    stand_ins(tmp_path / "launch", **{"ray_cluster.sh": "#!/usr/bin/env bash\nexit 1\n"})
+    stand_ins(tmp_path, scontrol=JOB_CONTROL, squeue=JOB_CONTROL)
+    done = start(tmp_path)
+    assert done.returncode == 85
+    assert "stopped, with nothing new to save; continues with attempt 2 (requeue)" in done.stdout
 
 
 @pytest.mark.parametrize("lock", [".job.lock", ".lock"])

@@ -147,9 +147,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     node = Node.of_job(shared, logs)
     node.say("here")
     code = 0
-    remove_abandoned(TMP, FOLDERS)
-    folder = OwnedFolder(TMP, f"dr{node.index}-{os.getpid()}-").path  # sockets in it must stay under 107 bytes
+    folder: Path | None = None
     try:
+        remove_abandoned(TMP, FOLDERS)
+        folder = OwnedFolder(TMP, f"dr{node.index}-{os.getpid()}-").path  # sockets in it must stay under 107 bytes
         _serve(node, folder)
     except Stopped:
         pass
@@ -158,8 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = 1
     finally:
         left = end_descendants()
-        _keep_logs(folder, node)
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            _keep_logs(folder, node)
+            shutil.rmtree(folder, ignore_errors=True)
     if left:
         print(f"ray_node: error: {node.name}: still alive: {', '.join(left)}", file=sys.stderr)
         return 1
