@@ -80,11 +80,11 @@ def test_run_killed_between_its_last_two_files_finishes(tmp_path: Path) -> None:
 EVALUATE = """\
 import sys
 from pathlib import Path
-from distill_rl.evals.results import Store, locked
+from distill_rl.evals.results import ResultStore, locked
 from tests.helpers.kill_at_call import Killer
 folder = Path(sys.argv[1])
 with locked(folder):
-    store = Store(folder, "suite", {"model": sys.argv[2]}, replace_others=True)
+    store = ResultStore(folder, "suite", {"model": sys.argv[2]}, replace_others=True)
     store.set_device("cpu")
     for i in range(3):
         store.append([{"id": str(i), "outcome": sys.argv[2]}])
