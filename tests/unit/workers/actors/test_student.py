@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from distill_rl.config.schema import Config, TeacherConfig
+from distill_rl.types import TeacherPart
 from distill_rl.workers.actors.student import StudentWorker
 from distill_rl.workers.actors.teacher import Published
 
@@ -16,7 +17,7 @@ class Batch:
     """What is read of a batch: eight labels in all, five of them in chunks of the second teacher."""
 
     num_labels = 8
-    chunks = (None, Chunks)
+    teachers = (TeacherPart(), TeacherPart(Chunks))
 
 
 def worker(score: str) -> StudentWorker:
@@ -29,17 +30,17 @@ def worker(score: str) -> StudentWorker:
 def test_scores_are_means_over_the_tokens_that_a_teacher_supervises(score):
     """The first teacher has two replicas."""
     published = [Published(score=10.0), Published(score=14.0), Published(score=20.0)]
-    assert worker(score)._scores(Batch, [2, 1], published) == [24.0 / 8, 20.0 / 5]
+    assert worker(score)._scores(Batch, [published[:2], published[2:]]) == [24.0 / 8, 20.0 / 5]
 
 
 def test_a_lost_teacher_has_the_highest_score():
-    assert worker("ce")._scores(Batch, [0, 1], [Published(score=20.0)]) == [math.inf, 4.0]
-    assert worker("static")._scores(Batch, [2, 0], [Published(), Published()]) == [0.0, math.inf]
-    assert worker("static")._scores(Batch, [2, 1], [Published()] * 3) == []
+    assert worker("ce")._scores(Batch, [[], [Published(score=20.0)]]) == [math.inf, 4.0]
+    assert worker("static")._scores(Batch, [[Published(), Published()], []]) == [0.0, math.inf]
+    assert worker("static")._scores(Batch, [[Published()] * 2, [Published()]]) == []
 
 
 def test_no_token_is_no_division_by_zero():
     class Empty:
-        num_labels, chunks = 0, ()
+        num_labels, teachers = 0, (TeacherPart(), TeacherPart())
 
-    assert worker("ce")._scores(Empty, [1, 1], [Published(score=0.0)] * 2) == [0.0, 0.0]
+    assert worker("ce")._scores(Empty, [[Published(score=0.0)]] * 2) == [0.0, 0.0]
