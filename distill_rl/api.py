@@ -189,11 +189,7 @@ def check(config: Source | None = None, /, **settings: Any) -> Check:
 
 
 def _source(config: Source | None) -> str | Path | Mapping[str, Any]:
-    """The configuration as `gather` takes it.
-
-    Raises:
-        ConfigError: it is none of `Source`.
-    """
+    """The configuration as `gather` takes it."""
     if config is None:
         return {}
     if isinstance(config, Config):

@@ -79,10 +79,8 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Like `parse_args`, but settings may also follow flags: `train -c x.yaml a=1 --clean b=2`.
-
-    Exits with 2 if other arguments are left over, or if the command takes no settings.
-    """
+    """Like `parse_args`, but settings may also follow flags: `train -c x.yaml a=1 --clean b=2`."""
+    # Exits with 2 if other arguments are left over, or if the command takes no settings.
     options, extra = parser.parse_known_args(arguments)
     settings = [text for text in extra if "=" in text and not text.startswith("-")]
     unknown = [text for text in extra if text not in settings or "overrides" not in options]
@@ -94,10 +92,8 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Calls the command's function with its options as keywords, and returns its exit code.
-
-    `options.command` is `module.function` of the folder `commands`; `options.resume` is passed as an override.
-    """
+    """Calls the command's function with its options as keywords, and returns its exit code."""
+    # `options.command` is `module.function` of the folder `commands`; `options.resume` is passed as an override.
     keywords = vars(options)
     module, function = keywords.pop("command").split(".")
     if "resume" in keywords:
@@ -107,13 +103,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _with_resume(overrides: Sequence[str], resume: str | None, clean: bool = False, **_: object) -> list[str]:
-    """The overrides, with `checkpoint.resume` set by --resume; unchanged if `resume` is None.
-
-    A `resume` like `key=value` that is no existing path is a setting after a bare --resume, which means `latest`.
-
-    Raises:
-        ConfigError: --resume together with --clean.
-    """
+    """The overrides, with `checkpoint.resume` set by --resume; unchanged if `resume` is None."""
+    # A `resume` like `key=value` that is no existing path is a setting after a bare --resume, which means `latest`.
     if resume is None:
         return list(overrides)
     if clean:

@@ -81,11 +81,7 @@ def _folders(config: Config, out: Path) -> list[tuple[TeacherConfig, Path]]:
 
 
 def _storing(teacher: TeacherConfig, folder: Path, problems: list[str], i: int, *, compact: bool) -> TeacherConfig:
-    """A teacher that stores its targets in a folder.
-
-    Args:
-        compact: whether they are written in that format, which takes fp32.
-    """
+    """A teacher that stores its targets in a folder."""
     if teacher.backend == "store":
         rule = "a capture runs the teacher; this one is read from a store"
         problems.append(problem(f"teachers.{i}.backend", rule, "store", "use backend: hf and the model"))

@@ -208,16 +208,9 @@ def stored_targets(config: Config, facts: Facts) -> int:
 
 
 def _teacher_sizes(config: Config, teacher: TeacherConfig, known: TeacherFacts, facts: Facts) -> TeacherSizes:
-    """Sizes of the targets and the ring of one running teacher.
-
-    Where facts are missing, a top-k teacher counts loss.top_k entries per token, a sampled one loss.draws, and a teacher that exports logits or
-    hidden states 0. `wire_dtype: auto` means fp16 with GPUs, else fp32; hidden states travel in the teacher's own
-    dtype.
-
-    Args:
-        known: about this teacher.
-        facts: about the run.
-    """
+    """Sizes of the targets and the ring of one running teacher."""
+    # Where facts are missing, a top-k teacher counts loss.top_k entries per token, a sampled one loss.draws, and a teacher that exports
+    # logits or hidden states 0. `wire_dtype: auto` means fp16 with GPUs, else fp32; hidden states travel in the teacher's own dtype.
     num_ids, model = known.vocabulary_size or facts.vocabulary_size, known.model
     dtype = teacher.sent_dtype(on_gpu=facts.gpus > 0)
     if teacher.export == "logits":

@@ -62,18 +62,9 @@ def resolve(node: Any, lookup: Callable[[str], Any], findings: Findings, path: s
 
 
 def _text(text: str, lookup: Callable[[str], Any], seen: tuple[str, ...]) -> Any:
-    """A text with its references replaced, and those of the values inserted; an escaped `$\\{` becomes `${`.
-
-    A text that is one single reference returns the value with its type, which may be None; otherwise the result is a
-    text, with booleans in lower case.
-
-    Args:
-        seen: dotted keys that are being resolved, from the outermost on, to detect circles.
-
-    Raises:
-        _Unresolved: references that nest or are not closed, null inside a longer text, or anything that `_reference`
-            refuses.
-    """
+    r"""A text with its references replaced, and those of the values inserted; an escaped `$\{` becomes `${`."""
+    # A text that is one single reference returns the value with its type, which may be None; otherwise the result is a text, with booleans
+    # in lower case.
     if text.count("${") != len(_REFERENCE.findall(text)):
         raise _Unresolved(
             "references do not nest and must be closed; only ${section.key} and ${oc.env:NAME} are understood"
@@ -109,11 +100,7 @@ def escape(text: str) -> str:
 
 
 def _reference(name: str, lookup: Callable[[str], Any], seen: tuple[str, ...]) -> Any:
-    """The resolved value of what stands between `${` and `}`: a dotted key, or `oc.env:NAME` with an optional fallback.
-
-    Raises:
-        _Unresolved: anything else, a circle, a key that does not exist, or a key of a section or list.
-    """
+    """The resolved value of what stands between `${` and `}`: a dotted key, or `oc.env:NAME` with an optional fallback."""
     environment = _ENV.fullmatch(name)
     if environment:
         return _variable(environment[1], environment[2])
@@ -131,14 +118,8 @@ def _reference(name: str, lookup: Callable[[str], Any], seen: tuple[str, ...]) -
 
 
 def _variable(name: str, fallback: str | None) -> str:
-    """The value of an environment variable, or the stripped fallback where the variable is not set.
-
-    An empty value counts as set.
-
-    Raises:
-        _Unresolved: a variable outside ENVIRONMENT, even with a fallback, or one that is not set and has no fallback
-            (None).
-    """
+    """The value of an environment variable, or the stripped fallback where the variable is not set."""
+    # An empty value counts as set.
     if name not in ENVIRONMENT:
         allowed = ", ".join(sorted(ENVIRONMENT))
         raise _Unresolved(f"{name} may not be read from a configuration; the variables that may be are {allowed}")
@@ -191,11 +172,9 @@ def _plain(value: Any) -> Any:
 
 
 def _parse(key: str, text: str) -> Any:
-    """The value of an override, by the type of its setting in the schema.
-
-    Settings of text or choice take it as typed, without surrounding quotes; where null is allowed, `null`, `~` and an
-    empty text are None. All other settings, and unknown ones, read it as YAML.
-    """
+    """The value of an override, by the type of its setting in the schema."""
+    # Settings of text or choice take it as typed, without surrounding quotes; where null is allowed, `null`, `~` and an empty text are
+    # None. All other settings, and unknown ones, read it as YAML.
     plain, optional = unwrap(kind_at(Config, key))
     if plain is str or get_origin(plain) is Literal:
         if optional and text in ("null", "~", ""):
@@ -215,11 +194,9 @@ def _scalar(text: str) -> Any:
 
 
 def _place(raw: dict[str, Any], key: str, value: Any, findings: Findings) -> None:
-    """Sets one value at a dotted key of the raw mapping, in place, creating what is missing on the way.
-
-    A list may grow by one entry; a section given as a value is merged into the one below it. A key that leads into a
-    single value, or a list index that does not fit, is reported in `findings` and the value is not set.
-    """
+    """Sets one value at a dotted key of the raw mapping, in place, creating what is missing on the way."""
+    # A list may grow by one entry; a section given as a value is merged into the one below it. A key that leads into a single value, or a
+    # list index that does not fit, is reported in `findings` and the value is not set.
     parts = key.split(".")
     node: Any = raw
     for depth, part in enumerate(parts):
@@ -251,15 +228,8 @@ def _get(node: Any, slot: Any) -> Any:
 
 
 def _index(node: list, part: str, here: str, key: str, findings: Findings) -> int | None:
-    """The position in a list that a part of a dotted key names, which may be its length: an entry is to be added.
-
-    None with the reason in `findings` if the part is no number or a larger one.
-
-    Args:
-        part: the part of the key, such as `0`.
-        here: dotted key of the list.
-        key: the whole dotted key of the override, under which a problem is reported.
-    """
+    """The position in a list that a part of a dotted key names, which may be its length: an entry is to be added."""
+    # None with the reason in `findings` if the part is no number or a larger one.
     if not part.isdecimal():
         findings.add(key, f"{here} is a list; its entries are numbered from 0", remedy=f"for example {here}.0")
         return None
@@ -271,10 +241,8 @@ def _index(node: list, part: str, here: str, key: str, findings: Findings) -> in
 
 
 def _new_container(path: str) -> Any:
-    """Start value for a dotted path that the file does not set: a list or an empty section.
-
-    A list is a copy of the schema's default, with sections as dicts; within another list it is empty.
-    """
+    """Start value for a dotted path that the file does not set: a list or an empty section."""
+    # A list is a copy of the schema's default, with sections as dicts; within another list it is empty.
     kind = kind_at(Config, path)
     if item_kind(kind) is None:
         return {}
@@ -388,10 +356,8 @@ def _read(source: str | Path | Mapping[str, Any], findings: Findings) -> tuple[d
 
 
 def _possible(findings: Findings, key: str, path: str | None) -> str | None:
-    """The path; `~user` of an unknown user is a problem, and becomes the missing folder `/~user` for further checks.
-
-    So is a name that no file can have; the setting is then null, or `"???"` where it may not be null.
-    """
+    """The path; `~user` of an unknown user is a problem, and becomes the missing folder `/~user` for further checks."""
+    # So is a name that no file can have; the setting is then null, or `"???"` where it may not be null.
     longest = max((path or "").split("/"), key=lambda name: len(name.encode(errors="replace")))
     if (size := len(longest.encode(errors="replace"))) > 255:
         rule = f"a name in a path may have 255 bytes; one has {size}"
@@ -406,11 +372,7 @@ def _possible(findings: Findings, key: str, path: str | None) -> str | None:
 
 
 def _read_chain(path: Path, findings: Findings, chain: tuple[Path, ...]) -> dict[str, Any] | None:
-    """The file merged over the file that it extends, and so on, as a raw mapping; None with the reason in `findings`.
-
-    Args:
-        chain: resolved paths of the files that extend this one, from the outermost on; empty for the user's own file.
-    """
+    """The file merged over the file that it extends, and so on, as a raw mapping; None with the reason in `findings`."""
     file = path.resolve()
     if file in chain:
         circle = " -> ".join(entry.name for entry in (*chain[chain.index(file) :], file))
@@ -430,13 +392,8 @@ def _read_chain(path: Path, findings: Findings, chain: tuple[Path, ...]) -> dict
 
 
 def _read_file(path: Path, findings: Findings, chain: tuple[Path, ...]) -> dict[str, Any] | None:
-    """The contents of one YAML file as nested dicts and lists with references unresolved; {} for an empty file.
-
-    None with the reason in `findings` if the file is missing, unreadable, not UTF-8, not YAML, or not a mapping.
-
-    Args:
-        chain: files that extend this one; the last is named in the message.
-    """
+    """The contents of one YAML file as nested dicts and lists with references unresolved; {} for an empty file."""
+    # None with the reason in `findings` if the file is missing, unreadable, not UTF-8, not YAML, or not a mapping.
     named = f" (extended by {chain[-1].name})" if chain else ""
     try:
         if not path.is_file():
@@ -463,11 +420,7 @@ def _read_file(path: Path, findings: Findings, chain: tuple[Path, ...]) -> dict[
 
 
 def _syntax_error(path: str, named: str, error: Exception) -> tuple[str, str]:
-    """Place and reason of a YAML error, from an exception of any class.
-
-    Args:
-        named: text to append to the place, such as ` (extended by x.yaml)`.
-    """
+    """Place and reason of a YAML error, from an exception of any class."""
     mark = getattr(error, "problem_mark", None)
     place = f"{path}:{mark.line + 1}" if mark is not None else path
     reason = getattr(error, "problem", None) or next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -487,11 +440,7 @@ def _name_run(raw: dict[str, Any], name: str) -> None:
 
 
 def _lookup(raw: dict[str, Any], key: str) -> Any:
-    """The raw value at a dotted key, references in it unresolved, or else the schema's default.
-
-    Raises:
-        KeyError: the schema has no such key.
-    """
+    """The raw value at a dotted key, references in it unresolved, or else the schema's default."""
     parts = key.split(".")
     for tree in (raw, asdict(Config())):
         node: Any = tree

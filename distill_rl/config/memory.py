@@ -174,10 +174,8 @@ def _dequantized(student: StudentConfig, model: ModelFacts) -> int:
 
 
 def _frozen_weights(student: StudentConfig, model: ModelFacts, shards: int) -> int:
-    """Bytes that one rank holds of the weights that are not trained, over `shards` of FSDP.
-
-    Modules to save are taken to be embeddings or the output layer, if these are large enough.
-    """
+    """Bytes that one rank holds of the weights that are not trained, over `shards` of FSDP."""
+    # Modules to save are taken to be embeddings or the output layer, if these are large enough.
     item, tp = ITEM_SIZE[student.dtype], student.parallel.tp
     _, frozen = held(model, tp)
     if student.quantization is None:
@@ -237,11 +235,9 @@ def reduces_once_per_step(student: StudentConfig, parameters: int) -> bool:
 
 
 def _accumulated(config: Config, model: ModelFacts) -> int:
-    """Bytes of the unsharded fp32 sum of gradients.
-
-    0 if gradients are reduced after every micro-batch, on a single shard, where that sum is the gradient itself, and
-    with one micro-batch per step, where there is nothing to sum. Documents that are split make more of them.
-    """
+    """Bytes of the unsharded fp32 sum of gradients."""
+    # 0 if gradients are reduced after every micro-batch, on a single shard, where that sum is the gradient itself, and with one micro-batch
+    # per step, where there is nothing to sum. Documents that are split make more of them.
     parallel = config.student.parallel
     rows_at_once = parallel.dp * config.train.micro_batch_size
     several = config.train.global_batch_size > rows_at_once or config.may_split_documents
@@ -252,27 +248,17 @@ def _accumulated(config: Config, model: ModelFacts) -> int:
 
 
 def _activations(config: Config, model: ModelFacts, tokens: int, item: int, on_gpu: bool) -> int:
-    """Bytes of the activations of one micro-batch that the backward pass of a Llama-like decoder needs.
-
-    Per token and layer, with b bytes per element:
-
-        2 h (2 b + 4)    input and output of two norms (h: hidden size), and an fp32 copy; not split over tp
-        4 b q / tp       queries before and after the rotation, attention's output and its contiguous copy (q: size of
-                         all queries of a token)
-        3 b k / tp       keys before and after the rotation, values (k: size of all keys of a token)
-        4 b i / tp       gate, up, activation, product (i: intermediate size; of a mixture, of the experts that it visits)
-        2 b h e          input and output of each of the e experts that it visits
-
-    Families in FUSED split none of these over tp. With activation checkpointing only each layer's input is kept, and
-    the activations of the one layer that is being recomputed; on a GPU with activation offload, the inputs of two layers.
-
-    Under sequence parallelism queries, keys, values and attention's output exist a second time, with the other division.
-
-    Args:
-        tokens: positions of the micro-batch that this rank holds, padding included.
-        item: bytes per element of the compute dtype.
-        on_gpu: whether activation offload has an effect.
-    """
+    """Bytes of the activations of one micro-batch that the backward pass of a Llama-like decoder needs."""
+    # Per token and layer, with b bytes per element:
+    #     2 h (2 b + 4)    input and output of two norms (h: hidden size), and an fp32 copy; not split over tp
+    #     4 b q / tp       queries before and after the rotation, attention's output and its contiguous copy (q: size of
+    #                      all queries of a token)
+    #     3 b k / tp       keys before and after the rotation, values (k: size of all keys of a token)
+    #     4 b i / tp       gate, up, activation, product (i: intermediate size; of a mixture, of the experts that it visits)
+    #     2 b h e          input and output of each of the e experts that it visits
+    # Families in FUSED split none of these over tp. With activation checkpointing only each layer's input is kept, and the activations of
+    # the one layer that is being recomputed; on a GPU with activation offload, the inputs of two layers.
+    # Under sequence parallelism queries, keys, values and attention's output exist a second time, with the other division.
     student = config.student
     tp = 1 if model.family in FUSED else student.parallel.tp
     hidden, intermediate = model.hidden_size, model.intermediate_size // (1 if model.experts_per_token else tp)
@@ -409,11 +395,9 @@ def worker_memory(config: Config, facts: Facts, slots: Sequence[int], rings: Seq
 
 
 def _heads(config: Config, facts: Facts, student: ModelFacts, on_gpu: bool) -> int:
-    """Bytes of the teachers' output layers in one student process.
-
-    Token by token, a rank needs the columns of its own vocabulary shard only; a cross-tokenizer loss needs all columns.
-    CPUs keep the layers in fp32, the dtype they compute in. 0 without a teacher that exports hidden states.
-    """
+    """Bytes of the teachers' output layers in one student process."""
+    # Token by token, a rank needs the columns of its own vocabulary shard only; a cross-tokenizer loss needs all columns. CPUs keep the
+    # layers in fp32, the dtype they compute in. 0 without a teacher that exports hidden states.
     total = 0
     for teacher, known in facts.by_teacher(config):
         model = known.model

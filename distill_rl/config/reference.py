@@ -95,11 +95,7 @@ def field_documentation() -> dict[tuple[str, str], str]:
 
 
 def _section(title: str, section: str, documentation: dict[tuple[str, str], str]) -> str:
-    """Markdown: a heading, and a table of all settings below the top-level key `section`, nested ones included.
-
-    Args:
-        documentation: (class, field) → meaning; must contain every setting.
-    """
+    """Markdown: a heading, and a table of all settings below the top-level key `section`, nested ones included."""
     lines = [f"## {title}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
     for key, entry, kind in leaves(Config):
         if key.partition(".")[0] != section:
@@ -120,10 +116,8 @@ def _owner(key: str) -> str:
 
 
 def _type(kind: Any) -> str:
-    """The type of a setting in words, as Markdown, with `null` where it is allowed.
-
-    That is a number, text, a list, a section, or the choices of a Literal.
-    """
+    """The type of a setting in words, as Markdown, with `null` where it is allowed."""
+    # That is a number, text, a list, a section, or the choices of a Literal.
     plain, optional = unwrap(kind)
     if get_origin(plain) is Literal:
         text = ", ".join(f"`{choice}`" for choice in get_args(plain))

@@ -361,12 +361,10 @@ def build(section: type, raw: Mapping[Any, Any], findings: Findings, path: str =
 
 
 def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) -> Any:
-    """The value of one setting, checked against its type; sections and lists are built recursively.
-
-    A whole number is accepted as a float and returned as one, a boolean as `on` or `off` where these are choices, None
-    as an empty section. A value of another type, or a number that is not finite, is reported in `findings`, and the
-    default is returned instead; for a list entry that is `"???"`, or a section without settings.
-    """
+    """The value of one setting, checked against its type; sections and lists are built recursively."""
+    # A whole number is accepted as a float and returned as one, a boolean as `on` or `off` where these are choices, None as an empty
+    # section. A value of another type, or a number that is not finite, is reported in `findings`, and the default is returned instead; for
+    # a list entry that is `"???"`, or a section without settings.
     plain, optional = unwrap(kind)
     if value is None and optional:
         return None
@@ -405,10 +403,8 @@ def _value(kind: Any, value: Any, default: Any, findings: Findings, key: str) ->
 
 
 def _mapping(value: Mapping[Any, Any], findings: Findings, key: str) -> dict[str, Any]:
-    """The entries of a mapping whose name is a text, and whose value is a text, a number, true, false or a list of these.
-
-    Others are reported in `findings` and left out.
-    """
+    """The entries of a mapping whose name is a text, and whose value is a text, a number, true, false or a list of these."""
+    # Others are reported in `findings` and left out.
     found: dict[str, Any] = {}
     for name, entry in value.items():
         inner = join(key, name)
@@ -457,15 +453,8 @@ def _wrong_choice(kind: Any, value: Any, default: Any, findings: Findings, key: 
 
 
 def _unknown(section: type, key: Any, findings: Findings, path: str) -> None:
-    """Reports a key that the section does not have, with the key that was probably meant, or else the keys that exist.
-
-    The key that was probably meant counts as reported too (`Findings.keys`). `_target_` is reported as a key that names
-    code.
-
-    Args:
-        section: dataclass of the schema in which the key stands.
-        path: dotted key of that section.
-    """
+    """Reports a key that the section does not have, with the key that was probably meant, or else the keys that exist."""
+    # The key that was probably meant counts as reported too (`Findings.keys`). `_target_` is reported as a key that names code.
     full = join(path, key)
     if key == "_target_":
         findings.add(full, "a configuration never names code to run", remedy="remove it")
@@ -477,11 +466,9 @@ def _unknown(section: type, key: Any, findings: Findings, path: str) -> None:
 
 
 def _nearest(section: type, key: str, path: str) -> str:
-    """Full path of the key that was probably meant; empty if none is similar.
-
-    In this order: a very similar key of the section, a key of another framework, the same name in another section, a
-    similar key of the section, a similar name in another section.
-    """
+    """Full path of the key that was probably meant; empty if none is similar."""
+    # In this order: a very similar key of the section, a key of another framework, the same name in another section, a similar key of the
+    # section, a similar name in another section.
     from distill_rl.config.schema import Config
 
     siblings = [entry.name for entry in fields(section)]
@@ -530,13 +517,8 @@ def _example(kind: Any, default: Any) -> str:
 
 
 def _type_remedy(plain: Any, value: Any, key: str, default: Any, findings: Findings) -> str:
-    """What to do about a value of the wrong type, in words.
-
-    To quote it, to indent the keys of a section, or an example of a valid override.
-
-    Args:
-        plain: type of the setting, without None.
-    """
+    """What to do about a value of the wrong type, in words."""
+    # To quote it, to indent the keys of a section, or an example of a valid override.
     if plain is str and isinstance(value, int | float):
         text, name = findings.written.get(key) or as_yaml(value), key.rpartition(".")[2]
         return f'put it in quotes: "{text}"' if name.isdecimal() else f'put it in quotes: {name}: "{text}"'

@@ -143,11 +143,7 @@ class Starting:
                 self._note_dead(error, what)
 
     def _note_dead(self, error: WorkerError, what: str) -> None:
-        """Finds the parts with a dead actor after a call has failed with `error`, and prints that they start again.
-
-        Raises:
-            WorkerError: `error`, if there is none, or an actor was only late; or the death for which there is no budget.
-        """
+        """Finds the parts with a dead actor after a call has failed with `error`, and prints that they start again."""
         lost = {} if isinstance(error, Overdue | HostLost) else self.calls.lost(error, self.calls.names.values(), what)
         dead = [part for part in self._parts if lost.keys() & set(part.names)]
         if not dead:

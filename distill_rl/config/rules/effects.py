@@ -332,10 +332,8 @@ def no_effect(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def _changed(config: Config, pattern: str) -> Iterator[tuple[str, str]]:
-    """(key, `key=value`) of a setting that differs from its default; one pair per teacher for `teachers[].x`.
-
-    A loss.cross_tokenizer of null is left out: it forbids other tokenizers, which is an effect.
-    """
+    """(key, `key=value`) of a setting that differs from its default; one pair per teacher for `teachers[].x`."""
+    # A loss.cross_tokenizer of null is left out: it forbids other tokenizers, which is an effect.
     for key, value in values(config, pattern):
         if value != _DEFAULTS[pattern] and (key, value) != ("loss.cross_tokenizer", None):
             yield key, f"{key}={as_yaml(value)}"

@@ -90,10 +90,8 @@ def notes(config: Config, facts: Facts | None = None) -> list[str]:
 
 
 def _single_values(config: Config) -> Iterator[str]:
-    """Problems of single settings, one line each: rules beside the fields of the schema, and the validation share.
-
-    Settings that are None break no rule. The share of data held out for validation must lie in [0, 1).
-    """
+    """Problems of single settings, one line each: rules beside the fields of the schema, and the validation share."""
+    # Settings that are None break no rule. The share of data held out for validation must lie in [0, 1).
     for pattern, rule in RULES.items():
         for key, value in values(config, pattern):
             broken = None if value is None else _broken(rule, value)
@@ -106,12 +104,7 @@ def _single_values(config: Config) -> Iterator[str]:
 
 
 def _broken(rule: str, value: Any) -> str | None:
-    """What the value must be, in words, if it breaks the rule; None if it obeys.
-
-    Args:
-        rule: `not empty` (of a text), or a text with the word `positive`, `fraction` (in [0, 1]) or neither (0 or
-            more).
-    """
+    """What the value must be, in words, if it breaks the rule; None if it obeys."""
     if rule == "not empty":
         return None if value.strip() else "must not be empty"
     if "positive" in rule and value <= 0:
@@ -122,11 +115,9 @@ def _broken(rule: str, value: Any) -> str | None:
 
 
 def _names(config: Config) -> Iterator[str]:
-    """Problems of names, one line each.
-
-    `run.name` and the teachers' must name one folder; the teachers' must be unique and, because actors are named after
-    them, have letters, digits, `-`, `_` and `.` only.
-    """
+    """Problems of names, one line each."""
+    # `run.name` and the teachers' must name one folder; the teachers' must be unique and, because actors are named after them, have
+    # letters, digits, `-`, `_` and `.` only.
     name = config.run.name
     if name and (broken := name_problem(name)) is not None:
         remedy = "put the folder above it in run.dir" if "one folder" in broken else "set run.name"
@@ -149,13 +140,10 @@ def _cut(text: str) -> str:
 
 
 def _batch(config: Config) -> Iterator[str]:
-    """Problems of the global batch, which the student and every running teacher must divide evenly.
-
-    Each divides it over its data-parallel ranks and micro-batches.
-
-    One line per role that does not divide it, with the nearest sizes that would do. Nothing if a size is not positive:
-    `_single_values` reports that.
-    """
+    """Problems of the global batch, which the student and every running teacher must divide evenly."""
+    # Each divides it over its data-parallel ranks and micro-batches.
+    # One line per role that does not divide it, with the nearest sizes that would do. Nothing if a size is not positive: `_single_values`
+    # reports that.
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     splits = [("student", config.student.parallel.dp, micro)]
     for teacher in config.running_teachers:
@@ -181,11 +169,9 @@ def _teacher_lengths(config: Config) -> Iterator[str]:
 
 
 def _replicas(config: Config) -> Iterator[str]:
-    """Problems of hybrid sharding, one line each.
-
-    The student's replicas must divide its dp, since each copy of its parameters is sharded over dp / replicas ranks;
-    teachers must leave replicas at 1.
-    """
+    """Problems of hybrid sharding, one line each."""
+    # The student's replicas must divide its dp, since each copy of its parameters is sharded over dp / replicas ranks; teachers must leave
+    # replicas at 1.
     dp, replicas = config.student.parallel.dp, config.student.parallel.replicas
     if dp > 0 and replicas > 0 and dp % replicas:
         divisors = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
@@ -198,11 +184,9 @@ def _replicas(config: Config) -> Iterator[str]:
 
 
 def _rings(config: Config) -> Iterator[str]:
-    """Problems of `prefetch.slots`, one line per running teacher whose ring is too small.
-
-    A ring must hold the rows that student and teachers work on at once: `rows_unit`, or the whole batch where the loss
-    needs it. Nothing without that setting, and nothing if other rules about batch and sizes are broken.
-    """
+    """Problems of `prefetch.slots`, one line per running teacher whose ring is too small."""
+    # A ring must hold the rows that student and teachers work on at once: `rows_unit`, or the whole batch where the loss needs it. Nothing
+    # without that setting, and nothing if other rules about batch and sizes are broken.
     slots, batch, unit = config.prefetch.slots, config.train.global_batch_size, _unit(config)
     if slots is None or slots <= 0 or unit is None or batch % unit:
         return  # reported by _single_values and _batch
@@ -236,11 +220,9 @@ _LOSS_RANGES = {
 
 
 def _losses(config: Config) -> Iterator[str]:
-    """Problems of the losses, one line each.
-
-    Both losses off, distillation without a teacher, teachers whose weights are all 0, or values at which a loss compares
-    nothing or fp32 has no digits left.
-    """
+    """Problems of the losses, one line each."""
+    # Both losses off, distillation without a teacher, teachers whose weights are all 0, or values at which a loss compares nothing or fp32
+    # has no digits left.
     loss = config.loss
     if loss.kd_weight == 0 and loss.ce_weight == 0:
         yield problem("loss", "kd_weight + ce_weight must be greater than 0", "0 + 0", "set one of them")
@@ -260,11 +242,8 @@ def _losses(config: Config) -> Iterator[str]:
 
 
 def _teachers(config: Config) -> Iterator[str]:
-    """Problems of the teachers together, one line each.
-
-    Different scores, a learnable projection although no teacher can use the loss xtoken, or draws for another divergence than
-    forward_kl.
-    """
+    """Problems of the teachers together, one line each."""
+    # Different scores, a learnable projection although no teacher can use the loss xtoken, or draws for another divergence than forward_kl.
     scores = {teacher.score for teacher in config.teachers}
     if len(scores) > 1:
         yield problem("teachers", "must all have the same score", ", ".join(sorted(scores)), "set teachers.N.score")
@@ -281,18 +260,14 @@ def _teachers(config: Config) -> Iterator[str]:
 
 
 def _losses_named(config: Config) -> set[str]:
-    """The cross-tokenizer losses that some teacher may use, depending on its tokenizer.
-
-    `same` and an empty text may be among them.
-    """
+    """The cross-tokenizer losses that some teacher may use, depending on its tokenizer."""
+    # `same` and an empty text may be among them.
     return {teacher.loss or config.loss.cross_tokenizer or "" for teacher in config.teachers}
 
 
 def _aligner(config: Config) -> Iterator[str]:
-    """Problems of the aligners, one line each.
-
-    A share of 1 GPU or more, and a CUDA backend without a share or without workers.
-    """
+    """Problems of the aligners, one line each."""
+    # A share of 1 GPU or more, and a CUDA backend without a share or without workers.
     aligner = config.aligner
     if aligner.num_gpus >= 1:
         rule = "must be less than 1: the ranks need the rest of the GPU"
@@ -305,10 +280,8 @@ def _aligner(config: Config) -> Iterator[str]:
 
 
 def _optimizer(config: Config) -> Iterator[str]:
-    """Problems of the optimizer and its schedule, one line each.
-
-    The betas must be two numbers in [0, 1), and warm-up and peak together no longer than schedule.steps.
-    """
+    """Problems of the optimizer and its schedule, one line each."""
+    # The betas must be two numbers in [0, 1), and warm-up and peak together no longer than schedule.steps.
     betas = config.optimizer.betas
     if len(betas) != 2:
         yield problem("optimizer.betas", "must be two numbers", betas, "for example optimizer.betas=[0.9,0.95]")
@@ -324,10 +297,8 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 
 def _checkpoints(config: Config) -> Iterator[str]:
-    """Problems of the checkpoints, one line each: `keep_best` without scores, and a `resume` of an unknown form.
-
-    Whether a suite of the name in `best_by` exists is checked where the suites are opened.
-    """
+    """Problems of the checkpoints, one line each: `keep_best` without scores, and a `resume` of an unknown form."""
+    # Whether a suite of the name in `best_by` exists is checked where the suites are opened.
     checkpoint = config.checkpoint
     if checkpoint.keep_best > 0:
         yield from _best(config)
@@ -338,10 +309,8 @@ def _checkpoints(config: Config) -> Iterator[str]:
 
 
 def _best(config: Config) -> Iterator[str]:
-    """Problems of `checkpoint.keep_best` and `best_by`, one line each.
-
-    Nothing measures the metric during training, nothing is called like it, or no checkpoint is of a measured step.
-    """
+    """Problems of `checkpoint.keep_best` and `best_by`, one line each."""
+    # Nothing measures the metric during training, nothing is called like it, or no checkpoint is of a measured step.
     checkpoint, metric = config.checkpoint, config.checkpoint.best_by
     if is_validated(metric):
         every = config.evaluate.every
@@ -372,10 +341,8 @@ def _best(config: Config) -> Iterator[str]:
 
 
 def _evaluation(config: Config) -> Iterator[str]:
-    """Problems of the evaluation, one line each.
-
-    Suites without data, nothing to measure at the start, and teachers that cannot be evaluated.
-    """
+    """Problems of the evaluation, one line each."""
+    # Suites without data, nothing to measure at the start, and teachers that cannot be evaluated.
     evaluate = config.evaluate
     if evaluate.suites and not evaluate.data:
         yield problem("evaluate.data", "must name the data of evaluate.suites", "null", "give a file or a folder")
@@ -392,10 +359,8 @@ def _evaluation(config: Config) -> Iterator[str]:
 
 
 def _others(config: Config) -> Iterator[str]:
-    """Problems that belong to no group, one line each.
-
-    No length of the run, liger with tensor parallelism, transport `local`.
-    """
+    """Problems that belong to no group, one line each."""
+    # No length of the run, liger with tensor parallelism, transport `local`.
     train = config.train
     if train.steps is None and train.epochs is None and train.minutes is None:
         remedy = "set train.steps, train.epochs or train.minutes"

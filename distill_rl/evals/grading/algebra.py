@@ -202,8 +202,8 @@ def _same_set(gold: Set, answer: Set) -> bool:
 
 
 def _same_relation(gold: Any, answer: Any) -> bool:
-    """Whether two relations are of one kind, and left minus right sides are in one proportion at all points: a positive
-    one for inequalities, any for equations, whose denominators do not count."""
+    # Whether two relations are of one kind, and left minus right sides are in one proportion at all points: a positive one for
+    # inequalities, any for equations, whose denominators do not count.
     flipped = {">": "<", ">=": "<="}
     sides = [(item.rhs - item.lhs if item.rel_op in flipped else item.lhs - item.rhs).doit() for item in (gold, answer)]
     if len({flipped.get(item.rel_op, item.rel_op) for item in (gold, answer)}) > 1:
@@ -236,8 +236,8 @@ def _same_expression(gold: Any, answer: Any) -> bool:
 
 
 def _points(*sides: Any) -> list[Mapping[Any, Any]]:
-    """Values for the unknowns of expressions, as replacements: whole ones, small ones, some or all of them negative.
-    A single empty replacement if there are no unknowns."""
+    """Values for the unknowns of expressions, as replacements: whole ones, small ones, some or all of them negative."""
+    # A single empty replacement if there are no unknowns.
     unknowns = sorted(set().union(*(side.free_symbols for side in sides)), key=str)
     if not unknowns:
         return [{}]
@@ -251,8 +251,8 @@ def _points(*sides: Any) -> list[Mapping[Any, Any]]:
 
 
 def _same_number(gold: Any, answer: Any) -> bool | None:
-    """Whether two evaluated numbers are equal: rational ones exactly, others in all digits that are computed (DIGITS);
-    None if either is undefined."""
+    # Whether two evaluated numbers are equal: rational ones exactly, others in all digits that are computed (DIGITS); None if either is
+    # undefined.
     if gold.has(nan, zoo) or answer.has(nan, zoo):
         return None
     if gold.is_infinite or answer.is_infinite:

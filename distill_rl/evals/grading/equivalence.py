@@ -151,11 +151,9 @@ def _taken_apart(text: str, *, is_gold: bool) -> _Answer:
 
 
 def _member(text: str, is_gold: bool) -> _Answer:
-    """The parts of one member of a list, or of an answer that is no list.
-
-    The value of a chain of equations is its last side; that of one equation its right side, where the left side is a
-    name, has no letters, or, not in a gold answer, is an expression of several unknowns, such as `a + b`.
-    """
+    """The parts of one member of a list, or of an answer that is no list."""
+    # The value of a chain of equations is its last side; that of one equation its right side, where the left side is a name, has no
+    # letters, or, not in a gold answer, is an expression of several unknowns, such as `a + b`.
     name, value = "", text
     sides = [side.strip() for side in _EQUALS.split(text)]
     if len(sides) > 1:
@@ -190,10 +188,8 @@ def _units_differ(gold: _Answer, answer: _Answer) -> bool:
 
 
 def _same_value(gold: str, answer: str) -> bool:
-    """Whether two answers without names and units are equal.
-
-    A base, a degree or per cent sign may be missing on one side, except inside of functions and beside radians.
-    """
+    """Whether two answers without names and units are equal."""
+    # A base, a degree or per cent sign may be missing on one side, except inside of functions and beside radians.
     ours, theirs = _BASED.fullmatch(gold), _BASED.fullmatch(answer)
     if ours is None or theirs is None:
         if ours or theirs:
@@ -243,8 +239,8 @@ def same_number(gold: str, answer: str) -> bool:
 
 
 def _value(text: str) -> Fraction | None:
-    """The exact value of a number, a fraction or a mixed number; commas, dollar and percent signs are ignored. None if
-    the text is anything else or too long."""
+    """The exact value of a number, a fraction or a mixed number; commas, dollar and percent signs are ignored."""
+    # None if the text is anything else or too long.
     text = re.sub(r"[,$%]", "", text.translate(_MINUS)).strip()
     if len(text) > MAX_ANSWER_CHARACTERS:
         return None

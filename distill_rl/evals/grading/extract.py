@@ -110,8 +110,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def _boxes(text: str) -> list[_Box]:
-    """All boxes in the text, in the order in which they begin, found in one pass with a stack of open braces. A box
-    that is never closed has no `end`."""
+    """All boxes in the text, in the order in which they begin, found in one pass with a stack of open braces."""
+    # A box that is never closed has no `end`.
     boxes: list[_Box] = []
     open_braces: list[_Box | None] = []  # None: a brace that is not a box's
     open_boxes: list[_Box] = []
@@ -138,8 +138,8 @@ def _boxes(text: str) -> list[_Box]:
 
 
 def _without_trailing_text(content: str) -> str:
-    r"""The content of a box without braces, given all that follows `\boxed` up to a space: cut at the first unmatched
-    closing brace, and without final punctuation."""
+    # The content of a box without braces, given all that follows `\boxed` up to a space: cut at the first unmatched closing brace, and
+    # without final punctuation.
     depth = 0
     for at, character in enumerate(content):
         depth += (character == "{") - (character == "}")
@@ -203,7 +203,7 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def _plain_number(text: str) -> str:
-    """The match of `_NUMBER` in the form that `last_number` returns: without separators and currency signs, a fraction
-    as `a/b`; two minus signs in a row cancel out."""
+    # The match of `_NUMBER` in the form that `last_number` returns: without separators and currency signs, a fraction as `a/b`; two minus
+    # signs in a row cancel out.
     text = _FRACTION.sub(r" \1/\2", _NUMBER_MARKUP.sub("", text))
     return _LOOSE_BLANK.sub("", " ".join(text.split())).replace("--", "")

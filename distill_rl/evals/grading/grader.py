@@ -149,12 +149,9 @@ class Grader:
             self._end(child)
 
     def _serve(self) -> None:
-        """The loop of one thread: takes tasks and grades them with one child, until the pool is closed; then ends the
-        child.
-
-        Every task's future gets a result, an exception or a cancellation. `close` unblocks it in both of its waits: for
-        a task by a notification, for the child by killing it.
-        """
+        """The loop of one thread: takes tasks and grades them with one child, until the pool is closed; then ends the child."""
+        # Every task's future gets a result, an exception or a cancellation. `close` unblocks it in both of its waits: for a task by a
+        # notification, for the child by killing it.
         child: Child | None = None
         while (task := self._next_task()) is not None:
             again = False
@@ -197,18 +194,9 @@ class Grader:
             self._changed.notify_all()
 
     def _grade(self, task: _Task, child: Child | None) -> tuple[Graded, Child | None]:
-        """Has an item judged; returns its outcome, and the child if it can be used for the next one, otherwise None.
-
-        A child that exceeds its time or memory, crashes, or asks to be replaced is ended; failures after the item has
-        begun are its outcome.
-
-        Args:
-            child: one that is idle; None: a new one is started.
-
-        Raises:
-            WorkerError: the child cannot load the suite, or no child starts.
-            ChildEnded, ChildHangs, CancelledError: the pool has been closed.
-        """
+        """Has an item judged; returns its outcome, and the child if it can be used for the next one, otherwise None."""
+        # A child that exceeds its time or memory, crashes, or asks to be replaced is ended; failures after the item has begun are its
+        # outcome.
         child = self._child_with_item(task, child)
         try:
             reply = child.read(self.hang_s)
@@ -228,13 +216,8 @@ class Grader:
         return _outcome(reply), child
 
     def _child_with_item(self, task: _Task, child: Child | None) -> Child:
-        """Sends the item to a child and returns that child once it has loaded the suite and begun with the item: the
-        given one, or a new one if there is none or it fails. Children that fail are ended.
-
-        Raises:
-            WorkerError: the child cannot load the suite, or none of MAX_STARTS was ready in time.
-            ChildEnded, ChildHangs, CancelledError: the pool has been closed.
-        """
+        # Sends the item to a child and returns that child once it has loaded the suite and begun with the item: the given one, or a new one
+        # if there is none or it fails. Children that fail are ended.
         item = {name: getattr(task.item, name) for name in Item.__dataclass_fields__}
         request = json.dumps({"suite": task.suite, "item": item, "completion": task.completion}, default=dict)
         reason = ""
@@ -263,11 +246,7 @@ class Grader:
         raise WorkerError("grader", rule, reason)
 
     def _start(self) -> Child:
-        """Starts a child and registers it, so that `close` kills it.
-
-        Raises:
-            CancelledError: the pool is closed.
-        """
+        """Starts a child and registers it, so that `close` kills it."""
         with self._lock:
             if self._closed:
                 raise CancelledError
@@ -276,8 +255,7 @@ class Grader:
             return child
 
     def _end(self, child: Child | None) -> int | None:
-        """Kills a child and its own children and waits for it; returns its exit code, None if it still exists, or 0 if
-        `child` is None."""
+        """Kills a child and its own children and waits for it; returns its exit code, None if it still exists, or 0 if `child` is None."""
         if child is None:
             return 0
         with self._lock:
@@ -288,8 +266,7 @@ class Grader:
 
 
 def _outcome(reply: dict[str, Any]) -> Graded:
-    """What a child's last reply says about an item: a verdict, or "grader_failed" if the judge raised or the reply is
-    invalid."""
+    """What a child's last reply says about an item: a verdict, or "grader_failed" if the judge raised or the reply is invalid."""
     if "error" in reply:
         return Graded("grader_failed", detail=" ".join(str(reply["error"]).split()))
     score, extracted = reply.get("score"), reply.get("extracted")
@@ -299,11 +276,7 @@ def _outcome(reply: dict[str, Any]) -> Graded:
 
 
 def _exit_reason(code: int | None) -> str:
-    """Says in words how a child has ended.
-
-    Args:
-        code: its exit code, negative for a signal; None: it does not end.
-    """
+    """Says in words how a child has ended."""
     if code is None:
         return "its process was killed and does not end"
     if code >= 0:

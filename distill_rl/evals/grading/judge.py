@@ -63,12 +63,9 @@ def main() -> None:
 
 
 def _judge(suite: Suite, item: Item, completion: str, deadline_s: float) -> dict[str, Any]:
-    """Judges a completion; returns the fields of the reply: `score` and `extracted`, or, if the judge raised or its
-    verdict is invalid, `error` and `last`. `last` asks for a new process: after MemoryError and exceptions such as
-    SystemExit.
-
-    SIGPROF kills this process if the judgement takes more than `deadline_s` seconds of processor time.
-    """
+    # Judges a completion; returns the fields of the reply: `score` and `extracted`, or, if the judge raised or its verdict is invalid,
+    # `error` and `last`. `last` asks for a new process: after MemoryError and exceptions such as SystemExit.
+    # SIGPROF kills this process if the judgement takes more than `deadline_s` seconds of processor time.
     limit_time(deadline_s)
     try:
         verdict = suite.judge(item, completion)

@@ -63,13 +63,8 @@ def require_entry(gcs: str) -> None:
 
 
 def _token() -> str:
-    """Returns the token that Ray would use: RAY_AUTH_TOKEN, or the content of a file.
-
-    The file is RAY_AUTH_TOKEN_PATH, or else `~/.ray/auth_token`.
-
-    Raises:
-        ConfigError: the file cannot be read, or other users have any permission on it.
-    """
+    """Returns the token that Ray would use: RAY_AUTH_TOKEN, or the content of a file."""
+    # The file is RAY_AUTH_TOKEN_PATH, or else `~/.ray/auth_token`.
     if os.environ.get("RAY_AUTH_TOKEN"):
         return os.environ["RAY_AUTH_TOKEN"].strip()
     configured = os.environ.get("RAY_AUTH_TOKEN_PATH")
@@ -88,11 +83,7 @@ def _token() -> str:
 
 
 def _accepts(gcs: str, token: str | None) -> bool | None:
-    """Whether the cluster answers a call with this token (or without one); None if that cannot be determined.
-
-    Raises:
-        ImportError: grpcio is missing, or does not fit Ray.
-    """
+    """Whether the cluster answers a call with this token (or without one); None if that cannot be determined."""
     import grpc
     from ray.core.generated.gcs_service_pb2 import CheckAliveRequest  # type: ignore[attr-defined]
     from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub

@@ -138,13 +138,8 @@ class Calls:
         meanwhile: Callable[[], object] | None = None,
         also: Callable[[], Sequence[ray.ObjectRef]] = tuple,
     ) -> Iterator[tuple[Sequence[ray.ObjectRef], Sequence[ray.ObjectRef]]]:
-        """Yields, at every poll, the calls that have ended since the last poll and those that have not, until all have.
-
-        Polls `interrupted` and the monitor, and reports a long wait in the log. The arguments are those of `gather`.
-
-        Raises:
-            Overdue: some have not ended within `timeout_s`, the time spent in `meanwhile` not counted.
-        """
+        """Yields, at every poll, the calls that have ended since the last poll and those that have not, until all have."""
+        # Polls `interrupted` and the monitor, and reports a long wait in the log. The arguments are those of `gather`.
         pending, start = list(names), time.monotonic()
         reported = start
         while pending:
@@ -240,10 +235,8 @@ class Calls:
             time.sleep(_POLL_S)
 
     def _deaths(self) -> dict[ray.ObjectRef, tuple[str, BaseException]]:
-        """Returns names and errors of registered actors that are dead, by reference of a call made now to find out.
-
-        The error of an earlier call may name an actor that could not fetch an object, not the one that died with it.
-        """
+        """Returns names and errors of registered actors that are dead, by reference of a call made now to find out."""
+        # The error of an earlier call may name an actor that could not fetch an object, not the one that died with it.
         calls = {actor.identify.remote(): self.names[key] for key, actor in self.actors.items()}
         errors = self._errors_within_grace(list(calls))
         return {ref: (calls[ref], error) for ref, error in errors.items() if _priority(error) == _DEATH}
@@ -264,15 +257,8 @@ class Calls:
     def _blame(
         self, errors: Mapping[ray.ObjectRef, BaseException], names: Mapping[ray.ObjectRef, Called], what: str
     ) -> DistillError:
-        """Returns the one error to report of those that calls raised: a death if there is one.
-
-        Even the death of an actor that was not called comes first, because it is the likeliest cause.
-
-        Args:
-            errors: Ray's errors by call; not empty.
-            names: of the called actors, by call.
-            what: what the actors were doing, for the message.
-        """
+        """Returns the one error to report of those that calls raised: a death if there is one."""
+        # Even the death of an actor that was not called comes first, because it is the likeliest cause.
         if all(_priority(error) != _DEATH for error in errors.values()):
             deaths = self._deaths()
             errors = {**errors, **{ref: error for ref, (_, error) in deaths.items()}}
@@ -284,14 +270,9 @@ class Calls:
         return explained
 
     def _explain(self, error: BaseException, name: str, what: str) -> DistillError:
-        """Converts Ray's error to one of ours: one line with the actor, its node, what it was doing, and the cause.
-
-        For a dead actor it adds why it died and its last output. An error that the user has to fix (exit code 2) is
-        returned as the actor raised it.
-
-        Args:
-            name: of the actor.
-        """
+        """Converts Ray's error to one of ours: one line with the actor, its node, what it was doing, and the cause."""
+        # For a dead actor it adds why it died and its last output. An error that the user has to fix (exit code 2) is returned as the actor
+        # raised it.
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(cause, RankError):
             name, cause = cause.name, cause.cause
@@ -342,11 +323,9 @@ def _names(called: Called) -> tuple[str, ...]:
 
 
 def _priority(error: BaseException) -> int:
-    """Returns the rank of an error among those that could be reported; the lowest is the likeliest cause.
-
-    Deaths are 0, because other errors are mostly their consequences; then come errors that an actor raised, our own (1)
-    before foreign ones (2), then all others (3).
-    """
+    """Returns the rank of an error among those that could be reported; the lowest is the likeliest cause."""
+    # Deaths are 0, because other errors are mostly their consequences; then come errors that an actor raised, our own (1) before foreign
+    # ones (2), then all others (3).
     cause = error.cause if isinstance(error, RayTaskError) else error
     cause = cause.cause if isinstance(cause, RankError) else cause
     if isinstance(cause, ActorDiedError | OutOfMemoryError):

@@ -59,13 +59,8 @@ class WorkerGroup:
         self.actors: list[Any] = [self._make(rank) for rank in range(len(self.names))]
 
     def _make(self, rank: int, suffix: str = "") -> Any:
-        """Creates and registers the actor of a rank, without waiting for it, and returns its handle.
-
-        Ray never restarts it or repeats its calls.
-
-        Args:
-            suffix: added to the name under which Ray knows it; `calls` knows it by its plain name.
-        """
+        """Creates and registers the actor of a rank, without waiting for it, and returns its handle."""
+        # Ray never restarts it or repeats its calls.
         name = self.names[rank]
         placement = self._plan.placements[name]
         actor = self._remote.options(
@@ -160,12 +155,7 @@ class WorkerGroup:
     def _submit(
         self, method: str, rows: dict[int, Any], arguments: Sequence[Any], *, values: int
     ) -> Iterator[tuple[Sequence[ray.ObjectRef], Called]]:
-        """Makes the calls of `submit_each` one by one; yields the references to the values of each, and what it calls.
-
-        Args:
-            rows: the first argument of the call, by rank.
-            values: that the method returns.
-        """
+        """Makes the calls of `submit_each` one by one; yields the references to the values of each, and what it calls."""
         for rank in list(rows):
             if rank not in rows:  # its relay has been called
                 continue

@@ -223,11 +223,7 @@ def _accepts(address: Address) -> bool:
 
 
 def _reserve_object_store(raylet: psutil.Process) -> None:
-    """Reserves all pages of a raylet's object store, or another program that fills /dev/shm would end the raylet later.
-
-    Raises:
-        ConfigError: /dev/shm has too little room.
-    """
+    """Reserves all pages of a raylet's object store, or another program that fills /dev/shm would end the raylet later."""
     for link in Path(f"/proc/{raylet.pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
             if not str(link.readlink()).startswith(f"{SHM}/"):

@@ -169,15 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(node: Node, folder: Path) -> None:
-    """Starts Ray with its files in `folder`, reports that it runs, and blocks until the node is asked to end.
-
-    A node other than the head first waits for the head's address. Ray still runs on return; the caller ends it.
-
-    Raises:
-        Stopped: the request came before Ray was up.
-        WorkerError: the head's address did not appear by the deadline, a port is taken, Ray did not start, or it ended
-            by itself.
-    """
+    """Starts Ray with its files in `folder`, reports that it runs, and blocks until the node is asked to end."""
+    # A node other than the head first waits for the head's address. Ray still runs on return; the caller ends it.
     deadline = time.monotonic() + node.deadline_s
     address = node.shared / "address"
     if not node.first_port:
@@ -198,13 +191,8 @@ def _serve(node: Node, folder: Path) -> None:
 
 
 def _agreed(node: Node, deadline: float) -> Node:
-    """The node with the ports on which all nodes of the job agree: of the first range, from that of the job's id on, that is free on each.
-
-    Jobs with consecutive ids, requeued ones too, so have ranges of their own; a range that another process uses is passed over.
-
-    Raises:
-        Stopped, WorkerError: as `_wait`; or no range is free on all nodes.
-    """
+    # The node with the ports on which all nodes of the job agree: of the first range, from that of the job's id on, that is free on each.
+    # Jobs with consecutive ids, requeued ones too, so have ranges of their own; a range that another process uses is passed over.
     free = [first for first in _RANGES if all(map(_is_free, replace(node, first_port=first).ports.values()))]
     node.say("free", " ".join(map(str, free)))
     files = [node.shared / f"free-{name}" for name in node.nodes or (node.name,)]
@@ -219,15 +207,9 @@ def _agreed(node: Node, deadline: float) -> Node:
 
 
 def _start(node: Node, command: Sequence[str], deadline: float) -> subprocess.Popen[bytes]:
-    """Runs `command` (`ray start`) until Ray is up, and returns its process. Its output is appended to the node's log.
-
-    Repeats it until `deadline` (of `time.monotonic`) if Ray ended only because it was too slow: it allows a node 30 s.
-    All descendants of this process are then killed first.
-
-    Raises:
-        Stopped: the node was asked to end meanwhile.
-        WorkerError: the command ended for another reason, or was not done by the deadline.
-    """
+    """Runs `command` (`ray start`) until Ray is up, and returns its process. Its output is appended to the node's log."""
+    # Repeats it until `deadline` (of `time.monotonic`) if Ray ended only because it was too slow: it allows a node 30 s. All descendants of
+    # this process are then killed first.
     while True:
         log_start = node.log.stat().st_size if node.log.exists() else 0
         with node.log.open("ab") as output:
@@ -245,16 +227,7 @@ def _start(node: Node, command: Sequence[str], deadline: float) -> subprocess.Po
 
 
 def _wait(node: Node, condition: Callable[[], bool], deadline: float, rule: str) -> None:
-    """Waits until `condition` is true, checking it about five times a second.
-
-    Args:
-        deadline: in seconds of `time.monotonic`.
-        rule: what is waited for, for the error.
-
-    Raises:
-        Stopped: the node was asked to end first.
-        WorkerError: the deadline has passed.
-    """
+    """Waits until `condition` is true, checking it about five times a second."""
     while not condition():
         if _asked_to_end(node):
             raise Stopped
@@ -264,10 +237,8 @@ def _wait(node: Node, condition: Callable[[], bool], deadline: float, rule: str)
 
 
 def _asked_to_end(node: Node) -> bool:
-    """Returns whether SIGUSR2 or the file `stop` asks this node to end, after waiting up to 0.2 s for a signal.
-
-    Takes one blocked signal at most. A SIGTERM is recorded as `told-NODE`; it and all others are otherwise ignored.
-    """
+    """Returns whether SIGUSR2 or the file `stop` asks this node to end, after waiting up to 0.2 s for a signal."""
+    # Takes one blocked signal at most. A SIGTERM is recorded as `told-NODE`; it and all others are otherwise ignored.
     received = signal.sigtimedwait(_BLOCKED_SIGNALS, _POLL_S)
     number = received.si_signo if received else None
     if number == signal.SIGTERM and node.shared.exists():
@@ -276,19 +247,11 @@ def _asked_to_end(node: Node) -> bool:
 
 
 def _command(node: Node, ip: str, head: str, folder: Path) -> list[str]:
-    """Returns the `ray start` command line for this node.
-
-    It follows from the node's ports and from SLURM_CPUS_ON_NODE, SLURM_GPUS_ON_NODE, RAY_OBJECT_STORE_BYTES and
-    RAY_DASHBOARD, as far as they are set. Of less memory than the machine has (`total_bytes`), Ray gets 30 % for its objects,
-    as it would of a machine, and the rest for its workers; of the GPUs those that CUDA_VISIBLE_DEVICES names.
-
-    Jobs and nodes that share a machine get different ranges of worker ports.
-
-    Args:
-        ip: this node's address.
-        head: host:port of the head; ignored on the head itself.
-        folder: for Ray's files on this node.
-    """
+    """Returns the `ray start` command line for this node."""
+    # It follows from the node's ports and from SLURM_CPUS_ON_NODE, SLURM_GPUS_ON_NODE, RAY_OBJECT_STORE_BYTES and RAY_DASHBOARD, as far as
+    # they are set. Of less memory than the machine has (`total_bytes`), Ray gets 30 % for its objects, as it would of a machine, and the
+    # rest for its workers; of the GPUs those that CUDA_VISIBLE_DEVICES names.
+    # Jobs and nodes that share a machine get different ranges of worker ports.
     # Jobs on one machine differ in RAY_PORT, its nodes in their index: both choose the range of the workers' ports.
     start, per_node, num_ranges = _WORKER_PORTS
     first = start + per_node * ((node.first_port // 100 + node.index) % num_ranges)
@@ -321,10 +284,8 @@ def _command(node: Node, ip: str, head: str, folder: Path) -> list[str]:
 
 
 def _environment(node: Node) -> dict[str, str]:
-    """Returns the environment of Ray's processes: what `allowed_variables` keeps, and the token's file.
-
-    Tokens are in use; the token itself is in the file `token` of the shared folder. Python's output is unbuffered.
-    """
+    """Returns the environment of Ray's processes: what `allowed_variables` keeps, and the token's file."""
+    # Tokens are in use; the token itself is in the file `token` of the shared folder. Python's output is unbuffered.
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(node.shared / "token")}
     return allowed_variables(os.environ) | token | {"PYTHONUNBUFFERED": "1"}
 
@@ -405,10 +366,8 @@ def end_descendants() -> list[str]:
 
 
 def _keep_logs(folder: Path, node: Node) -> None:
-    """Copies the last 200 kB of each log that Ray has left in `folder` to the folder `ray-NODE` of the run's logs.
-
-    Logs are the non-empty .out, .err and .log files of Ray's last session.
-    """
+    """Copies the last 200 kB of each log that Ray has left in `folder` to the folder `ray-NODE` of the run's logs."""
+    # Logs are the non-empty .out, .err and .log files of Ray's last session.
     kept = node.logs / f"ray-{node.name}"
     for file in folder.glob("session_latest/logs/*.*"):
         if file.suffix in (".out", ".err", ".log") and file.is_file() and (size := file.stat().st_size):

@@ -195,13 +195,8 @@ class ProcessMonitor:
             _end(actor)
 
     def _update_remote(self, nodes: Mapping[str, Mapping[str, Process]]) -> None:
-        """Records answers to earlier queries and sends new ones. Never blocks: each node answers in its own time.
-
-        If a node fails to answer within 10 s, its workers' states are forgotten, and a new monitor is started there.
-
-        Args:
-            nodes: processes by name, by id of a node other than this.
-        """
+        """Records answers to earlier queries and sends new ones. Never blocks: each node answers in its own time."""
+        # If a node fails to answer within 10 s, its workers' states are forgotten, and a new monitor is started there.
         for node, (ref, names, asked_at) in list(self._pending.items()):
             done, _ = ray.wait([ref], timeout=0, fetch_local=False)
             if not done and time.monotonic() - asked_at < _ANSWER_WITHIN_S:
@@ -236,11 +231,7 @@ class ProcessMonitor:
             self._monitor_on(process.node_id).kill.remote(process)
 
     def _ask(self, method: str, processes: Mapping[str, Process]) -> dict[str, str]:
-        """Calls a method of NodeMonitor for processes on any node and waits up to 10 s per node.
-
-        Returns:
-            The results by name, without those of nodes that do not answer.
-        """
+        """Calls a method of NodeMonitor for processes on any node and waits up to 10 s per node."""
         answers: dict[str, str] = {}
         for node, on_node in _by_node(processes).items():
             arguments = list(on_node.values())
@@ -309,10 +300,8 @@ def _size(process: Process) -> int:
 
 
 def _read(path: str, start: int) -> str:
-    """Returns the text of a file from byte `start` on; empty if it cannot be read.
-
-    A negative `start` counts from the end. Invalid UTF-8 is replaced.
-    """
+    """Returns the text of a file from byte `start` on; empty if it cannot be read."""
+    # A negative `start` counts from the end. Invalid UTF-8 is replaced.
     with suppress(OSError), Path(path).open("rb") as file:
         file.seek(start if start >= 0 else max(0, file.seek(0, os.SEEK_END) + start))
         return file.read().decode("utf-8", "replace")

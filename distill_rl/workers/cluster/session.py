@@ -150,24 +150,10 @@ def _local_ray(
     interrupted: Callable[[], None],
     hosts: Hosts,
 ) -> Iterator[None]:
-    """Starts Ray on this machine, in a directory of its own, and ends it with all its processes when the block ends.
-
-    A Ray that was too slow to start is started again, for as long as `settings.start_timeout_s`.
-
-    If this process is killed meanwhile, a guard process ends them. Sets RAY_AUTH_TOKEN_PATH for the rest of this
-    process if tokens are in use.
-
-    Args:
-        num_cpus: least number of logical CPUs, unless `settings.num_cpus` gives one.
-        store: bytes of the object store.
-        started: called when Ray runs or has failed to start, while signals are still blocked.
-        interrupted: as for `ray_session`.
-        hosts: told what to watch.
-
-    Raises:
-        ConfigError: tokens are in use, and there is no usable one; or /dev/shm has too little room.
-        WorkerError: Ray did not start.
-    """
+    """Starts Ray on this machine, in a directory of its own, and ends it with all its processes when the block ends."""
+    # A Ray that was too slow to start is started again, for as long as `settings.start_timeout_s`.
+    # If this process is killed meanwhile, a guard process ends them. Sets RAY_AUTH_TOKEN_PATH for the rest of this process if tokens are in
+    # use.
     directory = _private_directory() / secrets.token_hex(2)
     if access.required():
         # Ray's processes get the token as a file, because environments are easily printed.
@@ -236,14 +222,8 @@ def _tell_dashboard(address: str) -> None:
 
 @contextmanager
 def _joined_ray(address: str) -> Iterator[None]:
-    """Joins the Ray cluster at `address` with a namespace of its own, and leaves it when the block ends.
-
-    The address is host:port or `auto`.
-
-    Raises:
-        ConfigError: no cluster answers, it refuses this user's token, or it asks for no token although tokens are in
-            use.
-    """
+    """Joins the Ray cluster at `address` with a namespace of its own, and leaves it when the block ends."""
+    # The address is host:port or `auto`.
     access.require_token()
     _require_answer(address)
     try:
@@ -266,13 +246,8 @@ def _joined_ray(address: str) -> Iterator[None]:
 
 
 def _require_answer(address: str) -> None:
-    """Checks within seconds that a cluster answers at `address` and accepts this user's token; `auto` is not checked.
-
-    Ray itself tries for minutes to reach a cluster that is not there or does not accept its token.
-
-    Raises:
-        ConfigError: the address is malformed, no process answers there, or the cluster refuses this user.
-    """
+    """Checks within seconds that a cluster answers at `address` and accepts this user's token; `auto` is not checked."""
+    # Ray itself tries for minutes to reach a cluster that is not there or does not accept its token.
     host, _, port = address.rpartition(":")
     if address == "auto":
         return
@@ -287,13 +262,10 @@ def _require_answer(address: str) -> None:
 
 @cache
 def _private_directory() -> Path:
-    """Returns this process's directory for Ray's files and token, which only this user can enter.
-
-    It is created at the first call.
-
-    Removed at exit; the first call also removes those that dead processes have left. It is in /tmp whatever TMPDIR is,
-    because Ray's socket paths must stay under 107 bytes.
-    """
+    """Returns this process's directory for Ray's files and token, which only this user can enter."""
+    # It is created at the first call.
+    # Removed at exit; the first call also removes those that dead processes have left. It is in /tmp whatever TMPDIR is, because Ray's
+    # socket paths must stay under 107 bytes.
     remove_abandoned(TMP, "drl-*-*")
     directory = OwnedFolder(TMP, f"drl-{os.getpid()}-").path
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
@@ -302,12 +274,9 @@ def _private_directory() -> Path:
 
 @cache
 def _token_file() -> Path:
-    """Returns a file with a token, RAY_AUTH_TOKEN or a new random one, that only this user can read.
-
-    It is written at the first call.
-
-    There is one per process, because Ray reads it once.
-    """
+    """Returns a file with a token, RAY_AUTH_TOKEN or a new random one, that only this user can read."""
+    # It is written at the first call.
+    # There is one per process, because Ray reads it once.
     path = _private_directory() / "token"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -317,11 +286,9 @@ def _token_file() -> Path:
 
 @contextmanager
 def _allowed_environment() -> Iterator[None]:
-    """Reduces this process's environment, while the block runs, to what Ray's processes may inherit; then restores it.
-
-    Variables that were set in the block remain. A runtime environment would do the same, but Ray would discard the
-    workers that it had started in advance.
-    """
+    """Reduces this process's environment, while the block runs, to what Ray's processes may inherit; then restores it."""
+    # Variables that were set in the block remain. A runtime environment would do the same, but Ray would discard the workers that it had
+    # started in advance.
     original = dict(os.environ)
     os.environ.clear()
     os.environ.update(allowed_variables(original) | _FOR_WORKERS)
@@ -351,11 +318,9 @@ def allowed_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def _kill_on_sigterm(processes: Collection[psutil.Process]) -> Iterator[None]:
-    """While the block runs, kills (SIGKILL) each of the processes as soon as it has been sent SIGTERM and blocks it.
-
-    Ray's processes do not react to SIGTERM here (`signals_blocked`), and Ray would wait a second for each before
-    killing it. They must not be killed any earlier, because the driver has to leave the cluster first.
-    """
+    """While the block runs, kills (SIGKILL) each of the processes as soon as it has been sent SIGTERM and blocks it."""
+    # Ray's processes do not react to SIGTERM here (`signals_blocked`), and Ray would wait a second for each before killing it. They must
+    # not be killed any earlier, because the driver has to leave the cluster first.
     done = threading.Event()
 
     def kill_terminated() -> None:

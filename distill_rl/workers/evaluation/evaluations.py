@@ -223,10 +223,8 @@ class Evaluations:
         return evaluated.results
 
     def _end(self, running: _Running) -> None:
-        """Records and prints the scores of an evaluation that has ended, and deletes its copy of the weights.
-
-        If it failed or is overdue, there are no scores: that is logged, and the evaluator is replaced.
-        """
+        """Records and prints the scores of an evaluation that has ended, and deletes its copy of the weights."""
+        # If it failed or is overdue, there are no scores: that is logged, and the evaluator is replaced.
         due = running.due
         try:
             if not ray.wait(list(running.call), timeout=0, fetch_local=False)[0]:
@@ -249,24 +247,15 @@ class Evaluations:
         shutil.rmtree(self._source(due), ignore_errors=True)
 
     def _show_counts(self, title: str, folder: Path) -> None:
-        """Prints how many items are done, at most once per `_SHOW_S` seconds.
-
-        Args:
-            title: the model, for the line.
-            folder: of its results.
-        """
+        """Prints how many items are done, at most once per `_SHOW_S` seconds."""
         now = time.monotonic()
         if now - self._shown >= _SHOW_S and (counts := read_counts(progress_file(folder))) is not None:
             self._shown = now
             say(f"evaluating {title} on {counts}")
 
     def _submit(self, model: Model, *, final: bool = False) -> Refs:
-        """Calls the evaluator on `model` without waiting. Returns the calls of its ranks, whose first result is an
-        `Evaluated`.
-
-        Args:
-            final: the model is the export.
-        """
+        """Calls the evaluator on `model` without waiting."""
+        # Returns the calls of its ranks, whose first result is an `Evaluated`.
         assert self._group is not None
         evaluate = self._config.evaluate
         model = replace(model, folder=model.folder.absolute(), out=model.out and model.out.absolute())
@@ -277,8 +266,8 @@ class Evaluations:
         return calls | self._group.submit("follow", ranks=range(1, len(self._group.actors)))
 
     def _replace(self) -> None:
-        """Replaces the evaluator, all ranks of it, which may be dead or hang, and waits for the new one. A failure is
-        only logged."""
+        """Replaces the evaluator, all ranks of it, which may be dead or hang, and waits for the new one."""
+        # A failure is only logged.
         assert self._group is not None
         ranks, timeout_s = range(len(self._group.actors)), self._config.ray.start_timeout_s
         try:

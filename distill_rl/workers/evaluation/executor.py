@@ -163,18 +163,9 @@ class RayExecutor:
                 yield [(chunk[index], output) for index, output in outputs]
 
     def _start_actors(self, backend: BackendName, tensor_parallel: int) -> WorkerGroup:
-        """Starts (or joins) Ray and the actors of every shard, on reserved resources, and waits until they run.
-
-        A shard is one actor, or with tensor parallelism of hf one per rank, which then have joined their process group.
-        All of it ends when the executor's block ends.
-
-        Args:
-            tensor_parallel: ranks over which each model is split; 1: none.
-
-        Raises:
-            ConfigError: the cluster lacks the resources.
-            WorkerError: an actor does not come up.
-        """
+        """Starts (or joins) Ray and the actors of every shard, on reserved resources, and waits until they run."""
+        # A shard is one actor, or with tensor parallelism of hf one per rank, which then have joined their process group. All of it ends
+        # when the executor's block ends.
         self._ranks = evaluator_ranks(backend, tensor_parallel)
         settings, count = self._shards.ray, self._shards.count * self._ranks
         self._calls.hosts = hosts = self._open.enter_context(
@@ -205,16 +196,8 @@ class RayExecutor:
         return group
 
     def _gpus_each(self, gpus: float, backend: BackendName, tensor_parallel: int) -> float:
-        """Returns the number of GPUs per copy, a fraction if copies share one; 0 in a cluster without GPUs.
-
-        It is `tensor_parallel` if that exceeds 1, else `Shards.gpus_each` if set, else an even share of one GPU.
-
-        Args:
-            gpus: in the cluster.
-
-        Raises:
-            ConfigError: the cluster has too few GPUs for tensor parallelism.
-        """
+        """Returns the number of GPUs per copy, a fraction if copies share one; 0 in a cluster without GPUs."""
+        # It is `tensor_parallel` if that exceeds 1, else `Shards.gpus_each` if set, else an even share of one GPU.
         count = self._shards.count
         if tensor_parallel > 1:
             if backend == "hf" and not gpus:

@@ -158,16 +158,7 @@ def _place_in_bundle(
     gpus: float,
     evaluates: bool,
 ) -> dict[str, ActorPlacement]:
-    """Places ranks and their guests in a bundle with one GPU, if there are any; engines beside others become guests.
-
-    Args:
-        guests: aligners and an evaluator, with their shares of the GPU.
-        engines: the teachers of vLLM's engines, by actor.
-        evaluates: whether an evaluator is a guest.
-
-    Raises:
-        ConfigError: the guests leave nothing of the GPU to the ranks.
-    """
+    """Places ranks and their guests in a bundle with one GPU, if there are any; engines beside others become guests."""
     shared = [name for name in all_ranks if name in engines] if gpus and len(all_ranks) > 1 else []
     shares = dict(guests) | {name: engines[name].share_of_gpu(shared=True) for name in shared}
     ranks = [name for name in all_ranks if name not in shared]
@@ -188,16 +179,7 @@ def _place_in_bundle(
 def _place_evaluators(
     config: Config, gpus: float, num_bundles: int, gpus_used: float
 ) -> tuple[list[str], dict[str, float]]:
-    """Returns the evaluators that are guests of the first bundles, and the others with their numbers of GPUs.
-
-    Args:
-        gpus: in the cluster.
-        num_bundles: of ranks that a guest may join, each with one GPU if there are any.
-        gpus_used: of all ranks, if there are any.
-
-    Raises:
-        ConfigError: the cluster has too few GPUs for `evaluate.parallel.tp`.
-    """
+    """Returns the evaluators that are guests of the first bundles, and the others with their numbers of GPUs."""
     if too_few := evaluator_problem(config, gpus):
         raise ConfigError.many([too_few])
     names = evaluator_names(EVALUATOR, evaluators(config)) if config.evaluate.suites else []
@@ -218,11 +200,7 @@ def _bundle(num_cpus: int, num_gpus: float) -> dict[str, float]:
 
 
 def _memory_shares(ranks: Sequence[str], left: float, needs: Mapping[str, float] | None) -> dict[str, float]:
-    """Divides `left`, a share of a GPU's memory, among ranks in proportion to their needs; returns the shares by name.
-
-    Args:
-        needs: by `student` or teacher name; None: equal needs.
-    """
+    """Divides `left`, a share of a GPU's memory, among ranks in proportion to their needs; returns the shares by name."""
     if needs is None or len(ranks) == 1:
         return {name: left / len(ranks) for name in ranks}
     # The key of `student-dp0-tp0` is `student`, that of `big/dp0-tp0` is `big`.
@@ -232,13 +210,7 @@ def _memory_shares(ranks: Sequence[str], left: float, needs: Mapping[str, float]
 
 
 def _no_gpu_left(guests: Mapping[str, float], *, aligners_share: bool, evaluates: bool, engines: bool) -> ConfigError:
-    """Returns the error for guests that take a whole GPU or more, naming the settings to lower.
-
-    Args:
-        guests: actor names with their shares of the GPU.
-        aligners_share: whether aligners have shares.
-        evaluates, engines: whether an evaluator, or engines of vLLM, are among the guests.
-    """
+    """Returns the error for guests that take a whole GPU or more, naming the settings to lower."""
     keys = ["aligner.num_gpus"] if aligners_share else []
     if evaluates:
         keys.append("evaluate.gpu_share")
@@ -255,17 +227,8 @@ def _no_gpu_left(guests: Mapping[str, float], *, aligners_share: bool, evaluates
 def _pinned_nodes(
     config: Config, bundles: Sequence[Mapping[str, float]], num_student: int, nodes: Sequence[Node]
 ) -> Sequence[str] | None:
-    """Returns the node id for each of the first bundles; None or empty if Ray may put every bundle where it likes.
-
-    Disaggregated runs separate student and teachers; otherwise the ranks of a student replica are kept on one node.
-
-    Args:
-        bundles: those of the ranks, the student's first.
-        num_student: how many of them are the student's, if disaggregated.
-
-    Raises:
-        ConfigError: disaggregated ranks are on different nodes, and the transport works only within one.
-    """
+    """Returns the node id for each of the first bundles; None or empty if Ray may put every bundle where it likes."""
+    # Disaggregated runs separate student and teachers; otherwise the ranks of a student replica are kept on one node.
     if config.ray.placement != "disaggregated":
         return _replica_nodes(bundles, config.student.parallel, nodes)
     separate = _separate_nodes(bundles, num_student, nodes)
@@ -277,11 +240,9 @@ def _pinned_nodes(
 def _separate_nodes(
     bundles: Sequence[Mapping[str, float]], num_student: int, nodes: Sequence[Node]
 ) -> list[str] | None:
-    """Returns a node id for every bundle, such that no node has ranks of both the student and a teacher.
-
-    Nodes are filled one after the other, first with the student's bundles, the first `num_student`, then, from a fresh
-    node on, with those of the teachers. None if the cluster has too few nodes.
-    """
+    """Returns a node id for every bundle, such that no node has ranks of both the student and a teacher."""
+    # Nodes are filled one after the other, first with the student's bundles, the first `num_student`, then, from a fresh node on, with
+    # those of the teachers. None if the cluster has too few nodes.
     unused = list(nodes)
     chosen: list[str] = []
     for group in (bundles[:num_student], bundles[num_student:]):
@@ -300,11 +261,9 @@ def _separate_nodes(
 def _replica_nodes(
     bundles: Sequence[Mapping[str, float]], parallel: ParallelConfig, nodes: Sequence[Node]
 ) -> list[str] | None:
-    """Returns a node id for every bundle with a rank of the student, the same for all ranks of a replica.
-
-    Each replica, whose ranks are neighbours, takes the first node that has room for all of it. None if there is only
-    one replica or one node, or if some replica fits on no node.
-    """
+    """Returns a node id for every bundle with a rank of the student, the same for all ranks of a replica."""
+    # Each replica, whose ranks are neighbours, takes the first node that has room for all of it. None if there is only one replica or one
+    # node, or if some replica fits on no node.
     if parallel.replicas == 1 or len(nodes) < 2:
         return None
     rooms = {node.node_id: Counter(node.resources) for node in nodes}

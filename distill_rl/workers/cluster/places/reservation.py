@@ -107,10 +107,8 @@ def _ask(plan: PlacementPlan, name: str) -> PlacementGroup:
 
 
 def _could_hold(plan: PlacementPlan) -> bool:
-    """Whether the cluster has what the plan asks for, so that it is worth waiting for other runs.
-
-    That is in all, and for each bundle on some node.
-    """
+    """Whether the cluster has what the plan asks for, so that it is worth waiting for other runs."""
+    # That is in all, and for each bundle on some node.
     total, nodes = ray.cluster_resources(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return _has(total, _asked(plan)) and all(any(_has(node, bundle) for node in nodes) for bundle in plan.bundles)
 
