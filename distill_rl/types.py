@@ -350,7 +350,7 @@ class RunPaths:
 
     @property
     def samples(self) -> Path:
-        """What the models answer to a few items at every evaluation (`evals.results.samples`); absent without suites."""
+        """What the models answer to a few items at every evaluation (`evals.results`); absent without suites."""
         return self.root / "samples.jsonl"
 
     @property

@@ -49,7 +49,7 @@ class Divergence:
     """Base class. `beta` is β, or the skew α."""
 
     leads: Literal["teacher", "student"] | None = None
-    """The side whose probabilities weigh log(p/q), for the two KLs, which need a single pass (`core/dense.py`)."""
+    """The side whose probabilities weigh log(p/q), for the two KLs, which need a single pass (`core/rows.py`)."""
 
     def __init__(self, beta: float = 0.0):
         self.beta = beta

@@ -1,4 +1,4 @@
-"""Asks the servers of teachers that are served whether they can do what the run needs (`teacher.backends.endpoint.probe`)."""
+"""Asks the servers of teachers that are served whether they can do what the run needs (`teacher.endpoint.probe`)."""
 
 from __future__ import annotations
 

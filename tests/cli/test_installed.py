@@ -16,6 +16,7 @@ import distill_rl
 from tests.helpers.command import Ended, environment
 from tests.helpers.corpus import write_corpus
 from tests.helpers.models import write_tiny_model
+from tests.helpers.suites import write_suite
 
 pytestmark = pytest.mark.cli
 
@@ -130,6 +131,19 @@ def test_a_batch_script_uses_the_environment_and_the_installed_files(python: Pat
     assert values["VENV"] == str(python.parents[1])
     assert (Path(values["DISTILL_RL_ROOT"]) / "launch" / "ray_cluster.sh").is_file()
     assert Path(values["DISTILL_RL_ROOT"]).is_relative_to(python.parents[1])
+
+
+def test_a_batch_script_of_an_evaluation_runs_outside_the_repository(python: Path, folder: Path) -> None:
+    suite = write_suite(folder, count=4)
+    asked = ("--model", "student", "--suites", str(suite), "--data", str(suite.parent), "--out", "scores")
+    ended = run(python, folder, "eval", *asked, "--dry-run", "--slurm", "gpus_per_node=0")
+    assert ended.code == 0, ended.err
+    # Outside of a job it evaluates as well: the installed files suffice.
+    done = subprocess.run(
+        ["bash", folder / "scores/submit.sbatch"], cwd=folder, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert list((folder / "scores").rglob("*.items.jsonl"))
 
 
 def test_the_quickstart_finds_its_configuration(python: Path, tmp_path: Path) -> None:

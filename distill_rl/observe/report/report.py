@@ -275,7 +275,7 @@ def write_report(
     Args:
         run_dir: holds metrics.jsonl, and optionally config.yaml.
         evaluation: scores of this run and of `comparisons`, possibly with differences between models
-            (`evals.results.compare.of_run`).
+            (`evals.compare.of_run`).
         comparisons: other run directories, which are drawn over this one.
         out: path of the page; None: `<run_dir>/report.html`.
 

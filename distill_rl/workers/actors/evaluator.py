@@ -29,7 +29,7 @@ class Evaluated:
     results: dict[str, dict[str, Any]]
     """By suite, its result (score, interval, number of items, …)."""
     samples: list[dict[str, Any]]
-    """As `evals.results.samples.samples_of` returns them."""
+    """As `evals.results.samples_of` returns them."""
 
 
 class EvalWorker(GroupMember):

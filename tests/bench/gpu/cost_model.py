@@ -1,6 +1,6 @@
 """What a training step costs on one GPU, part by part: the page docs/benchmarks/gpu_model.md, and the same for a terminal.
 
-Teacher and student share the card and run one after the other, so their times add up. The numbers are those of `scaling.parts`.
+Teacher and student share the card and run one after the other, so their times add up. The numbers are those of `scaling.model`.
 Standard library only.
 """
 
