@@ -129,7 +129,7 @@ class OpenedModel:
 
     @property
     def in_vllm(self) -> bool:
-        """As `TeacherConfig.in_vllm`."""
+        """Whether vLLM runs the model."""
         return self.settings.in_vllm
 
     @property

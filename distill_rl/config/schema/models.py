@@ -85,12 +85,12 @@ class StudentConfig:
 
     @property
     def in_vllm(self) -> bool:
-        """As of a teacher: a student runs in this package."""
+        """Never: a student is trained by this package."""
         return False
 
     @property
     def may_be_quantized(self) -> bool:
-        """As of a teacher: a student's weights are read as numbers."""
+        """Never: a student is trained from weights that are not quantised."""
         return False
 
 
