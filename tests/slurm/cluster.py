@@ -171,8 +171,9 @@ class Slurm:
         return subprocess.run([*prefix, *command], capture_output=True, text=True, timeout=60, env=self.environment())
 
     def environment(self) -> dict[str, str]:
-        """Of the daemons, programs and jobs; the guard of this process ends them if it is killed."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "DISTILL_RL_"))}
+        """Of the daemons, programs and jobs; the guard of this process ends them if it is killed. Jobs get the settings of the launch
+        scripts from their test alone."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "DISTILL_RL_", "VENV"))}
         mark = {guard.VARIABLE: os.environ.get(guard.VARIABLE, "")}
         return kept | mark | {"SLURM_CONF": f"{self.root}/slurm.conf", "PATH": _path()}
 
