@@ -173,7 +173,9 @@ class Slurm:
     def environment(self) -> dict[str, str]:
         """Of the daemons, programs and jobs; the guard of this process ends them if it is killed. Jobs get the settings of the launch
         scripts from their test alone."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "DISTILL_RL_", "VENV"))}
+        kept = {
+            name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "DISTILL_RL_", "VENV"))
+        }
         mark = {guard.VARIABLE: os.environ.get(guard.VARIABLE, "")}
         return kept | mark | {"SLURM_CONF": f"{self.root}/slurm.conf", "PATH": _path()}
 
