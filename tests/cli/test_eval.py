@@ -17,7 +17,7 @@ from tests.helpers.suites import write_suite
 
 pytestmark = pytest.mark.cli
 
-COUNT = 60
+COUNT = 150
 
 
 @pytest.fixture(scope="module")
