@@ -139,6 +139,53 @@ def test_a_lost_node_is_replaced_by_one_that_has_room_and_no_bit_changes(materia
     assert series(run, "train/loss") == series(tmp_path / "alone" / "runs" / "tiny", "train/loss")
 
 
+CALLED = """
+import sys, threading, time
+import psutil, ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from distill_rl.errors import WorkerError
+from distill_rl.workers.cluster.calls import Calls
+
+class Worker:
+    def identify(self):
+        return None
+
+    def work(self):
+        time.sleep(600)
+
+ray.init(sys.argv[1], log_to_driver=False)
+own = ray.get_runtime_context().get_node_id()
+(other,) = [node["NodeID"] for node in ray.nodes() if node["NodeID"] != own]
+on_other = NodeAffinitySchedulingStrategy(other, soft=False)
+worker = ray.remote(Worker).options(num_cpus=1, max_concurrency=2, scheduling_strategy=on_other).remote()
+ray.get(worker.identify.remote())
+calls = Calls(lambda: None)
+calls.register("worker", worker)
+
+def kill():
+    (raylet,) = [process for process in psutil.process_iter() if f"--node_id={other}" in process.cmdline()]
+    for process in (raylet, *raylet.children(recursive=True)):
+        process.kill()
+
+threading.Timer(1, kill).start()
+try:
+    calls.gather({worker.work.remote(): "worker"}, what="saving step 4", timeout_s=60)
+except WorkerError as error:
+    print("failed:", error)
+    print("lost:", *calls.lost(error, ["worker"], "saving step 4"))
+"""
+
+
+@pytest.mark.ray
+def test_an_actor_in_a_call_is_lost_with_its_node(tmp_path, monkeypatch):
+    """Nobody is left to report its death: for some 15 s Ray says of it only that it is unavailable."""
+    with ray_nodes(tmp_path, monkeypatch, nodes=2, cpus=1) as address:
+        command = [sys.executable, "-c", CALLED, address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
+    assert "failed: worker: its process died during saving step 4" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.endswith("lost: worker\n")
+
+
 @pytest.mark.ray
 def test_a_lost_node_that_no_other_can_replace_ends_the_run(material, tmp_path, monkeypatch):
     with on_nodes(2, material, tmp_path / "nodes", monkeypatch, "train.steps=400", *APART) as (process, _, log):

@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from distill_rl.errors import DistillError, GpuMemoryError, WorkerError, first_line
 from distill_rl.system.gpu_memory import amounts, is_out_of_memory
@@ -23,6 +30,8 @@ Called = str | tuple[str, ...]
 """Name of the actor that a call is for, or of all that a relay calls for it."""
 Refs = dict[ray.ObjectRef, Called]
 """Submitted calls, each with what was called."""
+Failures = dict[ray.ObjectRef, tuple[str, BaseException]]
+"""Calls that failed, each with the actor's name and Ray's error."""
 
 _FETCH_S = 60.0
 """Most time for results to arrive from their node once the calls have ended."""
@@ -35,6 +44,8 @@ _DEATH = 0
 
 _KNOWN_WITHIN_S = 6.0
 """Most time for the death of an actor to become known, see `Calls.lost`."""
+_NODE_KNOWN_WITHIN_S = 25.0
+"""The same for an actor that cannot be reached: Ray notices the death of a node after some 15 s."""
 _FIRST_CAUSE_S = 2.0
 """When one actor dies its peers fail too, in any order: collect errors for this long, then report the death."""
 
@@ -210,13 +221,13 @@ class Calls:
         Args:
             what: what they were doing, for the messages.
         """
-        return {name: self._explain(error, name, what) for name, error in self._deaths().values()}
+        return self._explained(_deaths(self._failures()), what)
 
     def lost(self, error: DistillError, among: Collection[str], what: str) -> dict[str, DistillError]:
         """Returns the actors that are dead or overdue after a call has failed with `error`, each with the error to report.
 
-        Waits up to 6 s for one of `among` to be found so: Ray reports the actors of a lost node as dead only some seconds after
-        other actors have failed because of it.
+        Waits up to 6 s for one of `among` to be found so, or up to 25 s while one of them cannot be reached: Ray reports the
+        actors of a lost node as dead only some seconds after other actors have failed because of it.
 
         Args:
             what: what was being done, for the messages.
@@ -226,20 +237,25 @@ class Calls:
         """
         self.hosts.require()
         overdue = dict.fromkeys(error.actors, error) if isinstance(error, Overdue) else {}
-        deadline = time.monotonic() + _KNOWN_WITHIN_S
+        start = time.monotonic()
         while True:
-            found = overdue | self.dead(what)
-            if found.keys() & set(among) or time.monotonic() > deadline:
+            failed = self._failures()
+            found = overdue | self._explained(_deaths(failed), what)
+            unreachable = {name for name, error in failed.values() if isinstance(error, ActorUnavailableError)}
+            patience_s = _NODE_KNOWN_WITHIN_S if unreachable & set(among) else _KNOWN_WITHIN_S
+            if found.keys() & set(among) or time.monotonic() - start > patience_s:
                 return found
             self.poll()
             time.sleep(_POLL_S)
 
-    def _deaths(self) -> dict[ray.ObjectRef, tuple[str, BaseException]]:
-        """Returns names and errors of registered actors that are dead, by reference of a call made now to find out."""
+    def _failures(self) -> Failures:
+        """Calls all registered actors, and returns which do not answer because of an error within 2 s."""
         # The error of an earlier call may name an actor that could not fetch an object, not the one that died with it.
         calls = {actor.identify.remote(): self.names[key] for key, actor in self.actors.items()}
-        errors = self._errors_within_grace(list(calls))
-        return {ref: (calls[ref], error) for ref, error in errors.items() if _priority(error) == _DEATH}
+        return {ref: (calls[ref], error) for ref, error in self._errors_within_grace(list(calls)).items()}
+
+    def _explained(self, failures: Failures, what: str) -> dict[str, DistillError]:
+        return {name: self._explain(error, name, what) for name, error in failures.values()}
 
     def late(self, called: Iterable[Called], what: str, timeout_s: float) -> Overdue:
         """Returns (does not raise) the error for actors that have not finished `what` within `timeout_s` seconds."""
@@ -260,7 +276,7 @@ class Calls:
         """Returns the one error to report of those that calls raised: a death if there is one."""
         # Even the death of an actor that was not called comes first, because it is the likeliest cause.
         if all(_priority(error) != _DEATH for error in errors.values()):
-            deaths = self._deaths()
+            deaths = _deaths(self._failures())
             errors = {**errors, **{ref: error for ref, (_, error) in deaths.items()}}
             names = {**names, **{ref: name for ref, (name, _) in deaths.items()}}
         ref, error = min(errors.items(), key=lambda item: _priority(item[1]))
@@ -320,6 +336,10 @@ def _outcomes(
 def _names(called: Called) -> tuple[str, ...]:
     """The names of all actors that a call is for."""
     return (called,) if isinstance(called, str) else called
+
+
+def _deaths(failures: Failures) -> Failures:
+    return {ref: (name, error) for ref, (name, error) in failures.items() if _priority(error) == _DEATH}
 
 
 def _priority(error: BaseException) -> int:
