@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from distill_rl.align.projection import load_projection, save_projection
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.losses import HiddenStates, LearnableProjection, TeacherHidden, VocabularyProjection
-from distill_rl.losses.core.streaming import accumulator
+from distill_rl.losses.core.rows import accumulator
 from distill_rl.losses.targets import Teacher, Wire
 from distill_rl.models.files.hub import tokenizer_of, vocabulary_size
 from distill_rl.models.load import OutputLayer, read_output_layer
