@@ -10,8 +10,14 @@ from distill_rl.losses.cross_tokenizer import METHODS, chunk_kd_loss
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks
 from distill_rl.losses.cross_tokenizer.chunks import ChunkOutput, Chunks
 from distill_rl.losses.cross_tokenizer.projection import LearnableProjection, VocabularyProjection
-from distill_rl.losses.kd import KDLoss, KDOutput, fused_linear_kd_loss, kd_loss
-from distill_rl.losses.logprobs import fused_linear_logprobs, vocab_parallel_logprobs
+from distill_rl.losses.kd import (
+    KDLoss,
+    KDOutput,
+    fused_linear_kd_loss,
+    fused_linear_logprobs,
+    kd_loss,
+    vocab_parallel_logprobs,
+)
 from distill_rl.losses.sampling import context_keys, vocab_parallel_sample
 from distill_rl.losses.targets import DenseLogits, HiddenStates, SampledTokens, TeacherHidden, TopKLogprobs
 from distill_rl.losses.topk import vocab_parallel_topk

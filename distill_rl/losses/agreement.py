@@ -22,10 +22,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distill_rl.losses.core import checks
-from distill_rl.losses.core.logits import DenseTeacher, Student, StudentHidden, student_of, untraced
-from distill_rl.losses.core.rows import TopKRows
-from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import (
+from distill_rl.losses.core.logits import DenseTeacher, Student, student_of, untraced
+from distill_rl.losses.core.rows import (
     Buffers,
     Centre,
     LogSums,
@@ -33,13 +31,15 @@ from distill_rl.losses.core.streaming import (
     RowFrame,
     RowFunction,
     RowPlan,
+    TopKRows,
     all_reduce_sums,
     chunks,
     default_chunk,
     row_sum,
 )
+from distill_rl.losses.core.shards import VocabularyShard
 from distill_rl.losses.divergence import resolve
-from distill_rl.losses.kd import counted_rows, local_teacher
+from distill_rl.losses.kd import Targets, counted_rows, local_teacher
 from distill_rl.losses.targets import SampledTokens, Teacher, TopKLogprobs
 
 
@@ -98,14 +98,9 @@ def token_agreement(
     counted = counted_rows(
         labels, shard, leading, student.like, ignore_index=ignore_index, num_labels=num_labels, validate=validate
     )
-    targets = local_teacher(teacher, counted, shard, temperature, validate)
-    assert not isinstance(targets, SampledTokens)
-    known = num_labels is not None or isinstance(student_logits, StudentHidden)
-    kept = None
-    if known or checks.looked_at(validate, student.like):  # otherwise it would wait for a GPU
-        counted, kept = counted.without_ignored()
-    if kept is not None:
-        targets = targets.select(kept)
+    targets: Targets | None = local_teacher(teacher, counted, shard, temperature, validate)
+    counted, targets, kept, _ = counted.streamed(student, targets, validate)
+    assert isinstance(targets, TopKLogprobs | DenseTeacher)
     frame, valid = RowFrame(counted.num_rows, shard, temperature, student.like), counted.valid
     rows: RowFunction
     if isinstance(targets, TopKLogprobs):

@@ -1,4 +1,4 @@
-"""Knowledge distillation on a student's logits: whole, sharded over the vocabulary, or never made."""
+"""Knowledge distillation and log-probabilities of tokens, on logits that are whole, sharded, or never made."""
 
 from __future__ import annotations
 
@@ -13,10 +13,27 @@ from torch.distributed import ProcessGroup
 
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.checks import TAILS, Backend, Tail
-from distill_rl.losses.core.logits import DenseTeacher, Head, Student, StudentHidden, as_tree, student_of, untraced
-from distill_rl.losses.core.rows import DenseRows, LabelRows, SampledRows, TopKRows
+from distill_rl.losses.core.logits import (
+    DenseTeacher,
+    Head,
+    Student,
+    StudentHidden,
+    StudentLogits,
+    as_tree,
+    student_of,
+    untraced,
+)
+from distill_rl.losses.core.rows import (
+    DenseRows,
+    LabelRows,
+    RowFrame,
+    RowFunction,
+    RowPlan,
+    SampledRows,
+    TopKRows,
+    chunks,
+)
 from distill_rl.losses.core.shards import VocabularyShard, local_like
-from distill_rl.losses.core.streaming import RowFrame, RowFunction, RowPlan, chunks
 from distill_rl.losses.divergence import Divergence, ForwardKL, resolve
 from distill_rl.losses.targets import DenseLogits, SampledTokens, Teacher, TeacherHidden, TopKLogprobs
 
@@ -152,15 +169,7 @@ def kd_loss(
     if isinstance(teacher, SampledTokens) and not isinstance(comparison, ForwardKL):
         raise ValueError(f"divergence: must be forward_kl with SampledTokens; got {divergence}")
     targets = None if teacher is None else local_teacher(teacher, rows, shard, temperature, validate)
-
-    # Ignored rows are left out where their number is known or labels may be read, and always where logits are computed.
-    # Otherwise that would only wait for the GPU: all rows are streamed, and the gradient of ignored rows is set to 0.
-    known = num_labels is not None or isinstance(student_logits, StudentHidden)
-    leave_out = known or checks.looked_at(validate, student.like)
-    counted, kept = rows.without_ignored() if leave_out else (rows, None)
-    if kept is not None and targets is not None:
-        targets = targets.select(kept)
-    counts = None if leave_out or labels is None else rows.valid
+    counted, targets, kept, counts = rows.streamed(student, targets, validate)
 
     # Per row: T²·D, CE and the compared masses, with a streamed gradient. Then the one reduction.
     frame = RowFrame(counted.num_rows, shard, temperature, student.like)
@@ -265,24 +274,86 @@ class KDLoss(nn.Module):
         Raises:
             ValueError: `bias` or `softcap` without `lm_head_weight`, or whatever the loss refuses.
         """
-        keywords: KDKeywords = {
-            **self.settings,
-            "labels": labels,
-            "token_weights": token_weights,
-            "num_items_in_batch": num_items_in_batch,
-            "num_labels": num_labels,
-        }
-        if tp_group is not None:
-            keywords["tp_group"] = tp_group
-        target = DenseLogits(teacher) if isinstance(teacher, Tensor) else teacher
-        if lm_head_weight is not None:
-            return kd_loss(StudentHidden(student, lm_head_weight, bias, softcap), target, **keywords)
-        if bias is not None or softcap is not None:
+        if lm_head_weight is None and (bias is not None or softcap is not None):
             raise ValueError("bias, softcap: belong to lm_head_weight, which is None")
-        return kd_loss(student, target, **keywords)
+        return kd_loss(
+            student if lm_head_weight is None else StudentHidden(student, lm_head_weight, bias, softcap),
+            DenseLogits(teacher) if isinstance(teacher, Tensor) else teacher,
+            labels=labels,
+            token_weights=token_weights,
+            num_items_in_batch=num_items_in_batch,
+            num_labels=num_labels,
+            **(self.settings if tp_group is None else {**self.settings, "tp_group": tp_group}),
+        )
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+
+
+@untraced
+def vocab_parallel_logprobs(
+    logits: Student,
+    target_ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    tp_group: ProcessGroup | None = None,
+    chunk_size: int | None = None,
+    inplace_backward: bool = False,
+    backend: Backend | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """log softmax(logits / temperature) at the targets, and on request the entropy of that softmax.
+
+    The backward pass streams a gradient in the logits' dtype into one buffer (the idea of SkyRL #1806); two collectives
+    forward, none backward. StudentHidden: see `fused_linear_logprobs`.
+
+    Args:
+        logits: [N, V] or [B, S, V], sharded as in `kd_loss`.
+        target_ids: int, of the logits' leading shape. Targets outside the vocabulary are allowed: their value is
+            finite, and the caller masks it.
+        tp_group, chunk_size, inplace_backward, backend: as in `kd_loss`.
+
+    Returns:
+        fp32 (fp64 for fp64 logits) of the shape of `target_ids`; with `return_entropy` a pair, entropies in nats.
+
+    Raises:
+        ValueError: temperature not positive, chunk_size below 1, shapes or shards that do not fit, or
+            `inplace_backward` of a leaf.
+        RuntimeError: a second backward with `inplace_backward`.
+    """
+    checks.positive("temperature", temperature)
+    checks.at_least_one("chunk_size", chunk_size)
+    checks.backend(backend)
+    student, shard, leading = student_of(logits, tp_group, "logits", inplace=inplace_backward, backend=backend)
+    targets = checks.rows("target_ids", target_ids, leading)
+    frame = RowFrame(student.num_rows, shard, temperature, student.like)
+    function = LabelRows(frame, targets, entropy=return_entropy)
+    size = chunk_size or student.default_chunk(shard.widest, dense=False, function=function)
+    values = student.stream(function, RowPlan([*chunks(student.num_rows, size)]))
+    logprobs = values[0].view(target_ids.shape)
+    return (logprobs, values[1].view(target_ids.shape)) if return_entropy else logprobs
+
+
+def fused_linear_logprobs(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    target_ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    **keywords: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`vocab_parallel_logprobs` of softcap(logit_scale · hidden · lm_head_weightᵀ + bias), which never exists as a whole.
+
+    Every row is worked on. Backward computes the logits again.
+
+    Args:
+        hidden, lm_head_weight, bias, softcap, logit_scale: as in `StudentHidden`.
+        keywords: those of `vocab_parallel_logprobs`; `inplace_backward` has no effect.
+    """
+    student = StudentHidden(hidden, lm_head_weight, bias, softcap, logit_scale)
+    return vocab_parallel_logprobs(student, target_ids, **keywords)
 
 
 def _checked(
@@ -330,20 +401,25 @@ class CountedRows:
         """int64 scalar, the number of valid rows."""
         return self.valid.sum()
 
-    def without_ignored(self) -> tuple[CountedRows, Tensor | None]:
-        """The valid rows alone, and their int64 numbers; (itself, None) if all are valid.
+    def streamed(
+        self, student: StudentLogits, targets: Targets | None, validate: bool | None
+    ) -> tuple[CountedRows, Targets | None, Tensor | None, Tensor | None]:
+        """The rows that are streamed, their targets, and `order` and `counts` of their `RowPlan`.
 
-        Counts the rows, which waits for a GPU, unless the caller has stated their number.
+        Ignored rows are left out where their number is known or labels may be read, and always where logits are computed.
+        Otherwise that would only wait for the GPU: all rows are streamed, and the gradient of ignored rows is set to 0.
         """
         if self.labels is None or self.num_labels == self.num_rows:
-            return self, None
-        valid = self.valid
+            return self, targets, None, None
+        valid, known = self.valid, self.num_labels is not None or student.weight is not None
+        if not known and not checks.looked_at(validate, student.like):
+            return self, targets, None, valid
         kept = (valid.nonzero() if self.num_labels is None else valid.nonzero_static(size=self.num_labels))[:, 0]
         if len(kept) == self.num_rows:
-            return self, None
+            return self, targets, None, None
         weights = None if self.weights is None else self.weights[kept]
-        labels = self.labels[kept]
-        return replace(self, valid=valid[kept], labels=labels, num_labels=len(kept), weights=weights), kept
+        rows = replace(self, valid=valid[kept], labels=self.labels[kept], num_labels=len(kept), weights=weights)
+        return rows, None if targets is None else targets.select(kept), kept, None
 
     def factors(self, dtype: torch.dtype) -> Tensor:
         """[N], the factor of each row in a sum or a mean: 0 for invalid rows, otherwise its weight (or 1)."""
@@ -430,28 +506,24 @@ def local_teacher(
             raise ValueError(f"teacher.logits: must have {rows.num_rows} rows; got {list(logits.shape)}")
         return DenseTeacher(logits.reshape(rows.num_rows, shard.size))
     if isinstance(teacher, TeacherHidden):
-        return _hidden_teacher(teacher, rows.num_rows, shard)
+        checks.floating("teacher.hidden", teacher.hidden, (2, 3))
+        checks.floating("teacher.lm_head_weight", teacher.lm_head_weight, (2,))
+        weight = local_like(teacher.lm_head_weight.detach(), shard, dim=0, name="teacher.lm_head_weight")
+        hidden, width = teacher.hidden.detach(), weight.shape[1]
+        if hidden.shape[:-1].numel() != rows.num_rows or hidden.shape[-1] != width:
+            raise ValueError(
+                f"teacher.hidden: must have {rows.num_rows} rows of {width}, the width of its lm_head_weight; "
+                f"got {list(hidden.shape)}"
+            )
+        if teacher.softcap is not None:
+            checks.positive("teacher.softcap", teacher.softcap)
+        bias = teacher.bias
+        if bias is not None:
+            bias = local_like(bias.detach(), shard, dim=0, name="teacher.bias")
+        head = Head(weight, bias, softcap=teacher.softcap, scale=teacher.logit_scale)
+        return DenseTeacher(hidden.reshape(rows.num_rows, width), head)
     kinds = "DenseLogits, TopKLogprobs, SampledTokens or TeacherHidden"
     raise ValueError(f"teacher: must be {kinds}; got {type(teacher).__name__}")
-
-
-def _hidden_teacher(teacher: TeacherHidden, num_rows: int, shard: VocabularyShard) -> DenseTeacher:
-    checks.floating("teacher.hidden", teacher.hidden, (2, 3))
-    checks.floating("teacher.lm_head_weight", teacher.lm_head_weight, (2,))
-    weight = local_like(teacher.lm_head_weight.detach(), shard, dim=0, name="teacher.lm_head_weight")
-    hidden, width = teacher.hidden.detach(), weight.shape[1]
-    if hidden.shape[:-1].numel() != num_rows or hidden.shape[-1] != width:
-        raise ValueError(
-            f"teacher.hidden: must have {num_rows} rows of {width}, the width of its lm_head_weight; "
-            f"got {list(hidden.shape)}"
-        )
-    if teacher.softcap is not None:
-        checks.positive("teacher.softcap", teacher.softcap)
-    bias = teacher.bias
-    if bias is not None:
-        bias = local_like(bias.detach(), shard, dim=0, name="teacher.bias")
-    head = Head(weight, bias, softcap=teacher.softcap, scale=teacher.logit_scale)
-    return DenseTeacher(hidden.reshape(num_rows, width), head)
 
 
 def _row_function(

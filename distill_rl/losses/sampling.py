@@ -23,8 +23,8 @@ from torch.distributed import ProcessGroup
 
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.logits import untraced
+from distill_rl.losses.core.rows import accumulator, chunks, default_chunk
 from distill_rl.losses.core.shards import VocabularyShard, split
-from distill_rl.losses.core.streaming import accumulator, chunks, default_chunk
 from distill_rl.losses.targets import SampledTokens
 
 MOST_DRAWS = 2**15 - 1
@@ -128,21 +128,30 @@ class _Draws:
         # V masses of at most 2^bits each, times n, fit into 62 bits.
         self.bits = _INTEGER_BITS - (shard.total * n).bit_length()
         self.uniform = uniform(keys)
+        # The largest logit of each row over all ranks; NaN where it is no finite number.
         self.centre = logits.new_empty(len(logits), dtype=accumulator(logits.dtype))
+        for rows in self.pieces:
+            self.centre[rows] = logits[rows].amax(1) if shard.size else -torch.inf
+        # The maximum over the ranks may drop a NaN, but not an infinity.
+        self.centre.masked_fill_(self.centre.isnan(), torch.inf)
+        shard.max_(self.centre)
+        self.centre.masked_fill_(self.centre.isinf(), torch.nan)
 
     def make(self, labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         # Returns int64 ids [M, n] in ascending order; Σ log p / n over them, NaN in rows that cannot be drawn from; and the
         # label's log-probability, without `labels` that of nothing. fp64 [M] each, the same on all ranks.
-        self._find_centre()
         total, before = self._totals()
         nothing = self.centre.double() * 0
         ids = torch.zeros(len(self.logits), self.n, dtype=torch.int64, device=self.logits.device)
+        steps = torch.arange(self.n, device=ids.device)
         mean, label = nothing.clone(), nothing.clone()
         for rows in self.pieces if self.shard.size else []:
             cumulative = self._masses(rows).cumsum_(1)
             if self.shard.group is None:
                 total[rows] = cumulative[:, -1]
-            points = self._points(rows, total[rows]) - before[rows, None]
+            # The n points of each row on the cumulative masses of all ranks, ascending, and then of this rank.
+            first = (self.uniform[rows] * total[rows].double()).long().minimum(total[rows] - 1)
+            points = (first[:, None] + steps * total[rows, None]) // self.n - before[rows, None]
             held = (points >= 0) & (points < cumulative[:, -1:])
             columns = torch.searchsorted(cumulative, points, right=True).clamp_(max=self.shard.size - 1)
             ids[rows] = torch.where(held, columns + self.shard.offset, 0)
@@ -156,15 +165,6 @@ class _Draws:
         self.shard.sum_(found, mean, label)
         lse = total.double().log() - self.bits * math.log(2)
         return found.long(), mean - lse, label - lse
-
-    def _find_centre(self) -> None:
-        """Sets the largest logit of each row over all ranks; NaN where it is no finite number."""
-        for rows in self.pieces:
-            self.centre[rows] = self.logits[rows].amax(1) if self.shard.size else -torch.inf
-        # The maximum over the ranks may drop a NaN, but not an infinity.
-        self.centre.masked_fill_(self.centre.isnan(), torch.inf)
-        self.shard.max_(self.centre)
-        self.centre.masked_fill_(self.centre.isinf(), torch.nan)
 
     def _totals(self) -> tuple[Tensor, Tensor]:
         """S of each row, int64 [M], and the part of it that belongs to the columns before this rank's."""
@@ -180,12 +180,6 @@ class _Draws:
         """int64 [n, Vl]; 0 in rows without a centre, and in columns at −inf."""
         exponentials = (self.logits[rows] - self.centre[rows, None]).mul_(1 / self.temperature).exp_()
         return exponentials.mul_(2.0**self.bits).round_().nan_to_num_(0.0).long()
-
-    def _points(self, rows: slice, total: Tensor) -> Tensor:
-        """The n points of each row on the cumulative masses of all ranks, int64 [rows, n], ascending."""
-        first = (self.uniform[rows] * total.double()).long().minimum(total - 1)
-        steps = torch.arange(self.n, device=total.device)
-        return (first[:, None] + steps * total[:, None]) // self.n
 
     def _u(self, rows: slice, columns: Tensor) -> Tensor:
         """(z − c)/T at these columns, fp64 of columns' shape."""

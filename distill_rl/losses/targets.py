@@ -7,17 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor
-
-ByRow = TypeVar("ByRow", bound=Any)
-
-
-def _selected(targets: ByRow, kept: Tensor) -> ByRow:
-    tensors = {field.name: getattr(targets, field.name) for field in fields(targets)}
-    return replace(targets, **{name: each[kept] for name, each in tensors.items() if isinstance(each, Tensor)})
 
 
 def _in_fp32(**tensors: Tensor | None) -> dict[str, Tensor]:
@@ -40,7 +33,33 @@ class DenseLogits:
 
 
 @dataclass(frozen=True, slots=True)
-class TopKLogprobs:
+class _Entries:
+    """Targets of a few ids per row. The tensors come before the temperature."""
+
+    def select(self, kept: Tensor) -> Self:
+        """The targets of the rows with the numbers `kept` only."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: each[kept] for name, each in tensors.items() if isinstance(each, Tensor)})
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], temperature: float) -> Self:
+        """The inverse of `to_tensors`. The tensors are kept in their wire dtypes, not copied, and never written to.
+
+        Args:
+            temperature: of the distribution that log-probabilities or draws were taken from.
+
+        Raises:
+            ValueError: one of the first two tensors is missing.
+        """
+        names = [field.name for field in fields(cls)]
+        if missing := set(names[:2]) - set(tensors):
+            raise ValueError(f"tensors: must hold {' and '.join(names[:2])}; {', '.join(sorted(missing))} missing")
+        present = {name: tensors[name] for name in names if name in tensors}
+        return cls(**present, temperature=temperature)  # type: ignore[call-arg]  # a field of the subclasses
+
+
+@dataclass(frozen=True, slots=True)
+class TopKLogprobs(_Entries):
     """The teacher's k most likely tokens, with log-probabilities taken over the whole vocabulary.
 
     Nothing is renormalised: exp(logprobs) and exp(rest_logprob) sum to one, up to the dtype they travelled in.
@@ -56,10 +75,6 @@ class TopKLogprobs:
     label_logprob: Tensor | None = None
     """[N], log-probability of the actual next token, at `temperature`"""
 
-    def select(self, kept: Tensor) -> TopKLogprobs:
-        """The targets of the rows with the numbers `kept` only."""
-        return _selected(self, kept)
-
     def to_tensors(self, wire_dtype: torch.dtype) -> dict[str, Tensor]:
         """The wire format: `ids` int32 [N, k], `logprobs` in `wire_dtype` [N, k]; where present, in fp32 [N],
         `rest_logprob` and `label_logprob`. The temperature is not part of it.
@@ -67,24 +82,9 @@ class TopKLogprobs:
         tensors = {"ids": self.ids.to(torch.int32), "logprobs": self.logprobs.to(wire_dtype)}
         return tensors | _in_fp32(rest_logprob=self.rest_logprob, label_logprob=self.label_logprob)
 
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], temperature: float) -> TopKLogprobs:
-        """The inverse of `to_tensors`. The tensors are kept in their wire dtypes, not copied, and never written to.
-
-        Args:
-            temperature: at which the log-probabilities were taken.
-
-        Raises:
-            ValueError: `ids` or `logprobs` is missing.
-        """
-        if missing := {"ids", "logprobs"} - set(tensors):
-            raise ValueError(f"tensors: must hold ids and logprobs; {', '.join(sorted(missing))} missing")
-        ids, logprobs, rest_logprob = tensors["ids"], tensors["logprobs"], tensors.get("rest_logprob")
-        return cls(ids, logprobs, rest_logprob, temperature, tensors.get("label_logprob"))
-
 
 @dataclass(frozen=True, slots=True)
-class SampledTokens:
+class SampledTokens(_Entries):
     """Draws from the teacher's distribution: an unbiased estimate of the whole of it (arXiv 2503.16870).
 
     The weight of an id is its share of the row's draws, which is its probability in expectation. There is no rest: an id
@@ -114,10 +114,6 @@ class SampledTokens:
         lowest = self.ids.masked_fill((self.counts < most) | (self.counts == 0), beyond).amin(1)
         return lowest.masked_fill(lowest == beyond, -1)
 
-    def select(self, kept: Tensor) -> SampledTokens:
-        """The targets of the rows with the numbers `kept` only."""
-        return _selected(self, kept)
-
     def to_tensors(self, wire_dtype: torch.dtype) -> dict[str, Tensor]:
         """The wire format: `ids` int32 [N, m], `counts` int16 [N, m]; where present, in fp32 [N], `mean_logprob` and
         `label_logprob`. The temperature is not part of it.
@@ -126,21 +122,6 @@ class SampledTokens:
         """
         tensors = {"ids": self.ids.to(torch.int32), "counts": self.counts.to(torch.int16)}
         return tensors | _in_fp32(mean_logprob=self.mean_logprob, label_logprob=self.label_logprob)
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], temperature: float) -> SampledTokens:
-        """The inverse of `to_tensors`. The tensors are kept in their wire dtypes, not copied, and never written to.
-
-        Args:
-            temperature: of the distribution that was drawn from.
-
-        Raises:
-            ValueError: `ids` or `counts` is missing.
-        """
-        if missing := {"ids", "counts"} - set(tensors):
-            raise ValueError(f"tensors: must hold ids and counts; {', '.join(sorted(missing))} missing")
-        ids, counts, mean_logprob = tensors["ids"], tensors["counts"], tensors.get("mean_logprob")
-        return cls(ids, counts, mean_logprob, temperature, tensors.get("label_logprob"))
 
 
 @dataclass(frozen=True, slots=True)

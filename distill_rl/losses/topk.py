@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.checks import Backend
 from distill_rl.losses.core.logits import untraced
+from distill_rl.losses.core.rows import Buffers, Centre, LogSums, accumulator, chunks, default_chunk, floor_of
 from distill_rl.losses.core.shards import VocabularyShard, split
-from distill_rl.losses.core.streaming import Buffers, Centre, LogSums, accumulator, chunks, default_chunk, floor_of
 from distill_rl.losses.kernels import kernels_take
 from distill_rl.losses.targets import TopKLogprobs
 

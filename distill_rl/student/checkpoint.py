@@ -119,18 +119,15 @@ class Snapshot:
         """Bytes of the trained tensors of all ranks together, and of this rank's random state."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
-    def copied(self, staging: Staging | None = None) -> Snapshot:
+    def copied(self, staging: Staging | None) -> Snapshot:
         """Returns a copy in plain host memory, complete on return, which further training does not change.
 
         Args:
-            staging: copies the tensors that are on a GPU; None: one is made for this call if there are any. Tensors on
-                a CPU are cloned.
+            staging: copies the tensors that are on a GPU; None: there are none. Tensors on a CPU are cloned.
         """
-        on_gpu = {name: tensor for name, tensor in self.tensors.items() if tensor.device.type != "cpu"}
-        copies = {name: tensor.detach().clone() for name, tensor in self.tensors.items() if name not in on_gpu}
-        if on_gpu:
-            staging = staging or Staging(next(iter(on_gpu.values())).device)
-            copies |= staging.copied(on_gpu)
+        copies = {name: tensor.detach().clone() for name, tensor in self.tensors.items() if tensor.device.type == "cpu"}
+        if staging is not None:
+            copies |= staging.copied({name: tensor for name, tensor in self.tensors.items() if name not in copies})
         return replace(self, tensors={name: copies[name] for name in self.tensors})
 
 
@@ -147,7 +144,15 @@ def save(directory: str | Path, snapshot: Snapshot, world: World, group: dist.Pr
         CheckpointError: it cannot be written.
     """
     directory, what = Path(directory), f"checkpoint {directory}"
-    _on_first_rank(world, lambda: write_json(directory / STATE_FILE, asdict(snapshot.state)), what, group)
+    failure: list[str | None] = [None]
+    if world.rank == 0:
+        try:
+            write_json(directory / STATE_FILE, asdict(snapshot.state))
+        except Exception as error:  # all ranks raise
+            failure[0] = _one_line(error)
+    dist.broadcast_object_list(failure, src=0, group=group)
+    if failure[0] is not None:
+        raise CheckpointError(what, "must be writable", failure[0])
     writer = _Writer(directory)
     _run_dcp(lambda: dcp.save(dict(snapshot.tensors), storage_writer=writer, process_group=group), what)
     return [] if world.rank else sorted({STATE_FILE, ".metadata", *writer.files})
@@ -346,19 +351,6 @@ def _check_shapes(directory: Path, saved: Mapping[str, tuple[int, ...]], wanted:
             f"{len(unwanted) + len(differing)} that differ ({name} is {saved.get(name, 'missing')} there and {here} here)",
             "resume with the student, and the student.lora, that wrote it",
         )
-
-
-def _on_first_rank(world: World, action: Callable[[], None], what: str, group: dist.ProcessGroup | None) -> None:
-    """Runs `action` on rank 0 alone; the other ranks wait until it is done. Collective over `group`."""
-    failure: list[str | None] = [None]
-    if world.rank == 0:
-        try:
-            action()
-        except Exception as error:
-            failure[0] = _one_line(error)
-    dist.broadcast_object_list(failure, src=0, group=group)
-    if failure[0] is not None:
-        raise CheckpointError(what, "must be writable", failure[0])
 
 
 def _run_dcp(action: Callable[[], Any], what: str) -> Any:

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from distill_rl.align.projection import load_projection, save_projection
 from distill_rl.config.schema import TeacherConfig
 from distill_rl.losses import HiddenStates, LearnableProjection, TeacherHidden, VocabularyProjection
-from distill_rl.losses.core.streaming import accumulator
+from distill_rl.losses.core.rows import accumulator
 from distill_rl.losses.targets import Teacher, Wire
 from distill_rl.models.files.hub import tokenizer_of, vocabulary_size
 from distill_rl.models.load import OutputLayer, read_output_layer
@@ -168,25 +168,25 @@ def open_head(
     """
     if teacher.export != "hidden":
         return None
+    rows = None
     if spec is None:
-        return _read_head(teacher, own_columns(columns, world.mesh[TP]), tokens, world.device)
-    return _read_head(teacher, None, vocabulary_size(tokenizer_of(teacher)), world.device)
-
-
-def _read_head(teacher: TeacherConfig, rows: slice | None, tokens: int, device: torch.device) -> TeacherHead:
-    """Rows of a teacher's output layer (None: all), with zeros beyond its last one, and no probability from `tokens` on."""
+        rows = own_columns(columns, world.mesh[TP])
+    else:
+        tokens = vocabulary_size(tokenizer_of(teacher))
     layer = read_output_layer(teacher.model, rows, dtype=teacher.dtype, revision=teacher.revision)
-    weight, bias, first = layer.weight, layer.bias, 0 if rows is None else rows.start
-    missing = 0 if rows is None else rows.stop - rows.start - len(weight)
-    weight = pad(weight, (0, 0, 0, missing))  # both models have the same tokens; their tables may be padded differently
-    known = min(max(tokens - first, 0), len(weight))
+    weight, bias = layer.weight, layer.bias
+    if rows is not None:  # both models have the same tokens; their tables may be padded differently
+        missing, tokens = rows.stop - rows.start - len(weight), tokens - rows.start
+        weight = pad(weight, (0, 0, 0, missing))
+        bias = None if bias is None else pad(bias, (0, missing))
+    known = min(max(tokens, 0), len(weight))
     if bias is not None or known < len(weight):
-        bias = weight.new_zeros(len(weight)) if bias is None else pad(bias, (0, missing))
+        bias = weight.new_zeros(len(weight)) if bias is None else bias.clone()
         bias[known:] = -torch.inf
     # A CPU computes in fp32; converting once saves converting for every micro-batch.
-    dtype = weight.dtype if device.type == "cuda" else accumulator(weight.dtype)
-    bias = None if bias is None else bias.to(device, dtype)
-    return TeacherHead(weight.to(device, dtype), bias, layer.scale, layer.softcap)
+    dtype = weight.dtype if world.device.type == "cuda" else accumulator(weight.dtype)
+    bias = None if bias is None else bias.to(world.device, dtype)
+    return TeacherHead(weight.to(world.device, dtype), bias, layer.scale, layer.softcap)
 
 
 def save_learned(

@@ -120,7 +120,6 @@ class StudentEngine:
         )
         self.objective = Objective(config.loss, teachers)
         self.routers = RouterBalance(self.model, config.loss.router_weight, world)
-        self.forward_pass = ForwardPass(self.model, self.objective, world, vocabulary_size, fused=self.fused)
         self.kd_scale = 1.0
         """r of `loss.dynamic_scale`: CE / KD of the previous step."""
         self.trained = nn.ModuleDict({"model": self.model, "objective": self.objective})
@@ -357,13 +356,85 @@ class StudentEngine:
             parts = [part[start : start + rows.shape[0]] for part in batch.teachers]
             with gpu_phase("forward"), targets(first_row, rows.shape[0]) as fetched:
                 with self.routers.of(rows, batch.num_labels) as balance:
-                    output = self.forward_pass(rows, batch.num_labels, blend, parts, fetched, with_agreement)
+                    output = self._forward(rows, batch.num_labels, blend, parts, fetched, with_agreement)
                 if backward:
                     with gpu_phase("backward"):
                         output.loss.backward()
             sums.add(output, balance)
         sums.add_other_positions(self.world)
         return sums
+
+    # Under sequence parallelism a rank gets the whole rows and their whole targets, and takes its own positions of both: the
+    # labels are shifted already, so the one that a rank's last position predicts does not depend on the next rank.
+
+    def _forward(
+        self,
+        rows: TokenRows,
+        num_labels: int,
+        blend: Blend,
+        teachers: Sequence[TeacherPart],
+        targets: Sequence[Target | None],
+        with_agreement: bool,
+    ) -> ObjectiveOutput:
+        """The model on a micro-batch, and its loss over this rank's positions.
+
+        With a fused loss the logits are never made as a whole. Padded columns are masked either way.
+
+        Args:
+            rows: in host memory; whole.
+            num_labels, blend, with_agreement: as in `ComparedRows`.
+            teachers: of these rows, per teacher.
+            targets: per teacher, of the whole rows, on any device; None for a teacher that the run has lost.
+
+        Raises:
+            ValueError: as `Objective.forward`, or chunks under sequence parallelism.
+        """
+        num_rows, width = rows.shape
+        part = own_positions(self.world, width)
+        own = rows.labels[:, part]
+        if self.world.sp > 1 and any(teacher.chunks for teacher in teachers):
+            raise ValueError("chunks: may cross the border between two ranks, so student.parallel.sp must be 1")
+
+        def own_part(of_target: Tensor) -> Tensor:
+            if self.world.sp > 1:
+                of_target = part_of_rows(of_target, num_rows, part)
+            return tensor_to_device(of_target, self.world.device)
+
+        here = [target and _each(target, own_part) for target in targets]
+        batch = ComparedRows(
+            to_device(own, self.world.device),
+            num_labels,
+            blend,
+            [teacher.of_positions(part) for teacher in teachers],
+            int(np.count_nonzero(own != IGNORE_INDEX)),
+            with_agreement,
+        )
+        if not self.fused:
+            return self.objective(self.logits(rows), batch, here)
+
+        scale, softcap = forward.scale_and_cap(self.model.config)
+
+        def loss(hidden: Tensor, layer: Any) -> ObjectiveOutput:
+            bias = layer.bias if getattr(layer, "bias", None) is None else layer.bias * scale
+            student = StudentHidden(hidden, layer.weight, bias, softcap, scale, self.vocabulary_size)
+            return self.objective(student, batch, here)
+
+        ids, positions, documents = self._inputs(rows)
+        return forward.with_hidden(self.model, ids, positions, loss, documents)
+
+    def logits(self, rows: TokenRows) -> Tensor:
+        """Returns the logits [R, S, V] of a micro-batch's rows, with padded columns at −inf.
+
+        Under tensor parallelism they are a DTensor sharded over the last dimension, under sequence parallelism those of
+        this rank's positions [R, S / sp, V].
+        """
+        return mask_padded_columns(forward.logits(self.model, *self._inputs(rows)), self.vocabulary_size)
+
+    def _inputs(self, rows: TokenRows) -> tuple[Tensor, Tensor, Documents | None]:
+        """Returns ids and positions [R, S / sp] that this rank holds of a micro-batch on the device, and its documents."""
+        device, part = self.world.device, own_positions(self.world, rows.shape[1])
+        ids, positions = to_device(rows.input_ids[:, part], device), to_device(rows.position_ids[:, part], device)
+        return ids, positions, documents_for(self.model.config, rows.position_ids, device, self.world.sp_group)
 
     def _with_teachers(self, batch: RankBatch) -> RankBatch:
         return batch if batch.teachers else replace(batch, teachers=(TeacherPart(),) * len(self.objective.teachers))
@@ -391,95 +462,6 @@ class StudentEngine:
         """Seeds torch from run.seed, the step and the rank in the data dimension."""
         # The tensor-parallel rank has no part in it, because tensor-parallel ranks must draw the same numbers.
         torch.manual_seed(seed_of(f"{self.config.run.seed}/{self.step}/{self.world.data_rank}"))
-
-
-# Under sequence parallelism a rank gets the whole rows and their whole targets, and takes its own positions of both: the labels
-# are shifted already, so the one that a rank's last position predicts does not depend on the next rank.
-
-
-class ForwardPass:
-    """The student's model, followed by the objective. Calls are collective.
-
-    Args:
-        model: sharded; made for a fused loss if `fused` (`forward.enter_at_hidden`).
-        world: this rank.
-        vocabulary_size: ids of the tokenizer. Further columns of the output layer are padding without probability.
-        fused: make the logits inside the loss, a few rows at a time.
-    """
-
-    def __init__(self, model: Any, objective: Objective, world: World, vocabulary_size: int, *, fused: bool):
-        self._model, self._objective, self._world, self._device = model, objective, world, world.device
-        self._vocabulary_size, self._fused = vocabulary_size, fused
-
-    def __call__(
-        self,
-        rows: TokenRows,
-        num_labels: int,
-        blend: Blend,
-        teachers: Sequence[TeacherPart],
-        targets: Sequence[Target | None],
-        with_agreement: bool = False,
-    ) -> ObjectiveOutput:
-        """The forward pass of a micro-batch and its loss.
-
-        With a fused loss the logits are never made as a whole. Padded columns are masked either way.
-
-        Args:
-            rows: in host memory; whole.
-            num_labels, blend, with_agreement: as in `ComparedRows`.
-            teachers: of these rows, per teacher.
-            targets: per teacher, of the whole rows, on any device; None for a teacher that the run has lost.
-
-        Returns:
-            The loss and its sums over this rank's positions.
-
-        Raises:
-            ValueError: as `Objective.forward`, or chunks under sequence parallelism.
-        """
-        num_rows, width = rows.shape
-        part = own_positions(self._world, width)
-        own = rows.labels[:, part]
-        if self._world.sp > 1:
-            if any(teacher.chunks for teacher in teachers):
-                raise ValueError("chunks: may cross the border between two ranks, so student.parallel.sp must be 1")
-            targets = [
-                target and _each(target, lambda whole: part_of_rows(whole, num_rows, part)) for target in targets
-            ]
-        here = [target and _each(target, lambda tensor: tensor_to_device(tensor, self._device)) for target in targets]
-        batch = ComparedRows(
-            to_device(own, self._device),
-            num_labels,
-            blend,
-            [teacher.of_positions(part) for teacher in teachers],
-            int(np.count_nonzero(own != IGNORE_INDEX)),
-            with_agreement,
-        )
-        if not self._fused:
-            return self._objective(self.logits(rows), batch, here)
-
-        scale, softcap = forward.scale_and_cap(self._model.config)
-
-        def loss(hidden: Tensor, layer: Any) -> ObjectiveOutput:
-            bias = layer.bias if getattr(layer, "bias", None) is None else layer.bias * scale
-            student = StudentHidden(hidden, layer.weight, bias, softcap, scale, self._vocabulary_size)
-            return self._objective(student, batch, here)
-
-        ids, positions, documents = self._inputs(rows)
-        return forward.with_hidden(self._model, ids, positions, loss, documents)
-
-    def logits(self, rows: TokenRows) -> Tensor:
-        """Returns the logits [R, S, V] of a micro-batch's rows, with padded columns at −inf.
-
-        Under tensor parallelism they are a DTensor sharded over the last dimension, under sequence parallelism those of
-        this rank's positions [R, S / sp, V].
-        """
-        return mask_padded_columns(forward.logits(self._model, *self._inputs(rows)), self._vocabulary_size)
-
-    def _inputs(self, rows: TokenRows) -> tuple[Tensor, Tensor, Documents | None]:
-        """Returns ids and positions [R, S / sp] that this rank holds of a micro-batch on the device, and its documents."""
-        device, part = self._device, own_positions(self._world, rows.shape[1])
-        ids, positions = to_device(rows.input_ids[:, part], device), to_device(rows.position_ids[:, part], device)
-        return ids, positions, documents_for(self._model.config, rows.position_ids, device, self._world.sp_group)
 
 
 def _each(target: Target, change: Callable[[Tensor], Tensor]) -> Target:

@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distill_rl.config.schema import TeacherConfig
 from distill_rl.observe.metrics import Metric
 from distill_rl.parallel.mesh import World
 from distill_rl.student.compared import ComparedTeacher
-from distill_rl.student.objective import Blend, Objective, ObjectiveOutput
-from distill_rl.student.terms import SUMS
+from distill_rl.student.objective import SUMS, Blend, Objective, ObjectiveOutput
 from distill_rl.types import IGNORE_INDEX, RankBatch
 
 
@@ -32,9 +30,9 @@ class LossSums:
         self, num_teachers: int, device: torch.device, with_agreement: bool = False, has_routers: bool = False
     ):
         self._num_teachers, self._has_routers = num_teachers, has_routers
-        self._sums = torch.zeros(4 + num_teachers, dtype=torch.float64, device=device)
-        """KD, CE, the teacher's mass, the routers' balance, and the KD of every teacher."""
-        self._agreement = self._sums.new_zeros(num_teachers, SUMS) if with_agreement else None
+        self.sums = torch.zeros(4 + num_teachers, dtype=torch.float64, device=device)
+        """KD, CE, the teacher's mass, the routers' balance, and the KD of every teacher, on this rank."""
+        self._agreement = self.sums.new_zeros(num_teachers, SUMS) if with_agreement else None
 
     def add(self, output: ObjectiveOutput, router: Tensor | None = None) -> None:
         """Adds a micro-batch's sums, in fp64 and without waiting for the device.
@@ -44,7 +42,7 @@ class LossSums:
         """
         balance = torch.zeros_like(output.kd) if router is None else router
         sums = [output.kd, output.ce, output.teacher_mass, balance, *output.kd_per_teacher]
-        self._sums += torch.stack([each.to(torch.float64) for each in sums])
+        self.sums += torch.stack([each.to(torch.float64) for each in sums])
         if self._agreement is not None and output.agreement is not None:
             self._agreement += output.agreement
 
@@ -55,24 +53,9 @@ class LossSums:
         """
         if world.sp_group is None:
             return
-        for sums in (self._sums, self._agreement):
+        for sums in (self.sums, self._agreement):
             if sums is not None:
                 dist.all_reduce(sums, group=world.sp_group)
-
-    @property
-    def kd_and_ce(self) -> Tensor:
-        """fp64 [2]: this rank's sums of KD and CE."""
-        return self._sums[:2]
-
-    @property
-    def ce_and_kd_per_teacher(self) -> Tensor:
-        """fp64 [1 + teachers]: this rank's sums of CE and of every teacher's KD."""
-        return torch.cat([self._sums[1:2], self._sums[4:]])
-
-    def loss(self, blend: Blend) -> Tensor:
-        """fp64 scalar: this rank's sum of what is minimised."""
-        kd, ce, router = self._sums[0], self._sums[1], self._sums[3]
-        return blend.kd * kd + blend.ce * ce + blend.router * router
 
     def metrics(self, prefix: str, objective: Objective, blend: Blend, batch: RankBatch) -> dict[str, Metric]:
         """Returns the means of what was added, by name with `{prefix}/`.
@@ -89,7 +72,7 @@ class LossSums:
             batch: this rank's rows in them. Their labelled tokens divide the sums, and are the weight of the means.
         """
         num_labels = int(np.count_nonzero(batch.rows.labels != IGNORE_INDEX))
-        everything = self._sums if self._agreement is None else torch.cat([self._sums, self._agreement.flatten()])
+        everything = self.sums if self._agreement is None else torch.cat([self.sums, self._agreement.flatten()])
         sums = everything.tolist()
         kd, ce, mass, router = (each / max(num_labels, 1) for each in sums[:4])
         teachers = self._of_teachers(objective, blend, batch, num_labels, sums[4:])
@@ -98,7 +81,7 @@ class LossSums:
             means["router_balance"] = router
         if teachers:
             means["kl_loss"] = kd
-            if teachers[0].teacher.cross is None and teachers[0].settings.export != "sampled":
+            if teachers[0].teacher.cross is None and teachers[0].teacher.settings.export != "sampled":
                 means["teacher_mass"] = mass
         if len(teachers) > 1:
             # One with the share 0 is lost to the run, or asked for nothing.
@@ -111,12 +94,14 @@ class LossSums:
                 if name in means
             }
             metrics |= {
-                f"{prefix}/taught/{each.settings.name}": Metric(each.num_asked / max(num_labels, 1), "mean", num_labels)
+                f"{prefix}/taught/{each.teacher.settings.name}": Metric(
+                    each.num_asked / max(num_labels, 1), "mean", num_labels
+                )
                 for each in teachers
                 if each.is_here(each.weight)
             }
         for each in teachers:
-            suffix = f"/{each.settings.name}" if len(teachers) > 1 else ""
+            suffix = f"/{each.teacher.settings.name}" if len(teachers) > 1 else ""
             metrics |= {f"{prefix}/{name}{suffix}": metric for name, metric in each.agreement_metrics().items()}
         return metrics | {f"{prefix}/tokens": Metric(num_labels, "sum")}
 
@@ -152,16 +137,12 @@ class _TeacherSums:
     """Of `TeacherComparison.agreement`; empty if it was not measured."""
 
     @property
-    def settings(self) -> TeacherConfig:
-        return self.teacher.settings
-
-    @property
     def kl_name(self) -> str:
-        return f"kl_loss/{self.settings.name}"
+        return f"kl_loss/{self.teacher.settings.name}"
 
     def is_here(self, share: float) -> bool:
         """Whether the run still has the teacher, given its share of the KD."""
-        return share > 0 or self.settings.weight == 0
+        return share > 0 or self.teacher.settings.weight == 0
 
     def agreement_metrics(self) -> dict[str, Metric]:
         """What the agreement tells, by name; of a top k bounds. What was measured on no row is left out."""
@@ -170,7 +151,7 @@ class _TeacherSums:
         same, compared, high, low, own, least, most, told = self.agreement
         found = {"top1_agreement": (same, compared), "student_entropy": (own, told)}
         for name, lower, upper in (("acceptance", low, high), ("teacher_entropy", least, most)):
-            if self.settings.export == "topk":
+            if self.teacher.settings.export == "topk":
                 found |= {f"{name}_low": (lower, told), f"{name}_high": (upper, told)}
             else:
                 found[name] = (upper, told)
@@ -206,8 +187,9 @@ class StepLosses:
         Args:
             num_labels: of the global batch; divides the loss.
         """
-        self._loss += sums.loss(blend) / max(num_labels, 1)
-        self._ce_and_kd += sums.ce_and_kd_per_teacher
+        kd, ce, _, router, *_ = sums.sums
+        self._loss += (blend.kd * kd + blend.ce * ce + blend.router * router) / max(num_labels, 1)
+        self._ce_and_kd += torch.cat([sums.sums[1:2], sums.sums[4:]])
 
     def total(self) -> float:
         """Returns the loss of the step's global batch so far, the same on every rank; NaN if it is NaN on one.
@@ -243,7 +225,7 @@ def ce_over_kd(sums: LossSums, world: World) -> float:
 
     Collective over the data dimension of the mesh; the ratio does not change if every row is counted sp times.
     """
-    total = sums.kd_and_ce.clone()
+    total = sums.sums[:2].clone()
     dist.all_reduce(total, group=world.dp_group)
     kd, ce = total.tolist()
     return ce / kd if kd > 0 else 1.0

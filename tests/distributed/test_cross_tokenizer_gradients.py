@@ -20,7 +20,7 @@ from distill_rl.losses import DenseLogits, TopKLogprobs, VocabularyProjection
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks
 from distill_rl.parallel.mesh import World, open_world
 from distill_rl.student.engine import StudentEngine
-from distill_rl.student.terms import flat_chunks
+from distill_rl.student.objective import flat_chunks
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import IGNORE_INDEX, CrossTokenizerSpec, Cursor, DocumentBatch, RankBatch, TokenRows
 from tests.helpers import ranks

@@ -18,7 +18,7 @@ from distill_rl.losses import DenseLogits, TopKLogprobs
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks
 from distill_rl.parallel.mesh import open_world
 from distill_rl.student.engine import StudentEngine
-from distill_rl.student.terms import flat_chunks
+from distill_rl.student.objective import flat_chunks
 from distill_rl.teacher.build import RoutedTeacher
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import CrossTokenizerSpec, Cursor, DocumentBatch, RankBatch

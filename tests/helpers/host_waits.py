@@ -30,7 +30,7 @@ SOURCES = ("distill_rl/", "transformers/")
 
 
 class HostWaits:
-    """Counts waits by operator and place: `("nonzero", "losses/kd.py:without_ignored")`, inside a `with` block."""
+    """Counts waits by operator and place: `("nonzero", "losses/kd.py:streamed")`, inside a `with` block."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 
 from distill_rl.losses import METHODS, Chunks, DenseLogits, TopKLogprobs, VocabularyProjection, chunk_kd_loss
-from distill_rl.losses.cross_tokenizer.rows import Bernoulli
+from distill_rl.losses.cross_tokenizer.task import Bernoulli
 from distill_rl.losses.divergence import DIVERGENCES, resolve
 from tests.bench.losses.losses import peak_bytes
 from tests.helpers import chunks as helpers

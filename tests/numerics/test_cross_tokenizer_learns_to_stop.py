@@ -88,7 +88,7 @@ def chance_to_stop(world, folders, method: str) -> tuple[float, float]:
     for _ in range(120):
         engine.train_step(ours, source)
     with torch.no_grad():
-        chance = engine.forward_pass.logits(ours.rows).float().softmax(-1)[..., tiny_tokenizer(OURS).eos_token_id]
+        chance = engine.logits(ours.rows).float().softmax(-1)[..., tiny_tokenizer(OURS).eos_token_id]
     ends = torch.tensor(ours.rows.labels == tiny_tokenizer(OURS).eos_token_id)
     inside = torch.tensor(ours.rows.labels >= 0) & ~ends
     assert int(ends.sum()) == len(TEXTS)

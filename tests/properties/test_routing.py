@@ -16,8 +16,7 @@ from distill_rl.losses import DenseLogits, TopKLogprobs, VocabularyProjection
 from distill_rl.losses.cross_tokenizer import reference as reference_chunks
 from distill_rl.observe.metrics import Metric, merge
 from distill_rl.student.loss_sums import LossSums
-from distill_rl.student.objective import Objective
-from distill_rl.student.terms import flat_chunks
+from distill_rl.student.objective import Objective, flat_chunks
 from distill_rl.types import IGNORE_INDEX, ChunkRows, TeacherPart, TokenWeights
 from tests.helpers.engines import plain_losses
 from tests.helpers.objective import batch_of, compared_teachers, output_of

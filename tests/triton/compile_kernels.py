@@ -37,17 +37,17 @@ ALIGNED = ("stride", "teacher_stride", "out_stride", "num_columns")
 def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yields each kernel with the constants that its uses give it."""
     block = launch._BLOCK
-    for entries, at_one in ((True, False), (True, True), (False, False)):
-        yield rows.row_sums, {"ORDERED": False, "ENTRIES": entries, "AT_ONE": at_one, "BLOCK": block}
-    for ordered, at_one in ((False, False), (True, True)):
-        flags = {"ORDERED": ordered, "COUNTED": not ordered, "AT_ONE": at_one, "LABELLED": True}
-        yield rows.row_gradient, flags | {"BLOCK": block}
-    yield rows.put_entries, {"ORDERED": False, "COUNTED": False, "BLOCK": 64}
-    for leads, at_one in ((True, False), (False, False), (True, True), (False, True)):
-        flags = {"ORDERED": at_one, "TEACHER_ORDERED": at_one, "TEACHER_LEADS": leads, "AT_ONE": at_one}
-        flags["BLOCK"] = launch.PAIR_BLOCK
-        yield rows.pair_sums, flags
-        yield rows.pair_gradient, flags | {"COUNTED": False, "LABELLED": True}
+    for absent in (("totals_at_one",), (), ("entries", "totals_at_one")):
+        yield rows.row_sums, {"order": None, **dict.fromkeys(absent), "BLOCK": block}
+    for absent in (("order", "factor_at_one", "lse_at_one"), ("counts",)):
+        yield rows.row_gradient, {**dict.fromkeys(absent), "BLOCK": block}
+    yield rows.put_entries, {"order": None, "counts": None, "BLOCK": 64}
+    for leads in (True, False):
+        for absent in (("order", "teacher_order", "totals_at_one", "factor_at_one", "lse_at_one"), ()):
+            flags = {**dict.fromkeys(absent), "counts": None, "TEACHER_LEADS": leads, "BLOCK": launch.PAIR_BLOCK}
+            for kernel in (rows.pair_sums, rows.pair_gradient):
+                names = inspect.signature(kernel.fn).parameters
+                yield kernel, {name: value for name, value in flags.items() if name in names}
     yield rows.group_sums, {"GROUP": launch._GROUP, "GROUPS": 64}
     for columns in (MOST_COLUMNS // 2, MOST_COLUMNS):
         flags = {"GROUP": launch._GROUP, "ALL_GROUPS": columns // launch._GROUP, "K": MOST_ENTRIES}

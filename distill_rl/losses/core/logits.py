@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -28,8 +28,7 @@ from torch.utils import _pytree as pytree
 
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.checks import Backend
-from distill_rl.losses.core.shards import VocabularyShard, local_like, split
-from distill_rl.losses.core.streaming import (
+from distill_rl.losses.core.rows import (
     PRODUCT_ROWS,
     Buffers,
     Centre,
@@ -42,6 +41,7 @@ from distill_rl.losses.core.streaming import (
     default_chunk,
     padded_width,
 )
+from distill_rl.losses.core.shards import VocabularyShard, local_like, split
 from distill_rl.losses.kernels import choose_kernels
 from distill_rl.losses.targets import DenseLogits, TeacherHidden
 
@@ -75,13 +75,7 @@ def as_tree(cls: type[Output]) -> type[Output]:
 
     So torch.compile, checkpointing and FSDP see the tensors inside.
     """
-    names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
-    pytree.register_pytree_node(
-        cls,
-        lambda output: ([getattr(output, name) for name in names], None),
-        lambda leaves, _: cls(*leaves),
-        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
-    )
+    pytree.register_dataclass(cls, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}")
     return cls
 
 
@@ -511,6 +505,12 @@ class StudentLogits:
         return self.inputs.shape[0]
 
     @property
+    def head(self) -> Head:
+        """The output layer, only with `weight`."""
+        assert self.weight is not None
+        return Head(self.weight.detach(), self.bias, self.settings.softcap, self.settings.scale)
+
+    @property
     def like(self) -> Tensor:
         """Empty, with the device and dtype of the arithmetic on the logits."""
         tensor = self.inputs if self.weight is None else self.weight
@@ -551,7 +551,7 @@ class StudentLogits:
         if self.weight is None:
             return found
         logits = self.like.new_empty(len(numbers), self.settings.shard.size)
-        Head(self.weight.detach(), self.bias, self.settings.softcap, self.settings.scale).logits(found, logits)
+        self.head.logits(found, logits)
         return logits
 
     def default_chunk(
@@ -566,9 +566,8 @@ class StudentLogits:
         """
         if self.weight is None:
             return default_chunk(columns, self.inputs.device, computed=computed)
-        found = None if function is None else kernels_of(function, self.like.new_empty(1, 1), self.settings.backend)
-        device, width = self.inputs.device, self.inputs.shape[1]
-        return computed_chunk(width, columns, device, dense=dense, kernels=found is not None)
+        found = None if function is None else choose_kernels(function, self.like.new_empty(1, 1), self.settings.backend)
+        return computed_chunk(self.inputs.shape[1], columns, self.inputs.device, dense=dense, kernels=found is not None)
 
     def apart(self, numbers: Tensor) -> tuple[StudentLogits, StudentLogits]:
         """All rows, and once more the rows with these numbers. The gradients of both reach the student."""
@@ -597,27 +596,17 @@ def computed_chunk(hidden_size: int, columns: int, device: torch.device, *, dens
     return max(_LEAST_ROWS, min(wanted, most // row) // _LEAST_ROWS * _LEAST_ROWS)
 
 
-def kernels_of(function: RowFunction, logits: Tensor, backend: Backend | None) -> RowKernels | None:
-    """The kernels that do a row function's work on these logits; None where torch does it.
-
-    Raises:
-        ValueError: `triton` where it cannot work, or has no kernel.
-    """
-    if backend == "eager" or (backend is None and not logits.is_cuda):
-        return None
-    return choose_kernels(function, logits, backend)
-
-
 class _Chunks(ABC):
     """One chunk of logits at a time, and the row function's work on it, by torch or by kernels."""
 
     kernels: RowKernels | None
     pieces: Sequence[slice]  # the rows that are visited at once
+    u: Tensor  # [n, width] of the chunk at hand: centred and scaled, but as they are for kernels
 
-    def __init__(self, function: RowFunction, plan: RowPlan, columns: int, like: Tensor):
-        self.function, self.plan, self.pieces = function, plan, plan.pieces
-        self.buffers = Buffers(max(plan.largest, 1), columns, accumulator(like.dtype), like.device)
-        self.u = like  # [n, width] of the chunk at hand: centred and scaled, but as they are for kernels
+    def __init__(self, student: StudentLogits, function: RowFunction, plan: RowPlan):
+        self.inputs, self.settings, self.function, self.plan = student.inputs, student.settings, function, plan
+        self.pieces, self.u = plan.pieces, student.like
+        self.buffers = Buffers(max(plan.largest, 1), self.settings.shard.size, self.u.dtype, self.u.device)
 
     @abstractmethod
     def load(self, rows: slice, *, first: bool = False) -> None:
@@ -646,22 +635,21 @@ class _Chunks(ABC):
 class _GivenChunks(_Chunks):
     """Of logits [N, Vl] that the caller computed. Kernels read them in place, all rows at once where they can."""
 
-    def __init__(self, logits: Tensor, settings: _StudentSettings, function: RowFunction, plan: RowPlan):
-        super().__init__(function, plan, logits.shape[1], logits)
-        self.logits, self.inplace = logits, settings.inplace
-        self.kernels = kernels_of(function, logits, settings.backend)
+    def __init__(self, student: StudentLogits, function: RowFunction, plan: RowPlan):
+        super().__init__(student, function, plan)
+        self.kernels = choose_kernels(function, self.inputs, self.settings.backend)
         if self.kernels is not None and not self.kernels.by_chunk:
             self.pieces = [slice(0, plan.length)]
 
     def load(self, rows: slice, *, first: bool = False) -> None:
         if self.kernels is None:
-            chunk = self.plan.take(self.logits, rows)
+            chunk = self.plan.take(self.inputs, rows)
             self.u = self.buffers.load("student", chunk, self.function.centre, rows, first=first)
 
     def visit(self, rows: slice) -> Visit:
         if self.plan.order is None:
-            return Visit(rows, self.logits[rows], None, self.buffers)
-        return Visit(rows, self.logits, self.plan.order[rows], self.buffers)
+            return Visit(rows, self.inputs[rows], None, self.buffers)
+        return Visit(rows, self.inputs, self.plan.order[rows], self.buffers)
 
     def backward(self, grads: Sequence[Tensor | None]) -> Tensor:
         """The gradient of the logits, in their dtype; 0 for rows that are not streamed. Maybe in the logits' own memory.
@@ -684,9 +672,9 @@ class _GivenChunks(_Chunks):
         return out
 
     def _empty_gradient(self) -> Tensor:
-        logits, order = self.logits, self.plan.order
+        logits, order = self.inputs, self.plan.order
         whole = self.plan.length == logits.shape[0]
-        if not self.inplace:
+        if not self.settings.inplace:
             return torch.empty_like(logits) if whole else torch.zeros_like(logits)
         out = logits.detach()
         if not whole:
@@ -699,26 +687,17 @@ class _GivenChunks(_Chunks):
 class _ComputedChunks(_Chunks):
     """Of logits that are computed from hidden states [N, H]."""
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        settings: _StudentSettings,
-        function: RowFunction,
-        plan: RowPlan,
-    ):
-        super().__init__(function, plan, weight.shape[0], weight)
-        self.hidden, self.head = hidden, Head(weight, bias, settings.softcap, settings.scale)
-        self.split = settings.shard.group is not None
-        self.kernels = kernels_of(function, self.buffers.buffer("student", 1), settings.backend)
+    def __init__(self, student: StudentLogits, function: RowFunction, plan: RowPlan):
+        super().__init__(student, function, plan)
+        self.head = head = student.head
+        self.kernels = choose_kernels(function, self.buffers.buffer("student", 1), self.settings.backend)
         # The kernels' gradient is in the dtype to which both products round it anyway where nothing comes in between.
-        summed = bias is not None and bias.requires_grad
-        rounded = weight.is_cuda and hidden.dtype == weight.dtype and not summed and settings.scale == 1
-        self.narrow = weight.dtype if rounded and settings.softcap is None else accumulator(weight.dtype)
+        summed = head.bias is not None and head.bias.requires_grad
+        rounded = head.weight.is_cuda and self.inputs.dtype == head.weight.dtype and not summed and head.scale == 1
+        self.narrow = head.weight.dtype if rounded and head.softcap is None else self.u.dtype
 
     def load(self, rows: slice, *, first: bool = False) -> None:
-        hidden = self.plan.take(self.hidden, rows)
+        hidden = self.plan.take(self.inputs, rows)
         if self.kernels is None:
             self.u = self.head.load("student", hidden, self.buffers, self.function.centre, rows, first=first)
         else:
@@ -739,7 +718,7 @@ class _ComputedChunks(_Chunks):
             for number, (_, complete) in enumerate(self.function.passes):
                 self.collect(rows, number)
                 complete(rows)
-                if number == 0 and self.kernels is None and self.split:
+                if number == 0 and self.kernels is None and self.settings.shard.group is not None:
                     self.u.add_(self.function.centre.moved(rows)[:, None])  # from this rank's centre to the common one
             if gradients is not None:
                 gradients.add(rows, self._gradient(rows, weights), self.head)
@@ -782,12 +761,10 @@ class RowValues(torch.autograd.Function):
         plan: RowPlan,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        if weight is None:
-            _GivenChunks(inputs, settings, function, plan).forward()
-        else:
-            _ComputedChunks(inputs, weight, bias, settings, function, plan).forward()
+        student = StudentLogits(inputs, settings, weight, bias)
+        (_GivenChunks if weight is None else _ComputedChunks)(student, function, plan).forward()
         values, constants = function.outputs()
-        ctx.save_for_backward(inputs, weight, bias, *function.to_save())
+        ctx.save_for_backward(inputs, weight, bias, *function.exchange())
         ctx.settings, ctx.function, ctx.plan = settings, function, plan
         ctx.num_values, ctx.num_parameters = len(values), len(parameters)
         ctx.set_materialize_grads(False)
@@ -799,18 +776,19 @@ class RowValues(torch.autograd.Function):
     def backward(ctx, saved: Sequence[Tensor], *grads: Tensor | None):
         inputs, weight, bias, *others = saved
         settings, function, plan, shares = ctx.settings, ctx.function, ctx.plan, grads[: ctx.num_values]
-        function.restore(others)
+        function.exchange(others)
+        student = StudentLogits(inputs, settings, weight, bias)
         found: tuple[Tensor | None, ...]
         if weight is None:
             if settings.inplace:
                 ctx.refusal = "inplace_backward: the gradient has overwritten the logits, a second backward has none"
-            found = _GivenChunks(inputs, settings, function, plan).backward(shares), None, None
+            found = _GivenChunks(student, function, plan).backward(shares), None, None
         else:
             # The chunks' buffers are freed before the gradients are rounded, which needs memory, too.
             gradients = Gradients(inputs, weight, bias, ctx.needs_input_grad[:3], settings.shard, plan)
-            _ComputedChunks(inputs, weight, bias, settings, function, plan).backward(gradients, shares)
+            _ComputedChunks(student, function, plan).backward(gradients, shares)
             found = gradients.finish()
-        function.to_save()
+        function.exchange()
         parameters = function.parameter_gradients() if ctx.num_parameters else ()
         return *found, None, None, None, *parameters
 
@@ -836,13 +814,14 @@ class FusedLoss(torch.autograd.Function):
         *anchors: Tensor,
     ) -> tuple[Tensor, ...]:
         needs, inputs = ctx.needs_input_grad[:3], (hidden, weight, bias)
+        student = StudentLogits(hidden, settings, weight, bias)
         gradients, ctx.enlarged, shares = None, None, weights
         if any(needs):
             gradients = Gradients(*inputs, needs, settings.shard, plan, scaled_later=True)
             ctx.enlarged = enlargement(inputs, weights)
         if ctx.enlarged is not None:
             shares = [None if share is None else share * ctx.enlarged for share in weights]
-        _ComputedChunks(*inputs, settings, function, plan).forward_by_chunk(gradients, shares)
+        _ComputedChunks(student, function, plan).forward_by_chunk(gradients, shares)
         values, constants = function.outputs()
         ctx.dtypes = tuple(None if each is None else each.dtype for each in inputs)
         ctx.save_for_backward(*(gradients.finish() if gradients is not None else [None] * 3), *anchors)
@@ -912,13 +891,6 @@ def student_of(
     leading = logits.shape[:-1]
     flat = logits.reshape(leading.numel(), shard.size)
     return StudentLogits(flat, _StudentSettings(shard, backend, inplace)), shard, leading
-
-
-def columns_of(student: Student) -> VocabularyShard:
-    """The columns of the student's logits that this rank holds, for DTensors and whole tensors."""
-    if isinstance(student, StudentHidden):
-        return split(student.lm_head_weight.detach(), None, dim=0, name="lm_head_weight")[1]
-    return split(student.detach(), None, dim=-1, name="student_logits")[1]
 
 
 def _computed(

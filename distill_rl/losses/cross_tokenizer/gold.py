@@ -21,18 +21,23 @@ Only the sum over w is kept per row; backward computes everything else again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from distill_rl.losses.core.rows import given
+from distill_rl.losses.core.rows import Buffers, Pass, floor_of, given
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import Buffers, Pass, floor_of
 from distill_rl.losses.cross_tokenizer.chunks import segment_sum
-from distill_rl.losses.cross_tokenizer.rows import LabelLogprobRows, TeacherDistributions, complement
-from distill_rl.losses.cross_tokenizer.task import ChunkTask, LabelledRows, Terms
+from distill_rl.losses.cross_tokenizer.task import (
+    ChunkTask,
+    LabelledRows,
+    LabelLogprobRows,
+    TeacherDistributions,
+    Terms,
+    complement,
+)
 from distill_rl.losses.divergence import Distribution, Divergence
 
 
@@ -104,29 +109,20 @@ def _present(logprobs: Tensor) -> Tensor:
     return (logprobs > floor_of(logprobs.dtype) / 2).sum(1).to(logprobs.dtype)
 
 
+@dataclass(frozen=True)
 class ChunkComparison:
     """D of one chunk: terms over pairs of columns, and sorted L1 over the other columns."""
 
-    def __init__(
-        self,
-        divergence: Divergence,
-        columns: Tensor,
-        counterparts: Tensor,
-        rest: SortedL1,
-        others: Tensor | None,
-        *,
-        balanced: bool = True,
-    ):
-        """
-        Args:
-            columns, counterparts: this rank's columns of the student that have a counterpart, and that counterpart.
-            rest: the sorted L1 distance over the student's other columns.
-            others: the teacher's columns without a counterpart; None: all of its columns.
-            balanced: whether every term gets κ·(q − p).
-        """
-        self.divergence, self.columns, self.counterparts = divergence, columns, counterparts
-        self.rest, self.others, self.balanced = rest, others, balanced
-        self._balance = divergence.balance if balanced else 0.0
+    divergence: Divergence
+    columns: Tensor  # this rank's columns of the student that have a counterpart
+    counterparts: Tensor  # the teacher's columns that they are compared with
+    rest: SortedL1  # over the student's other columns
+    others: Tensor | None  # the teacher's columns without a counterpart; None: all of its columns
+    balanced: bool = True  # whether every term gets κ·(q − p)
+
+    @property
+    def _balance(self) -> float:
+        return self.divergence.balance if self.balanced else 0.0
 
     def value(self, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The parts of D for n chunks. Called by all ranks alike, because the sorted distance communicates.
@@ -162,10 +158,13 @@ class DistributionRows(LabelLogprobRows):
         task, chain = labelled.task, labelled.task.settings.chain
         super().__init__(labelled, with_label_logprob=chain)
         self.groups = {group.start if chain else task.ends[0][group.start]: group for group in task.groups}
-        self.chain, self.task, self.teacher, self.comparison = chain, task.bare(), teacher, comparison
-        self.labelled, self.lender = replace(labelled, task=self.task), teacher.teacher
+        self.chain, self.teacher, self.lender, self.comparison = chain, teacher, teacher.teacher, comparison
         side, count = task.pairing.student, task.pairing.count
-        self.starts = torch.arange(count, device=side.start.device) if chain else side.start
+        self.side, self.num_first = side, labelled.num_first
+        if chain:
+            self.starts, self.places = torch.arange(count, device=side.start.device), labelled.place(side.rows)
+        else:
+            self.starts, self.ends = side.start, task.ends[0]
         self.counted: dict[int, Tensor] = {}
         self.continuation, self.continuation_slope, *self.masses = (task.like.new_zeros(count) for _ in range(4))
         self.divergence, self.shared_part = (task.like.new_empty(count) for _ in range(2))
@@ -184,8 +183,7 @@ class DistributionRows(LabelLogprobRows):
     def _complete_first(self, rows: slice) -> None:
         self.complete(rows)
         if self.chain:  # the log-probability of each chunk's tokens after the first
-            label_logprobs = self.labelled.of_student_side(self.values[1])
-            self.continuation = self.task.pairing.student.after_first(label_logprobs).clamp_max(0)
+            self.continuation = self.side.after_first(self.values[1][self.places]).clamp_max(0)
 
     def _collect_chunks(self, rows: slice, u: Tensor, buffers: Buffers) -> None:
         # Second pass, over chunks of text: this rank's parts of D, of Σ s·ρ and of both masses, and the sorted distance.
@@ -216,7 +214,7 @@ class DistributionRows(LabelLogprobRows):
 
     def _group_of(self, rows: slice) -> slice | None:
         """The chunks of text whose rows these are; None for rows in no chunk."""
-        return self.groups.get(rows.start) if rows.start < self.labelled.num_first else None
+        return self.groups.get(rows.start) if rows.start < self.num_first else None
 
     def _student_distributions(
         self, rows: slice, group: slice, u: Tensor, out: Tensor
@@ -228,7 +226,7 @@ class DistributionRows(LabelLogprobRows):
         log_q = torch.sub(u, self.lse[rows, None], out=out)
         if self.chain:
             return log_q + self.continuation[group, None], None, log_q
-        length = self.task.pairing.student.length[group]
+        length = self.side.length[group]
         if length.shape[0] == log_q.shape[0]:
             return log_q, None, log_q
         largest = torch.segment_reduce(log_q, "max", lengths=length, axis=0, unsafe=True)
@@ -246,11 +244,10 @@ class DistributionRows(LabelLogprobRows):
         """Repeats each chunk's values for every row that is streamed of it: [n chunks, …] → [n rows, …]."""
         if self.chain:
             return values
-        ends = self.task.ends[0]
-        count = ends[group.stop] - ends[group.start]
+        count = self.ends[group.stop] - self.ends[group.start]
         if count == values.shape[0]:
             return values
-        return values.repeat_interleave(self.task.pairing.student.length[group], 0, output_size=count)
+        return values.repeat_interleave(self.side.length[group], 0, output_size=count)
 
     def gradient(self, rows: slice, u: Tensor, grads: Sequence[Tensor | None], buffers: Buffers) -> Tensor:
         group, grad = self._group_of(rows), given(grads, 2)
@@ -265,15 +262,8 @@ class DistributionRows(LabelLogprobRows):
         return label.add_to(gradient)
 
 
-def gold(task: ChunkTask) -> Terms:
-    return _by_parts(task, balanced=True)
-
-
-def hkl(task: ChunkTask) -> Terms:
-    return _by_parts(task, balanced=False)
-
-
-def _by_parts(task: ChunkTask, *, balanced: bool) -> Terms:
+def by_parts(task: ChunkTask, *, balanced: bool) -> Terms:
+    """`gold` if `balanced`, else `hkl`."""
     student, teacher = task.projection.matches(task.settings.relaxed)
     of_student, of_teacher = _others(student, task.shard.total), _others(teacher, task.projection.num_teacher)
     length = min(len(of_student), len(of_teacher), task.settings.uncommon_top_k)

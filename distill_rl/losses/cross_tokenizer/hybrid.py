@@ -27,11 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from distill_rl.losses.core.rows import TopKRows, given, rest_of
-from distill_rl.losses.core.streaming import Buffers, chunks, floor_of
+from distill_rl.losses.core.rows import Buffers, TopKRows, chunks, floor_of, given, rest_of
 from distill_rl.losses.cross_tokenizer.projection import VocabularyProjection
-from distill_rl.losses.cross_tokenizer.rows import Bernoulli, LabelLogprobRows
-from distill_rl.losses.cross_tokenizer.task import ChunkTask, LabelledRows, Terms
+from distill_rl.losses.cross_tokenizer.task import Bernoulli, ChunkTask, LabelledRows, LabelLogprobRows, Terms
 from distill_rl.losses.divergence import resolve
 from distill_rl.losses.targets import TopKLogprobs
 from distill_rl.losses.topk import Candidates, best_of_all, candidates, vocab_parallel_topk

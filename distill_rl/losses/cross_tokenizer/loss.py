@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -14,14 +15,13 @@ from torch.nn.functional import logsigmoid
 from distill_rl.losses.core import checks
 from distill_rl.losses.core.checks import TAILS, Backend, Tail
 from distill_rl.losses.core.logits import DenseTeacher, Student, student_of, untraced
-from distill_rl.losses.core.streaming import chunks as pieces_of
-from distill_rl.losses.core.streaming import floor_of
+from distill_rl.losses.core.rows import chunks as pieces_of
+from distill_rl.losses.core.rows import floor_of
 from distill_rl.losses.cross_tokenizer.chunks import ChunkOutput, ChunkPairing, Chunks, ChunkSide, pair
-from distill_rl.losses.cross_tokenizer.gold import gold, hkl, uld
+from distill_rl.losses.cross_tokenizer.gold import by_parts, uld
 from distill_rl.losses.cross_tokenizer.hybrid import alm, cross_entropies, hybrid, strict
 from distill_rl.losses.cross_tokenizer.projection import VocabularyProjection
-from distill_rl.losses.cross_tokenizer.rows import Bernoulli
-from distill_rl.losses.cross_tokenizer.task import ChunkSettings, ChunkTask, LabelledRows, Terms
+from distill_rl.losses.cross_tokenizer.task import Bernoulli, ChunkSettings, ChunkTask, LabelledRows, Terms
 from distill_rl.losses.cross_tokenizer.xtoken import xtoken
 from distill_rl.losses.divergence import resolve
 from distill_rl.losses.targets import DenseLogits, Teacher, TeacherHidden, TopKLogprobs
@@ -44,8 +44,8 @@ _METHODS = {
     for method in (
         Method("hybrid", hybrid, ("topk", "logits"), label_logprob="always", needs_common=True),
         Method("xtoken", xtoken, ("logits",), label_logprob="chain", needs_projection=True),
-        Method("gold", gold, ("logits",), label_logprob="chain", needs_common=True),
-        Method("hkl", hkl, ("logits",), label_logprob="chain", needs_common=True),
+        Method("gold", partial(by_parts, balanced=True), ("logits",), label_logprob="chain", needs_common=True),
+        Method("hkl", partial(by_parts, balanced=False), ("logits",), label_logprob="chain", needs_common=True),
         Method("uld", uld, ("logits",), label_logprob="chain"),
         Method("alm", alm, ("topk", "logits"), label_logprob="always"),
         Method("strict", strict, ("logits",), label_logprob="never", needs_common=True),
@@ -236,32 +236,27 @@ def with_stops(task: ChunkTask, method: Method) -> Terms:
     Without any, or if the stop tokens of a side are unknown, these are the method's own terms. Waits for a GPU, to count
     them.
     """
-    are_stops = _are_stops(task)
-    count = 0 if are_stops is None else int(are_stops.sum())  # a GPU is waited for
-    if are_stops is None or not count:
+    pairing, ids = task.pairing, task.projection.student_stops
+    if not len(ids) or not len(task.projection.teacher_stops):
         return method.terms(task)
-    others, stops = are_stops.sort(stable=True).indices.split([task.pairing.count - count, count])
-    rows = task.pairing.student.first[stops]
+    single = (pairing.student.length == 1) & (pairing.teacher.length == 1)
+    are_stops = single & torch.isin(task.labels[pairing.student.first], ids)
+    count = int(are_stops.sum())  # a GPU is waited for
+    if not count:
+        return method.terms(task)
+    others, stops = are_stops.sort(stable=True).indices.split([pairing.count - count, count])
+    rows = pairing.student.first[stops]
     student, ends = task.student.apart(rows)
-    terms = method.terms(replace(task, student=student, pairing=_without(task.pairing, are_stops, others)))
+    terms = method.terms(replace(task, student=student, pairing=_without(pairing, are_stops, others)))
     _, ours = cross_entropies(LabelledRows(replace(task, student=ends, labels=task.labels[rows])))
     theirs = _teacher_stops(task, stops)
-    kd = terms.kd.new_zeros(task.pairing.count).index_copy(0, others, terms.kd)
+    kd = terms.kd.new_zeros(pairing.count).index_copy(0, others, terms.kd)
     kd = kd.index_copy(0, stops, task.settings.temperature**2 * _coins(task.settings, method.name, ours, theirs))
     masses = (
         None if mass is None else mass.detach().sum() + side.detach().exp().sum()
         for mass, side in ((terms.teacher_mass, theirs), (terms.student_mass, ours))
     )  # fmt: skip
     return Terms(kd, terms.ce, terms.num_chunks + len(stops), *masses)
-
-
-def _are_stops(task: ChunkTask) -> Tensor | None:
-    """bool [count]; None if a side's stop tokens are unknown."""
-    pairing, stops = task.pairing, task.projection.student_stops
-    if not len(stops) or not len(task.projection.teacher_stops):
-        return None
-    single = (pairing.student.length == 1) & (pairing.teacher.length == 1)
-    return single & torch.isin(task.labels[pairing.student.first], stops)
 
 
 def _without(pairing: ChunkPairing, stops: Tensor, kept: Tensor) -> ChunkPairing:

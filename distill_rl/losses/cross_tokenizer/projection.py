@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
+from distill_rl.losses.core.rows import padded_width
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import padded_width
 from distill_rl.losses.cross_tokenizer.chunks import segment_sum
 
 RELAXED_WEIGHT = 0.6
@@ -79,11 +79,8 @@ class VocabularyProjection:
     @classmethod
     def from_projection(cls, projection: Any) -> VocabularyProjection:
         """Copies a `distill_rl.align.Projection` into tensors, as `from_arrays` does."""
-        return cls.from_arrays(
-            projection.indptr, projection.indices, projection.values, num_teacher=projection.num_teacher,
-            student_common=projection.student_common, teacher_common=projection.teacher_common,
-            student_stops=projection.student_stops, teacher_stops=projection.teacher_stops,
-        )  # fmt: skip
+        names = [each.name for each in fields(cls) if each.name != "_made"]
+        return cls.from_arrays(**{name: getattr(projection, name) for name in names})
 
     @property
     def num_student(self) -> int:
@@ -92,10 +89,8 @@ class VocabularyProjection:
 
     def to(self, device: torch.device | str) -> VocabularyProjection:
         """A copy whose tensors are on `device`; derived tables are computed there again."""
-        moved = {
-            each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("num_teacher", "_made")
-        }
-        return replace(self, **{name: tensor.to(device) for name, tensor in moved.items()}, _made={})
+        moved: dict[str, Any] = {name: each.to(device) for name, each in vars(self).items() if isinstance(each, Tensor)}
+        return replace(self, **moved, _made={})
 
     def with_values(self, values: Tensor) -> VocabularyProjection:
         """The same projection with other values [nnz] on the same support.
@@ -164,7 +159,7 @@ class ColumnProduct:
     """Products with this rank's rows of W and some of its columns; the other columns are summed into one, the rest.
 
     x stands for numbers per row of logits and local student column, [n, width] with the dummy columns
-    (`core.streaming.Buffers`).
+    (`core.rows.Buffers`).
     """
 
     def __init__(self, projection: VocabularyProjection, shard: VocabularyShard, columns: Tensor, dtype: torch.dtype):
@@ -258,14 +253,9 @@ class LearnableProjection(nn.Module):
         projection = self._projection
         rows = projection.entry_rows
         places = torch.arange(len(rows), device=rows.device) - projection.indptr[rows]
+        logits: Tensor = self.logits
+        if isinstance(logits, DTensor):  # the gradient comes back as Partial: each rank's is one summand
+            logits = logits.to_local(grad_placements=[Partial()] * logits.device_mesh.ndim)
         # padded rows: a softmax of a few columns sums in one order on every device
-        logits = _local(self.logits)
         padded = logits.new_full((projection.num_student, self._width), -1e30).index_put((rows, places), logits)
         return projection.with_values(padded.softmax(1)[rows, places])
-
-
-def _local(logits: Tensor) -> Tensor:
-    if not isinstance(logits, DTensor):
-        return logits
-    # The gradient comes back as Partial: each rank's is one summand.
-    return logits.to_local(grad_placements=[Partial()] * logits.device_mesh.ndim)

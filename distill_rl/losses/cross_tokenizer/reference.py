@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from distill_rl.losses import reference
 from distill_rl.losses.cross_tokenizer.chunks import ChunkOutput, Chunks
@@ -92,12 +93,10 @@ def chunk_kd_loss(
         of_student = (chunks.student == number).nonzero()[:, 0]
         of_teacher = (chunks.teacher == number).nonzero()[:, 0]
         sides = student[of_student], label_logprobs[of_student], _select(teacher, of_teacher)
-        stops = len(of_student) == len(of_teacher) == 1 and int(flat[of_student[0]]) in ends
-        value = (
-            _stops(method, label_logprobs[of_student[0]], sides[2], settings)
-            if stops
-            else _chunk(method, *sides, settings)
-        )
+        if len(of_student) == len(of_teacher) == 1 and int(flat[of_student[0]]) in ends:
+            value: Tensor | None = _stops(method, label_logprobs[of_student[0]], sides[2], settings)
+        else:
+            value = _chunk(method, *sides, settings)
         counted += value is not None
         values.append(zero if value is None else temperature**2 * value)
     kd = torch.stack(values) if values else z.new_zeros(0)
@@ -120,12 +119,11 @@ def _chunk(
     method: str, student: Tensor, label_logprobs: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings
 ) -> Tensor | None:
     """D of one chunk without T², or None where the method skips it, from log-probabilities at T [n, V_s] and targets."""
-    single = len(student) == 1 and (teacher.label_logprob is None or len(teacher.label_logprob) == 1)
-    single &= len(teacher.ids if isinstance(teacher, TopKLogprobs) else teacher.logits) == 1
+    single = len(student) == len(teacher.ids if isinstance(teacher, TopKLogprobs) else teacher.logits) == 1
     if method == "strict":
         return _strict(student, teacher, settings) if single else None
     if method == "alm" or (method == "hybrid" and not single):
-        return _coins(label_logprobs.sum(), _label_logprobs(teacher).sum(), settings)
+        return _coins(label_logprobs.sum(), _label_logprobs(teacher).sum(), settings, settings.tau)
     if method == "hybrid":
         return _common_top_k(student, teacher, settings)
     teacher = _dense(teacher)
@@ -133,8 +131,10 @@ def _chunk(
     if settings.chain:
         rest = label_logprobs[1:].sum().exp()
         q, other_q = student[0].exp() * rest, 1 - rest
-    compare = {"xtoken": _projected, "gold": _gold, "hkl": _hkl, "uld": _uld}[method]
-    return compare(_teacher_side(teacher, settings), _OneDistribution(q, other_q, ~student.isneginf().all(0)), settings)
+    sides = _teacher_side(teacher, settings), _OneDistribution(q, other_q, ~student.isneginf().all(0))
+    if method == "xtoken":
+        return _projected(*sides, settings)
+    return _uld(*sides, settings) if method == "uld" else _by_parts(*sides, settings, balanced=method == "gold")
 
 
 class _OneDistribution(NamedTuple):
@@ -182,19 +182,17 @@ def _stops(method: str, log_q: Tensor, teacher: TopKLogprobs | DenseLogits, sett
     else:
         kept = [place for place, token in enumerate(teacher.ids[0].tolist()) if token in ends.tolist()]
         log_p = torch.maximum(teacher.logprobs[0, kept].double().logsumexp(0), _label_logprobs(teacher)[0])
-    q, p = log_q.exp(), log_p.exp()
     if method == "uld":
-        return 2 * (q - p).abs()
+        return 2 * (log_q.exp() - log_p.exp()).abs()
     if method == "strict":
-        return replace(settings, divergence="reverse_kl").compare(torch.stack([p, 1 - p]), torch.stack([q, 1 - q]))
-    tau = settings.tau if method == "alm" else 1.0
-    return _coins(log_q, log_p, replace(settings, tau=tau))
+        settings = replace(settings, divergence="reverse_kl")
+    return _coins(log_q, log_p, settings, settings.tau if method == "alm" else 1.0)
 
 
-def _coins(x: Tensor, y: Tensor, settings: _Settings) -> Tensor:
+def _coins(x: Tensor, y: Tensor, settings: _Settings, tau: float) -> Tensor:
     """τ·D between two coins that show heads with probability exp(x/τ) (student) and exp(y/τ) (teacher); scalars."""
-    q, p = (x / settings.tau).exp(), (y / settings.tau).exp()
-    return settings.tau * settings.compare(torch.stack([p, 1 - p]), torch.stack([q, 1 - q]))
+    q, p = (x / tau).exp(), (y / tau).exp()
+    return tau * settings.compare(torch.stack([p, 1 - p]), torch.stack([q, 1 - q]))
 
 
 def _common_top_k(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
@@ -203,7 +201,7 @@ def _common_top_k(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings
         log_p = (teacher.logits.double() / settings.temperature).log_softmax(1)
         top, ids = log_p.topk(min(settings.top_k, log_p.shape[1]), 1)
         teacher = TopKLogprobs(ids, top, log_p.scatter(1, ids, -torch.inf).logsumexp(1), settings.temperature)
-    counterpart = dict(zip(settings.bridge.teacher_common.tolist(), settings.bridge.student_common.tolist()))
+    counterpart = dict(torch.stack([settings.bridge.teacher_common, settings.bridge.student_common], 1).tolist())
     logprobs = teacher.logprobs.double()
     rest = teacher.rest_logprob
     mass = logprobs.exp().sum()
@@ -238,8 +236,7 @@ def _projected(teacher: _OneDistribution, student: _OneDistribution, settings: _
         p, q = p[top], projected[top]
         if settings.tail == "renormalize":
             return settings.compare(p / p.sum(), q / q.sum())
-        name = reference._limit(settings.divergence, settings.beta)
-        return reference.DIVERGENCES[name](p, q, settings.beta).sum()
+        return settings.compare(p, q, balanced=False)
     rest_p = p[outside].sum() + other_p
     rest_q = projected[outside].sum() + (q * (matrix.sum(1) == 0)).sum() + other_q
     needs_support = reference._limit(settings.divergence, settings.beta) == "reverse_kl"
@@ -251,7 +248,7 @@ def _projected(teacher: _OneDistribution, student: _OneDistribution, settings: _
 def _matches(settings: _Settings) -> tuple[list[int], list[int]]:
     """The pairs of `gold` and `hkl`, as lists of student and teacher ids, see `VocabularyProjection.matches`."""
     bridge = settings.bridge
-    matches = dict(zip(bridge.student_common.tolist(), bridge.teacher_common.tolist()))
+    matches = dict(torch.stack([bridge.student_common, bridge.teacher_common], 1).tolist())
     if settings.relaxed:
         heavy = []
         for student in range(bridge.num_student):
@@ -264,43 +261,35 @@ def _matches(settings: _Settings) -> tuple[list[int], list[int]]:
     return list(matches), list(matches.values())
 
 
-def _others(size: int, taken: list[int]) -> Tensor:
-    """The indices below `size` that are not in `taken`, in order."""
-    return torch.tensor(sorted(set(range(size)) - set(taken)), dtype=torch.int64)
+def _by_parts(teacher: _OneDistribution, student: _OneDistribution, settings: _Settings, *, balanced: bool) -> Tensor:
+    """`gold` for one chunk, or without balance `hkl`, which may be negative. A scalar without T².
 
-
-def _gold(teacher: _OneDistribution, student: _OneDistribution, settings: _Settings) -> Tensor:
-    """`gold` for one chunk: balanced terms over the common vocabulary plus `_rest`. A scalar without T²."""
+    Terms over the common vocabulary, and sorted L1 of the unmasked columns without a counterpart.
+    """
     of_student, of_teacher = _matches(settings)
-    return settings.compare(teacher.prob[of_teacher], student.prob[of_student]) + _rest(teacher, student, settings)
+    common = settings.compare(teacher.prob[of_teacher], student.prob[of_student], balanced=balanced)
+    q, p = _unmatched(student, of_student), _unmatched(teacher, of_teacher)
+    rest = _sorted_l1(q, p, min(len(q), len(p), settings.uncommon_top_k)) + (student.other - teacher.other).abs()
+    return common + rest
 
 
-def _hkl(teacher: _OneDistribution, student: _OneDistribution, settings: _Settings) -> Tensor:
-    """`hkl` for one chunk: as `_gold`, but without balance, so it may be negative."""
-    of_student, of_teacher = _matches(settings)
-    common = settings.compare(teacher.prob[of_teacher], student.prob[of_student], balanced=False)
-    return common + _rest(teacher, student, settings)
-
-
-def _rest(teacher: _OneDistribution, student: _OneDistribution, settings: _Settings) -> Tensor:
-    """Sorted L1 of the unmasked columns without a counterpart, plus |difference| of what the sides miss to one."""
-    left = []
-    for side, taken in zip((student, teacher), _matches(settings)):
-        others = _others(len(side.prob), taken)
-        left.append(side.prob[others[side.present[others]]])
-    length = min(len(left[0]), len(left[1]), settings.uncommon_top_k)
-    q, p = (side.sort(descending=True).values[:length] for side in left)
-    return (q - p).abs().sum() + (student.other - teacher.other).abs()
+def _unmatched(side: _OneDistribution, matched: list[int]) -> Tensor:
+    """The probabilities of the unmasked columns that are not matched, in order."""
+    outside = side.present.clone()
+    outside[matched] = False
+    return side.prob[outside]
 
 
 def _uld(teacher: _OneDistribution, student: _OneDistribution, settings: _Settings) -> Tensor:
     """`uld` for one chunk: sorted L1 over all columns, plus |difference| of what the sides miss to one."""
     length = min(max(len(teacher.prob), len(student.prob)), settings.uncommon_top_k)
-    filled = [
-        torch.cat([side.sort(descending=True).values, side.new_zeros(max(0, length - len(side)))])[:length]
-        for side in (student.prob, teacher.prob)
-    ]
-    return (filled[0] - filled[1]).abs().sum() + (student.other - teacher.other).abs()
+    return _sorted_l1(student.prob, teacher.prob, length) + (student.other - teacher.other).abs()
+
+
+def _sorted_l1(q: Tensor, p: Tensor, length: int) -> Tensor:
+    """Σ |q_(i) − p_(i)| over the `length` largest of either side, which is filled up with zeros."""
+    q, p = (pad(side.sort(descending=True).values, (0, max(0, length - len(side))))[:length] for side in (q, p))
+    return (q - p).abs().sum()
 
 
 def _strict(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Settings) -> Tensor:
@@ -314,6 +303,5 @@ def _strict(student: Tensor, teacher: TopKLogprobs | DenseLogits, settings: _Set
     rest_p, rest_q = p[outside].sum()[None], q[outside].sum()[None]
     if not outside.any():
         rest_p = rest_q = p[:0]
-    f, balance = reference.DIVERGENCES["reverse_kl"], reference.BALANCES["reverse_kl"]
-    p, q = torch.cat([p[top], rest_p]), torch.cat([q[top], rest_q])
-    return (f(p, q, 0) + balance(p, q, 0)).sum()
+    reverse_kl = replace(settings, divergence="reverse_kl")
+    return reverse_kl.compare(torch.cat([p[top], rest_p]), torch.cat([q[top], rest_q]))

@@ -20,28 +20,24 @@ Only the columns in any chunk's S are multiplied (`ColumnProduct`); all others s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from distill_rl.losses.core.rows import given
-from distill_rl.losses.core.streaming import Buffers, floor_of
+from distill_rl.losses.core.rows import Buffers, floor_of, given
 from distill_rl.losses.cross_tokenizer.chunks import segment_sum
 from distill_rl.losses.cross_tokenizer.projection import ColumnProduct
-from distill_rl.losses.cross_tokenizer.rows import Compared, LabelLogprobRows, TeacherDistributions
-from distill_rl.losses.cross_tokenizer.task import ChunkTask, LabelledRows, Terms
+from distill_rl.losses.cross_tokenizer.task import (
+    ChunkTask,
+    Compared,
+    LabelledRows,
+    LabelLogprobRows,
+    TeacherDistributions,
+    Terms,
+)
 
 _LEAST = {torch.float32: 1e-32, torch.float64: 1e-290}
 """Projected probabilities are clamped to at least this much; below it they have no gradient."""
-
-
-class TopColumns(NamedTuple):
-    """The teacher's top k columns of each chunk."""
-
-    ids: Tensor  # int64 [count, k]
-    logprobs: Tensor  # [count, k]
-    rest: Tensor  # [count], log of the remaining mass
 
 
 class ProjectedRows(LabelLogprobRows):
@@ -102,9 +98,9 @@ class ProjectedRows(LabelLogprobRows):
 def xtoken(task: ChunkTask) -> Terms:
     student, chain = task.pairing.student, task.settings.chain
     teacher = TeacherDistributions(task)
-    top = _top_columns(task, teacher)
-    product = ColumnProduct(task.projection, task.shard, top.ids.unique(), task.dtype)
-    slots = product.slots[top.ids]
+    ids, top, rest = _top_columns(task, teacher)
+    product = ColumnProduct(task.projection, task.shard, ids.unique(), task.dtype)
+    slots = product.slots[ids]
     labelled = task.labelled_rows(student.first if chain else student.rows)
     weights = task.projection.values
     learn = weights.requires_grad and torch.is_grad_enabled()
@@ -117,14 +113,17 @@ def xtoken(task: ChunkTask) -> Terms:
         q = torch.cat([q[:, :-1], (q[:, -1] - torch.expm1(continuation))[:, None]], 1)
     else:
         q = segment_sum(q / student.length[student.chunk, None], student.length)
-    kd, paired = task.settings.temperature**2 * _compare(task, top, q), task.pairing.one_to_one
-    masses = top.logprobs[paired].exp().sum(1), q[paired, :-1].detach().sum(1)
+    kd, paired = task.settings.temperature**2 * _compare(task, top, rest, q), task.pairing.one_to_one
+    masses = top[paired].exp().sum(1), q[paired, :-1].detach().sum(1)
     return Terms(kd, labelled.scatter(ce), task.pairing.count, *masses)
 
 
 @torch.no_grad()
-def _top_columns(task: ChunkTask, teacher: TeacherDistributions) -> TopColumns:
-    """The teacher's top k columns of every chunk among those that some student token is projected into."""
+def _top_columns(task: ChunkTask, teacher: TeacherDistributions) -> tuple[Tensor, Tensor, Tensor]:
+    """The teacher's top k columns of every chunk among those that some student token is projected into.
+
+    Their ids, int64 [count, k], their log-probabilities [count, k], and the log of the remaining mass [count].
+    """
     # The student has no mass in the others, so they count to the rest. With `chain` log-probabilities include the
     # chunk's other tokens, and what is missing to one is in the rest.
     unreachable = (~task.projection.reachable).nonzero()[:, 0]
@@ -138,22 +137,27 @@ def _top_columns(task: ChunkTask, teacher: TeacherDistributions) -> TopColumns:
         top[group] = log_p.gather(1, ids[group])
         rest[group] = log_p.scatter_(1, ids[group], floor).logsumexp(1)
     top = (top + teacher.continuation[:, None]).clamp_min(floor)
-    return TopColumns(ids, top, torch.logaddexp(rest + teacher.continuation, teacher.complement).clamp_min(floor))
+    return ids, top, torch.logaddexp(rest + teacher.continuation, teacher.complement).clamp_min(floor)
 
 
-def _compare(task: ChunkTask, top: TopColumns, q: Tensor) -> Tensor:
-    """D of every chunk, [count], without the factor T², from q [count, k + 1]: at the columns of `top`, then the rest's."""
+def _compare(task: ChunkTask, top: Tensor, rest: Tensor, q: Tensor) -> Tensor:
+    """D of every chunk, [count], without the factor T².
+
+    Args:
+        top, rest: the teacher's log-probabilities, as `_top_columns` returns them.
+        q: [count, k + 1], the student's probabilities: at these columns, then the rest's.
+    """
     tail, divergence = task.settings.tail, task.settings.divergence
     log_q = q.clamp_min(_LEAST[task.dtype]).log()
     if tail != "bucket":
-        log_p, log_q = top.logprobs, log_q[:, :-1]
+        log_p, log_q = top, log_q[:, :-1]
         if tail == "renormalize":
             log_p, log_q = log_p.log_softmax(1), log_q.log_softmax(1)
         return Compared.apply(log_q, log_p, divergence, tail == "renormalize")
     floor = floor_of(task.dtype)
     apart = q[:, -1] <= 0  # the top k are all columns: there is no rest
     if divergence.needs_support:
-        apart = apart | (top.rest <= floor)
-    rest_p, rest_q = (torch.where(apart, floor, rest) for rest in (top.rest, log_q[:, -1]))
-    log_p, log_q = torch.cat([top.logprobs, rest_p[:, None]], 1), torch.cat([log_q[:, :-1], rest_q[:, None]], 1)
+        apart = apart | (rest <= floor)
+    rest_p, rest_q = (torch.where(apart, floor, side) for side in (rest, log_q[:, -1]))
+    log_p, log_q = torch.cat([top, rest_p[:, None]], 1), torch.cat([log_q[:, :-1], rest_q[:, None]], 1)
     return Compared.apply(log_q, log_p, divergence, True)

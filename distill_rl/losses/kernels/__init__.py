@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distill_rl.losses.core.checks import Backend
-from distill_rl.losses.core.streaming import RowFunction, RowKernels
+from distill_rl.losses.core.rows import RowFunction, RowKernels
 
 CHUNK_METHODS = ("hybrid", "alm")
 """Methods of `chunk_kd_loss` whose comparisons have kernels."""

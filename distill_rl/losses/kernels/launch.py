@@ -13,8 +13,21 @@ import torch
 import triton
 from torch import Tensor
 
-from distill_rl.losses.core.rows import DenseRows, LabelRows, LabelTerm, TopKRows, given, weight_of
-from distill_rl.losses.core.streaming import Centre, LogSums, RowFunction, RowKernels, Visit, floor_of
+from distill_rl.losses.core.rows import (
+    Centre,
+    DenseRows,
+    LabelRows,
+    LabelTerm,
+    LabelWeights,
+    LogSums,
+    RowFunction,
+    RowKernels,
+    TopKRows,
+    Visit,
+    floor_of,
+    given,
+    weight_of,
+)
 from distill_rl.losses.kernels import rows as kernels
 
 _BLOCK = 4096
@@ -69,7 +82,7 @@ class TopKKernels(RowKernels):
         factor = kd * function.rest_factor[rows] + label.shared * rest_q
         _row_gradient(visit, function.centre, factor, function.rest_lse[rows], label, out, counts)
         values = function.gradient_at_top(rows, top, kd, label.shared)
-        put_entries(out, visit.order, columns, label.at_entries(values, columns, top), counts)
+        put_entries(out, visit.order, columns, _with_label(label, values, columns, top), counts)
 
 
 class PairKernels(RowKernels):
@@ -83,16 +96,14 @@ class PairKernels(RowKernels):
         rows, logits, order, buffers = visit
         teacher, teacher_order = function.teacher.plain(rows, buffers)
         teacher_leads = function.divergence.leads == "teacher"
-        found = _outputs(("largest", "total", "total_at_one", "teacher_largest", "teacher_total", "weighted"), visit)
+        names = ("largest", "total", "total_at_one", "teacher_largest", "teacher_total", "weighted")
+        found = _outputs(names, visit, function.student_sums)
         sizes = logits.stride(0), teacher.stride(0), logits.shape[1], function.centre.scale, FLOOR
         _start(
             kernels.pair_sums,
             (_length(rows),),
-            *(logits, teacher, _or(order, logits), _or(teacher_order, logits), *found.values(), *sizes),
-            ORDERED=order is not None,
-            TEACHER_ORDERED=teacher_order is not None,
+            *(logits, teacher, order, teacher_order, *found.values(), *sizes),
             TEACHER_LEADS=teacher_leads,
-            AT_ONE=len(function.powers) > 1,
             BLOCK=_block_for(logits.shape[1], PAIR_BLOCK),
         )
         _set_centre(function.centre, rows, found["largest"])
@@ -110,7 +121,7 @@ class PairKernels(RowKernels):
         teacher, teacher_order = function.teacher.plain(rows, buffers)
         lse = function.student_lse[rows]
         kd = weight_of(grads, 0, lse[:, None]) * function.temperature
-        label = LabelWeights(function.label, rows, lse[:, None], given(grads, 1), None)
+        label = LabelWeights(function.label, rows, lse[:, None], given(grads, 1))
         factor = label.shared - kd * function.slope_sum[rows]
         normalisers = function.centre.value[rows], lse, function.teacher_centre.value[rows], function.teacher_lse[rows]
         sizes = logits.stride(0), teacher.stride(0), out.stride(0), logits.shape[1], function.centre.scale, FLOOR
@@ -118,14 +129,9 @@ class PairKernels(RowKernels):
         _start(
             kernels.pair_gradient,
             (_length(rows), triton.cdiv(logits.shape[1], block)),
-            *(logits, teacher, _or(order, logits), _or(teacher_order, logits), _or(counts, logits), out),
-            *(*normalisers, kd, factor, *label.arguments, *sizes),
-            ORDERED=order is not None,
-            TEACHER_ORDERED=teacher_order is not None,
-            COUNTED=counts is not None,
+            *(logits, teacher, order, teacher_order, counts, out),
+            *(*normalisers, kd, factor, *_label_arguments(label), *sizes),
             TEACHER_LEADS=function.divergence.leads == "teacher",
-            AT_ONE=label.apart,
-            LABELLED=label.given,
             BLOCK=block,
         )
 
@@ -147,93 +153,57 @@ class LabelKernels(RowKernels):
         function, rows = self.function, visit.rows
         lse = function.lse[rows]
         factor = -weight_of(grads, 0, lse[:, None]) / function.temperature
-        label = LabelWeights(None, rows, lse[:, None], None, None)
-        label.given, label.columns, label.weight = True, function.label.columns[rows], factor
+        label = LabelWeights(function.label, rows, lse[:, None], factor)
         _row_gradient(visit, function.centre, factor, lse, label, out, counts)
 
 
-class LabelWeights:
-    """The label's part of a gradient, in the terms of the kernels; see `LabelGradient`."""
+def _label_arguments(label: LabelWeights) -> tuple[Tensor | None, ...]:
+    """What kernels take for the label terms: `factor_at_one`, `lse_at_one`, `label` and `label_weight`."""
+    at_one = (label.at_one, label.lse) if label.apart else (None, None)
+    of_label = (label.columns, label.shared + label.at_one) if label.given else (None, None)
+    return *at_one, *of_label
 
-    def __init__(
-        self, term: LabelTerm | None, rows: slice, like: Tensor, ce: Tensor | None, logprob_grad: Tensor | None
-    ):
-        """
-        Args:
-            like: any tensor with n rows and the dtype of the arithmetic.
-            ce, logprob_grad: [n], weights of the cross-entropy and of the label's log-probability.
-        """
-        self.given, self.apart = term is not None, False
-        self.shared = self.weight = self.at_one = self.lse = self.columns = self._others = like.new_zeros(like.shape[0])
-        self._logprob_grad = logprob_grad
-        if term is None:
-            return
-        self.columns = term.columns[rows]
-        if logprob_grad is not None:
-            self.shared, self._others = logprob_grad.to(like.dtype) * (-1 / term.temperature), term.others[rows]
-        if ce is not None and term.temperature == 1:
-            self.shared = self.shared + ce.to(like.dtype)
-        elif ce is not None:  # may be one number, expanded
-            self.apart, self.at_one, self.lse = True, ce.to(like.dtype).contiguous(), term.lse[rows]
-        self.temperature = term.temperature
-        self.weight = self.shared + self.at_one
 
-    @property
-    def arguments(self) -> tuple[Tensor, ...]:
-        """What kernels take for it: `factor_at_one`, `lse_at_one`, `label` and `label_weight`."""
-        return self.at_one, self.lse, self.columns, self.weight
+def _with_label(label: LabelWeights, values: Tensor, columns: Tensor, top: Tensor) -> Tensor:
+    """The gradient at a row's entries [n, k] with the label terms that `shared` has not added.
 
-    def at_entries(self, values: Tensor, columns: Tensor, top: Tensor) -> Tensor:
-        """The gradient at a row's entries [n, k] with the label terms that `shared` has not added.
-
-        Args:
-            values: the gradient there, `shared` included.
-            columns: of the entries.
-            top: the entries' centred u.
-        """
-        if not self.given:
-            return values
-        at_label = columns == self.columns[:, None]
-        if self._logprob_grad is None:
-            values = values - torch.where(at_label, self.shared[:, None], 0)
-        else:
-            exact = torch.where(self._logprob_grad[:, None] != 0, -(self.shared * self._others)[:, None], values)
-            shared = torch.where(self._logprob_grad != 0, 0, self.shared)[:, None]
-            values = torch.where(at_label, exact - shared, values)
-        if self.apart:
-            softmax = (top * self.temperature - self.lse[:, None]).exp()
-            values = values + self.at_one[:, None] * (softmax - at_label.to(values.dtype))
+    Args:
+        values: the gradient there, `shared` included.
+        columns: of the entries.
+        top: the entries' centred u.
+    """
+    if not label.given:
         return values
+    at_label = columns == label.columns[:, None]
+    if label.logprob_grad is None:
+        values = values - torch.where(at_label, label.shared[:, None], 0)
+    else:
+        exact = torch.where(label.logprob_grad[:, None] != 0, -(label.shared * label.others)[:, None], values)
+        shared = torch.where(label.logprob_grad != 0, 0, label.shared)[:, None]
+        values = torch.where(at_label, exact - shared, values)
+    if label.apart:
+        softmax = (top * label.temperature - label.lse[:, None]).exp()
+        values = values + label.at_one[:, None] * (softmax - at_label.to(values.dtype))
+    return values
 
 
-def _outputs(names: Sequence[str], visit: Visit) -> dict[str, Tensor]:
-    """An fp32 tensor [n] for each name."""
-    return {name: visit.logits.new_empty(_length(visit.rows), dtype=torch.float32) for name in names}
+def _outputs(names: Sequence[str], visit: Visit, sums: LogSums) -> dict[str, Any]:
+    """An fp32 tensor [n] for each name, None for a total at temperature 1 that `sums` does not have."""
+    found = {name: visit.logits.new_empty(_length(visit.rows), dtype=torch.float32) for name in names}
+    return found if len(sums.totals) > 1 else found | {"total_at_one": None}
 
 
-def _or(tensor: Tensor | None, instead: Tensor) -> Tensor:
-    """What a kernel is given for a tensor that may be missing, in which case it does not read it."""
-    return instead if tensor is None else tensor
-
-
-def _row_sums(visit: Visit, columns: Tensor | None, sums: LogSums) -> dict[str, Tensor]:
+def _row_sums(visit: Visit, columns: Tensor | None, sums: LogSums) -> dict[str, Any]:
     """Runs `rows.row_sums`, without the columns [n, k] of each row, if there are any, for totals like those of `sums`."""
     rows, logits, order, _ = visit
     entries, num_entries = None, 0
     if columns is not None:
         beyond = columns.new_full((_length(rows), 1), torch.iinfo(torch.int32).max)
         entries, num_entries = torch.cat([columns.sort(1).values, beyond], 1).to(torch.int32), columns.shape[1]
-    found = _outputs(("largest", "maximum", "total", "total_at_one"), visit)
+    found = _outputs(("largest", "maximum", "total", "total_at_one"), visit, sums)
     sizes = logits.stride(0), logits.shape[1], num_entries, sums.centre.scale, FLOOR
-    _start(
-        kernels.row_sums,
-        (_length(rows),),
-        *(logits, _or(order, logits), _or(entries, logits), *found.values(), *sizes),
-        ORDERED=order is not None,
-        ENTRIES=entries is not None,
-        AT_ONE=len(sums.totals) > 1,
-        BLOCK=_block_for(logits.shape[1]),
-    )
+    arguments = logits, order, entries, *found.values(), *sizes
+    _start(kernels.row_sums, (_length(rows),), *arguments, BLOCK=_block_for(logits.shape[1]))
     return found
 
 
@@ -242,32 +212,17 @@ def _row_gradient(
 ) -> None:
     rows, logits, order, _ = visit
     block = _block_for(logits.shape[1])
-    terms = centre.value[rows], factor, lse, *label.arguments
+    terms = centre.value[rows], factor, lse, *_label_arguments(label)
     sizes = logits.stride(0), out.stride(0), logits.shape[1], centre.scale
-    _start(
-        kernels.row_gradient,
-        (_length(rows), triton.cdiv(logits.shape[1], block)),
-        *(logits, _or(order, logits), _or(counts, logits), out, *terms, *sizes),
-        ORDERED=order is not None,
-        COUNTED=counts is not None,
-        AT_ONE=label.apart,
-        LABELLED=label.given,
-        BLOCK=block,
-    )
+    grid = _length(rows), triton.cdiv(logits.shape[1], block)
+    _start(kernels.row_gradient, grid, logits, order, counts, out, *terms, *sizes, BLOCK=block)
 
 
 def put_entries(out: Tensor, order: Tensor | None, columns: Tensor, values: Tensor, counts: Tensor | None) -> None:
     n, k = columns.shape
     block = min(1024, triton.next_power_of_2(k))
     entries, sizes = (columns.contiguous(), values.contiguous()), (out.stride(0), out.shape[1], k)
-    _start(
-        kernels.put_entries,
-        (n, triton.cdiv(k, block)),
-        *(out, _or(order, out), _or(counts, out), *entries, *sizes),
-        ORDERED=order is not None,
-        COUNTED=counts is not None,
-        BLOCK=block,
-    )
+    _start(kernels.put_entries, (n, triton.cdiv(k, block)), out, order, counts, *entries, *sizes, BLOCK=block)
 
 
 def _gathered(visit: Visit, columns: Tensor, centres: Tensor, scale: float, *, absent: float) -> Tensor:

@@ -10,11 +10,13 @@ arXiv 1805.02867): when a block raises m by d, what was summed before is multipl
 
 Arguments that several kernels share:
 
-    order        with ORDERED int64 [M]: row i of the results belongs to row order[i] of the logits; otherwise to row i
+    order        int64 [M]: row i of the results belongs to row order[i] of the logits; None: to row i
     stride       elements from one row to the next
-    floor        the finite stand-in for −inf (`streaming.floor_of`)
+    floor        the finite stand-in for −inf (`core.rows.floor_of`)
     centre       fp32 [M], what is subtracted from the logits
     BLOCK        columns at a time, a power of two
+
+Triton compiles a kernel anew for an argument that is None.
 """
 
 from __future__ import annotations
@@ -24,31 +26,20 @@ import triton.language as tl
 
 
 @triton.jit
-def _row_of(order, row, ORDERED: tl.constexpr):
+def _row_of(order, row):
     """The row of the logits that a row of the results belongs to, int64."""
     found = row
-    if ORDERED:
+    if order is not None:
         found = tl.load(order + row)
     return found
 
 
 @triton.jit
-def _with_labels(
-    gradient,
-    u,
-    row,
-    columns,
-    factor_at_one,
-    lse_at_one,
-    label,
-    label_weight,
-    AT_ONE: tl.constexpr,
-    LABELLED: tl.constexpr,
-):
-    """The gradient of a block of columns with what `row_gradient` adds for AT_ONE and LABELLED; u is z − c."""
-    if AT_ONE:
+def _with_labels(gradient, u, row, columns, factor_at_one, lse_at_one, label, label_weight):
+    """The gradient of a block of columns with what `row_gradient` adds for labels; u is z − c."""
+    if factor_at_one is not None:
         gradient += tl.load(factor_at_one + row) * tl.exp(u - tl.load(lse_at_one + row))
-    if LABELLED:
+    if label is not None:
         gradient -= tl.where(columns == tl.load(label + row), tl.load(label_weight + row), 0.0)
     return gradient
 
@@ -67,34 +58,30 @@ def row_sums(
     num_entries,
     inverse_temperature,
     floor,
-    ORDERED: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    AT_ONE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Per row: the largest logit; and of the columns that are not entries their maximum m and Σ exp((z − m)/T).
 
     Args:
-        entries: with ENTRIES int32 [M, num_entries + 1], columns in ascending order, then one beyond all blocks.
-        totals_at_one: with AT_ONE receives Σ exp(z − m).
+        entries: int32 [M, num_entries + 1], columns in ascending order, then one beyond all blocks; or None.
+        totals_at_one: receives Σ exp(z − m); or None.
     """
     row = tl.program_id(0).to(tl.int64)
-    source = _row_of(order, row, ORDERED)
+    source = _row_of(order, row)
     base = logits + source * stride
     highest = floor
     m = floor
     total = 0.0
     total_at_one = 0.0
-    entry = entries + row * (num_entries + 1)
-    left_out = num_columns
-    if ENTRIES:
+    if entries is not None:
+        entry = entries + row * (num_entries + 1)
         left_out = tl.load(entry)
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         z = tl.load(base + columns, mask=columns < num_columns, other=-float("inf")).to(tl.float32)
         z = tl.maximum(z, floor, propagate_nan=tl.PropagateNan.ALL)
         highest = tl.maximum(highest, tl.max(z, axis=0))
-        if ENTRIES:
+        if entries is not None:
             while left_out < start + BLOCK:
                 z = tl.where(columns == left_out, floor, z)
                 entry += 1
@@ -102,14 +89,14 @@ def row_sums(
         raised = tl.maximum(m, tl.max(z, axis=0))
         total = total * tl.exp((m - raised) * inverse_temperature)
         total += tl.sum(tl.where(z <= floor, 0.0, tl.exp((z - raised) * inverse_temperature)), axis=0)
-        if AT_ONE:
+        if totals_at_one is not None:
             at_one = tl.where(z <= floor, 0.0, tl.exp(z - raised))
             total_at_one = total_at_one * tl.exp(m - raised) + tl.sum(at_one, axis=0)
         m = raised
     tl.store(largest + row, highest)
     tl.store(maximum + row, m)
     tl.store(totals + row, total)
-    if AT_ONE:
+    if totals_at_one is not None:
         tl.store(totals_at_one + row, total_at_one)
 
 
@@ -130,60 +117,45 @@ def row_gradient(
     out_stride,
     num_columns,
     inverse_temperature,
-    ORDERED: tl.constexpr,
-    COUNTED: tl.constexpr,
-    AT_ONE: tl.constexpr,
-    LABELLED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes factor · exp((z − c)/T − lse) per column and, with AT_ONE, + factor_at_one · exp(z − c − lse_at_one).
+    """Writes factor · exp((z − c)/T − lse) per column, and + factor_at_one · exp(z − c − lse_at_one) if that is given.
 
     Args:
-        counts: with COUNTED bool [M]; rows at False receive 0.
-        out: its row order[i] receives the gradient, where ORDERED; else row i.
-        factor, lse, factor_at_one, lse_at_one: fp32 [M].
-        label, label_weight: with LABELLED a column per row (num_columns or more: none), int64 [M], and what is
-            subtracted there, fp32 [M].
+        counts: bool [M]; rows at False receive 0. None: all count.
+        out: its row order[i] receives the gradient; without `order` row i.
+        factor, lse: fp32 [M].
+        factor_at_one, lse_at_one: fp32 [M], or None.
+        label, label_weight: a column per row (num_columns or more: none), int64 [M], and what is subtracted there,
+            fp32 [M]; or None.
     """
     row = tl.program_id(0).to(tl.int64)
-    source = _row_of(order, row, ORDERED)
+    source = _row_of(order, row)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_columns
     z = tl.load(logits + source * stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
     u = z - tl.load(centre + row)
     gradient = tl.load(factor + row) * tl.exp(u * inverse_temperature - tl.load(lse + row))
-    gradient = _with_labels(gradient, u, row, columns, factor_at_one, lse_at_one, label, label_weight, AT_ONE, LABELLED)
-    if COUNTED:
+    gradient = _with_labels(gradient, u, row, columns, factor_at_one, lse_at_one, label, label_weight)
+    if counts is not None:
         gradient = tl.where(tl.load(counts + row) != 0, gradient, 0.0)
     tl.store(out + source * out_stride + columns, gradient.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def put_entries(
-    out,
-    order,
-    counts,
-    columns,
-    values,
-    out_stride,
-    num_columns,
-    num_entries,
-    ORDERED: tl.constexpr,
-    COUNTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def put_entries(out, order, counts, columns, values, out_stride, num_columns, num_entries, BLOCK: tl.constexpr):
     """Writes values, fp32 [M, num_entries], to the columns, int64 of the same shape, of their rows of `out`.
 
-    Columns of num_columns or more are left out, and so are rows whose `counts`, with COUNTED, is False.
+    Columns of num_columns or more are left out, and so are rows whose `counts`, if given, is False.
     """
     row = tl.program_id(0).to(tl.int64)
-    target = _row_of(order, row, ORDERED)
+    target = _row_of(order, row)
     entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < num_entries
     column = tl.load(columns + row * num_entries + entry, mask=inside, other=num_columns)
     value = tl.load(values + row * num_entries + entry, mask=inside, other=0.0)
     inside = inside & (column < num_columns)
-    if COUNTED:
+    if counts is not None:
         inside = inside & (tl.load(counts + row) != 0)
     tl.store(out + target * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
 
@@ -205,27 +177,25 @@ def pair_sums(
     num_columns,
     inverse_temperature,
     floor,
-    ORDERED: tl.constexpr,
-    TEACHER_ORDERED: tl.constexpr,
     TEACHER_LEADS: tl.constexpr,
-    AT_ONE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Per row: both sides' maximum m and Σ exp((z − m)/T), and Σ exp(x)·(x − y) with x the leading side's (z − m)/T.
 
-    y is the other side's. With AT_ONE also the student's Σ exp(z − m). Masked columns add exp = 0, and are at the floor
-    even where a side has nothing but masked columns so far: one that only the student masks must not go unnoticed.
+    y is the other side's. With `totals_at_one` also the student's Σ exp(z − m). Masked columns add exp = 0, and are at
+    the floor even where a side has nothing but masked columns so far: one that only the student masks must not go
+    unnoticed.
 
     When maxima rise by d (of x) and e (of y), both over T, the weighted sum over columns already seen becomes
     Σ exp(x − d)·(x − d − y + e) = exp(−d)·(weighted − (d − e)·total).
 
     Args:
-        teacher: the teacher's logits; its row is teacher_order[i] with TEACHER_ORDERED, otherwise i.
+        teacher: the teacher's logits; its row is teacher_order[i], or i without `teacher_order`.
         weighted: fp32 [M], receives the last sum.
     """
     row = tl.program_id(0).to(tl.int64)
-    source = _row_of(order, row, ORDERED)
-    teacher_source = _row_of(teacher_order, row, TEACHER_ORDERED)
+    source = _row_of(order, row)
+    teacher_source = _row_of(teacher_order, row)
     base = logits + source * stride
     teacher_base = teacher + teacher_source * teacher_stride
     m = floor
@@ -256,7 +226,7 @@ def pair_sums(
             sum_of_products = tl.exp(-e) * (sum_of_products - (e - d) * teacher_total) + tl.sum(exp_v * (v - u), axis=0)
         else:
             sum_of_products = tl.exp(-d) * (sum_of_products - (d - e) * total) + tl.sum(exp_u * (u - v), axis=0)
-        if AT_ONE:
+        if totals_at_one is not None:
             at_one = tl.where(z <= floor, 0.0, tl.exp(z - m_raised))
             total_at_one = total_at_one * tl.exp(m - m_raised) + tl.sum(at_one, axis=0)
         total = total * tl.exp(-d) + tl.sum(exp_u, axis=0)
@@ -268,7 +238,7 @@ def pair_sums(
     tl.store(teacher_largest + row, n)
     tl.store(teacher_totals + row, teacher_total)
     tl.store(weighted + row, sum_of_products)
-    if AT_ONE:
+    if totals_at_one is not None:
         tl.store(totals_at_one + row, total_at_one)
 
 
@@ -296,26 +266,21 @@ def pair_gradient(
     num_columns,
     inverse_temperature,
     floor,
-    ORDERED: tl.constexpr,
-    TEACHER_ORDERED: tl.constexpr,
-    COUNTED: tl.constexpr,
     TEACHER_LEADS: tl.constexpr,
-    AT_ONE: tl.constexpr,
-    LABELLED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Writes weight · slope + factor · q per column, with the slope of forward or reverse KL (`divergence`).
 
-    The slope is −p if TEACHER_LEADS, otherwise q·(log q − log p + 1); log q = (z − c)/T − lse, and log p alike. With
-    AT_ONE + factor_at_one · exp(z − c − lse_at_one); with LABELLED − label_weight at the label's column.
+    The slope is −p if TEACHER_LEADS, otherwise q·(log q − log p + 1); log q = (z − c)/T − lse, and log p alike. The
+    label adds what it does in `row_gradient`.
 
     Args:
         weight, factor: fp32 [M].
         counts, out, label and others: as in `row_gradient`.
     """
     row = tl.program_id(0).to(tl.int64)
-    source = _row_of(order, row, ORDERED)
-    teacher_source = _row_of(teacher_order, row, TEACHER_ORDERED)
+    source = _row_of(order, row)
+    teacher_source = _row_of(teacher_order, row)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_columns
     z = tl.load(logits + source * stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
@@ -327,8 +292,8 @@ def pair_gradient(
     q = tl.exp(log_q)
     slope = -tl.exp(log_p) if TEACHER_LEADS else q * (log_q - log_p + 1.0)
     gradient = tl.load(weight + row) * slope + tl.load(factor + row) * q
-    gradient = _with_labels(gradient, u, row, columns, factor_at_one, lse_at_one, label, label_weight, AT_ONE, LABELLED)
-    if COUNTED:
+    gradient = _with_labels(gradient, u, row, columns, factor_at_one, lse_at_one, label, label_weight)
+    if counts is not None:
         gradient = tl.where(tl.load(counts + row) != 0, gradient, 0.0)
     tl.store(out + source * out_stride + columns, gradient.to(out.dtype.element_ty), mask=inside)
 

@@ -17,8 +17,8 @@ from distill_rl.losses import VocabularyProjection, chunk_kd_loss, kd_loss, voca
 from distill_rl.parallel.mesh import close_world, open_world
 from distill_rl.scaling import model as costs
 from distill_rl.scaling.shape import Shape
+from distill_rl.student.objective import flat_chunks
 from distill_rl.student.optim import clip_gradients
-from distill_rl.student.terms import flat_chunks
 from tests.bench.gpu import cost_model as model
 from tests.bench.gpu.engines import Engines, made_up_chunks, made_up_projection
 from tests.bench.gpu.shapes import PAIRS, TINY_PAIRS, TINY_QWEN3, TINY_STUDENT, Pair

@@ -17,7 +17,7 @@ from distill_rl.config.schema import Config
 from distill_rl.losses.cross_tokenizer.chunks import pair as pair_chunks
 from distill_rl.parallel.mesh import World, close_world, open_world
 from distill_rl.scaling.model import PHASES, Step
-from distill_rl.student.terms import flat_chunks
+from distill_rl.student.objective import flat_chunks
 from tests.bench.gpu import engine_throughput as bench
 from tests.bench.gpu import engines as engines_module
 from tests.bench.gpu.engines import Engines, made_up_chunks, made_up_projection, phase_seconds, write_model

@@ -10,7 +10,7 @@ import torch
 
 from distill_rl.losses import TopKLogprobs, VocabularyProjection
 from distill_rl.student.engine import StudentEngine
-from distill_rl.student.terms import agreement_of_chunks, one_to_one_rows
+from distill_rl.student.objective import agreement_of_chunks, one_to_one_rows
 from distill_rl.teacher.engine import TeacherEngine
 from distill_rl.types import ChunkRows
 from tests.helpers.engines import (

@@ -52,7 +52,7 @@ MICRO_BATCH = {
     "strict/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | {("nonzero", "losses/cross_tokenizer/hybrid.py:strict"): 1},
     "uld/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | ENDS,
     "gold/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | ENDS
-    | {("nonzero", "losses/cross_tokenizer/gold.py:_others"): 2, ("index", "losses/cross_tokenizer/gold.py:_by_parts"): 3},
+    | {("nonzero", "losses/cross_tokenizer/gold.py:_others"): 2, ("index", "losses/cross_tokenizer/gold.py:by_parts"): 3},
     "xtoken/logits": CHUNKS | STOPS | ONE_TO_ONE | LABELLED_ROWS | ENDS
     | {
         ("nonzero", "losses/cross_tokenizer/xtoken.py:_top_columns"): 1,

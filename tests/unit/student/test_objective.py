@@ -12,8 +12,7 @@ from distill_rl.losses import DenseLogits, HiddenStates, TopKLogprobs, Vocabular
 from distill_rl.observe.metrics import merge, values
 from distill_rl.student.compared import TeacherHead
 from distill_rl.student.loss_sums import LossSums
-from distill_rl.student.objective import Blend, Objective
-from distill_rl.student.terms import flat_chunks
+from distill_rl.student.objective import Blend, Objective, flat_chunks
 from distill_rl.types import IGNORE_INDEX, ChunkRows, TeacherPart
 from tests.helpers.engines import plain_losses
 from tests.helpers.objective import batch_of, compared_teachers, output_of

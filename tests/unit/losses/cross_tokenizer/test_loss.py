@@ -24,9 +24,8 @@ from distill_rl.losses import (
     reference,
     vocab_parallel_topk,
 )
-from distill_rl.losses.core.rows import TopKRows
+from distill_rl.losses.core.rows import TopKRows, padded_width
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import padded_width
 from distill_rl.losses.cross_tokenizer import hybrid
 from distill_rl.losses.cross_tokenizer.projection import ColumnProduct
 from tests.helpers import chunks as helpers

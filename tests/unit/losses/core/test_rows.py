@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from distill_rl.losses import DenseLogits, TopKLogprobs, kd_loss
-from distill_rl.losses.core import streaming
+from distill_rl.losses.core import rows
+from distill_rl.losses.core.rows import Buffers, Centre, floor_of, padded_width
 from distill_rl.losses.core.shards import VocabularyShard
-from distill_rl.losses.core.streaming import Buffers, Centre, floor_of, padded_width
 from tests.helpers.losses import assert_close, batch
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def test_the_number_of_dummy_columns_changes_nothing(monkeypatch, divergence: st
         target = TopKLogprobs(ids, top, temperature=2.0)
     found = []
     for multiple in (1, 32, 256):
-        monkeypatch.setattr(streaming, "_ROW_MULTIPLE", multiple)
+        monkeypatch.setattr(rows, "_ROW_MULTIPLE", multiple)
         student = data.student.clone().requires_grad_()
         output = kd_loss(student, target, labels=data.labels, divergence=divergence, temperature=2.0, kd_ratio=0.4)
         output.loss.backward()
