@@ -11,8 +11,8 @@ from distill_rl.errors import ConfigError
 
 
 def quickstart(*, real: bool, accept_terms: bool, stored: bool, config: Path | None, **options: Any) -> int:
-    """Runs the quickstart with the fields of `demo.quickstart.Options`, or with `real` that of pretrained models; results and
-    errors are those of `demo.quickstart.quickstart` and `demo.real.try_real`.
+    """Runs the quickstart, or with `real` that of pretrained models; arguments, results and errors are those of
+    `demo.quickstart.quickstart` and `demo.real.try_real`.
 
     Raises:
         ConfigError: also options that do not go together.
@@ -20,7 +20,7 @@ def quickstart(*, real: bool, accept_terms: bool, stored: bool, config: Path | N
     if accept_terms and not (real and options["cross"]):
         raise ConfigError("--accept-terms", "goes with --real --cross alone")
     if not real:
-        return demo.quickstart(demo.QuickstartOptions(stored=stored, config=config, **options))
+        return demo.quickstart(stored=stored, config=config, **options)
     for flag, given in (("--stored", stored), ("--config", config)):
         if given:
             raise ConfigError(flag, "does not go with --real, which chooses its settings as `distill-rl try` does")

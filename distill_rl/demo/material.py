@@ -20,41 +20,23 @@ from distill_rl.system.files import write_json_lines
 from distill_rl.system.folders import made_once, point_at
 
 
-@dataclass(frozen=True, slots=True)
 class Material:
     """The files in a folder that `make_material` made."""
 
-    root: Path
-
-    @property
-    def teacher(self) -> Path:
+    def __init__(self, root: Path):
+        self.root = root
+        self.teacher = root / "teacher"
         """A model trained on the tasks, with its tokenizer."""
-        return self.root / "teacher"
-
-    @property
-    def student(self) -> Path:
+        self.student = root / "student"
         """A smaller model with random weights, with its tokenizer."""
-        return self.root / "student"
-
-    @property
-    def train(self) -> Path:
+        self.train = root / "train.jsonl"
         """Chats, some of them with a wrong answer."""
-        return self.root / "train.jsonl"
-
-    @property
-    def half(self) -> Path:
+        self.half = root / "train-half.jsonl"
         """The first half of these chats."""
-        return self.root / "train-half.jsonl"
-
-    @property
-    def validation(self) -> Path:
+        self.validation = root / "validation.jsonl"
         """Chats with right answers."""
-        return self.root / "validation.jsonl"
-
-    @property
-    def test(self) -> Path:
+        self.test = root / "test.jsonl"
         """Questions with answers, in the format of the suite `exact_match`."""
-        return self.root / "test.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +99,13 @@ def _make(material: Material, seed: int, recipe: Recipe) -> None:
     write_json_lines(material.half, map(training_row, rows.train[: len(rows.train) // 2]))
     write_json_lines(material.validation, map(training_row, rows.validation))
     write_json_lines(material.test, map(question_row, rows.test))
-    teacher_tokenizer = make_tokenizer(recipe.positions, recipe.teacher_tokenizer)
-    student_tokenizer = make_tokenizer(recipe.positions, recipe.student_tokenizer)
-    # Different seeds, so that the two models do not share initial weights.
-    teacher = new_model(recipe.teacher, recipe, teacher_tokenizer, seed=2 * seed)
-    student = new_model(recipe.student, recipe, student_tokenizer, seed=2 * seed + 1)
-    train_teacher(teacher, teacher_tokenizer, teacher_problems(seed, rows), recipe)
     logging.disable_progress_bar()  # one bar per written file
-    for model, tokenizer, folder in (
-        (teacher, teacher_tokenizer, material.teacher),
-        (student, student_tokenizer, material.student),
-    ):
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    # Different seeds, so that the two models do not share initial weights.
+    tokenizer = make_tokenizer(recipe.positions, recipe.teacher_tokenizer)
+    teacher = new_model(recipe.teacher, recipe, tokenizer, seed=2 * seed)
+    train_teacher(teacher, tokenizer, teacher_problems(seed, rows), recipe)
+    teacher.save_pretrained(material.teacher)
+    tokenizer.save_pretrained(material.teacher)
+    tokenizer = make_tokenizer(recipe.positions, recipe.student_tokenizer)
+    new_model(recipe.student, recipe, tokenizer, seed=2 * seed + 1).save_pretrained(material.student)
+    tokenizer.save_pretrained(material.student)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from distill_rl.demo.pair import TrialRequest
 from distill_rl.demo.trial import try_pair
 from distill_rl.errors import ConfigError
+from distill_rl.models.attention import installed
 from distill_rl.models.files.hub import write_beginning
 from distill_rl.observe.log import say, status
 from distill_rl.system.environment import install_extra
@@ -89,28 +90,15 @@ GEMMA = Weights(
 )
 
 
-@dataclass(frozen=True, slots=True)
 class RealMaterial:
     """Folders and files in a folder that `make_real` made."""
 
-    root: Path
-
-    @property
-    def student(self) -> Path:
+    def __init__(self, root: Path):
+        self.student = root / "student"
         """Every second layer of SmolLM2, and its last."""
-        return self.root / "student"
-
-    @property
-    def smollm2(self) -> Path:
-        return self.root / SMOLLM2.name
-
-    @property
-    def train(self) -> Path:
-        return self.root / "train.jsonl"
-
-    @property
-    def held_out(self) -> Path:
-        return self.root / "held-out.jsonl"
+        self.smollm2 = root / SMOLLM2.name
+        self.train = root / "train.jsonl"
+        self.held_out = root / "held-out.jsonl"
 
 
 def try_real(
@@ -218,7 +206,8 @@ def _write_weights(weights: Weights, folder: Path) -> tuple[PreTrainedModel, Any
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    _require_reader()
+    if not installed("gguf"):
+        raise ConfigError("gguf", "must be installed: it reads the weights", remedy=install_extra("gguf"))
     logging.disable_progress_bar()
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetched-") as fetched:
@@ -237,13 +226,6 @@ def _write_weights(weights: Weights, folder: Path) -> tuple[PreTrainedModel, Any
     model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model, tokenizer
-
-
-def _require_reader() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("gguf") is None:
-        raise ConfigError("gguf", "must be installed: it reads the weights", remedy=install_extra("gguf"))
 
 
 def _fetch(weights: Weights, folder: Path) -> Path:

@@ -7,7 +7,7 @@ import pytest
 from distill_rl.config.load import read_config
 from distill_rl.config.rules.validate import problems
 from distill_rl.demo import pair
-from distill_rl.demo.pair import Fit, Known
+from distill_rl.demo.pair import Known
 
 LAPTOP = Known(
     gpus=0,
@@ -91,17 +91,18 @@ def test_only_the_beginning_of_long_documents_is_measured(known, tokens):
 
 def test_smaller_trainings_come_last_and_divide_the_batch():
     found = list(pair.fits(replace(CARD, gpus=2), 4))
-    smallest = replace(Fit(1), checkpointing=True)
-    adapters = replace(smallest, adapters=True)
-    assert found == [Fit(4), Fit(2), Fit(1), smallest, replace(smallest, apart=True), adapters]
+    smallest = {"train.micro_batch_size": 1, "student.activation_checkpointing": True}
+    apart, adapters = smallest | {"ray.placement": "disaggregated"}, smallest | {"student.lora": {}}
+    assert found == [*({"train.micro_batch_size": rows} for rows in (4, 2, 1)), smallest, apart, adapters]
+    eight_bits = {"teachers.0.quantization": "int8"}
     in_few_bits = [
-        replace(smallest, eight_bits=True),
+        smallest | eight_bits,
         adapters,
-        replace(adapters, eight_bits=True),
-        replace(adapters, four_bits=True),
+        adapters | eight_bits,
+        adapters | {"teachers.0.quantization": "int4", "student.quantization": "int4"},
     ]
     assert list(pair.fits(replace(CARD, quantizes=True), 4))[-4:] == in_few_bits
-    assert next(pair.fits(LAPTOP, 8)) == Fit(4)
+    assert next(pair.fits(LAPTOP, 8)) == {"train.micro_batch_size": 4}
 
 
 @pytest.mark.parametrize("fit", pair.SMALLEST, ids=repr)
@@ -110,11 +111,11 @@ def test_what_changes_the_result_is_set_and_said(fit):
     config, findings = read_config({"student.model": "s", "teachers": [{"model": "t"}], "data.path": "d", **chosen})
     assert config is not None
     assert findings.lines == []
-    assert (config.student.lora is not None) == fit.adapters
     formats = (config.teachers[0].quantization, config.student.quantization)
-    assert formats == (("int8", None) if fit.eight_bits else ("int4", "int4") if fit.four_bits else (None, None))
+    assert formats == (fit.get("teachers.0.quantization"), fit.get("student.quantization"))
+    assert (config.student.lora is not None) == ("student.lora" in fit)
     told = [words in pair.way(config) for words in ("adapters", "8 bits", "4 bits")]
-    assert told == [fit.adapters, fit.eight_bits, fit.four_bits]
+    assert told == ["student.lora" in fit, formats[0] == "int8", formats[0] == "int4"]
 
 
 def test_rates_fall_with_the_number_of_parameters():
@@ -128,7 +129,7 @@ def test_rates_fall_with_the_number_of_parameters():
 def test_every_choice_is_explained_and_what_the_user_chose_is_shown():
     settings = {"student.model": "s", "teachers": [{"model": "t"}], "data.path": "d"}
     config, _ = read_config(
-        settings | pair.choose(QUICKSTART, Fit(4)),
+        settings | pair.choose(QUICKSTART, {"train.micro_batch_size": 4}),
         ["optimizer.lr=0.5", "loss.ce_weight=0", "train.micro_batch_size=2"],
     )
     assert config is not None
