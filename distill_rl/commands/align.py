@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distill_rl.errors import ConfigError, DataError
-from distill_rl.observe.log import open_console
+from distill_rl.errors import ConfigError, DataError, problem
+from distill_rl.observe.log import open_console, printable
+from distill_rl.system.files import write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -109,7 +110,7 @@ def align(
     console = open_console(110)
     print_report(console, student, teacher, report, ends)
     problems = refusals(report)
-    messages = [] if problems else [*warnings(report), *template_warnings(rows, pair)]
+    messages = [] if problems else warnings(report, rows, pair)
     for message in messages:
         console.print(escape(f"warning    {message}\n"))
     checks: list[PropertyCheck] = []
@@ -118,16 +119,10 @@ def align(
         print_checks(console, checks)
     if json_file is not None:
         figures = {"student": student, "teacher": teacher, **report.to_dict(), "stops": asdict(ends)}
-        _write(json_file, figures, messages, checks)
+        write_json(json_file, {**figures, "warnings": messages, "checks": [asdict(check) for check in checks]})
     if problems:
         raise ConfigError.many(problems)
     return int(any(check.passed is False for check in checks))
-
-
-def _write(path: Path, figures: Mapping[str, Any], messages: Sequence[str], checks: Sequence[PropertyCheck]) -> None:
-    from distill_rl.system.files import write_json
-
-    write_json(path, {**figures, "warnings": messages, "checks": [asdict(check) for check in checks]})
 
 
 def read_rows(data: DataConfig, limit: int) -> TextRows:
@@ -158,28 +153,24 @@ def refusals(report: CoverageReport) -> list[str]:
     if not report.common_vocabulary:
         rule = "no token of the two vocabularies spells the same bytes: the common vocabulary is empty"
         remedy = "check that both are text models; only loss.cross_tokenizer=alm works for such a pair"
-        return [str(ConfigError("--student and --teacher", rule, remedy=remedy))]
+        return [problem("--student and --teacher", rule, remedy=remedy)]
     if not report.chunk_lengths:
         rule = f"none of {report.texts} texts aligns anywhere{_reasons(report)}"
-        return [str(ConfigError("--data", rule, remedy="use another teacher, or other text"))]
+        return [problem("--data", rule, remedy="use another teacher, or other text")]
     return []
 
 
-def warnings(report: CoverageReport) -> list[str]:
-    """What is unusual about the texts, one line each; today only that none of them is spelled in full by both sides."""
-    if report.exact_share:
-        return []
-    rule = f"none of {report.texts:,} texts is spelled in full by both sides{_reasons(report)}"
-    return [f"{rule}; {report.aligned_share:.1%} of the student's tokens are compared"]
-
-
-def template_warnings(rows: TextRows, pair: TokenizerPair) -> list[str]:
-    """Tokenizers without the chat template that a run on these chats needs, one line each; none if rows are texts."""
-    if not rows.chats:
-        return []
+def warnings(report: CoverageReport, rows: TextRows, pair: TokenizerPair) -> list[str]:
+    """That no text is spelled in full by both sides, and tokenizers without the template that chats need, one line each."""
+    lines = []
+    if not report.exact_share:
+        rule = f"none of {report.texts:,} texts is spelled in full by both sides{_reasons(report)}"
+        lines.append(f"{rule}; {report.aligned_share:.1%} of the student's tokens are compared")
     rule = "tokenizer has no chat template, so a run on these messages would be refused; give it one, or use text"
-    sides = {"student": pair.student, "teacher": pair.teacher}
-    return [f"the {name}'s {rule}" for name, tokenizer in sides.items() if not tokenizer.chat_template]
+    for name, tokenizer in (("student", pair.student), ("teacher", pair.teacher)):
+        if rows.chats and not tokenizer.chat_template:
+            lines.append(f"the {name}'s {rule}")
+    return lines
 
 
 def _reasons(report: CoverageReport) -> str:
@@ -225,8 +216,6 @@ def print_report(console: Console, student: str, teacher: str, report: CoverageR
     from rich.markup import escape
     from rich.table import Table
 
-    from distill_rl.observe.log import printable
-
     console.print(f"\nstudent    {escape(printable(student))}\nteacher    {escape(printable(teacher))}")
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
     table.add_column(no_wrap=True)
@@ -239,13 +228,8 @@ def print_report(console: Console, student: str, teacher: str, report: CoverageR
     for heading in ("chunks", "1:1", "student tokens", "teacher tokens"):
         classes.add_column(heading, justify="right")
     for name, counts in report.classes.items():
-        classes.add_row(
-            name,
-            f"{counts.chunks:,}",
-            f"{counts.one_to_one_share:.1%}",
-            f"{counts.student_tokens:.2f}",
-            f"{counts.teacher_tokens:.2f}",
-        )
+        tokens = f"{counts.student_tokens:.2f}", f"{counts.teacher_tokens:.2f}"
+        classes.add_row(name, f"{counts.chunks:,}", f"{counts.one_to_one_share:.1%}", *tokens)
     console.print(classes)
     console.print(f"suggested  {report.advice}\n")
 

@@ -387,7 +387,9 @@ class _ListSuites(argparse.Action):
     """Prints the built-in suites and ends the process with 0."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
-        from distill_rl.commands.evaluate import print_suites
+        from distill_rl.evals.suites.registry import SUITES
 
-        print_suites()
+        width = max(map(len, SUITES))
+        for name, suite in SUITES.items():
+            print(f"{name:<{width}}  {suite.title}")
         parser.exit()
