@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distill_rl.commands.dry_run import write_batch_script
+from distill_rl.commands.dry_run import require_no_batch_options, write_batch_script
 from distill_rl.config.capture import to_capture
-from distill_rl.errors import ConfigError
 from distill_rl.observe.log import say, setup_console, status
 from distill_rl.preflight import Checked, gather
 from distill_rl.run import run
@@ -30,15 +29,10 @@ def capture(path: str, overrides: Sequence[str], *, out: Path, dry_run: bool, gp
         DistillError: bad input (all problems at once), or the error that ended the capture.
     """
     out = out.expanduser().absolute()
-    if gpus_per_node is not None and not dry_run:
-        remedy = (
-            "add --dry-run to write a batch script, or leave it out: a capture takes the GPUs that its dp and tp need"
-        )
-        raise ConfigError("--gpus-per-node", "has no effect without --dry-run", gpus_per_node, remedy)
+    change = partial(to_capture, out=out)
     if dry_run:
-        return write_batch_script(
-            path, overrides, gpus_per_node=gpus_per_node, change=partial(to_capture, out=out), store=out
-        )
+        return write_batch_script(path, overrides, gpus_per_node=gpus_per_node, change=change, store=out)
+    require_no_batch_options("a capture", gpus_per_node)
     setup_console()
     with status(f"checking  {path}"):
         checked = gather_capture(path, out, overrides)

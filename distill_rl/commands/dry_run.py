@@ -94,6 +94,17 @@ def write_batch_script(
     return 0
 
 
+def require_no_batch_options(what: str, gpus_per_node: int | None, others: Mapping[str, object] | None = None) -> None:
+    """Refuses options that only a batch script has."""
+    rule, remedy = "has no effect without --dry-run", "add --dry-run to write a batch script"
+    for option, value in (others or {}).items():
+        if value:
+            raise ConfigError(option, rule, remedy=remedy)
+    if gpus_per_node is not None:
+        remedy = f"{remedy}, or leave it out: {what} takes the GPUs that its dp and tp need"
+        raise ConfigError("--gpus-per-node", rule, gpus_per_node, remedy)
+
+
 def _checked(
     path: str,
     overrides: Sequence[str],

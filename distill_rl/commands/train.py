@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distill_rl.commands.dry_run import write_batch_script
+from distill_rl.commands.dry_run import require_no_batch_options, write_batch_script
 from distill_rl.errors import ConfigError
 from distill_rl.observe.log import say, setup_console, status
 from distill_rl.preflight import gather
@@ -35,16 +35,11 @@ def train(
     Raises:
         DistillError: bad input (all problems at once), or the error that ended the run.
     """
-    for option, value in (("--array", arrays), ("--then", then)):
-        if value and not dry_run:
-            raise ConfigError(option, "has no effect without --dry-run", remedy="add --dry-run to write a batch script")
-    if gpus_per_node is not None and not dry_run:
-        remedy = "add --dry-run to write a batch script, or leave it out: a run takes the GPUs that its dp and tp need"
-        raise ConfigError("--gpus-per-node", "has no effect without --dry-run", gpus_per_node, remedy)
     if dry_run:
         if clean:
             raise ConfigError("--dry-run and --clean", "exclude each other", remedy="a dry run deletes nothing")
         return write_batch_script(path, overrides, gpus_per_node=gpus_per_node, arrays=arrays, then=then)
+    require_no_batch_options("a run", gpus_per_node, {"--array": arrays, "--then": then})
     setup_console()
     with status(f"checking  {path}"):
         checked = gather(path, overrides, clean=clean, say=lambda text: say(f"data      {text}"))
