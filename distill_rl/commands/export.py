@@ -144,12 +144,12 @@ def _step_in_folder(wanted: _Export, checkpoint: str) -> int | None:
         return None
     if wanted.max_file_bytes is not None and _exceeds(wanted.folder, wanted.max_file_bytes):
         return None
-    number, asked = checkpoint.removeprefix("step-"), -1
+    asked: int | None = -1
     if checkpoint == "latest":
         asked = checkpoints.newest_step(wanted.paths.checkpoints)
     elif checkpoint == "best":
         asked = _store(wanted).best().state.train.step
-    elif number.isdecimal():
+    elif (number := checkpoint.removeprefix("step-")).isdecimal():
         asked = int(number)
     step = held.get("step")
     matches = isinstance(step, int) and held.get("dtype") == wanted.dtype and asked in (step, None)

@@ -47,23 +47,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
-    add = _command(
-        commands,
-        "train",
-        "train.train",
-        "train a student, validate it, export it",
-        "Train, validate and export a student.",
-    )
+    summary, description = "train a student, validate it, export it", "Train, validate and export a student."
+    add = _command(commands, "train", "train.train", summary, description)
     _add_config_and_overrides(add)
     _add_resume(add)
     add("--clean", action="store_true", help="delete the contents of the run directory and start over")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="only write the resolved configuration and a Slurm batch script into the run directory",
-    )
-    gpus_help = f"for --dry-run: GPUs of a node; 0: none; default: slurm.gpus_per_node, or {GPUS_PER_NODE}"
-    add("--gpus-per-node", type=int, metavar="N", help=gpus_help)
+    _add_dry_run(add, " into the run directory")
     array_help = "for --dry-run: one run for each value, or, if given again, for each combination, as an array of jobs"
     add("--array", dest="arrays", action="append", default=[], metavar="KEY=A,B", help=array_help)
     then_help = "for --dry-run: a second script, which evaluates the export when the run is done"
@@ -73,9 +62,8 @@ def make_parser() -> argparse.ArgumentParser:
         "Print the resolved configuration, the sizes that follow from it (batches, slots, memory, actors) and every "
         "problem found. Changes nothing."
     )
-    _add_config_and_overrides(
-        _command(commands, "check", "check.check", "print the resolved configuration and derived sizes", description)
-    )
+    summary = "print the resolved configuration and derived sizes"
+    _add_config_and_overrides(_command(commands, "check", "check.check", summary, description))
 
     _add_inspect(commands)
     _add_plan(commands)
@@ -114,14 +102,12 @@ def _add_inspect(commands: Any) -> None:
 
 
 def _add_plan(commands: Any) -> None:
-    add = _command(
-        commands,
-        "plan",
-        "plan.plan",
-        "which split of a cluster's GPUs suits a configuration",
+    description = (
         "Predict step time, goodput and memory of every split of a cluster between teacher and student, and print the "
-        "settings of the best. Starts nothing.",
+        "settings of the best. Starts nothing."
     )
+    summary = "which split of a cluster's GPUs suits a configuration"
+    add = _command(commands, "plan", "plan.plan", summary, description)
     _add_config_and_overrides(add)
     add("--gpus", type=int, required=True, metavar="N", help="GPUs of the cluster")
     add("--card", choices=("h100", "h200"), default="h100", help="default: %(default)s")
@@ -133,13 +119,8 @@ def _add_quickstart(commands: Any) -> None:
         "Distil a small student that sorts, train the same student on the same noisy answers without a teacher, and "
         "compare the two. Takes about two minutes; needs no GPU and no download."
     )
-    add = _command(
-        commands,
-        "quickstart",
-        "quickstart.quickstart",
-        "a whole distillation in miniature, in about two minutes",
-        description,
-    )
+    summary = "a whole distillation in miniature, in about two minutes"
+    add = _command(commands, "quickstart", "demo.quickstart", summary, description)
     add("--cross", action="store_true", help="use a teacher with another tokenizer; runs go to runs/quickstart-cross")
     add("--stored", action="store_true", help="capture the teacher's targets first, and train from them without it")
     real_help = "pretrained models (SmolLM2, fetched once, 89 MiB) and real text; takes some twenty minutes"
@@ -163,7 +144,7 @@ def _add_try(commands: Any) -> None:
         "Writes the student, a report, the result and the YAML file to go on with into one folder."
     )
     summary = "is this teacher worth it? a short training with and without it, no YAML"
-    add = _command(commands, "try", "trial.trial", summary, description)
+    add = _command(commands, "try", "demo.trial", summary, description)
     add("student", metavar="STUDENT", help="folder of the model to train, or its name on the hub")
     add("teacher", metavar="TEACHER", help="the same for a larger model, which may have another tokenizer")
     add("text", metavar="TEXT", help="text or chats: a file, a folder or a glob, as data.path accepts them")
@@ -183,28 +164,19 @@ def _add_store(commands: Any) -> None:
         "Run the teachers of a configuration over its data and store what they would send to a student, so that any "
         "number of students can be trained without them (docs/store.md). The same command continues after a stop."
     )
-    add = _command(
-        commands, "capture", "capture.capture", "store the teachers' targets, for training later", description
-    )
+    summary = "store the teachers' targets, for training later"
+    add = _command(commands, "capture", "capture.capture", summary, description)
     _add_config_and_overrides(add)
     add("--out", required=True, type=Path, metavar="STORE", help="folder of the store; made if it does not exist")
-    add("--dry-run", action="store_true", help="only write the resolved configuration and a Slurm batch script")
-    gpus_help = f"for --dry-run: GPUs of a node; 0: none; default: slurm.gpus_per_node, or {GPUS_PER_NODE}"
-    add("--gpus-per-node", type=int, metavar="N", help=gpus_help)
+    _add_dry_run(add)
 
     store = commands.add_parser("store", help="describe, verify, merge and export stores of targets")
     actions = store.add_subparsers(title="actions", metavar="ACTION", required=True)
-    add = _command(
-        actions, "info", "store.info", "print what a store holds", "Print teacher, contents, size and retained mass."
-    )
+    description = "Print teacher, contents, size and retained mass."
+    add = _command(actions, "info", "store.info", "print what a store holds", description)
     add("store", type=Path, metavar="STORE", help="folder of the store")
-    add = _command(
-        actions,
-        "verify",
-        "store.verify",
-        "compare all checksums",
-        "Read all of a store; exits with 2 if it is damaged.",
-    )
+    description = "Read all of a store; exits with 2 if it is damaged."
+    add = _command(actions, "verify", "store.verify", "compare all checksums", description)
     add("store", type=Path, metavar="STORE", help="folder of the store")
     description = "Copy the targets of several stores of one teacher into one, each piece once."
     add = _command(actions, "merge", "store.merge", "put several stores together", description)
@@ -368,6 +340,14 @@ def _add_config_and_overrides(add: Callable[..., Any]) -> None:
     add("-c", "--config", dest="path", required=True, metavar="FILE", help=config_help)
     overrides_help = "settings that override the file, e.g. train.steps=100"
     add("overrides", nargs="*", metavar="key=value", help=overrides_help)
+
+
+def _add_dry_run(add: Callable[..., Any], where: str = "") -> None:
+    """Adds --dry-run and --gpus-per-node to a command, through its `add_argument`."""
+    dry_run_help = f"only write the resolved configuration and a Slurm batch script{where}"
+    add("--dry-run", action="store_true", help=dry_run_help)
+    gpus_help = f"for --dry-run: GPUs of a node; 0: none; default: slurm.gpus_per_node, or {GPUS_PER_NODE}"
+    add("--gpus-per-node", type=int, metavar="N", help=gpus_help)
 
 
 def _add_resume(add: Callable[..., Any]) -> None:

