@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from distill_rl.demo import quickstart as miniature
-from distill_rl.demo.pair import TrialRequest, default_out
 from distill_rl.demo.real import try_real
 from distill_rl.demo.trial import try_pair
+from distill_rl.demo.trial_setup import TrialRequest, default_out
 from distill_rl.errors import ConfigError
 
 

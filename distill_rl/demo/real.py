@@ -23,8 +23,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from distill_rl.demo.pair import TrialRequest
 from distill_rl.demo.trial import try_pair
+from distill_rl.demo.trial_setup import TrialRequest
 from distill_rl.errors import ConfigError
 from distill_rl.models.attention import installed
 from distill_rl.models.files.hub import write_beginning

@@ -59,9 +59,6 @@ RECIPE = Recipe()
 CROSS = replace(RECIPE, folder="cross-seed", teacher_tokenizer="pieces", student_tokenizer="lines")
 """The same tasks with another tokenizer for the teacher, which splits most words into two or three tokens."""
 
-TURNS = replace(CROSS, folder="turns-seed", teacher_tokenizer="turns")
-"""The same, but the teacher ends a turn and a text with different tokens: it has two stop tokens, the student one."""
-
 RECIPES: Mapping[str, Recipe] = MappingProxyType({"quickstart": RECIPE, "quickstart-cross": CROSS})
 """Name of the run and of its configuration → recipe."""
 

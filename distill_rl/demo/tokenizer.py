@@ -79,14 +79,6 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "stem lines": Kind(
             _LINE_TEMPLATE, ("<eos>", "<bos>", "<pad>"), pad="<pad>", bos="<bos>", eos="<eos>", vocab_size=_STEMS
         ),
-        # As `pieces`, but a turn and a text end in different tokens, as with Phi-3 and Llama 3.
-        "turns": Kind(
-            _TURN_TEMPLATE.replace("eos_token", "'<|end|>'"),
-            ("<|end|>", "<|user|>", "<|assistant|>", "<|pad|>", "<|endoftext|>"),
-            pad="<|pad|>",
-            eos="<|endoftext|>",
-            vocab_size=353,
-        ),
     }
 )
 
@@ -96,7 +88,7 @@ def make_tokenizer(max_length: int, kind: str = "words") -> PreTrainedTokenizerF
     left.
 
     Text that does not occur in the tasks is split into bytes, so any text round-trips. `words` and `lines` have one
-    token for every word, digit and sign of the tasks, with and without a space before it. `pieces` and `turns` have
+    token for every word, digit and sign of the tasks, with and without a space before it. `pieces` has
     other ids, other special tokens, and several tokens per word.
 
     Args:

@@ -24,7 +24,8 @@ from distill_rl import __version__
 from distill_rl.config.load import load_config
 from distill_rl.config.schema import Config
 from distill_rl.demo.measure import BEGUN, Measured, Prompt, Subject, TrialFindings, measure
-from distill_rl.demo.pair import (
+from distill_rl.demo.runs import WITHOUT_TEACHER, ChildRun, figures, run_all
+from distill_rl.demo.trial_setup import (
     FEWEST_HELD_OUT,
     WITHOUT,
     TrialPair,
@@ -37,7 +38,6 @@ from distill_rl.demo.pair import (
     examine,
     write_configuration,
 )
-from distill_rl.demo.runs import WITHOUT_TEACHER, ChildRun, figures, run_all
 from distill_rl.evals.compare import of_run
 from distill_rl.models.files.hub import ADVICE
 from distill_rl.observe.log import open_console, printable, say, status

@@ -1,4 +1,4 @@
-"""Checks a pair of models and a text, and settles how they are trained: all problems at once, in the words of the command."""
+"""The set-up of a trial: its folder, the settings that suit a pair of models, a text and a machine, and the checks of all three."""
 
 from __future__ import annotations
 

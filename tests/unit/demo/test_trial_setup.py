@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 
 from distill_rl.config.facts import Facts, ModelFacts, TeacherFacts
 from distill_rl.config.load import read_config
-from distill_rl.demo import pair
-from distill_rl.demo.pair import ADAPTERS, FOUR_BITS, ONE_ROW, Known, Settings
+from distill_rl.demo import trial_setup
+from distill_rl.demo.trial_setup import ADAPTERS, FOUR_BITS, ONE_ROW, Known, Settings
 from distill_rl.errors import ConfigError, problems_of
 from distill_rl.preflight import Checked
 
@@ -99,15 +99,15 @@ def fit_of(
     quantizes: bool = True,
     overrides: tuple[str, ...] = (),
 ) -> Settings:
-    monkeypatch.setattr(pair, "gpu_bytes", lambda: (gib * 2**30,))
-    monkeypatch.setattr(pair, "total_bytes", lambda: 64 * 2**30)
+    monkeypatch.setattr(trial_setup, "gpu_bytes", lambda: (gib * 2**30,))
+    monkeypatch.setattr(trial_setup, "total_bytes", lambda: 64 * 2**30)
     models = write_config(tmp_path / "student", student), write_config(tmp_path / "teacher", teacher)
     known = replace(
         CARD, student_parameters=models[0].parameters, teacher_parameters=models[1].parameters, quantizes=quantizes
     )
     teachers = (TeacherFacts(model=models[1], vocabulary_size=VOCABULARY),)
     facts = Facts(gpus=1, cpus=16, student=models[0], teachers=teachers, vocabulary_size=VOCABULARY)
-    return pair._fit(request_for(tmp_path, *overrides), known, facts)
+    return trial_setup._fit(request_for(tmp_path, *overrides), known, facts)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_rows_divide_the_batch_of_the_user(
     ],
 )
 def test_the_rate_is_for_what_is_trained(tmp_path: Path, override: str, fit: Settings, times: int) -> None:
-    chosen = pair._chosen(request_for(tmp_path, override), CARD, fit)
-    assert chosen["optimizer.lr"] == times * pair.learning_rate(CARD.student_parameters)
+    chosen = trial_setup._chosen(request_for(tmp_path, override), CARD, fit)
+    assert chosen["optimizer.lr"] == times * trial_setup.learning_rate(CARD.student_parameters)
 
 
 @pytest.mark.parametrize(
@@ -151,18 +151,18 @@ def test_the_rate_is_for_what_is_trained(tmp_path: Path, override: str, fit: Set
     ],
 )
 def test_something_must_be_held_out(tmp_path: Path, overrides: tuple[str, ...], refused: bool) -> None:
-    lines = [*pair._request_problems(request_for(tmp_path, *overrides))]
+    lines = [*trial_setup._request_problems(request_for(tmp_path, *overrides))]
     assert len(lines) == refused
     assert all(line.startswith("data.validation.fraction: must be greater than 0: ") for line in lines)
 
 
 def test_weights_are_fetched_only_for_what_can_be_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, _ = read_config(pair.settings_of(request_for(tmp_path), {}))
+    config, _ = read_config(trial_setup.settings_of(request_for(tmp_path), {}))
     checked = Checked(config, [], [], Facts(num_documents=5))
-    monkeypatch.setattr(pair, "gather", lambda *arguments, **options: checked)
-    monkeypatch.setattr(pair, "resolve", lambda *arguments, **options: pytest.fail("weights are fetched"))
+    monkeypatch.setattr(trial_setup, "gather", lambda *arguments, **options: checked)
+    monkeypatch.setattr(trial_setup, "resolve", lambda *arguments, **options: pytest.fail("weights are fetched"))
     with pytest.raises(ConfigError) as raised:
-        pair.examine(request_for(tmp_path, "train.minutes=3"))
+        trial_setup.examine(request_for(tmp_path, "train.minutes=3"))
     reserved, few = raised.value.problems
     assert reserved == "train.minutes=3: is set by --minutes; use --minutes"
     assert few.startswith("TEXT: must have at least 16 documents")
@@ -172,18 +172,18 @@ def test_weights_are_fetched_only_for_what_can_be_tried(tmp_path: Path, monkeypa
 def test_a_student_in_few_bits_must_fit_whole_where_it_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, problems: int
 ) -> None:
-    monkeypatch.setattr(pair, "gpu_bytes", lambda: (gib * 2**30,))
+    monkeypatch.setattr(trial_setup, "gpu_bytes", lambda: (gib * 2**30,))
     model, request = write_config(tmp_path / "student", "8B"), request_for(tmp_path)
     for quantization, expected in ((None, 0), ("int4", problems)):
-        config, _ = read_config(pair.settings_of(request, {"student.quantization": quantization}))
+        config, _ = read_config(trial_setup.settings_of(request, {"student.quantization": quantization}))
         assert config is not None
-        lines = problems_of(partial(pair._require_room_to_measure, request, config, model, on_gpu=True))
+        lines = problems_of(partial(trial_setup._require_room_to_measure, request, config, model, on_gpu=True))
         assert len(lines) == expected
         assert all("STUDENT: is measured with its whole weights" in line for line in lines)
 
 
-def request_for(tmp_path: Path, *overrides: str) -> pair.TrialRequest:
+def request_for(tmp_path: Path, *overrides: str) -> trial_setup.TrialRequest:
     folders = str(tmp_path / "student"), str(tmp_path / "teacher")
-    return pair.TrialRequest(
+    return trial_setup.TrialRequest(
         *folders, text="text.jsonl", minutes=5.0, seed=0, out=tmp_path / "out", overrides=overrides
     )
