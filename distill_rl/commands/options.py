@@ -65,27 +65,6 @@ def make_parser() -> argparse.ArgumentParser:
     summary = "print the resolved configuration and derived sizes"
     _add_config_and_overrides(_command(commands, "check", "check.check", summary, description))
 
-    _add_inspect(commands)
-    _add_plan(commands)
-    _add_quickstart(commands)
-    _add_try(commands)
-    _add_store(commands)
-    _add_service(commands)
-    _add_eval(commands)
-    _add_align(commands)
-    _add_verify(commands)
-    _add_export_and_report(commands)
-    return parser
-
-
-def _command(commands: Any, name: str, function: str, summary: str, description: str) -> Callable[..., Any]:
-    """Adds a command and returns `add_argument` of its parser, which adds its options."""
-    parser = commands.add_parser(name, help=summary, description=description)
-    parser.set_defaults(command=function)
-    return parser.add_argument
-
-
-def _add_inspect(commands: Any) -> None:
     description = (
         "Show rows as they will be trained on: every token, which of them are learnt and why the others are not, where "
         "documents join, the chunks that a teacher with another tokenizer is compared over, and what a chat template "
@@ -100,8 +79,6 @@ def _add_inspect(commands: Any) -> None:
     add("--tokens", action="store_true", help="one line per token, with the reason for every token without a label")
     add("--json", dest="as_json", action="store_true", help="one JSON object per row, with everything")
 
-
-def _add_plan(commands: Any) -> None:
     description = (
         "Predict step time, goodput and memory of every split of a cluster between teacher and student, and print the "
         "settings of the best. Starts nothing."
@@ -113,8 +90,6 @@ def _add_plan(commands: Any) -> None:
     add("--card", choices=("h100", "h200"), default="h100", help="default: %(default)s")
     add("--gpus-per-node", type=int, default=GPUS_PER_NODE, metavar="N", help="default: %(default)s")
 
-
-def _add_quickstart(commands: Any) -> None:
     description = (
         "Distil a small student that sorts, train the same student on the same noisy answers without a teacher, and "
         "compare the two. Takes about two minutes; needs no GPU and no download."
@@ -136,8 +111,6 @@ def _add_quickstart(commands: Any) -> None:
     add("--clean", action="store_true", help="delete the runs of an earlier quickstart")
     add("overrides", nargs="*", metavar="key=value", help="settings for both runs, e.g. train.steps=300")
 
-
-def _add_try(commands: Any) -> None:
     description = (
         "Try two models on a text, without a configuration: check the pair, choose method and settings, train the student "
         "with the teacher and for the same time without it, and compare both on text that was held out, in bits per byte. "
@@ -158,8 +131,6 @@ def _add_try(commands: Any) -> None:
     add("--clean", action="store_true", help="delete an earlier trial in the folder")
     add("overrides", nargs="*", metavar="key=value", help="settings in place of those chosen, e.g. optimizer.lr=1e-4")
 
-
-def _add_store(commands: Any) -> None:
     description = (
         "Run the teachers of a configuration over its data and store what they would send to a student, so that any "
         "number of students can be trained without them (docs/store.md). The same command continues after a stop."
@@ -187,8 +158,6 @@ def _add_store(commands: Any) -> None:
     add("store", type=Path, metavar="STORE", help="folder of the store")
     add("--out", required=True, type=Path, metavar="DIR", help="new folder for the files")
 
-
-def _add_service(commands: Any) -> None:
     description = (
         "Check a configuration here and run it on an existing Ray cluster, under the name run.name. Folders must be "
         "on a file system that the cluster shares. See docs/operations.md, Service."
@@ -218,8 +187,6 @@ def _add_service(commands: Any) -> None:
     for add in (submit, status, logs, stop):
         add("--address", metavar="URL", help=address_help)
 
-
-def _add_eval(commands: Any) -> None:
     description = "Score model folders on evaluation suites, offline. The same command continues after a stop."
     add = _command(commands, "eval", "evaluate.command", "score models on evaluation suites", description)
     # fmt: off
@@ -254,8 +221,6 @@ def _add_eval(commands: Any) -> None:
         help="for --dry-run: settings of the section slurm, such as account=me time=02:00:00")
     # fmt: on
 
-
-def _add_align(commands: Any) -> None:
     description = (
         "Print how two tokenizations of a text match, what they have in common, and which loss suits them. "
         "Only reads the tokenizers. Exits with 2 if a student could learn nothing from such a teacher."
@@ -275,8 +240,6 @@ def _add_align(commands: Any) -> None:
     verify_help = "check alignment and losses on this pair and these rows; exits with 1 if a check fails"
     add("--verify", action="store_true", help=verify_help)
 
-
-def _add_verify(commands: Any) -> None:
     verify = commands.add_parser("verify", help="measure what quantised weights cost a teacher")
     actions = verify.add_subparsers(title="actions", metavar="ACTION", required=True)
     description = (
@@ -291,8 +254,6 @@ def _add_verify(commands: Any) -> None:
     add("--full", metavar="DIR", help=full_help)
     add("--out", type=Path, metavar="FILE", help="also write the figures to FILE, as JSON")
 
-
-def _add_export_and_report(commands: Any) -> None:
     description = (
         "Write a checkpoint of a run as a Hugging Face model folder, without Ray, and upload it if asked to. Uploading takes "
         "the login of the hub's own tools: HF_TOKEN, or `hf auth login`."
@@ -332,6 +293,14 @@ def _add_export_and_report(commands: Any) -> None:
     add("paths", metavar="PATH", nargs="+", type=Path, help=paths_help)
     add("-o", "--out", metavar="FILE", type=Path, help="the HTML file to write")
     add("--baseline", metavar="NAME", help="model that the others are compared with; default: the first")
+    return parser
+
+
+def _command(commands: Any, name: str, function: str, summary: str, description: str) -> Callable[..., Any]:
+    """Adds a command and returns `add_argument` of its parser, which adds its options."""
+    parser = commands.add_parser(name, help=summary, description=description)
+    parser.set_defaults(command=function)
+    return parser.add_argument
 
 
 def _add_config_and_overrides(add: Callable[..., Any]) -> None:

@@ -276,7 +276,32 @@ def _conclude(request: TrialRequest, pair: TrialPair, paths: TrialPaths, found: 
         trainings[name] = {"steps": done.steps, "seconds": round(done.seconds, 2)}
     outcome = difference(models[TAUGHT], models[CONTROL], request.seed)
     seconds = time.perf_counter() - start
-    write_json(paths.result, _result(request, pair, paths, found, outcome, trainings, seconds))
+    result = {
+        "version": __version__,
+        "student": request.student,
+        "teacher": request.teacher,
+        "text": request.text,
+        "minutes": request.minutes if request.steps is None else None,
+        "steps": request.steps,
+        "seed": request.seed,
+        "method": pair.method,
+        "bits_per_byte": {name: models[name].bits_per_byte for name in ROWS},
+        "saved_by_teacher": {"bits_per_byte": outcome.saved, "interval": outcome.interval},
+        "verdict": outcome.verdict,
+        "held_out": {"documents": len(models[BEFORE].bits), "bytes": sum(models[BEFORE].num_bytes)},
+        "trainings": trainings,
+        "samples": [
+            {
+                "prompt": prompt.shown,
+                "text": prompt.reference,
+                **{name: measured.samples[i] for name, measured in models.items() if measured.samples},
+            }
+            for i, prompt in enumerate(found.prompts)
+        ],
+        "export": os.fspath(paths.taught.export.absolute()),
+        "seconds": round(seconds, 1),
+    }
+    write_json(paths.result, result)
     evaluation = of_run(paths.taught.root, [paths.control.root])
     write_report(paths.taught.root, evaluation=evaluation, comparisons=[paths.control.root], out=paths.report)
     print_result(models, outcome, trainings)
@@ -299,45 +324,6 @@ def longer_training(config: Config, steps: int) -> list[str]:
     overrides = ["run.name=longer", f"train.steps={TIMES_LONGER * steps}", "train.epochs=null"]
     # A training that ended within its warm-up has written an end into the schedule, after which the rate is 0.
     return overrides + (["schedule.steps=null"] if config.schedule.steps is None else [])
-
-
-def _result(
-    request: TrialRequest,
-    pair: TrialPair,
-    paths: TrialPaths,
-    found: TrialFindings,
-    outcome: BitsDifference,
-    trainings: Mapping[str, Mapping[str, Any]],
-    seconds: float,
-) -> dict[str, Any]:
-    """The contents of result.json."""
-    models = found.models
-    some = models[BEFORE]
-    return {
-        "version": __version__,
-        "student": request.student,
-        "teacher": request.teacher,
-        "text": request.text,
-        "minutes": request.minutes if request.steps is None else None,
-        "steps": request.steps,
-        "seed": request.seed,
-        "method": pair.method,
-        "bits_per_byte": {name: models[name].bits_per_byte for name in ROWS},
-        "saved_by_teacher": {"bits_per_byte": outcome.saved, "interval": outcome.interval},
-        "verdict": outcome.verdict,
-        "held_out": {"documents": len(some.bits), "bytes": sum(some.num_bytes)},
-        "trainings": dict(trainings),
-        "samples": [
-            {
-                "prompt": prompt.shown,
-                "text": prompt.reference,
-                **{name: measured.samples[i] for name, measured in models.items() if measured.samples},
-            }
-            for i, prompt in enumerate(found.prompts)
-        ],
-        "export": os.fspath(paths.taught.export.absolute()),
-        "seconds": round(seconds, 1),
-    }
 
 
 def _comments(request: TrialRequest, pair: TrialPair) -> list[str]:
