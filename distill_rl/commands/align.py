@@ -220,7 +220,7 @@ def print_report(console: Console, student: str, teacher: str, report: CoverageR
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column()
-    for name, value in [*_match_lines(report), *_stop_lines(ends)]:
+    for name, value in _lines(report, ends):
         table.add_row(name, escape(value))
     console.print(table)
     classes = Table(box=box.SIMPLE_HEAD)
@@ -253,8 +253,9 @@ def print_checks(console: Console, checks: Sequence[PropertyCheck]) -> None:
     console.print(passed + (f", {empty} had nothing to look at" if empty else "") + "\n")
 
 
-def _match_lines(report: CoverageReport) -> Iterator[tuple[str, str]]:
-    """(label, text) for each line of the audit about how the two tokenizations match, in the order of printing."""
+def _lines(report: CoverageReport, ends: Endings) -> Iterator[tuple[str, str]]:
+    """(label, text) for each line of the audit, in the order of printing: how the two tokenizations match, the stop tokens of both
+    sides, and the share of rows that end in one on both."""
     chunks = sum(report.chunk_lengths.values())
     lengths = list(report.chunk_lengths.items())
     shown = ", ".join(f"{size} {count / chunks:.1%}" for size, count in lengths[:LENGTHS_SHOWN]) or "none"
@@ -270,10 +271,6 @@ def _match_lines(report: CoverageReport) -> Iterator[tuple[str, str]]:
     yield "vocabularies", f"{sizes}, {report.common_vocabulary:,} of them in common"
     for side, reason in report.lossy.items():
         yield f"lossy {side}", reason
-
-
-def _stop_lines(ends: Endings) -> Iterator[tuple[str, str]]:
-    """(label, text) for the lines about the stop tokens of both sides and the share of rows that end in one on both."""
     for side, stops in (("student", ends.student_stops), ("teacher", ends.teacher_stops)):
         yield f"stops {side}", ", ".join(stops) or "none: no token ends an answer"
     share = ends.ending / ends.rows if ends.rows else 0.0

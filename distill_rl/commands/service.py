@@ -47,7 +47,7 @@ def submit(path: str, overrides: Sequence[str], *, address: str | None, python: 
         WorkerError: the cluster cannot carry out the request.
     """
     setup_console()
-    checked = gather(path, [*overrides, "ray.address=auto"], clean=False, ask=False)
+    checked = gather(path, [*overrides, "ray.address=auto"], ask=False)
     config = absolute(checked.require_valid(_cluster_problems))
     service, name = Service(address), config.run.name
     submission_id, attempt = runs.next_submission(service.jobs(), name)

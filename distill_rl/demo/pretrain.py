@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,9 @@ def train_teacher(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate(step, recipe))
     teacher.train()
     bar = ProgressBar("teacher", recipe.teacher_steps, console=Console(stderr=True))
-    with _one_thread(), closing(bar):
+    with closing(bar), ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         for step in range(recipe.teacher_steps):
             input_ids, labels = encode(tokenizer, list(islice(problems, recipe.teacher_batch)))
             # Padding is on the right, where causal attention never sees it, so no attention mask is needed.
@@ -83,35 +85,18 @@ def encode(tokenizer: PreTrainedTokenizerBase, problems: list[ListProblem]) -> t
     end-of-text token, and IGNORE_INDEX elsewhere. `problems` must not be empty.
     """
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
-    rows: list[Any] = [
-        tokenizer.apply_chat_template(
-            training_row(problem)["messages"], return_dict=True, return_assistant_tokens_mask=True
-        )
-        for problem in problems
-    ]
-    longest = max(len(row["input_ids"]) for row in rows)
-    input_ids = torch.full((len(rows), longest), int(tokenizer.pad_token_id))
-    labels = torch.full((len(rows), longest), IGNORE_INDEX)
-    for i, row in enumerate(rows):
-        ids, answer = torch.tensor(row["input_ids"]), torch.tensor(row["assistant_masks"], dtype=torch.bool)
-        input_ids[i, : len(ids)] = ids
-        labels[i, : len(ids) - 1] = torch.where(answer[1:], ids[1:], IGNORE_INDEX)
-    return input_ids, labels
+    rows, answers = [], []
+    for problem in problems:
+        chat = training_row(problem)["messages"]
+        row: Any = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        rows.append(torch.tensor(row["input_ids"]))
+        answers.append(torch.where(torch.tensor(row["assistant_masks"]) > 0, rows[-1], IGNORE_INDEX))
+    input_ids = pad_sequence(rows, batch_first=True, padding_value=int(tokenizer.pad_token_id))
+    labels = pad_sequence(answers, batch_first=True, padding_value=IGNORE_INDEX)
+    return input_ids, torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def _learning_rate(step: int, recipe: Recipe) -> float:
     return min(1.0, (step + 1) / recipe.teacher_warmup) * 0.5 * (1 + math.cos(math.pi * step / recipe.teacher_steps))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Lets torch use one thread inside the block, and the previous number afterwards."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

