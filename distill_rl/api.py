@@ -149,7 +149,7 @@ def capture(config: Source | None = None, /, *, out: str | PathLike[str], **sett
         ConfigError, DistillError, KeyboardInterrupt, Preempted: as for `distill`; after the last two the same call
             continues.
     """
-    from distill_rl.commands.capture import gather_capture
+    from distill_rl.commands.train import gather_capture
     from distill_rl.run import run
 
     folder = Path(out).expanduser().absolute()

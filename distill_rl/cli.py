@@ -14,7 +14,7 @@ from distill_rl.errors import ConfigError, DistillError
 from distill_rl.system import output
 from distill_rl.system.without_torch import gpu_possible, import_transformers_without_torch
 
-_TRAINING = {"train.train", "capture.capture", "demo.quickstart", "demo.trial"}
+_TRAINING = {"train.train", "train.capture", "demo.quickstart", "demo.trial"}
 """Commands that go on when nobody can read what they print: what they make is in files."""
 _BROKEN_PIPE = 141
 """The exit code that a shell gives for a program that SIGPIPE ended."""

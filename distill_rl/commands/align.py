@@ -16,7 +16,7 @@ from distill_rl.system.files import write_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from distill_rl.align import CoverageReport, TokenAligner
+    from distill_rl.align import CoverageReport
     from distill_rl.align.chats import Chat
     from distill_rl.align.verify import Endings, PropertyCheck
     from distill_rl.config.schema import DataConfig
@@ -35,17 +35,11 @@ class TextRows:
     """Empty if the rows are texts."""
 
 
-@dataclass(frozen=True, slots=True)
 class TokenizerPair:
-    """Two tokenizers, and their aligner."""
+    """The tokenizers of two folders or hub names, and their aligner."""
 
-    student: Any
-    teacher: Any
-    aligner: TokenAligner
-
-    @classmethod
-    def read(cls, student: str, teacher: str) -> TokenizerPair:
-        """Reads the tokenizers and stop tokens of two folders or hub names.
+    def __init__(self, student: str, teacher: str):
+        """Reads tokenizers and stop tokens.
 
         Raises:
             ConfigError: a tokenizer that is missing or slow.
@@ -53,9 +47,9 @@ class TokenizerPair:
         from distill_rl.align import TokenAligner
         from distill_rl.models.files.hub import configured_stops, read_tokenizer
 
-        tokenizers = read_tokenizer(student), read_tokenizer(teacher)
-        stops = configured_stops(student), configured_stops(teacher)
-        return cls(*tokenizers, TokenAligner(*tokenizers, student_stops=stops[0], teacher_stops=stops[1]))
+        self.student, self.teacher = read_tokenizer(student), read_tokenizer(teacher)
+        stops = {"student_stops": configured_stops(student), "teacher_stops": configured_stops(teacher)}
+        self.aligner = TokenAligner(self.student, self.teacher, **stops)
 
     def readable(self, chats: list[Chat]) -> list[Chat]:
         """The chats if both tokenizers have a chat template, else an empty list."""
@@ -101,7 +95,7 @@ def align(
 
     if limit < 1:
         raise ConfigError("--limit", "must be 1 or more", limit)
-    pair = TokenizerPair.read(student, teacher)
+    pair = TokenizerPair(student, teacher)
     columns: dict[str, Any] = {"text_key": text_key, "messages_key": messages_key, "split": split}
     data = DataConfig(path=path, **{key: value for key, value in columns.items() if value is not None})
     rows = read_rows(data, limit)

@@ -136,7 +136,7 @@ def make_parser() -> argparse.ArgumentParser:
         "number of students can be trained without them (docs/store.md). The same command continues after a stop."
     )
     summary = "store the teachers' targets, for training later"
-    add = _command(commands, "capture", "capture.capture", summary, description)
+    add = _command(commands, "capture", "train.capture", summary, description)
     _add_config_and_overrides(add)
     add("--out", required=True, type=Path, metavar="STORE", help="folder of the store; made if it does not exist")
     _add_dry_run(add)
