@@ -48,8 +48,8 @@ class TokenizerPair:
         from distill_rl.models.files.hub import configured_stops, read_tokenizer
 
         self.student, self.teacher = read_tokenizer(student), read_tokenizer(teacher)
-        stops = {"student_stops": configured_stops(student), "teacher_stops": configured_stops(teacher)}
-        self.aligner = TokenAligner(self.student, self.teacher, **stops)
+        stops = configured_stops(student), configured_stops(teacher)
+        self.aligner = TokenAligner(self.student, self.teacher, student_stops=stops[0], teacher_stops=stops[1])
 
     def readable(self, chats: list[Chat]) -> list[Chat]:
         """The chats if both tokenizers have a chat template, else an empty list."""

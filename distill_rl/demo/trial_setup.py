@@ -303,15 +303,12 @@ def _readable_tokens(known: Known) -> float:
     return min(max(MEASURE_SHARE * 60 * known.minutes * flops / (2 * largest), low), high)
 
 
-def choose(known: Known, fit: Settings, *, adapters: bool | None = None) -> Settings:
+def choose(known: Known, fit: Settings) -> Settings:
     """All settings of the training with the teacher, but for models, data, length and folder.
 
     Args:
         fit: one of `fits`.
-        adapters: whether adapters are trained, which the rate depends on; None: as `fit` says.
     """
-    if adapters is None:
-        adapters = "student.lora" in fit
     length = row_length(known)
     precision = "bf16" if known.on_gpu else "fp32"
     chosen: Settings = {
@@ -323,7 +320,7 @@ def choose(known: Known, fit: Settings, *, adapters: bool | None = None) -> Sett
         "loss.top_k": min(TOP_K, known.vocabulary),
         "loss.kd_weight": 1.0,
         "loss.ce_weight": CE_WEIGHT,
-        "optimizer.lr": learning_rate(known.student_parameters, adapters=adapters),
+        "optimizer.lr": learning_rate(known.student_parameters, adapters="student.lora" in fit),
         "schedule.warmup_steps": WARMUP_STEPS,
         "train.epochs": float(MOST_EPOCHS),
         "train.global_batch_size": documents_per_step(known, length),
@@ -622,9 +619,12 @@ def _fit(request: TrialRequest, known: Known, facts: Facts) -> Settings:
 
 def _chosen(request: TrialRequest, known: Known, fit: Settings) -> Settings:
     """The settings for a way to train, with the rate that suits what is trained with the user's settings."""
-    config, _ = read_config(settings_of(request, choose(known, fit)), request.overrides)
-    adapters = None if config is None else config.student.lora is not None
-    return choose(known, fit, adapters=adapters)
+    chosen = choose(known, fit)
+    config, _ = read_config(settings_of(request, chosen), request.overrides)
+    if config is not None:
+        adapters = config.student.lora is not None
+        chosen["optimizer.lr"] = learning_rate(known.student_parameters, adapters=adapters)
+    return chosen
 
 
 def _positions(*models: str) -> int | None:
